@@ -1,0 +1,71 @@
+# Needs make, and Python 3.11 or newer with pip. Everything else goes into .venv.
+# Written for GNU make 3.81, the one that macOS ships.
+
+VENV  := .venv
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.made-for
+
+# The interpreter that makes .venv: the first of these that is new enough, or the one given as
+# `make PYTHON=/path/to/python3.12`.
+PYTHON ?=
+PYTHONS := $(if $(PYTHON),$(PYTHON),python3 python3.14 python3.13 python3.12 python3.11 python)
+
+# Passed on: `make train ARGS="--guests 0"`, `make test ARGS=tests/unit`.
+ARGS ?=
+
+# The stamp is written last and holds the folder's name, so a .venv whose making was interrupted, whose
+# interpreter is gone, or whose folder was moved is not taken for a sound one.
+SOUND := $(shell test "`cat $(STAMP) 2>/dev/null`" = "$(CURDIR)" && $(BIN)/python -c "" 2>/dev/null && echo yes)
+
+.PHONY: help setup train test bench clean remove-unsound-venv
+
+help:
+	@echo "make train   train a small GPT here, with one local guest (ARGS=... is passed on)"
+	@echo "make test    everything CI runs: ruff, mypy, pytest (ARGS=... goes to pytest)"
+	@echo "make bench   measure the claims that the docs make"
+	@echo "make setup   only make .venv"
+	@echo "make clean   remove .venv, caches and build outputs (run folders stay)"
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt $(if $(SOUND),,remove-unsound-venv)
+	@found=; if [ ! -x $(BIN)/python ]; then \
+	  for python in $(PYTHONS); do \
+	    if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then found="$$python"; break; fi; \
+	  done; \
+	  if [ -z "$$found" ]; then \
+	    echo "error: Potluck needs Python 3.11 or newer. Found:" >&2; \
+	    for python in $(PYTHONS); do echo "  $$python: `"$$python" --version 2>&1 || true`" >&2; done; \
+	    echo "hint: install a newer one, then: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; \
+	    exit 1; \
+	  fi; \
+	  echo "making $(VENV) with $$found; torch is large, so the first time takes a few minutes"; \
+	  "$$found" -m venv $(VENV) || { \
+	    echo "hint: on Debian and Ubuntu the module venv is a package of its own: apt install python3-venv" >&2; exit 1; }; \
+	fi
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@echo "$(CURDIR)" > $(STAMP)
+
+remove-unsound-venv:
+	@rm -rf $(VENV)
+
+train: $(STAMP)
+	$(BIN)/potluck train $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest $(ARGS)
+
+bench: $(STAMP)
+	@failed=; \
+	for script in bench/[!_]*.py; do \
+	  [ -f "$$script" ] || { echo "no scripts in bench/"; exit 0; }; \
+	  echo "== $$script"; \
+	  $(BIN)/python "$$script" $(ARGS) || failed="$$failed $$script"; \
+	done; \
+	if [ -n "$$failed" ]; then echo "failed:$$failed" >&2; exit 1; fi
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage src/*.egg-info
+	find src tests bench examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

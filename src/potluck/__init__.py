@@ -1,0 +1,36 @@
+"""Potluck: train one PyTorch model on every machine you own. Every machine brings what it has.
+
+The public names are loaded when they are first used: `import potluck` imports no torch.
+
+    run = potluck.start()
+    for step in run.training(model, optimizer, dataset, global_batch=512):
+        for batch in step:
+            step.backward(loss_of(model, batch))
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from potluck._version import __version__
+from potluck.errors import PotluckError
+
+if TYPE_CHECKING:
+    from potluck.train.run import Run, start
+    from potluck.train.step import Step
+
+__all__ = ["PotluckError", "Run", "Step", "__version__", "start"]
+
+_LAZY = {"Run": "potluck.train.run", "start": "potluck.train.run", "Step": "potluck.train.step"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'potluck' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

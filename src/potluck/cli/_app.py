@@ -1,0 +1,159 @@
+"""The `potluck` command: its verbs, loaded only when used, and what a person sees when something fails.
+
+It knows the verbs' names, not what they do; help and version import neither torch nor rich.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import click
+
+from potluck import env
+from potluck._version import __version__
+from potluck.errors import PotluckError
+
+INTERRUPTED = 130
+_DEBUG_HELP = "Show the traceback of an error."
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """Where a command lives, and its line in `potluck --help` (so that help need not import it)."""
+
+    target: str
+    help: str
+
+
+# In the order in which a person meets them.
+VERBS: dict[str, Verb] = {
+    "train": Verb("potluck.cli.train:train", "Train here, now, with defaults that need no download."),
+    "host": Verb("potluck.cli.host:host", "Start a run that guests can join; prints the token."),
+    "join": Verb("potluck.cli.join:join", "Bring this machine to a run."),
+    "report": Verb("potluck.cli.report:report", "What happened in a run."),
+}
+
+
+@dataclass(slots=True)
+class Settings:
+    """What holds for every verb; a verb gets it with `@click.pass_obj`."""
+
+    debug: bool = False
+    environment: env.Environment = field(default_factory=env.Environment)
+
+
+class LazyGroup(click.Group):
+    """A group that imports a command only to run it or to show that command's own help."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        verb = VERBS.get(cmd_name)
+        if verb is None:
+            return None
+        module, _, attribute = verb.target.partition(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        if not any(parameter.name == "debug" for parameter in command.params):
+            # People put --debug at the end of the line that failed.
+            command.params.append(_debug_option())
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in VERBS and not args[0].startswith("-"):
+            import difflib  # slow to import, and rarely needed
+
+            close = difflib.get_close_matches(args[0], VERBS, n=1)
+            advice = f"Did you mean {close[0]!r}?" if close else f"There are: {', '.join(VERBS)}."
+            raise click.UsageError(f"no command {args[0]!r}. {advice}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, verb.help) for name, verb in VERBS.items()])
+
+
+def _debug_option() -> click.Option:
+    """Parsed for the help's sake; `run` looks for it before anything else can fail."""
+    return click.Option(["--debug"], is_flag=True, expose_value=False, help=_DEBUG_HELP)
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="potluck", message="%(prog)s %(version)s")
+@click.option("--debug", is_flag=True, expose_value=False, help=_DEBUG_HELP)
+@click.pass_context
+def app(ctx: click.Context) -> None:
+    """Train one PyTorch model on every machine you own. Every machine brings what it has."""
+    settings = ctx.ensure_object(Settings)
+    settings.environment = env.read()
+    settings.debug = settings.debug or settings.environment.debug
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command line and exit with its status."""
+    sys.exit(run(args))
+
+
+def run(args: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status, having said on stderr what went wrong."""
+    arguments = sys.argv[1:] if args is None else list(args)
+    settings = Settings(debug="--debug" in arguments)
+    try:
+        result: Any = app.main(args=arguments, prog_name="potluck", obj=settings, standalone_mode=False)
+        sys.stdout.flush()
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        _say("interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader (`| head`) has seen enough. Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except PotluckError as error:
+        _explain(error, settings.debug)
+        return error.exit_status
+    except Exception as error:
+        _confess(error, settings.debug)
+        return 1
+    # click hands back what ctx.exit() was given, or what the command returned.
+    return result if isinstance(result, int) else 0
+
+
+def _explain(error: PotluckError, debug: bool) -> None:
+    if debug:
+        _show_traceback(error)
+    _say(f"error: {error}")
+    if error.hint:
+        _say(f"hint: {error.hint}")
+    _say(f"see docs/troubleshooting/{error.code}.md")
+
+
+def _confess(error: Exception, debug: bool) -> None:
+    if debug:
+        _show_traceback(error)
+    words = " ".join(str(error).split())
+    what = type(error).__name__ + (f": {words}" if words else "")
+    advice = "please report it" if debug else "run with --debug for the traceback; please report it"
+    _say(f"internal error: {what} ({advice})")
+
+
+def _show_traceback(error: Exception) -> None:
+    import traceback  # slow to import, and only needed here
+
+    traceback.print_exception(error)
+
+
+def _say(line: str) -> None:
+    # Where nobody reads, the exit status still tells.
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,161 @@
+"""The options that several verbs share, and how flags, a TOML file and defaults become one config.
+
+Owns the words on the command line; it starts nothing.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from potluck.errors import ConfigError
+from potluck.spec.config import RunConfig
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+RECIPE_FLAGS = ("depth", "sequence", "batch_tokens", "steps", "lr", "data", "seed")
+RUN_FLAGS = ("device", "threads", "name", "micro_batch", "codec", "checkpoint_every")
+HOST_FLAGS = ("bind", "port", "wait_for", "wait_s")
+
+
+def recipe_options(command: Command) -> Command:
+    """What is trained."""
+    for option in reversed(
+        [
+            click.option("--depth", type=int, help="gpt: the size of the model, in one number."),
+            click.option("--sequence", type=int, help="gpt: bytes in a sample."),
+            click.option("--batch-tokens", type=int, help="gpt: bytes in a step, over all machines."),
+            click.option("--steps", type=int, help="Updates to train in all."),
+            click.option("--lr", type=float, help="Peak learning rate."),
+            click.option("--data", metavar="PATH", help="Your own text (gpt) or IDX files (cnn)."),
+            click.option("--seed", type=int, help="Of the weights and of the samples' order."),
+            click.option(
+                "--set", "more", multiple=True, metavar="KEY=VALUE", help="Any other setting of the recipe."
+            ),
+            click.option(
+                "--config",
+                "config_file",
+                type=click.Path(path_type=Path),
+                help="A TOML file: [run] and [gpt] or [cnn].",
+            ),
+        ]
+    ):
+        command = option(command)
+    return command
+
+
+def run_options(command: Command) -> Command:
+    """How it is carried out."""
+    for option in reversed(
+        [
+            click.option(
+                "--device",
+                help="cpu, cuda, cuda:1, mps, paced:SECONDS (a sample); default: the best there is.",
+            ),
+            click.option(
+                "--threads", type=click.IntRange(1), help="CPU threads; default: the physical cores."
+            ),
+            click.option("--name", help="What this machine is called; default: its host name."),
+            click.option(
+                "--micro-batch",
+                type=click.IntRange(1),
+                help="Samples computed at once; default: found by trying.",
+            ),
+            click.option("--codec", help="none, fp16, bf16, int8, int4 (default), topk:RATIO."),
+            click.option(
+                "--checkpoint-every",
+                type=click.IntRange(0),
+                help="Steps between checkpoints (default 50; 0: only at the end).",
+            ),
+            click.option(
+                "--runs", type=click.Path(path_type=Path), help="Where run folders go (default: runs)."
+            ),
+            click.option(
+                "--resume",
+                type=click.Path(path_type=Path),
+                metavar="RUN",
+                help="Go on with a run, at the very sample.",
+            ),
+            view_option,
+        ]
+    ):
+        command = option(command)
+    return command
+
+
+def view_option(command: Command) -> Command:
+    return click.option(
+        "--view",
+        type=click.Choice(["auto", "live", "plain", "json", "quiet"]),
+        default="auto",
+        help="auto: live on a terminal, plain lines in a pipe. json: events, one a line.",
+    )(command)
+
+
+def host_options(command: Command) -> Command:
+    """Where guests come in."""
+    for option in reversed(
+        [
+            click.option(
+                "--bind",
+                metavar="ADDRESS",
+                help="Listen here only (default: the address of the default route; 0.0.0.0: all).",
+            ),
+            click.option(
+                "--port", type=click.IntRange(0, 65535), help="Listen on this port (default: a free one)."
+            ),
+            click.option(
+                "--wait-for", type=click.IntRange(0), help="Guests to wait for before the first step."
+            ),
+            click.option("--wait-s", type=float, help="How long to wait for them (default 120)."),
+        ]
+    ):
+        command = option(command)
+    return command
+
+
+def given(flags: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Those of the flags that were given."""
+    return {name: flags[name] for name in names if flags.get(name) is not None}
+
+
+def pairs(more: Sequence[str]) -> dict[str, str]:
+    """KEY=VALUE words as a table."""
+    table = {}
+    for word in more:
+        key, equals, value = word.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"--set takes KEY=VALUE, not {word!r}", hint="for example --set warmup=50")
+        table[key] = value
+    return table
+
+
+def read_config_file(path: Path | None, recipe: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The tables [run] and [recipe] of a TOML file."""
+    if path is None:
+        return {}, {}
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not a TOML file: {error}") from error
+    for name, table in tables.items():
+        if name not in ("run", recipe) or not isinstance(table, dict):
+            raise ConfigError(
+                f"{path} has {name!r}, which means nothing here", hint=f"tables: [run] and [{recipe}]"
+            )
+    return tables.get("run", {}), tables.get(recipe, {})
+
+
+def run_config(table: dict[str, Any], flags: dict[str, Any]) -> RunConfig:
+    from potluck import codec
+    from potluck.spec.config import build
+
+    config = build(RunConfig, {**table, **given(flags, (*RUN_FLAGS, *HOST_FLAGS))})
+    codec.get(config.codec)
+    return config

@@ -1,0 +1,39 @@
+"""Running a user's script: its own bugs are shown as Python shows them, without our frames around them."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from potluck.errors import PotluckError, UserError
+
+
+class ScriptError(UserError):
+    """The user's script raised an exception of its own; its traceback has been shown."""
+
+    code = "script-failed"
+    exit_status = 1
+
+
+@contextmanager
+def running(name: str) -> Iterator[None]:
+    """Around a script: what it raises is told as the script's, with its traceback."""
+    try:
+        yield
+    except (PotluckError, KeyboardInterrupt, SystemExit):
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        inner = [
+            f
+            for f in frames
+            if "runpy" not in f.filename and "potluck/cli" not in f.filename.replace("\\", "/")
+        ]
+        print("Traceback (most recent call last):", file=sys.stderr)
+        sys.stderr.writelines(traceback.format_list(inner))
+        sys.stderr.writelines(traceback.format_exception_only(error))
+        raise ScriptError(
+            f"{name} failed with {type(error).__name__}", hint="the traceback above is the script's own"
+        ) from error

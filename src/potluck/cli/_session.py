@@ -1,0 +1,189 @@
+"""What `train` and `host` have in common: the run's folder, its door, its signals, and its end.
+
+Owns the order in which these are opened and closed. What is trained is a function it is given.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+
+from potluck.cli._app import Settings
+from potluck.device import pick
+from potluck.launch.local import LocalGuests
+from potluck.report.view import View, make_view
+from potluck.spec.config import RunConfig
+from potluck.train.events import EventLog
+from potluck.train.folder import RunFolder, new_folder, open_folder
+from potluck.train.launch import ALONE, HOST, Launch, set_launch
+from potluck.train.run import manifest
+from potluck.wire.keys import load_keys, new_keys, save_keys
+from potluck.wire.token import Token, encode, local_addresses
+from potluck.wire.transport import HostSocket
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(slots=True, kw_only=True)
+class Plan:
+    """A run about to start, resolved."""
+
+    role: str
+    config: RunConfig
+    what: str
+    recipe: dict[str, Any] = field(default_factory=dict)
+    source: dict[str, Any] = field(default_factory=dict)
+    files: tuple[bytes, ...] = ()
+    resume: Path | None = None
+    guests: int = 0
+    """Guests to start on this machine."""
+    view: str = "auto"
+    runs: Path = Path("runs")
+
+
+def machine_name(settings: Settings, config: RunConfig) -> str:
+    return config.name or settings.environment.name or socket.gethostname().split(".")[0] or "machine"
+
+
+@contextmanager
+def session(settings: Settings, plan: Plan) -> Iterator[Launch]:
+    """Open everything a run needs, and close all of it whatever happens inside."""
+    folder = open_folder(plan.resume) if plan.resume else new_folder(plan.runs, plan.what)
+    device = pick(
+        plan.config.device or settings.environment.device,
+        threads=plan.config.threads or settings.environment.threads or _threads_beside(plan.guests),
+    )
+    view = make_view(plan.view)  # type: ignore[arg-type]
+    log = EventLog(folder.events, view.event)
+    launch = Launch(
+        role=plan.role,
+        config=plan.config,
+        device=device,
+        name=machine_name(settings, plan.config),
+        log=log,
+        what=plan.what,
+        folder=folder,
+        resume=plan.resume is not None,
+        source=plan.source,
+        files=plan.files,
+    )
+    guests = LocalGuests(folder.path)
+    try:
+        if plan.role != ALONE:
+            token = _open_door(launch, folder)
+            if plan.role == HOST and not plan.guests:
+                _tell_token(token, plan.view)
+        _write_manifest(launch, plan, folder)
+        if plan.guests:
+            guests.start(plan.guests, token=token, threads=_threads_beside(plan.guests) or 1)
+        with _stop_on_signals(launch, view):
+            set_launch(launch)
+            yield launch
+    finally:
+        set_launch(None)
+        if launch.socket is not None:
+            launch.socket.close()
+        guests.close()
+        view.close()
+        log.close()
+
+
+def _threads_beside(guests: int) -> int | None:
+    """CPU threads for each process when several share this machine; None: the device's own choice."""
+    return max(1, (os.cpu_count() or 1) // (1 + guests)) if guests else None
+
+
+def _open_door(launch: Launch, folder: RunFolder) -> str:
+    """Bind the port and make (or find again) the token."""
+    config = launch.config
+    port = config.port
+    if folder.keys.exists():
+        keys = load_keys(folder.keys)
+        port = port or int(folder.read_manifest().get("port", 0))
+    else:
+        keys = new_keys()
+        save_keys(folder.keys, keys)
+    bind = config.bind or next(iter(local_addresses()), LOOPBACK)
+    launch.socket = HostSocket(bind=bind, port=port, keys=keys, on_denied=_denied(launch))
+    addresses = local_addresses() if bind == "0.0.0.0" else (bind,)
+    token = encode(
+        Token(
+            protocol=1,
+            addresses=addresses or (LOOPBACK,),
+            port=launch.socket.port,
+            host_public=keys.public,
+            guest_secret=keys.guest_secret,
+        )
+    )
+    _write_private(folder.token, token + "\n")
+    return token
+
+
+def _denied(launch: Launch) -> Callable[[str], None]:
+    """Log strangers, but not without end: after the first few only every hundredth."""
+    count = 0
+
+    def on_denied(address: str) -> None:
+        nonlocal count
+        count += 1
+        if count <= 5 or count % 100 == 0:
+            reason = "no valid token" + (f" ({count} so far)" if count > 5 else "")
+            launch.log.emit({"event": "refused_stranger", "address": address, "reason": reason})
+
+    return on_denied
+
+
+def _write_private(path: Path, text: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def _tell_token(token: str, view: str) -> None:
+    words = view == "json"
+    click.echo("On each machine that should help, type:\n", err=words)
+    click.echo(f"  potluck join {token}\n", err=words)
+
+
+def _write_manifest(launch: Launch, plan: Plan, folder: RunFolder) -> None:
+    content = manifest(launch, plan.recipe)
+    content["command"] = "host" if plan.role == HOST and not plan.guests else "train"
+    content["guests"] = plan.guests
+    if launch.socket is not None:
+        content["port"] = launch.socket.port
+    folder.write_manifest(content)
+
+
+@contextmanager
+def _stop_on_signals(launch: Launch, view: View) -> Iterator[None]:
+    """The first Ctrl-C (or SIGTERM) ends the run in order; the second one at once."""
+    asked = threading.Event()
+    launch.stop_requested = asked.is_set
+
+    def on_signal(number: int, frame: Any) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+        view.event({"event": "note", "text": "stopping: saving first (once more Ctrl-C to stop at once)"})
+
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    before = {n: signal.signal(n, on_signal) for n in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def say_resume(folder: RunFolder, command: str) -> None:
+    print(f"stopped; go on with: potluck {command} --resume {folder.path}", file=sys.stderr)

@@ -1,0 +1,93 @@
+"""`potluck host`: a run that guests can join, of a recipe or of a user's own script. Parses and renders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from potluck.cli import _options as options
+from potluck.cli._app import Settings
+from potluck.cli.train import find_run, recipe_plan, run_recipe
+from potluck.errors import UserError
+
+
+@click.command(context_settings={"ignore_unknown_options": False})
+@click.argument("what", default="gpt")
+@click.argument("arguments", nargs=-1)
+@click.option(
+    "--send",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="A module the script imports: it travels with the script. May be repeated.",
+)
+@options.recipe_options
+@options.run_options
+@options.host_options
+@click.pass_obj
+def host(
+    settings: Settings, /, what: str, arguments: tuple[str, ...], send: tuple[Path, ...], **flags: Any
+) -> None:
+    """Start a run that guests can join; prints what to type on the other machines.
+
+    WHAT is a recipe (gpt, cnn) or your own script; ARGUMENTS after -- go to the script.
+
+    \b
+    Examples:
+      potluck host                          the recipe gpt
+      potluck host my_train.py              your own loop (see the README)
+      potluck host my_train.py --send model.py -- --epochs 3
+      potluck host --wait-for 2             start when two guests are ready
+      potluck host --resume runs/ID         go on; the same token still works
+    """
+    if what.endswith(".py") or "/" in what:
+        run_script(settings, Path(what), arguments, send, flags)
+        return
+    if arguments:
+        raise UserError(
+            "arguments are for scripts; a recipe has settings", hint="for example --set warmup=50"
+        )
+    plan = recipe_plan(settings, what, flags, command="host")
+    run_recipe(settings, plan, command="host")
+
+
+def run_script(
+    settings: Settings, path: Path, arguments: tuple[str, ...], send: tuple[Path, ...], flags: dict[str, Any]
+) -> None:
+    from potluck.cli import _session
+    from potluck.cli._scripts import running
+    from potluck.launch.script import read_script, run_file
+    from potluck.train.folder import open_folder
+    from potluck.train.launch import HOST, Interrupted
+
+    script = read_script(path, send, arguments)
+    unused = options.given(flags, options.RECIPE_FLAGS)
+    if unused or flags["more"]:
+        names = ", ".join(f"--{n.replace('_', '-')}" for n in unused) or "--set"
+        raise UserError(f"{names} is for recipes", hint="what your script trains is said in the script")
+    resume = find_run(flags["resume"], settings) if flags["resume"] is not None else None
+    in_run, _ = options.read_config_file(flags["config_file"], "script")
+    before = open_folder(resume).read_manifest()["config"] if resume is not None else {}
+    plan = _session.Plan(
+        role=HOST,
+        config=options.run_config({**before, **in_run}, flags),
+        what=path.name,
+        source={"files": list(script.names), "arguments": list(arguments), "sha256": script.sha256},
+        files=script.contents,
+        resume=resume,
+        view=flags["view"],
+        runs=flags["runs"] or settings.environment.runs or Path("runs"),
+    )
+    try:
+        with _session.session(settings, plan) as launch, running(path.name):
+            folder = launch.folder
+            run_file(path, arguments)
+    except Interrupted:
+        assert folder is not None
+        _session.say_resume(folder, f"host {path}")
+        raise
+    if plan.view != "quiet":
+        assert folder is not None
+        click.echo(f"run folder: {folder.path}", err=plan.view == "json")

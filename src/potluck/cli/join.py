@@ -1,0 +1,191 @@
+"""`potluck join TOKEN`: bring this machine to a run. Parses, connects, runs what the host sends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from potluck.cli._app import Settings
+from potluck.cli._options import view_option
+from potluck.errors import PotluckError, TokenError
+
+
+@click.command()
+@click.argument("token", required=False)
+@click.option("--token-file", type=click.Path(path_type=Path), help="Read the token from a file.")
+@click.option(
+    "--device", help="cpu, cuda, cuda:1, mps, paced:SECONDS (a sample); default: the best there is."
+)
+@click.option("--threads", type=click.IntRange(1), help="CPU threads; default: the physical cores.")
+@click.option("--name", help="What this machine is called; default: its host name.")
+@click.option(
+    "--micro-batch", type=click.IntRange(1), help="Samples computed at once; default: found by trying."
+)
+@click.option(
+    "--script",
+    type=click.Path(path_type=Path),
+    help="Run this local script instead of the one the host sends.",
+)
+@click.option(
+    "--wait",
+    "wait_s",
+    type=float,
+    default=30.0,
+    show_default=True,
+    help="Seconds to wait for the host to answer.",
+)
+@click.option(
+    "--patience",
+    type=float,
+    default=600.0,
+    show_default=True,
+    help="Seconds to wait for a host that went away.",
+)
+@click.option("--parent", type=int, hidden=True, help="End when this process is gone.")
+@view_option
+@click.pass_obj
+def join(settings: Settings, /, token: str | None, token_file: Path | None, **flags: Any) -> None:
+    """Bring this machine to a run. TOKEN is what the host printed.
+
+    The host's script runs on this machine: join only runs of people you trust. The token may also come from
+    --token-file, from POTLUCK_TOKEN, or be typed when asked for.
+
+    \b
+    Examples:
+      potluck join potluck1-…
+      potluck join --token-file token.txt --device cpu --threads 4
+    """
+    from potluck.wire.token import decode
+
+    _end_in_order()
+    if flags["parent"] is not None:
+        _end_with(flags["parent"])
+    decoded = decode(_find_token(token, token_file, settings))
+    _serve(settings, decoded, flags)
+
+
+def _find_token(token: str | None, token_file: Path | None, settings: Settings) -> str:
+    if token:
+        return token
+    if token_file is not None:
+        try:
+            return token_file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise TokenError(f"cannot read a token from {token_file}: {error}") from error
+    if settings.environment.token:
+        return settings.environment.token
+    if sys.stdin.isatty():
+        answer: str = click.prompt("token", hide_input=True)
+        return answer
+    raise TokenError("no token was given", hint="type the line that the host printed: potluck join TOKEN")
+
+
+def _serve(settings: Settings, token: Any, flags: dict[str, Any]) -> None:
+    """Connect, build what the host trains, and compute for it until the run is over."""
+    from potluck.cli._session import machine_name
+    from potluck.device import pick
+    from potluck.hub.link import GuestLink
+    from potluck.report.guest_view import GuestView
+    from potluck.spec.config import RunConfig
+    from potluck.train.events import EventLog
+    from potluck.train.launch import GUEST, GuestDone, Launch, set_launch
+    from potluck.train.telemetry import versions
+
+    config = RunConfig(name=flags["name"], micro_batch=flags["micro_batch"])
+    device = pick(
+        flags["device"] or settings.environment.device,
+        threads=flags["threads"] or settings.environment.threads,
+    )
+    name = machine_name(settings, config)
+    hello = {"name": name, "device": device.label, "platform": sys.platform, **versions()}
+    link = GuestLink(token, hello, give_up_s=0.0 if flags["parent"] is not None else flags["patience"])
+    view = GuestView(flags["view"])
+    welcome = link.connect(flags["wait_s"])
+    fields = welcome.fields
+    view.joined(
+        host=str(fields["host"]),
+        address=link.address,
+        run=str(fields["run"]),
+        name=str(fields["name"]),
+        device=f"{device.label} ({device.reason})",
+    )
+    launch = Launch(
+        role=GUEST,
+        config=config,
+        device=device,
+        name=str(fields["name"]),
+        log=EventLog(None, view.event),
+        link=link,
+        welcome=welcome,
+    )
+    set_launch(launch)
+    try:
+        _run_work(welcome, flags["script"], view)
+        raise PotluckError("the host's script ended without training", hint="does it reach run.training()?")
+    except GuestDone as done:
+        view.ended(f"the run is over: {done}")
+    except KeyboardInterrupt:
+        view.ended("left the run")
+        raise
+    finally:
+        set_launch(None)
+        link.close("left")
+        view.close()
+
+
+def _run_work(welcome: Any, local: Path | None, view: Any) -> None:
+    from potluck.cli._scripts import running
+    from potluck.launch.script import read_script, received_script, run_file, run_received
+    from potluck.spec.config import build
+    from potluck.train import recipes
+    from potluck.train.recipes.job import train as train_recipe
+
+    source = dict(welcome.fields["source"])
+    if "recipe" in source:
+        recipe = recipes.get(str(source["recipe"]))
+        view.runs(f"the recipe {recipe.name}")
+        train_recipe(recipe, build(recipe.Config, source["config"]))
+        return
+    names, arguments = [str(n) for n in source["files"]], [str(a) for a in source["arguments"]]
+    if local is not None:
+        script = read_script(local, (), arguments)
+        view.runs(f"the local script {local} (sha256 {script.sha256[:16]}…)")
+        with running(local.name):
+            run_file(local, arguments)
+        return
+    contents = [bytes(f) for f in welcome.frames]
+    script = received_script(names, contents, arguments, str(source["sha256"]))
+    view.runs(f"{names[0]} from the host (sha256 {script.sha256[:16]}…)")
+    with running(names[0]):
+        run_received(script)
+
+
+def _end_in_order() -> None:
+    """A closed terminal or a SIGTERM ends a guest as Ctrl-C does: it says goodbye."""
+
+    def on_signal(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    for name in ("SIGTERM", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), on_signal)
+
+
+def _end_with(parent: int) -> None:
+    """End this process when the one that started it is gone."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="potluck-parent", daemon=True).start()

@@ -1,0 +1,76 @@
+"""`potluck report RUN`: summary and loss curve of a run. It reads a run folder and changes nothing in it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import click
+
+from potluck.cli._app import Settings
+from potluck.errors import RunFolderError, UserError
+from potluck.report.curve import loss_curve_png, loss_curve_text
+from potluck.report.summary import losses, read_events, summarize
+from potluck.report.summary_text import summary_text
+from potluck.report.text import fitted, writes_utf8
+
+_DEFAULT_RUNS = Path("runs")
+
+
+@click.command()
+@click.argument("run", required=False)
+@click.option("--png", type=click.Path(dir_okay=False, path_type=Path), help="Draw the loss curve to FILE.")
+@click.option("--json", "as_json", is_flag=True, help="The summary as JSON, for programs.")
+@click.pass_obj
+def report(settings: Settings, run: str | None, png: Path | None, as_json: bool) -> None:
+    """What happened in a run: steps, speed, who computed how much, and the loss curve.
+
+    RUN is a run folder or a run's id; without it, the newest run is taken.
+    """
+    folder = find_run(run, settings.environment.runs or _DEFAULT_RUNS)
+    events = read_events(folder)
+    summary = summarize(events)
+    steps, values = losses(events)
+    if as_json:
+        click.echo(json.dumps(summary.to_dict(), indent=2))
+    else:
+        click.echo(fitted(summary_text(summary), sys.stdout))
+        width = min(shutil.get_terminal_size((80, 24)).columns, 100)
+        curve = loss_curve_text(steps, values, width - 1, 16, ascii_only=not writes_utf8(sys.stdout))
+        if curve:
+            click.echo(f"\n{curve}")
+    if png is not None:
+        _write_png(png, steps, values, summary.run_id)
+
+
+def find_run(run: str | None, runs: Path) -> Path:
+    """The run's folder, by path or by its id inside `runs`; the newest one where none is named."""
+    known = sorted(
+        (p.parent for p in runs.glob("*/events.jsonl")), key=lambda p: (p / "events.jsonl").stat().st_mtime
+    )
+    if run is None:
+        if not known:
+            raise RunFolderError(f"there is no run in {runs}", hint="name a run folder: potluck report RUN")
+        return known[-1]
+    for folder in (Path(run), runs / run):
+        if folder.is_dir():
+            return folder
+    newest = ", ".join(p.name for p in reversed(known[-3:]))
+    raise RunFolderError(
+        f"no run folder {run!r}, neither here nor in {runs}",
+        hint=f"the newest runs: {newest}" if newest else "name the folder that a run printed at its end",
+    )
+
+
+def _write_png(path: Path, steps: list[int], values: list[float], title: str) -> None:
+    if not steps:
+        raise UserError("this run has no loss to draw", hint="it ended before its first step")
+    try:
+        written = loss_curve_png(path, steps, values, title=title)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}", hint="choose another file") from error
+    if not written:
+        raise UserError("a PNG needs matplotlib, which is not installed", hint='pip install "potluck[plots]"')
+    click.echo(f"wrote {path}", err=True)

@@ -1,0 +1,168 @@
+"""`potluck train`: a recipe on this machine, with guests on it so that the idea is visible. Parses and renders."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from potluck.cli import _options as options
+from potluck.cli._app import Settings
+from potluck.errors import RunFolderError
+from potluck.spec.config import RunConfig, build
+
+
+@click.command()
+@click.argument("recipe", default="gpt")
+@click.option(
+    "--guests",
+    type=click.IntRange(0, 16),
+    default=None,
+    help="Guest processes on this machine (default 1; 0: plain training alone).",
+)
+@options.recipe_options
+@options.run_options
+@click.pass_obj
+def train(settings: Settings, /, recipe: str, **flags: Any) -> None:
+    """Train a RECIPE (gpt or cnn) here, now: a host and one guest, two processes on this machine.
+
+    \b
+    Examples:
+      potluck train                        a byte-level GPT on the Python standard library, about 2 minutes
+      potluck train --guests 0             the same, alone
+      potluck train --depth 6 --steps 500  a larger model, for longer
+      potluck train --data mytexts/        on your own text
+      potluck train cnn                    handwritten digits
+      potluck train --resume runs/ID       go on where it stopped
+    """
+    from potluck.cli import _session
+    from potluck.train.launch import ALONE, HOST
+
+    plan = recipe_plan(settings, recipe, flags, command="train")
+    if flags["guests"] is not None:
+        plan.guests = flags["guests"]
+    plan.role = HOST if plan.guests else ALONE
+    plan.config = dataclasses.replace(plan.config, bind=_session.LOOPBACK)
+    run_recipe(settings, plan, command="train")
+
+
+def recipe_plan(settings: Settings, recipe: str, flags: dict[str, Any], *, command: str) -> Any:
+    """The plan of a recipe's run, new or resumed."""
+    from potluck.cli._session import Plan
+    from potluck.train import recipes
+    from potluck.train.launch import HOST
+
+    if flags["resume"] is not None:
+        return resumed_plan(settings, flags, command)
+    in_run, in_recipe = options.read_config_file(flags["config_file"], recipe)
+    kind = recipes.get(recipe)
+    settings_of_recipe = {
+        **in_recipe,
+        **options.given(flags, options.RECIPE_FLAGS),
+        **options.pairs(flags["more"]),
+    }
+    config = build(kind.Config, settings_of_recipe)
+    table = dataclasses.asdict(config)
+    return Plan(
+        role=HOST,
+        config=options.run_config(in_run, flags),
+        what=recipe,
+        recipe={"name": recipe, "config": table},
+        source={"recipe": recipe, "config": {**table, "data": None}},
+        guests=1 if command == "train" else 0,
+        view=flags["view"],
+        runs=flags["runs"] or settings.environment.runs or Path("runs"),
+    )
+
+
+def resumed_plan(settings: Settings, flags: dict[str, Any], command: str) -> Any:
+    """The plan of a run that goes on: as its manifest says, but for what the flags change."""
+    from potluck.cli._session import Plan
+    from potluck.train.folder import open_folder
+    from potluck.train.launch import HOST
+
+    folder = open_folder(find_run(flags["resume"], settings))
+    manifest = folder.read_manifest()
+    recipe = manifest.get("recipe") or {}
+    if not recipe:
+        raise RunFolderError(
+            f"{folder.path} is the run of a script", hint=f"potluck host SCRIPT --resume {folder.path}"
+        )
+    if flags.get("steps") is not None:
+        recipe["config"]["steps"] = flags["steps"]
+    run = {**manifest["config"], **options.given(flags, (*options.RUN_FLAGS, *options.HOST_FLAGS))}
+    return Plan(
+        role=HOST,
+        config=build(RunConfig, run),
+        what=str(manifest.get("what", recipe["name"])),
+        recipe=recipe,
+        source={"recipe": recipe["name"], "config": {**recipe["config"], "data": None}},
+        resume=folder.path,
+        guests=int(manifest.get("guests", 0)) if command == "train" else 0,
+        view=flags["view"],
+    )
+
+
+def find_run(run: Path, settings: Settings) -> Path:
+    """A run by its folder, or by its id inside the folder of runs."""
+    inside = (settings.environment.runs or Path("runs")) / run
+    return inside if not run.is_dir() and inside.is_dir() else run
+
+
+def run_recipe(settings: Settings, plan: Any, *, command: str) -> None:
+    from potluck.cli import _session
+    from potluck.report.curve import loss_curve_png
+    from potluck.report.summary import losses, read_events
+    from potluck.train import recipes
+    from potluck.train.launch import Interrupted
+    from potluck.train.recipes.job import train as train_recipe
+
+    recipe = recipes.get(plan.recipe["name"])
+    config = build(recipe.Config, plan.recipe["config"])
+    try:
+        with _session.session(settings, plan) as launch:
+            folder = launch.folder
+            model = train_recipe(recipe, config)
+            device = launch.device.torch_device
+    except Interrupted:
+        assert folder is not None
+        _session.say_resume(folder, command)
+        raise
+    assert folder is not None
+    steps, values = losses(read_events(folder.path))
+    if steps:
+        loss_curve_png(folder.path / "loss.png", steps, values, title=folder.id)
+    if plan.view in ("json", "quiet"):
+        return
+    show_end(
+        folder.path,
+        steps,
+        values,
+        recipe.finish(model, config, device),
+        recipe.validation(model, config, device),
+    )
+
+
+def show_end(
+    folder: Path, steps: list[int], values: list[float], words: str, validation: float | None
+) -> None:
+    """The loss curve, what the model can do now, and where everything lies."""
+    from potluck.report.curve import loss_curve_text
+    from potluck.report.summary import read_events, summarize
+    from potluck.report.summary_text import summary_text
+    from potluck.report.text import fitted, writes_utf8
+
+    width = min(shutil.get_terminal_size((80, 24)).columns, 100)
+    click.echo("")
+    curve = loss_curve_text(steps, values, width - 1, 14, ascii_only=not writes_utf8(sys.stdout))
+    if curve:
+        click.echo(curve + "\n")
+    click.echo(fitted(summary_text(summarize(read_events(folder))), sys.stdout))
+    if validation is not None:
+        click.echo(f"\non held-out data: {validation:.4f}")
+    click.echo(f"\n{words}\n")
+    click.echo(f"run folder: {folder}  (potluck report {folder.name})")

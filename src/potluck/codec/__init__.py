@@ -1,0 +1,42 @@
+"""Codecs: how a piece of float32 values is packed for the wire. They must not know of links or steps.
+
+    __init__.py    the public names, lazily: NAMES can be read without importing torch
+    names.py       the names of the codecs, and what to say to a wrong one
+    registry.py    from a name to a codec
+    interface.py   the contract that every codec keeps
+    tensors.py     what the codecs share: checks, bytes seen as numbers, work in parts that fit the cache
+    none.py        float32 as it is, 4 bytes per value
+    half.py        fp16 and bf16, 2 bytes per value
+    block.py       int8 and int4 with a scale for every 128 values, 1.016 and 0.516 bytes per value
+    topk.py        the largest few by magnitude, 6 bytes for each one kept
+    feedback.py    what a codec loses now is sent later: error feedback, and a replica that follows its target
+
+Every codec is stateless, takes tensors of any device, and runs on the calling thread alone.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from potluck.codec.names import NAMES
+
+if TYPE_CHECKING:
+    from potluck.codec.feedback import encode_change, encode_with_feedback
+    from potluck.codec.interface import Codec
+    from potluck.codec.registry import get
+
+__all__ = ["NAMES", "Codec", "encode_change", "encode_with_feedback", "get"]
+
+_HOME = {
+    "Codec": "interface",
+    "encode_change": "feedback",
+    "encode_with_feedback": "feedback",
+    "get": "registry",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -1,0 +1,215 @@
+"""The codecs "int8" and "int4": small integers with one scale for every 128 values.
+
+It must not know what the values are: gradients and changes of weights look alike from here.
+
+The payload of `count` values, in ceil(count / 128) blocks, is
+
+    scales   one bf16 for each block
+    codes    int8: one signed byte for each value
+             int4: byte i of a block holds the codes of its values i (low) and i + 64 (high), as the signed
+             byte low + 16 * high; of an unfinished last block only the bytes that say something are sent
+
+and value = code * scale. A code has at most 8 bits and a bf16 has 8, so the product is exact in float32:
+every device decodes the same bits, with or without fused multiply-add.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from potluck.codec.interface import Report
+from potluck.codec.tensors import (
+    MAGNITUDE,
+    checked_payload,
+    checked_values,
+    destination,
+    fits,
+    numbers,
+    scratch,
+    spans,
+)
+
+BLOCK = 128
+
+_INFINITY = 0x7F80_0000  # as an integer, every finite magnitude is below it and every NaN above
+_SMALLEST = 0x0080_0000  # 2^-126, the smallest normal number: some devices take anything less for zero
+_ROUND_UP = 0x0000_FFFF  # added before the lower 16 bits are cut off, it rounds a magnitude up to bf16
+_BF16 = -0x0001_0000  # the upper 16 bits
+_NO_FRACTION = 1.5 * 2.0**23
+
+
+class BlockCodec:
+    """What int8 and int4 share: blocks, scales, and the walk over both.
+
+    A scale is the block's largest magnitude divided by the number of levels, rounded up to bf16, so that no
+    code is ever clipped and no error is above half a scale. No scale is below 2^-126.
+    """
+
+    name: ClassVar[str]
+    levels: ClassVar[int]
+    """The largest code; the smallest is its negative."""
+    limit: ClassVar[int]
+    """The bits of the first bf16 that is no scale: from there on, some code decodes to infinity."""
+    block_bytes: ClassVar[int]
+    """Bytes of codes in a whole block."""
+
+    def nbytes(self, count: int) -> int:
+        whole, left = divmod(count, BLOCK)
+        return 2 * (whole + (left > 0)) + whole * self.block_bytes + min(left, self.block_bytes)
+
+    def encode(self, values: Tensor) -> Tensor:
+        return self._encode(checked_values(values), None)
+
+    def encode_reporting(self, values: Tensor, report: Report) -> Tensor:
+        return self._encode(checked_values(values), report)
+
+    def decode(self, payload: Tensor, count: int, out: Tensor | None = None) -> Tensor:
+        payload = checked_payload(payload, count, self.nbytes(count), self.name)
+        out = destination(out, count, payload.device)
+        stored, codes = _split(payload, count)
+        scales = stored.to(torch.int32).bitwise_left_shift_(16).view(torch.float32).unsqueeze(1)
+        for at, blocks, code_bytes in self._walk(count, payload.device):
+            self._unpack(codes[code_bytes], scales[blocks], out[at].view(-1, BLOCK))
+        left = count % BLOCK
+        if left:
+            padded = codes.new_zeros(self.block_bytes)
+            sent = min(left, self.block_bytes)
+            padded[:sent] = codes[-sent:]
+            block = out.new_empty(1, BLOCK)
+            self._unpack(padded, scales[-1:], block)
+            out[-left:] = block[0, :left]
+        return out
+
+    def finite(self, payload: Tensor, count: int) -> bool:
+        if not fits(payload, count, self.nbytes(count)):
+            return False
+        return self._usable(_split(payload.contiguous(), count)[0])
+
+    def _encode(self, values: Tensor, report: Report | None) -> Tensor:
+        count = values.numel()
+        payload = torch.empty(self.nbytes(count), dtype=torch.uint8, device=values.device)
+        stored, codes = _split(payload, count)
+        scales = _scales(_peaks(values), self.levels)
+        stored.copy_(scales.view(torch.int16)[1::2])
+        scales = scales.unsqueeze(1)
+        inverses = scales.reciprocal()
+        if report is not None and not self._usable(stored):
+            report = None
+        room = scratch(count, values.device)
+        for at, blocks, code_bytes in self._walk(count, values.device):
+            levels = room[: at.stop - at.start].view(-1, BLOCK)
+            _round(torch.mul(values[at].view(-1, BLOCK), inverses[blocks], out=levels))
+            self._pack(levels, codes[code_bytes])
+            if report is not None:
+                report(at.start, levels.mul_(scales[blocks]).view(-1))
+        left = count % BLOCK
+        if left:
+            levels = values.new_zeros(1, BLOCK)
+            _round(torch.mul(values[-left:], inverses[-1], out=levels[0, :left]))
+            padded = codes.new_empty(self.block_bytes)
+            self._pack(levels, padded)
+            sent = min(left, self.block_bytes)
+            codes[-sent:] = padded[:sent]
+            if report is not None:
+                report(count - left, levels.mul_(scales[-1])[0, :left])
+        return payload
+
+    def _walk(self, count: int, device: torch.device) -> Iterator[tuple[slice, slice, slice]]:
+        """The whole blocks of a piece, some at a time: ranges of the values, the scales and the codes."""
+        for start, stop in spans(count - count % BLOCK, device):
+            first, last = start // BLOCK, stop // BLOCK
+            code_bytes = slice(first * self.block_bytes, last * self.block_bytes)
+            yield slice(start, stop), slice(first, last), code_bytes
+
+    def _usable(self, stored: Tensor) -> bool:
+        """True if every code decodes to a finite value under these scales, [blocks] int16 bits of bf16."""
+        return stored.numel() == 0 or bool((stored & 0x7FFF).amax() < self.limit)
+
+    def _pack(self, levels: Tensor, codes: Tensor) -> None:
+        """[blocks, BLOCK] float32 that are whole numbers -> [blocks * block_bytes] int8."""
+        raise NotImplementedError
+
+    def _unpack(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
+        """[blocks * block_bytes] int8 and [blocks, 1] float32 -> [blocks, BLOCK] float32."""
+        raise NotImplementedError
+
+
+class Int8Codec(BlockCodec):
+    """Codes of -127..127: 1.0156 bytes per value, magnitudes up to about 127 * 2^121."""
+
+    name = "int8"
+    levels = 127
+    limit = (127 + 121) << 7  # 2^121: a hostile code of -128 is finite too
+    block_bytes = BLOCK
+
+    def _pack(self, levels: Tensor, codes: Tensor) -> None:
+        codes.view(-1, BLOCK).copy_(levels)
+
+    def _unpack(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
+        out.copy_(codes.view(-1, BLOCK)).mul_(scales)
+
+
+class Int4Codec(BlockCodec):
+    """Codes of -7..7: 0.5156 bytes per value, magnitudes up to about 7 * 2^125."""
+
+    name = "int4"
+    levels = 7
+    limit = (127 + 125) << 7  # 2^125: a hostile code of -8 is finite too
+    block_bytes = BLOCK // 2
+
+    def _pack(self, levels: Tensor, codes: Tensor) -> None:
+        # As floats: the sum is exact and takes one pass, where shifts of integers take three.
+        pairs = torch.add(levels[:, : BLOCK // 2], levels[:, BLOCK // 2 :], alpha=16)
+        codes.view(-1, BLOCK // 2).copy_(pairs)
+
+    def _unpack(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
+        # Whatever the byte, both codes come out as -8..7: these sums wrap around.
+        pairs = codes.view(-1, BLOCK // 2)
+        both = torch.empty(out.shape, dtype=torch.int8, device=out.device)
+        high = torch.add(pairs, 8, out=both[:, BLOCK // 2 :]).bitwise_right_shift_(4)
+        torch.add(pairs, high, alpha=-16, out=both[:, : BLOCK // 2])
+        out.copy_(both).mul_(scales)
+
+
+def _split(payload: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """A payload's scales, [blocks] int16 that are the bits of bf16, and its codes, [n] int8."""
+    end = 2 * -(-count // BLOCK)
+    return numbers(payload[:end], torch.int16), payload[end:].view(torch.int8)
+
+
+def _round(levels: Tensor) -> None:
+    """To the nearest whole number, in place; for magnitudes below 2^22.
+
+    A sum that large has no bits left for a fraction, and the difference is exact. Tensor.round_ would do, but it
+    calls on other cores at any size, and makes -0.0 of small negative numbers, which no code decodes to.
+    """
+    levels.add_(_NO_FRACTION).sub_(_NO_FRACTION)
+
+
+def _peaks(values: Tensor) -> Tensor:
+    """The largest magnitude of each block, as bits: [count] float32 -> [blocks] int32."""
+    left = values.numel() % BLOCK
+    bits = values.view(torch.int32)
+    peaks = bits.new_empty(-(-values.numel() // BLOCK))
+    room = scratch(values.numel(), values.device).view(torch.int32)
+    # A tensor, because a plain number would be made into one in every pass, which takes as long as the rest.
+    mask = torch.tensor(MAGNITUDE, dtype=torch.int32)
+    for start, stop in spans(values.numel() - left, values.device, reducing=True):
+        magnitudes = torch.bitwise_and(bits[start:stop], mask, out=room[: stop - start])
+        torch.amax(magnitudes.view(-1, BLOCK), 1, out=peaks[start // BLOCK : stop // BLOCK])
+    if left:
+        torch.amax(bits[-left:] & MAGNITUDE, 0, out=peaks[-1])
+    return peaks
+
+
+def _scales(peaks: Tensor, levels: int) -> Tensor:
+    """[blocks] int32, the bits of magnitudes -> [blocks] float32 scales that bf16 holds exactly.
+
+    NaN becomes infinity before any float operation could do to it whatever this device does to NaN.
+    """
+    scales = peaks.clamp_(max=_INFINITY).view(torch.float32).mul_(1.0 / levels).view(torch.int32)
+    return scales.clamp_(min=_SMALLEST).add_(_ROUND_UP).bitwise_and_(_BF16).view(torch.float32)

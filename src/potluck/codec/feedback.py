@@ -1,0 +1,63 @@
+"""What a codec loses now is sent later: error feedback, and a replica that follows its target.
+
+It must not know how any codec packs its values.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from potluck.codec.interface import Codec
+from potluck.codec.tensors import spans
+
+
+def encode_with_feedback(codec: Codec, values: Tensor, residual: Tensor) -> Tensor:
+    """Encode `values + residual` and leave in `residual` what the payload lost of it.
+
+    So all payloads together decode to the sum of all values, less the last residual. A payload that is not
+    finite (see `codec.finite`) counts for nothing at the receiver, and leaves the residual as it was.
+
+    Args:
+        values: [count] float32, contiguous. Scratch: overwritten.
+        residual: [count] float32, contiguous, on the same device. Zeros at first; changed in place.
+    """
+    total, kept = _in_place(values, "values"), _in_place(residual, "residual")
+    for start, stop in spans(total.numel(), total.device):
+        total[start:stop].add_(kept[start:stop])
+
+    def keep(start: int, decoded: Tensor) -> None:
+        stop = start + decoded.numel()
+        torch.sub(total[start:stop], decoded, out=kept[start:stop])
+
+    return codec.encode_reporting(total, keep)
+
+
+def encode_change(codec: Codec, target: Tensor, replica: Tensor) -> Tensor:
+    """Encode `target - replica` and add what the payload holds of it to `replica`.
+
+    Whoever has the same replica and adds the decoded payload to it has the same bits again, on any device:
+    the decoded values are the same everywhere, and the sum of two float32 has one correct rounding. What a
+    payload loses is part of the next difference. A payload that is not finite (see `codec.finite`) leaves
+    the replica as it was.
+
+    Args:
+        target: [count] float32; not changed.
+        replica: [count] float32, contiguous, on the same device; changed in place.
+    """
+    wanted, followed = target.detach(), _in_place(replica, "replica")
+    change = torch.empty_like(followed)
+    for start, stop in spans(change.numel(), change.device):
+        torch.sub(wanted[start:stop], followed[start:stop], out=change[start:stop])
+
+    def follow(start: int, decoded: Tensor) -> None:
+        followed[start : start + decoded.numel()].add_(decoded)
+
+    return codec.encode_reporting(change, follow)
+
+
+def _in_place(tensor: Tensor, name: str) -> Tensor:
+    """The tensor outside of autograd, if it can be changed in place."""
+    if tensor.dim() != 1 or not tensor.is_contiguous():
+        raise ValueError(f"{name} must be 1-D and contiguous, because it is changed in place")
+    return tensor.detach()

@@ -1,0 +1,38 @@
+"""From a codec's name to the codec. It must not know how any codec packs its values."""
+
+from __future__ import annotations
+
+import sys
+
+from potluck.codec.block import Int4Codec, Int8Codec
+from potluck.codec.half import HalfCodec
+from potluck.codec.interface import Codec
+from potluck.codec.names import parse
+from potluck.codec.none import NoneCodec
+from potluck.codec.topk import TopkCodec
+from potluck.errors import ConfigError
+
+
+def get(name: str) -> Codec:
+    """The codec called `name`; `get(codec.name)` packs in the same way, so that a name can travel.
+
+    Raises:
+        ConfigError: there is no such codec; the hint names the nearest one.
+    """
+    family, ratio = parse(name)
+    # Payloads are little-endian by definition and are made by viewing tensors as bytes, which is the same
+    # thing on a little-endian machine only.
+    if sys.byteorder != "little":
+        raise ConfigError(
+            "codecs need a little-endian machine, and this one is big-endian", hint="leave it out of the run"
+        )
+    if family == "none":
+        return NoneCodec()
+    if family in ("fp16", "bf16"):
+        return HalfCodec(family)
+    if family == "int8":
+        return Int8Codec()
+    if family == "int4":
+        return Int4Codec()
+    assert ratio is not None, "parse() gives topk a ratio"
+    return TopkCodec(ratio)

@@ -1,0 +1,9 @@
+"""What computes on this machine: the one place that knows CPUs, CUDA, MPS and the paced device apart.
+
+It must not know the network, the codecs or the training loop; they see a `Device` and never ask which.
+"""
+
+from potluck.device.base import Device, Memory
+from potluck.device.pick import Factory, pick, register
+
+__all__ = ["Device", "Factory", "Memory", "pick", "register"]

@@ -1,0 +1,89 @@
+"""What a device is to the rest of Potluck: stage tensors through host memory, and time micro-batches.
+
+It must not know any vendor: each has a file of its own beside this one, and nothing outside this folder
+asks which.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What the device could hold in all, and what it could still take now."""
+
+    total_bytes: int
+    free_bytes: int
+
+
+class Device(ABC):
+    """What computes on this machine. Used by one training thread; to_host and from_host by any thread."""
+
+    kind: str
+    """What a person types, less what follows the colon: cpu, cuda, mps, paced."""
+
+    def __init__(self, torch_device: torch.device, label: str) -> None:
+        self.torch_device = torch_device
+        self.label = label
+        """For people, such as NVIDIA GeForce RTX 4070 12 GB."""
+        self.reason = "asked for by name"
+        """Why this one was chosen."""
+        self._began_s: float | None = None
+        self._waited_s = 0.0
+
+    def synchronize(self) -> None:  # noqa: B027 - nothing to wait for where work is done when the call returns
+        """Wait until all work given to the device is done."""
+
+    @abstractmethod
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """A contiguous CPU tensor with the values of now, safe to read when this returns.
+
+        On the CPU it may be the same tensor: whoever keeps it past the next change of the original copies it.
+        """
+
+    @abstractmethod
+    def from_host(self, tensor: Tensor) -> Tensor:
+        """A CPU tensor brought to this device (on the CPU: itself)."""
+
+    @abstractmethod
+    def memory(self) -> Memory: ...
+
+    def attach(self, model: nn.Module) -> None:  # noqa: B027 - only the paced device needs to see the model
+        """Called once with the model to be trained, before anyone else hooks its parameters."""
+
+    def begin(self, samples: int) -> None:
+        """A micro-batch of so many samples starts: call before the forward. One not ended is forgotten."""
+        self.synchronize()  # what was queued before is not this micro-batch's work
+        self._waited_s = 0.0
+        self._began_s = time.perf_counter()
+
+    def waited(self, seconds: float) -> None:
+        """So much of the time since begin() was spent waiting for the network: it is not computing.
+
+        A device that works on while its thread waits is credited with too little; what end() returns is then
+        a lower bound.
+        """
+        self._waited_s += seconds
+
+    def end(self) -> float:
+        """The micro-batch's backward is over: wait for the device; returns the seconds of computing."""
+        assert self._began_s is not None, "end() without begin()"
+        self.synchronize()
+        computed_s = time.perf_counter() - self._began_s - self._waited_s
+        self._began_s = None
+        return max(0.0, computed_s)
+
+    def rng_state(self) -> dict[str, Tensor]:
+        """The states of the random generators that training on this device draws from: CPU uint8 tensors."""
+        return {"cpu": torch.get_rng_state()}
+
+    def set_rng_state(self, state: dict[str, Tensor]) -> None:
+        """Put back what rng_state() gave. Entries of other kinds are left out: a run may resume elsewhere."""
+        if "cpu" in state:
+            torch.set_rng_state(state["cpu"].cpu())

@@ -1,0 +1,33 @@
+"""The CPU as a device: host memory is its memory, so that staging costs nothing.
+
+It must not know how many threads are wise: whoever picks the device has set them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from potluck.device.base import Device, Memory
+from potluck.device.limits import cpu_name, usable_memory
+
+
+class CpuDevice(Device):
+    """Computes on the CPU with torch's current number of threads."""
+
+    kind = "cpu"
+
+    def __init__(self) -> None:
+        threads = torch.get_num_threads()
+        label = f"{cpu_name()}, {threads} thread{'' if threads == 1 else 's'}"
+        super().__init__(torch.device("cpu"), label)
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().contiguous()
+
+    def from_host(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def memory(self) -> Memory:
+        total, free = usable_memory()
+        return Memory(total_bytes=total, free_bytes=free)

@@ -1,0 +1,163 @@
+"""A device of a chosen speed: real mathematics on the CPU, then sleep until the emulated time has passed.
+
+It must not know what is trained or what else hooks the model. It exists to measure fleets on one machine, so
+its one duty is honesty: no gradient may be there before the emulated device could have computed it.
+
+The micro-batch's emulated time is a line that starts at begin(): a third for the forward, two thirds for
+the backward, spread over the layers by their numbers of elements. Hooks on the layers hold the computation
+back to the point of the line that it has reached. Points are absolute: real work that was slow and sleeps
+that were long are made up for by the shares that follow. Waiting for the network moves the whole line.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from potluck.device.cpu import CpuDevice
+from potluck.errors import ConfigError
+
+FORWARD_PART = 1 / 3
+"""The backward computes two products, for the input and for the weight, where the forward computes one."""
+
+
+class PacedDevice(CpuDevice):
+    """The CPU, held back to `seconds_per_sample`; as fast as the CPU where that is slower."""
+
+    kind = "paced"
+
+    def __init__(self, seconds_per_sample: float) -> None:
+        super().__init__()
+        self.seconds_per_sample = seconds_per_sample
+        self.label = f"paced {seconds_per_sample:g} s/sample on cpu"
+        self._hooks: list[RemovableHandle] = []
+        self._forward_work: dict[nn.Module, int] = {}  # what a call of the module concludes, in elements
+        self._backward_work: dict[Tensor, int] = {}  # what the arrival of the parameter's gradient concludes
+        self._forward_total = 0  # of a whole forward: at first every module once, then as it was last time
+        self._backward_total = 0
+        self._calls: Counter[nn.Module] = Counter()
+        self._forward_done = 0
+        self._backward_done = 0
+        self._line_start_s = 0.0
+        self._line_s = 0.0
+        self._overslept_s = 0.0
+
+    def attach(self, model: nn.Module) -> None:
+        """Hook the model's layers and trained parameters; another call replaces the first.
+
+        Call it before anyone who sends gradients away hooks them: hooks run in the order of registration.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        self._forward_work = _forward_work(model)
+        self._forward_total = sum(self._forward_work.values())
+        self._backward_work, self._backward_total = _backward_work(model)
+        self._hooks = [module.register_forward_hook(self._after_forward) for module in self._forward_work]
+        self._hooks += [
+            parameter.register_post_accumulate_grad_hook(self._after_gradient)  # type: ignore[no-untyped-call]
+            for parameter in self._backward_work
+        ]
+
+    def begin(self, samples: int) -> None:
+        super().begin(samples)
+        assert self._began_s is not None
+        self._calls.clear()
+        self._forward_done = self._backward_done = 0
+        self._line_s = samples * self.seconds_per_sample
+        # The last micro-batch's sleep ended late, as the emulated device would not: start that much earlier.
+        self._line_start_s = self._began_s - min(self._overslept_s, self._line_s / 2)
+        self._overslept_s = 0.0
+
+    def waited(self, seconds: float) -> None:
+        super().waited(seconds)
+        self._line_start_s += seconds
+
+    def end(self) -> float:
+        self._hold_until(1.0)
+        late_s = time.perf_counter() - self._line_start_s - self._line_s
+        self._overslept_s = min(self._overslept_s, max(0.0, late_s))  # the rest of it is work that was slow
+        if self._calls:
+            self._forward_total = sum(self._forward_work[module] * n for module, n in self._calls.items())
+        return super().end()
+
+    def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
+        if self._began_s is None or self._backward_done:  # during the backward: activations computed again
+            return
+        self._calls[module] += 1
+        self._forward_done += self._forward_work[module]
+        self._hold_until(FORWARD_PART * _share(self._forward_done, self._forward_total))
+
+    def _after_gradient(self, parameter: Tensor) -> None:
+        if self._began_s is None:
+            return
+        self._backward_done += self._backward_work[parameter]
+        share = _share(self._backward_done, self._backward_total)
+        self._hold_until(FORWARD_PART + (1 - FORWARD_PART) * share)
+
+    def _hold_until(self, point: float) -> None:
+        """Sleep until this point of the line, from 0 to 1, unless it has passed."""
+        until_s = self._line_start_s + point * self._line_s
+        left_s = until_s - time.perf_counter()
+        if left_s > 0:
+            time.sleep(left_s)
+            self._overslept_s = time.perf_counter() - until_s
+
+
+def _share(done: int, total: int) -> float:
+    return min(1.0, done / total) if total else 1.0
+
+
+def _parameters(model: nn.Module) -> list[tuple[nn.Module, Tensor, int]]:
+    """(owner, parameter, work in elements) in the order of the forward; a tied one once for each owner.
+
+    Looking rows up in an embedding is nearly free, so its weight does no work there; one tied to an output
+    head does its work in the head.
+    """
+    return [
+        (module, parameter, 0 if isinstance(module, nn.Embedding | nn.EmbeddingBag) else parameter.numel())
+        for module in model.modules()
+        for parameter in module.parameters(recurse=False)
+    ]
+
+
+def _forward_work(model: nn.Module) -> dict[nn.Module, int]:
+    work: dict[nn.Module, int] = {}
+    for module, _, elements in _parameters(model):
+        work[module] = work.get(module, 0) + elements
+    return work
+
+
+def _backward_work(model: nn.Module) -> tuple[dict[Tensor, int], int]:
+    """For each trained parameter the work that its gradient's arrival concludes, and all there is.
+
+    The backward visits the layers in reverse. Work whose own end shows in no hook, that of frozen parameters
+    and of all but the last visit to a tied one, is concluded by the next gradient; what is left, by end().
+    """
+    visits = _parameters(model)
+    visits_left = Counter(parameter for _, parameter, _ in visits)
+    work: dict[Tensor, int] = {}
+    pending = 0
+    for _, parameter, elements in reversed(visits):
+        pending += elements
+        visits_left[parameter] -= 1
+        if parameter.requires_grad and not visits_left[parameter]:
+            work[parameter], pending = pending, 0
+    return work, sum(elements for _, _, elements in visits)
+
+
+def make(argument: str) -> PacedDevice:
+    """The device that "paced:<seconds a sample>" names."""
+    try:
+        seconds = float(argument)
+    except ValueError:
+        seconds = math.nan
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise ConfigError(
+            f"a paced device needs its seconds a sample, not {argument!r}",
+            hint="for example --device paced:0.15",
+        )
+    return PacedDevice(seconds)

@@ -1,0 +1,79 @@
+"""Which device this process uses: from a name to a Device, with the reason in words.
+
+It must not know what a device does: each kind is a factory in a table, and tests add theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from potluck.device import cuda, mps, paced
+from potluck.device.base import Device
+from potluck.device.cpu import CpuDevice
+from potluck.device.limits import usable_cores
+from potluck.errors import ConfigError
+
+Factory = Callable[[str], Device]
+"""Makes the device of a kind; gets what stood after the colon ("1" of "cuda:1"), or "".
+
+It raises ConfigError where that names nothing it can make.
+"""
+
+
+def _make_cpu(argument: str) -> Device:
+    if argument:
+        raise ConfigError(
+            f"the device cpu takes nothing after a colon, not {argument!r}",
+            hint="use --device cpu, and --threads for its number of threads",
+        )
+    return CpuDevice()
+
+
+_factories: dict[str, Factory] = {"cpu": _make_cpu, "cuda": cuda.make, "mps": mps.make, "paced": paced.make}
+
+
+def register(kind: str, factory: Factory) -> None:
+    """Add a kind of device that pick() then knows by that name."""
+    _factories[kind] = factory
+
+
+def pick(name: str | None = None, *, threads: int | None = None) -> Device:
+    """The device to compute on; also sets torch's CPU threads.
+
+    `name`: None or "auto" (CUDA, then MPS, then the CPU), "cpu", "cuda", "cuda:1", "mps", "paced:0.15"
+    (seconds a sample, on the CPU). `threads`: None for one on each physical core this process may use,
+    whatever OMP_NUM_THREADS says, since launchers set that to 1.
+    """
+    if threads is not None and threads < 1:
+        raise ConfigError(f"{threads} threads cannot compute", hint="use --threads 1 or more")
+    torch.set_num_threads(usable_cores() if threads is None else threads)
+    if name is None or name == "auto":
+        return _pick_best()
+    kind, _, argument = name.strip().lower().partition(":")
+    if kind not in _factories:
+        raise ConfigError(
+            f"unknown device {name!r}",
+            hint="use one of: auto, cpu, cuda, cuda:1, mps, paced:0.15 (seconds a sample)",
+        )
+    return _factories[kind](argument)
+
+
+def _pick_best() -> Device:
+    device: Device
+    no_cuda = cuda.why_not()
+    if no_cuda is None:
+        device = cuda.CudaDevice()
+        device.reason = "CUDA is available"
+        return device
+    reasons = [f"CUDA is not available: {no_cuda}"]
+    no_mps = mps.why_not()
+    if no_mps is None:
+        device = mps.MpsDevice()
+        reasons = ["MPS is available"]
+    else:
+        device = CpuDevice()
+        reasons.append(f"MPS is not available: {no_mps}")
+    device.reason = "; ".join(reasons)
+    return device

@@ -1,0 +1,123 @@
+"""The POTLUCK_* environment variables: their names, their values, and what to say when one is wrong.
+
+It knows nothing of what the values are used for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from potluck.errors import ConfigError
+
+PREFIX = "POTLUCK_"
+
+VARIABLES: Mapping[str, str] = {
+    "POTLUCK_TOKEN": "the token that `potluck join` uses when none is typed",
+    "POTLUCK_DEVICE": "the device to compute on: cpu, cuda, cuda:1, mps",
+    "POTLUCK_THREADS": "how many CPU threads to compute with, a whole number from 1",
+    "POTLUCK_RUNS": "the folder that holds run folders",
+    "POTLUCK_DEBUG": "1 shows tracebacks, 0 does not",
+    "POTLUCK_NAME": "this machine's name, as the other machines see it",
+}
+
+_YES = frozenset({"1", "true", "yes", "on"})
+_NO = frozenset({"0", "false", "no", "off"})
+_MAX_NAME = 64
+_MAX_THREADS = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """What the environment says; None where it says nothing."""
+
+    token: str | None = field(default=None, repr=False)
+    """A secret: never shown, never logged."""
+    device: str | None = None
+    threads: int | None = None
+    runs: Path | None = None
+    debug: bool = False
+    name: str | None = None
+
+
+def read(environ: Mapping[str, str] | None = None) -> Environment:
+    """Read and check every POTLUCK_* variable; an empty one counts as not set."""
+    environ = os.environ if environ is None else environ
+    for name in sorted(environ):
+        if name.startswith(PREFIX) and name not in VARIABLES:
+            raise _unknown(name)
+    given = {name: environ.get(name, "").strip() for name in VARIABLES}
+    return Environment(
+        token=_token(given["POTLUCK_TOKEN"]),
+        device=_device(given["POTLUCK_DEVICE"]),
+        threads=_threads(given["POTLUCK_THREADS"]),
+        runs=_runs(given["POTLUCK_RUNS"]),
+        debug=_flag("POTLUCK_DEBUG", given["POTLUCK_DEBUG"]),
+        name=_name(given["POTLUCK_NAME"]),
+    )
+
+
+def _unknown(name: str) -> ConfigError:
+    import difflib  # slow to import, and only needed here
+
+    # Without the prefix, which all have in common.
+    ends = [known.removeprefix(PREFIX) for known in VARIABLES]
+    close = difflib.get_close_matches(name.removeprefix(PREFIX), ends, n=1, cutoff=0.5)
+    if close:
+        hint = f"did you mean {PREFIX}{close[0]} ({VARIABLES[PREFIX + close[0]]})?"
+    else:
+        hint = "the variables that exist: " + ", ".join(VARIABLES)
+    return ConfigError(f"unknown environment variable {name}", hint=hint)
+
+
+def _wrong(name: str, value: str, hint: str) -> ConfigError:
+    return ConfigError(f"{name}={value!r} is not valid", hint=hint)
+
+
+def _token(value: str) -> str | None:
+    if any(not c.isprintable() or c.isspace() for c in value):
+        # The value is a secret, so the message does not repeat it.
+        raise ConfigError(
+            "POTLUCK_TOKEN holds blanks or control characters, so it is no token",
+            hint="copy the token again from the host's `potluck join ...` line, as one word",
+        )
+    return value or None
+
+
+def _device(value: str) -> str | None:
+    if any(not c.isprintable() or c.isspace() for c in value):
+        raise _wrong("POTLUCK_DEVICE", value, "use one word such as cpu, cuda, cuda:1 or mps")
+    return value or None
+
+
+def _threads(value: str) -> int | None:
+    if not value:
+        return None
+    if not (value.isascii() and value.isdigit() and len(value) <= 6 and 1 <= int(value) <= _MAX_THREADS):
+        raise _wrong("POTLUCK_THREADS", value, f"use a whole number from 1 to {_MAX_THREADS}")
+    return int(value)
+
+
+def _runs(value: str) -> Path | None:
+    if not value:
+        return None
+    path = Path(value).expanduser()
+    if path.exists() and not path.is_dir():
+        raise _wrong("POTLUCK_RUNS", value, "this is a file; name a folder (it is made when missing)")
+    return path
+
+
+def _flag(name: str, value: str) -> bool:
+    if value.lower() in _YES:
+        return True
+    if not value or value.lower() in _NO:
+        return False
+    raise _wrong(name, value, "use 1 or 0")
+
+
+def _name(value: str) -> str | None:
+    if len(value) > _MAX_NAME or not value.isprintable():
+        raise _wrong("POTLUCK_NAME", value, f"use at most {_MAX_NAME} printable characters")
+    return value or None

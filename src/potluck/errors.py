@@ -1,0 +1,99 @@
+"""The one tree of errors; owns what a user reads when something fails. It knows no other part.
+
+    PotluckError
+    ├── UserError              the person's input: exit status 2
+    │   ├── ConfigError        an unknown key, a value out of range
+    │   ├── DataError          a data set that is not there or cannot be read
+    │   ├── TokenError         a token that is damaged or of another version
+    │   ├── RunFolderError     a run folder that is missing, damaged or not writable
+    │   └── LoopError          the training loop used in a way that cannot work
+    ├── NetworkError           a machine or a link: exit status 3
+    │   ├── PortTakenError     the port is held by another process (a user's choice: exit status 2)
+    │   ├── HostGoneError      the host stayed silent past the deadline
+    │   ├── GuestsMissingError guests that were waited for did not come
+    │   └── RefusedError       the host turned this guest away, with its reason
+    ├── WireError              bytes that are not a message of this protocol
+    └── CheckpointError        no readable checkpoint where one was needed
+
+Every class has a `code`; `docs/troubleshooting/<code>.md` is its page.
+"""
+
+from __future__ import annotations
+
+
+class PotluckError(Exception):
+    """Something a person can act on: what happened, where, and what to do."""
+
+    code = "internal"
+    exit_status = 1
+
+    def __init__(
+        self, what: str, *, hint: str = "", machine: str | None = None, step: int | None = None
+    ) -> None:
+        super().__init__(what)
+        self.what = what
+        self.hint = hint
+        self.machine = machine
+        self.step = step
+
+    def __str__(self) -> str:
+        where = "".join(
+            (f" [{self.machine}]" if self.machine else "", f" [step {self.step}]" if self.step is not None else "")
+        )
+        return self.what + where
+
+
+class UserError(PotluckError):
+    code = "bad-input"
+    exit_status = 2
+
+
+class ConfigError(UserError):
+    code = "bad-config"
+
+
+class DataError(UserError):
+    code = "bad-data"
+
+
+class TokenError(UserError):
+    code = "bad-token"
+
+
+class RunFolderError(UserError):
+    code = "bad-run-folder"
+
+
+class LoopError(UserError):
+    code = "bad-loop"
+
+
+class NetworkError(PotluckError):
+    code = "network"
+    exit_status = 3
+
+
+class PortTakenError(NetworkError):
+    code = "port-taken"
+    exit_status = 2
+
+
+class HostGoneError(NetworkError):
+    code = "host-gone"
+
+
+class GuestsMissingError(NetworkError):
+    code = "guests-missing"
+
+
+class RefusedError(NetworkError):
+    code = "refused"
+
+
+class WireError(PotluckError):
+    code = "bad-message"
+
+
+class CheckpointError(PotluckError):
+    code = "bad-checkpoint"
+    exit_status = 2

@@ -1,0 +1,97 @@
+"""What the host's protocol asks the outside to do. Owns the vocabulary; does nothing itself. PURE."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+CONTROL = "control"
+DATA = "data"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Send:
+    """Send a message to a guest."""
+
+    guest: str
+    channel: str
+    kind: str
+    fields: dict[str, Any] = field(default_factory=dict)
+    frames: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    """Send a guest what it needs to build the model."""
+
+    guest: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendSamples:
+    """Fetch the samples of one micro-batch and send them."""
+
+    guest: str
+    lease: int
+    batch: int
+    positions: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendReplica:
+    """A guest's model fits: see which frozen tensors it lacks, then bring it the replica."""
+
+    guest: str
+    hashes: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decode:
+    """Check a complete contribution and add it to the step's sum."""
+
+    guest: str
+    lease: int
+    pieces: dict[int, Any]
+    loss_sum: float
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompareSketch:
+    """Compare a guest's gradient of the common batch with the host's."""
+
+    guest: str
+    check: int
+    sketch: Any
+    loss: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Emit:
+    """Tell the log and the view."""
+
+    event: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pump:
+    """See whether this guest can be sent more."""
+
+    guest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wake:
+    """Something the training thread may be waiting for has changed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forget:
+    """The guest is gone: drop what is held for it."""
+
+    guest: str
+
+
+Action = Send | Welcome | SendSamples | SendReplica | Decode | CompareSketch | Emit | Pump | Wake | Forget

@@ -1,0 +1,55 @@
+"""The hub of a run without guests: the same calls, and the ledger behind them. It starts no thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from potluck.hub.ledger import Ledger
+from potluck.hub.members import Member
+from potluck.hub.quota import Estimate
+from potluck.hub.stepping import StepResult
+
+
+class AloneHub:
+    """What `HostHub` is to the training loop, with nobody else at the table."""
+
+    def __init__(self, ledger: Ledger, name: str) -> None:
+        self._ledger, self._name = ledger, name
+        self._sample_s = Estimate()
+
+    def begin_step(self) -> None:
+        self._ledger.open_step()
+
+    def take(self, count: int) -> tuple[tuple[int, ...], bool]:
+        return self._ledger.take(count), False
+
+    def computed(self, positions: tuple[int, ...], seconds: float) -> None:
+        self._ledger.host_computed(positions, self._name)
+        self._sample_s.add(seconds / len(positions))
+
+    def end_step(self) -> tuple[StepResult, float]:
+        samples = self._ledger.close_step()
+        result = StepResult(
+            samples=samples, wait_s=0.0, dropped_samples=0, taken_back_samples=0, predicted_s=None
+        )
+        return result, 0.0
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        yield
+
+    def samples_of(self, positions: Sequence[int]) -> list[int]:
+        return self._ledger.samples_of(positions)
+
+    def traffic(self) -> tuple[int, int]:
+        return 0, 0
+
+    def host_sample_s(self) -> float | None:
+        return self._sample_s.value
+
+    def members(self) -> list[Member]:
+        return []
+
+    def close(self, reason: str) -> None:
+        pass

@@ -1,0 +1,125 @@
+"""What one guest still has to be sent, and how much may be under way to it: flow control by credit.
+
+PURE: it decides what goes next; it holds no payload and touches no socket.
+
+Every piece of the replica has a version, and a coded change that leads to it from the version before. A guest
+that holds that earlier version is sent the change; one that missed more is sent the piece whole. So newcomers,
+regulars and those who fell behind are served by one rule, and the host keeps one coded message, no history.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+NOTHING = -1
+"""The version of a piece that a guest does not hold at all."""
+PENDING = -2
+"""A piece that is being read to be sent whole: nothing else may be sent of it until then."""
+
+
+@dataclass(frozen=True, slots=True)
+class PieceState:
+    """Where a piece of the replica stands: its version, and the version its coded change starts from."""
+
+    base: int
+    version: int
+    change_bytes: int
+    whole_bytes: int
+    change: object = None
+    """The coded change itself; only whoever sends it looks at it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One thing to send: ("change" | "whole", piece) or ("tensor", index into the feed's tensor list)."""
+
+    kind: str
+    index: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPart:
+    """A part of a frozen parameter or a buffer that the guest does not hold."""
+
+    name: str
+    start: int
+    stop: int
+    nbytes: int
+
+
+class Feed:
+    """The queue of one guest, never longer than its window."""
+
+    def __init__(self, *, pieces: int, window_bytes: int) -> None:
+        self.have = [NOTHING] * pieces
+        self.tensors: deque[TensorPart] = deque()
+        self.in_flight_bytes = 0
+        self.window_bytes = window_bytes
+        self.open = False
+        """Whether pieces should flow now: not to a guest that sits out."""
+        self._cursor = 0
+        self._tensors_pending = 0
+
+    def next(self, state: Sequence[PieceState]) -> Item | None:
+        """The next thing to send, or None: nothing to send, or no credit."""
+        if not self.open:
+            return None
+        if self.tensors:
+            part = self.tensors[0]
+            return Item("tensor", 0, part.nbytes) if self._fits(part.nbytes) else None
+        whole = None
+        for offset in range(len(state)):
+            index = (self._cursor + offset) % len(state)
+            now, have = state[index], self.have[index]
+            if have in (now.version, PENDING) or now.version == NOTHING:
+                continue
+            if have == now.base and have != NOTHING:
+                self._cursor = index
+                return Item("change", index, now.change_bytes) if self._fits(now.change_bytes) else None
+            whole = index if whole is None or index < whole else whole
+        if whole is None:
+            self._cursor = 0
+            return None
+        size = state[whole].whole_bytes
+        return Item("whole", whole, size) if self._fits(size) else None
+
+    def change_sent(self, item: Item, version: int) -> None:
+        """A coded change is on the wire; the piece will be at `version` over there."""
+        self.in_flight_bytes += item.nbytes
+        self.have[item.index] = version
+
+    def asked(self, item: Item) -> None:
+        """A whole piece or a tensor's part is being read for this guest: its bytes are spoken for."""
+        self.in_flight_bytes += item.nbytes
+        if item.kind == "tensor":
+            self.tensors.popleft()
+            self._tensors_pending += 1
+        else:
+            self.have[item.index] = PENDING
+
+    def answered(self, item: Item, version: int) -> None:
+        """What was asked for is on the wire."""
+        if item.kind == "tensor":
+            self._tensors_pending -= 1
+        else:
+            self.have[item.index] = version
+
+    def extra(self, nbytes: int) -> None:
+        """Something outside the rule (the samples of a lease) is under way too."""
+        self.in_flight_bytes += nbytes
+
+    def taken(self, nbytes: int) -> None:
+        """The guest says that it has taken this much off the wire."""
+        self.in_flight_bytes = max(0, self.in_flight_bytes - nbytes)
+
+    def current(self, state: Sequence[PieceState]) -> bool:
+        """The guest has been sent everything, and nothing of it is older than the replica."""
+        if self.tensors or self._tensors_pending or not state:
+            return False
+        return all(have == now.version != NOTHING for have, now in zip(self.have, state))
+
+    def _fits(self, nbytes: int) -> bool:
+        return self.in_flight_bytes == 0 or self.in_flight_bytes + nbytes <= self.window_bytes

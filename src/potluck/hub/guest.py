@@ -1,0 +1,395 @@
+"""A guest's hub: what the guest's training thread waits for, and the worker that applies and codes pieces.
+
+Owns the guest's versions of the pieces and its residual. It knows no loop and no device beyond staging: the
+training thread asks for work, computes it, and says so.
+
+Weights are applied only where that is safe: while the training thread computes at version v, changes that
+lead to v may be applied (its gates wait for them), later ones are held until it has finished.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from potluck.codec import Codec, encode_with_feedback
+from potluck.device import Device
+from potluck.errors import PotluckError
+from potluck.hub.feed import NOTHING
+from potluck.hub.link import GuestLink
+from potluck.hub.tensors import (
+    ModelTensors,
+    add_to_piece,
+    from_bytes,
+    raw_bytes,
+    read_piece,
+    write_part,
+    write_piece,
+)
+from potluck.spec.layout import fingerprint_to_json
+from potluck.wire.frames import Message, dump_json
+from potluck.wire.tree import unpack_tree
+
+MAX_BATCH_BYTES = 1 << 30
+
+
+@dataclass(slots=True, kw_only=True)
+class Work:
+    """A lease, or a common batch to be checked on."""
+
+    id: int
+    """The lease's number; for a check, the check's number."""
+    check: bool
+    step: int
+    sizes: tuple[int, ...]
+    received: float
+    within_s: float = 0.0
+    host_sample_s: float = 0.0
+    samples: list[list[int]] | None = None
+    batches: dict[int, Any] = field(default_factory=dict)
+    over: bool = False
+    """The host has taken it back, or has gone on."""
+
+    @property
+    def key(self) -> int:
+        """Under which number its samples travel: a check's are negative."""
+        return -self.id if self.check else self.id
+
+
+class RunOver(Exception):
+    """The host says that the run has ended."""
+
+
+class GuestHub:
+    """Between `open` and `close`: a replica that follows the host's, and one piece of work at a time."""
+
+    def __init__(
+        self, link: GuestLink, tensors: ModelTensors, *, down: Codec, up: Codec, device: Device
+    ) -> None:
+        self._link, self._tensors, self._device = link, tensors, device
+        self._down, self._up = down, up
+        self._layout = tensors.layout
+        self._changed = threading.Condition()
+        self._have = [NOTHING] * len(self._layout.pieces)
+        self._active: Work | None = None
+        """What the training thread computes now."""
+        self._works: deque[Work] = deque()
+        self._early: dict[int, dict[int, Any]] = {}
+        """Samples that came before their lease did (they travel on the other connection)."""
+        self._incoming: deque[Message] = deque()
+        self._to_code: deque[tuple[Work, int, bool]] = deque()
+        self._coded: set[int] = set()
+        self._finite = True
+        self._residual: Tensor | None = None
+        self._scratch: Tensor | None = None
+        self._over: str | None = None
+        self._stop = False
+        self._failure: BaseException | None = None
+        self._micro_batch: Callable[[], int] = lambda: 1
+        self._worker = threading.Thread(target=self._run, name="potluck-coder", daemon=True)
+
+    # -- the training thread ----------------------------------------------------------------------------
+
+    def open(self, micro_batch: Callable[[], int]) -> None:
+        """Tell the host that the model is built, and start to follow it."""
+        self._micro_batch = micro_batch
+        self._worker.start()
+        self._link.lost = self._lost
+        self._link.back = lambda welcome: self._say_ready()
+        self._link.ended = self._wake
+        self._link.handle(self._message)
+        self._say_ready()
+
+    def _say_ready(self) -> None:
+        # Names and hashes of a large model are too many for a header: they go in a frame of their own.
+        about = {
+            "fingerprint": fingerprint_to_json(self._tensors.fingerprint),
+            "hashes": self._tensors.hashes(),
+        }
+        self._link.control("ready", dump_json(about), micro_batch=self._micro_batch())
+
+    def next_work(self) -> Work:
+        """Wait for the next lease or check. Raises RunOver, or the link's failure."""
+        with self._changed:
+            while True:
+                self._changed.wait_for(lambda: self._works or self._done_waiting())
+                self._raise_end()
+                work = self._works.popleft()
+                if not work.over:
+                    return work
+                self._tell_stopped(work, 0, 0.0)
+
+    def enter(self, work: Work) -> None:
+        """The training thread now computes at the work's version."""
+        with self._changed:
+            self._active = work
+            self._coded = set()
+            self._finite = True
+            self._changed.notify_all()
+
+    def leave(self) -> None:
+        """The training thread is done with its work: later weights may be applied."""
+        with self._changed:
+            self._active = None
+            self._changed.notify_all()
+
+    def batch(self, work: Work, number: int) -> Any | None:
+        """The samples of one micro-batch, or None when the work is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: number in work.batches or work.over or self._done_waiting())
+            self._raise_end()
+            return None if work.over else work.batches.pop(number)
+
+    def wait_for_pieces(self, work: Work, pieces: Iterable[int]) -> float:
+        """Wait until these pieces are at the work's version (or the work is over); the seconds it took."""
+        have, version = self._have, work.step
+        if all(have[i] == version for i in pieces) or work.over:
+            return 0.0
+        started = time.monotonic()
+        with self._changed:
+            self._changed.wait_for(
+                lambda: all(have[i] == version for i in pieces) or work.over or self._done_waiting()
+            )
+        return time.monotonic() - started
+
+    def wait_for_all(self, work: Work) -> float:
+        return self.wait_for_pieces(work, range(len(self._have)))
+
+    def closing(self, work: Work, keep: int, eta_s: float) -> None:
+        self._link.control("closing", lease=work.id, keep=keep, eta_s=eta_s)
+
+    def code(self, work: Work, pieces: Iterable[int]) -> None:
+        """These pieces of the gradient are final: code and send them."""
+        with self._changed:
+            self._to_code.extend((work, index, False) for index in pieces)
+            self._changed.notify_all()
+
+    def finish(self, work: Work, *, count: int, loss_sum: float, compute_s: float) -> None:
+        """The gradient is complete: code what is left of it, and say so."""
+        with self._changed:
+            started = {i for _, i, _ in self._to_code} | self._coded
+            self._to_code.extend((work, i, False) for i in range(len(self._have)) if i not in started)
+            self._changed.notify_all()
+            self._changed.wait_for(
+                lambda: len(self._coded) == len(self._have) or work.over or self._done_waiting()
+            )
+            self._raise_end()
+            if work.over:
+                self._tell_stopped(work, count, compute_s)
+                return
+            finite = self._finite
+        fields = {
+            "lease": work.id,
+            "count": count,
+            "loss_sum": loss_sum if finite else 0.0,
+            "compute_s": compute_s,
+            "finite": finite,
+            "micro_batch": self._micro_batch(),
+        }
+        self._link.data(Message(kind="done", fields=fields))
+
+    def send_sketch(
+        self, work: Work, *, values: memoryview, count: int, loss: float, compute_s: float
+    ) -> None:
+        fields = {"check": work.id, "count": count, "loss": loss, "compute_s": compute_s}
+        self._link.data(Message(kind="sketch", fields=fields, frames=(values,)))
+
+    def stopped(self, work: Work, computed: int, compute_s: float) -> None:
+        """Let go of work that is over."""
+        with self._changed:
+            self._tell_stopped(work, computed, compute_s)
+
+    def close(self, reason: str = "") -> None:
+        with self._changed:
+            self._stop = True
+            self._changed.notify_all()
+        if self._worker.is_alive():
+            self._worker.join(5.0)
+        self._link.close(reason)
+
+    def _tell_stopped(self, work: Work, computed: int, compute_s: float) -> None:
+        self._to_code.clear()
+        self._link.control("stopped", lease=work.id, computed=computed, compute_s=compute_s)
+
+    def _done_waiting(self) -> bool:
+        ended = self._over is not None or self._failure is not None or self._link.failure is not None
+        return ended or self._stop
+
+    def _raise_end(self) -> None:
+        if self._failure is not None:
+            raise PotluckError(f"this guest's worker failed: {self._failure!r}") from self._failure
+        if self._over is not None:
+            raise RunOver(self._over)
+        if self._link.failure is not None:
+            raise self._link.failure
+        if self._stop:
+            raise RunOver("this guest was closed")
+
+    # -- the link's thread ------------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _lost(self) -> None:
+        """The host is gone: what was under way is void, and nothing held is known to be right."""
+        with self._changed:
+            for work in self._open_works():
+                work.over = True
+            self._incoming.clear()
+            self._early.clear()
+            self._have = [NOTHING] * len(self._have)
+            self._changed.notify_all()
+
+    def _open_works(self) -> list[Work]:
+        return [*self._works, *([self._active] if self._active is not None else [])]
+
+    def _message(self, channel: str, message: Message) -> None:
+        with self._changed:
+            kind, fields = message.kind, message.fields
+            if kind in ("change", "whole", "tensor"):
+                self._incoming.append(message)
+            elif kind == "samples":
+                self._samples(message)
+            elif kind in ("lease", "check"):
+                self._new_work(kind, fields)
+            elif kind == "revoke":
+                self._revoke(int(fields["lease"]))
+            elif kind == "dropped":
+                self._to_code.append((_NO_WORK, 0, True))
+            elif kind == "bye":
+                self._over = str(fields.get("reason", "finished"))
+            self._changed.notify_all()
+
+    def _new_work(self, kind: str, fields: dict[str, Any]) -> None:
+        check = kind == "check"
+        work = Work(
+            id=int(fields["check" if check else "lease"]),
+            check=check,
+            step=int(fields["step"]),
+            sizes=tuple(int(n) for n in fields["sizes"]),
+            received=time.monotonic(),
+            within_s=float(fields.get("within_s", 0.0)),
+            host_sample_s=float(fields.get("host_sample_s", 0.0)),
+            samples=fields.get("samples"),
+        )
+        work.batches.update(self._early.pop(work.key, {}))
+        self._early.clear()
+        self._works.append(work)
+
+    def _samples(self, message: Message) -> None:
+        lease, number = int(message.fields["lease"]), int(message.fields["batch"])
+        batch = unpack_tree(message.fields["tree"], message.frames, max_bytes=MAX_BATCH_BYTES)
+        self._taken(message)
+        for work in self._open_works():
+            if work.key == lease:
+                work.batches[number] = batch
+                return
+        self._early.setdefault(lease, {})[number] = batch
+
+    def _revoke(self, lease: int) -> None:
+        for work in self._open_works():
+            if not work.check and work.id == lease:
+                work.over = True
+
+    def _taken(self, message: Message) -> None:
+        """Give the host its credit back."""
+        self._link.control("taken", bytes=sum(len(f) for f in message.frames))
+
+    # -- the worker -------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._turn():
+                pass
+        except BaseException as error:
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+
+    def _turn(self) -> bool:
+        """One piece: coding gradients goes first, the host may be waiting for them."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._stop or self._to_code or self._can_apply())
+            if self._stop:
+                return False
+            if self._to_code:
+                work, index, clear = self._to_code.popleft()
+                message = None
+            else:
+                work, index, clear = _NO_WORK, 0, False
+                message = self._incoming.popleft()
+        with torch.no_grad():
+            if message is not None:
+                self._apply(message)
+            elif clear:
+                if self._residual is not None:
+                    self._residual.zero_()
+            elif not work.over:
+                self._code(work, index)
+        return True
+
+    def _can_apply(self) -> bool:
+        if not self._incoming:
+            return False
+        message, active = self._incoming[0], self._active
+        if active is None:
+            return True
+        if message.kind == "tensor":
+            return False
+        version = int(message.fields["version"])
+        if version > active.step and not active.over and not active.check:
+            active.over = True  # the host has gone on: this work can no longer count
+            self._changed.notify_all()
+        return version <= active.step
+
+    def _apply(self, message: Message) -> None:
+        fields, payload = message.fields, self._device.from_host(from_bytes(message.frames[0]))
+        if message.kind == "tensor":
+            write_part(self._tensors.fixed, str(fields["name"]), int(fields["start"]), payload)
+        else:
+            index, version = int(fields["piece"]), int(fields["version"])
+            piece = self._layout.pieces[index]
+            if message.kind == "whole":
+                write_piece(piece, self._tensors.trained, payload.view(torch.float32))
+            elif self._have[index] == int(fields["base"]):
+                change = self._down.decode(payload, piece.count, out=self._buffer(piece.count))
+                add_to_piece(piece, self._tensors.trained, change)
+            else:
+                return  # of before a reconnection: the host will send this piece whole
+            with self._changed:
+                self._have[index] = version
+                self._changed.notify_all()
+        self._taken(message)
+
+    def _code(self, work: Work, index: int) -> None:
+        piece = self._layout.pieces[index]
+        if self._residual is None:
+            self._residual = torch.zeros(self._layout.count, device=self._device.torch_device)
+        gradients = [p.grad for p in self._tensors.trained]
+        values = read_piece(piece, gradients, self._buffer(piece.count))
+        residual = self._residual[piece.offset : piece.offset + piece.count]
+        payload = encode_with_feedback(self._up, values, residual)
+        if not self._up.finite(payload, piece.count):
+            self._finite = False
+            residual.zero_()
+        frame = raw_bytes(self._device.to_host(payload))
+        self._link.data(Message(kind="grad", fields={"lease": work.id, "piece": index}, frames=(frame,)))
+        with self._changed:
+            self._coded.add(index)
+            self._changed.notify_all()
+
+    def _buffer(self, count: int) -> Tensor:
+        if self._scratch is None or self._scratch.numel() < count:
+            self._scratch = torch.empty(count, device=self._device.torch_device)
+        return self._scratch[:count]
+
+
+_NO_WORK = Work(id=0, check=False, step=-1, sizes=(), received=0.0, over=True)

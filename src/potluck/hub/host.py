@@ -1,0 +1,352 @@
+"""The host's hub: the I/O thread, the coder and the loader beside training, and what the training thread calls.
+
+Owns the threads and the lock between them. What is decided is `protocol`; what is computed is the caller's.
+The training thread never touches a socket and never waits here except where `take` says so.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from potluck.errors import GuestsMissingError, PotluckError, WireError
+from potluck.hub import actions as act
+from potluck.hub.feed import TensorPart
+from potluck.hub.host_coder import Answer, Coded, Decoded, HostCoder
+from potluck.hub.members import JOINING, Member
+from potluck.hub.parity import Sketch, compare
+from potluck.hub.protocol import HostProtocol
+from potluck.hub.stepping import StepResult
+from potluck.hub.tensors import ModelTensors
+from potluck.wire.frames import Message, VersionError, pack, unpack
+from potluck.wire.transport import HostSocket
+from potluck.wire.tree import pack_tree
+
+PART_BYTES = 4 << 20
+"""Frozen tensors travel in parts of this size."""
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubParts:
+    """What the hub is built from."""
+
+    socket: HostSocket
+    protocol: HostProtocol
+    coder: HostCoder
+    tensors: ModelTensors
+    welcome: Callable[[str], Message]
+    """The welcome for a guest that will be called so."""
+    fetch: Callable[[Sequence[int]], Any]
+    """The collated batch of these samples of the data set."""
+    emit: Callable[[Event], None]
+    loose_parity: bool = False
+    """The model draws random numbers (dropout): gradients agree only roughly."""
+
+
+class HostHub:
+    """The host's table, open from `start` to `close`."""
+
+    def __init__(self, parts: HubParts) -> None:
+        self._socket, self._protocol, self._coder = parts.socket, parts.protocol, parts.coder
+        self._parts = parts
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._outbox: deque[tuple[bytes, list[Any]]] = deque()
+        self._references: dict[int, Sketch] = {}
+        self._guest_loss = 0.0
+        self._bytes_up = self._bytes_down = 0
+        self._hashes: dict[str, str] | None = None
+        self._loader = ThreadPoolExecutor(1, thread_name_prefix="potluck-loader")
+        self._stop = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="potluck-io", daemon=True)
+
+    # -- the training thread ----------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._coder.start()
+        self._thread.start()
+
+    def wait_for_guests(self, count: int, timeout_s: float) -> None:
+        """Wait until `count` guests hold the replica; the error names who came and how far they got."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._failure or len(self._protocol.synced(self._coder.state)) >= count, timeout_s
+            )
+            self._raise_failure()
+            ready = len(self._protocol.synced(self._coder.state))
+            if ready < count:
+                who = (
+                    ", ".join(f"{m.name} is {m.state}" for m in self._protocol.members.values())
+                    or "nobody came"
+                )
+                raise GuestsMissingError(
+                    f"{ready} of {count} guests were ready after {timeout_s:.0f} s ({who})",
+                    hint="type the join command on the other machines, or start with --wait-for 0",
+                )
+
+    def begin_step(self) -> None:
+        """The weights are at the step's version: deal the step and send the change to those who take part."""
+        with self._changed:
+            self._raise_failure()
+            self._guest_loss = 0.0
+            self._bytes_up = self._bytes_down = 0
+            self._do(self._protocol.begin_step(time.monotonic(), self._coder.state, host_keeps=1))
+            if any(m.feed.open for m in self._protocol.members.values()):
+                self._coder.code_change()
+
+    def take(self, count: int) -> tuple[tuple[int, ...], bool]:
+        """Positions for the host's next micro-batch (none: the step is full); whether it is a common batch."""
+        with self._changed:
+            while True:
+                self._raise_failure()
+                now = time.monotonic()
+                check = self._protocol.check_samples
+                take, actions = self._protocol.stepping.take(check or count, now)
+                self._do(actions)
+                if take.full:
+                    return (), False
+                if take.positions:
+                    return take.positions, bool(check)
+                assert take.wait_until is not None
+                self._changed.wait(max(0.001, take.wait_until - now))
+                self._protocol.stepping.waited(time.monotonic() - now)
+
+    def computed(self, positions: tuple[int, ...], seconds: float) -> None:
+        with self._lock:
+            self._protocol.stepping.host_computed(positions, seconds)
+
+    def check_computed(self, positions: tuple[int, ...], sketch: Sketch) -> None:
+        """The host's gradient of the common batch: guests are measured against it."""
+        with self._lock:
+            check, actions = self._protocol.check_computed(positions)
+            self._references = {check: sketch, **dict(list(self._references.items())[-3:])}
+            self._do(actions)
+
+    def end_step(self) -> tuple[StepResult, float]:
+        """Close a full step and add the contributions to the gradients; also the guests' summed loss."""
+        with self._lock:
+            result = self._protocol.stepping.end()
+            loss = self._guest_loss
+        self._coder.collect()
+        return result, loss
+
+    def updating(self) -> AbstractContextManager[None]:
+        """Around the optimizer's step: the weights change inside."""
+        return self._coder.updating()
+
+    def samples_of(self, positions: Sequence[int]) -> list[int]:
+        with self._lock:
+            return self._protocol.ledger.samples_of(positions)
+
+    def traffic(self) -> tuple[int, int]:
+        """Bytes received and sent since the step began."""
+        return self._bytes_up, self._bytes_down
+
+    def host_sample_s(self) -> float | None:
+        with self._lock:
+            return self._protocol.stepping.host_sample_s
+
+    def members(self) -> list[Member]:
+        with self._lock:
+            return list(self._protocol.members.values())
+
+    def close(self, reason: str) -> None:
+        """Tell the guests that the run is over, and end the threads."""
+        with self._lock:
+            for guest in self._protocol.members:
+                self._send(guest, act.CONTROL, Message(kind="bye", fields={"reason": reason}))
+            self._stop = True
+        self._socket.wake()
+        if self._thread.is_alive():
+            self._thread.join(5.0)
+        self._loader.shutdown(wait=True, cancel_futures=True)
+        self._coder.close()
+        self._socket.close()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise PotluckError(f"the hub's thread failed: {self._failure!r}") from self._failure
+
+    # -- the I/O thread ---------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._stop:
+                self._turn(self._socket.receive(0.1))
+            self._flush()
+        except BaseException as error:
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+
+    def _turn(self, received: Sequence[tuple[bytes, Sequence[Any]]]) -> None:
+        for peer, frames in received:
+            self._receive(peer, frames)
+        with self._changed:
+            self._do(self._protocol.tick(time.monotonic()))
+            while self._coder.results:
+                self._coder_says(self._coder.results.popleft())
+        self._flush()
+
+    def _receive(self, peer: bytes, frames: Sequence[Any]) -> None:
+        guest = peer[:-1].hex()
+        address = self._socket.address_of(frames)
+        with self._changed:
+            try:
+                message = unpack(frames)
+            except VersionError as error:
+                self._do(self._protocol.wrong_version(guest, error.theirs, address))
+                return
+            except WireError as error:
+                member = self._protocol.members.get(guest)
+                if member is not None:
+                    self._do(self._protocol.put_out(member, f"sent bytes that are no message: {error}"))
+                return
+            self._bytes_up += sum(len(f) for f in message.frames)
+            self._do(
+                self._protocol.message(
+                    guest, message.kind, message.fields, message.frames, time.monotonic(), address
+                )
+            )
+
+    def _flush(self) -> None:
+        while self._outbox:
+            peer, frames = self._outbox.popleft()
+            self._socket.send(peer, frames)
+
+    def _coder_says(self, result: Answer | Decoded | Coded) -> None:
+        if isinstance(result, Coded):
+            for member in list(self._protocol.members.values()):
+                self._pump(member)
+            self._changed.notify_all()
+        elif isinstance(result, Decoded):
+            if result.why_not is None:
+                self._guest_loss += result.loss_sum
+            self._do(self._protocol.decoded(result.guest, result.lease, result.why_not, time.monotonic()))
+        elif (answered := self._protocol.members.get(result.guest)) is not None:
+            self._send_answer(answered, result)
+
+    def _send_answer(self, member: Member, answer: Answer) -> None:
+        if answer.part is not None:
+            fields: dict[str, Any] = {"name": answer.part.name, "start": answer.part.start}
+            self._send(member.id, act.DATA, Message(kind="tensor", fields=fields, frames=(answer.payload,)))
+        else:
+            fields = {"piece": answer.item.index, "version": answer.version}
+            self._send(member.id, act.DATA, Message(kind="whole", fields=fields, frames=(answer.payload,)))
+        member.feed.answered(answer.item, answer.version)
+        self._pump(member)
+
+    def _pump(self, member: Member) -> None:
+        """Send this guest what it lacks, as far as its credit goes."""
+        state = list(self._coder.state)
+        while (item := member.feed.next(state)) is not None:
+            if item.kind == "change":
+                piece = state[item.index]
+                fields = {"piece": item.index, "base": piece.base, "version": piece.version}
+                self._send(member.id, act.DATA, Message(kind="change", fields=fields, frames=(piece.change,)))  # type: ignore[arg-type]
+                member.feed.change_sent(item, piece.version)
+            else:
+                part = member.feed.tensors[0] if item.kind == "tensor" else None
+                member.feed.asked(item)
+                self._coder.ask(member.id, item, part)
+
+    # -- actions ----------------------------------------------------------------------------------------
+
+    def _do(self, actions: Sequence[act.Action]) -> None:
+        for action in actions:
+            match action:
+                case act.Send():
+                    message = Message(kind=action.kind, fields=action.fields, frames=action.frames)
+                    self._send(action.guest, action.channel, message)
+                case act.Emit():
+                    self._parts.emit(action.event)
+                case act.Wake():
+                    self._changed.notify_all()
+                case act.Pump():
+                    self._pump(self._protocol.members[action.guest])
+                case act.Decode():
+                    self._coder.decode(action.guest, action.lease, action.pieces, action.loss_sum)
+                case act.SendSamples():
+                    self._loader.submit(self._guarded, self._load, action)
+                case act.Welcome():
+                    self._send(action.guest, act.CONTROL, self._parts.welcome(action.name))
+                case act.SendReplica():
+                    self._loader.submit(self._guarded, self._introduce, action)
+                case act.CompareSketch():
+                    self._loader.submit(self._guarded, self._compare, action)
+                case act.Forget():
+                    self._coder.forget(action.guest)
+
+    def _send(self, guest: str, channel: str, message: Message) -> None:
+        peer = bytes.fromhex(guest) + (b"c" if channel == act.CONTROL else b"d")
+        self._bytes_down += sum(len(f) for f in message.frames)
+        self._outbox.append((peer, list(pack(message))))
+        self._socket.wake()
+
+    # -- the loader thread ------------------------------------------------------------------------------
+
+    def _guarded(self, job: Callable[[Any], None], action: Any) -> None:
+        """Whatever goes wrong in the loader (a data set that fails) is raised in the training thread."""
+        try:
+            job(action)
+        except BaseException as error:
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+
+    def _load(self, action: act.SendSamples) -> None:
+        with self._lock:
+            if action.guest not in self._protocol.members:
+                return
+            samples = self._protocol.ledger.samples_of(action.positions)
+        spec, frames = pack_tree(self._parts.fetch(samples))
+        fields = {"lease": action.lease, "batch": action.batch, "tree": spec}
+        with self._lock:
+            member = self._protocol.members.get(action.guest)
+            if member is not None:
+                member.feed.extra(sum(len(f) for f in frames))
+                self._send(member.id, act.DATA, Message(kind="samples", fields=fields, frames=tuple(frames)))
+
+    def _introduce(self, action: act.SendReplica) -> None:
+        """Queue the fixed tensors that the newcomer lacks, then the replica."""
+        tensors = self._parts.tensors
+        if self._hashes is None:
+            self._hashes = tensors.hashes()
+        parts = []
+        for name, digest in self._hashes.items():
+            if action.hashes.get(name) == digest:
+                continue
+            fixed = tensors.fixed[name]
+            per_part = max(1, PART_BYTES // fixed.element_size())
+            for start in range(0, fixed.numel(), per_part):
+                stop = min(fixed.numel(), start + per_part)
+                parts.append(TensorPart(name, start, stop, (stop - start) * fixed.element_size()))
+        with self._changed:
+            member = self._protocol.members.get(action.guest)
+            if member is not None and member.state != JOINING:
+                member.feed.tensors.extend(parts)
+                self._coder.code_change()
+                self._pump(member)
+
+    def _compare(self, action: act.CompareSketch) -> None:
+        with self._lock:
+            reference = self._references.get(action.check)
+        if reference is None:
+            return
+        cosine, why_not = compare(
+            reference,
+            action.sketch,
+            action.loss,
+            names=self._parts.tensors.layout.tensors,
+            loose=self._parts.loose_parity,
+        )
+        with self._changed:
+            self._do(self._protocol.compared(action.guest, cosine, why_not))

@@ -1,0 +1,233 @@
+"""The host's second thread: codes the weights' change, keeps the replica, decodes and sums contributions.
+
+Owns the replica and the sum; the training thread owns the weights. It knows no socket and no protocol: it is
+asked, and puts its answers where the I/O thread finds them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from potluck.codec import Codec, encode_change
+from potluck.device import Device
+from potluck.errors import WireError
+from potluck.hub.feed import NOTHING, Item, PieceState, TensorPart
+from potluck.hub.tensors import ModelTensors, from_bytes, raw_bytes, read_piece, round_to_types
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole piece or a tensor's part that a guest was waiting for."""
+
+    guest: str
+    item: Item
+    version: int
+    payload: memoryview
+    part: TensorPart | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """A contribution was added to the sum, or must not count."""
+
+    guest: str
+    lease: int
+    loss_sum: float
+    why_not: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Coded:
+    """Another piece of the replica has reached the weights' version."""
+
+    index: int
+
+
+class HostCoder:
+    """One worker thread with three queues: contributions first, then the change, then newcomers."""
+
+    def __init__(
+        self, tensors: ModelTensors, *, down: Codec, up: Codec, device: Device, notify: Callable[[], None]
+    ) -> None:
+        self._tensors = tensors
+        self._layout = tensors.layout
+        self._down, self._up, self._device = down, up, device
+        self._notify = notify
+        self.results: deque[Answer | Decoded | Coded] = deque()
+        self.version = 0
+        """The version of the weights: the number of updates made."""
+        self.state = [
+            PieceState(NOTHING, NOTHING, down.nbytes(p.count), 4 * p.count) for p in self._layout.pieces
+        ]
+        self._replica: Tensor | None = None
+        self._sum: Tensor | None = None
+        self._sum_used = False
+        self._scratch: Tensor | None = None
+        self._changed = threading.Condition()
+        self._contributions: deque[tuple[str, int, dict[int, Any], float]] = deque()
+        self._requests: deque[tuple[str, Item, TensorPart | None]] = deque()
+        self._to_code: deque[int] = deque()
+        self._weights = threading.Lock()
+        self._update_wanted = False
+        self._stop = False
+        self._thread = threading.Thread(target=self._run, name="potluck-coder", daemon=True)
+
+    # -- the training thread ----------------------------------------------------------------------------
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """The weights change inside: whatever has not been coded of the old version will not be."""
+        self._update_wanted = True
+        with self._weights:
+            self._update_wanted = False
+            with self._changed:
+                self._to_code.clear()
+            yield
+            self.version += 1
+
+    def code_change(self) -> None:
+        """Bring the replica to the weights' version, piece by piece, beside training."""
+        with self._changed:
+            version = self.version
+            self._to_code = deque(i for i, s in enumerate(self.state) if s.version != version)
+            self._changed.notify()
+
+    def collect(self) -> None:
+        """Add the contributions' sum to the gradients. Called when no contribution is being decoded."""
+        if not self._sum_used:
+            return
+        assert self._sum is not None
+        offset = 0
+        for parameter in self._tensors.trained:
+            part = self._sum[offset : offset + parameter.numel()].view_as(parameter)
+            offset += parameter.numel()
+            if parameter.grad is None:
+                parameter.grad = part.to(parameter.dtype, copy=True)
+            else:
+                parameter.grad.add_(part)
+        self._sum_used = False
+
+    # -- the I/O thread ---------------------------------------------------------------------------------
+
+    def ask(self, guest: str, item: Item, part: TensorPart | None) -> None:
+        with self._changed:
+            self._requests.append((guest, item, part))
+            self._changed.notify()
+
+    def decode(self, guest: str, lease: int, pieces: dict[int, Any], loss_sum: float) -> None:
+        with self._changed:
+            self._contributions.append((guest, lease, pieces, loss_sum))
+            self._changed.notify()
+
+    def forget(self, guest: str) -> None:
+        with self._changed:
+            self._requests = deque(r for r in self._requests if r[0] != guest)
+
+    # -- the thread -------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        with self._changed:
+            self._stop = True
+            self._changed.notify()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._stop or self._contributions or self._to_code or self._requests
+                )
+                if self._stop:
+                    return
+                contribution = self._contributions.popleft() if self._contributions else None
+                piece = self._to_code.popleft() if self._to_code and contribution is None else None
+                request = None
+                if contribution is None and piece is None and self._requests:
+                    request = self._requests.popleft()
+            with torch.no_grad():
+                if contribution is not None:
+                    self._add(*contribution)
+                elif piece is not None:
+                    self._code(piece)
+                elif request is not None:
+                    self._answer(*request)
+            self._notify()
+
+    def _code(self, index: int) -> None:
+        piece = self._layout.pieces[index]
+        if self._update_wanted:
+            return
+        with self._weights:
+            version = self.version
+            target = read_piece(piece, self._tensors.trained, self._buffer(piece.count))
+            if self._replica is None:
+                self._replica = torch.empty(self._layout.count, device=self._device.torch_device)
+            replica = self._replica[piece.offset : piece.offset + piece.count]
+            old = self.state[index]
+            change = None
+            if old.version == NOTHING:
+                replica.copy_(target)
+            else:
+                payload = encode_change(self._down, target, replica)
+                round_to_types(piece, self._tensors.trained, replica)
+                change = raw_bytes(self._device.to_host(payload))
+        # One assignment, so that the I/O thread sees version and change together.
+        self.state[index] = PieceState(old.version, version, old.change_bytes, old.whole_bytes, change)
+        self.results.append(Coded(index))
+
+    def _answer(self, guest: str, item: Item, part: TensorPart | None) -> None:
+        if part is not None:
+            values = self._tensors.fixed[part.name].detach().reshape(-1)[part.start : part.stop]
+            payload = raw_bytes(self._device.to_host(values).clone())
+            self.results.append(Answer(guest, item, 0, payload, part))
+            return
+        piece = self._layout.pieces[item.index]
+        assert self._replica is not None
+        values = self._replica[piece.offset : piece.offset + piece.count]
+        payload = raw_bytes(self._device.to_host(values).clone())
+        self.results.append(Answer(guest, item, self.state[item.index].version, payload))
+
+    def _add(self, guest: str, lease: int, pieces: dict[int, Any], loss_sum: float) -> None:
+        """All of a contribution or nothing of it: first every piece is checked, then every piece is added."""
+        why_not = None
+        try:
+            payloads = [from_bytes(pieces[p.index]) for p in self._layout.pieces]
+            for piece, payload in zip(self._layout.pieces, payloads):
+                if payload.numel() != self._up.nbytes(piece.count):
+                    raise WireError(f"piece {piece.index} has {payload.numel()} bytes")
+                if not self._up.finite(payload, piece.count):
+                    raise WireError("its gradient is not finite")
+            if self._sum is None:
+                self._sum = torch.empty(self._layout.count, device=self._device.torch_device)
+            for piece, payload in zip(self._layout.pieces, payloads):
+                self._add_piece(piece.offset, piece.count, payload)
+            self._sum_used = True
+        except WireError as error:
+            why_not = str(error)
+        self.results.append(Decoded(guest, lease, loss_sum, why_not))
+
+    def _add_piece(self, offset: int, count: int, payload: Tensor) -> None:
+        assert self._sum is not None
+        target = self._sum[offset : offset + count]
+        on_device = self._device.from_host(payload)
+        if not self._sum_used:
+            self._up.decode(on_device, count, out=target)
+        else:
+            target.add_(self._up.decode(on_device, count, out=self._buffer(count)))
+
+    def _buffer(self, count: int) -> Tensor:
+        if self._scratch is None or self._scratch.numel() < count:
+            self._scratch = torch.empty(count, device=self._device.torch_device)
+        return self._scratch[:count]

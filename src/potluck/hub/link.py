@@ -1,0 +1,213 @@
+"""A guest's connection to its host: the I/O thread, heartbeats, and coming back after a loss.
+
+Owns the socket and when it is renewed. It knows nothing of leases or tensors: messages go to a callback.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from potluck.errors import HostGoneError, NetworkError, PotluckError, RefusedError, WireError
+from potluck.wire.frames import Message, VersionError, pack, unpack
+from potluck.wire.token import Token
+from potluck.wire.transport import GuestSocket
+
+HEARTBEAT_S = 1.0
+SILENCE_S = 10.0
+"""A host that says nothing for this long is gone for now."""
+FIRST_BACKOFF_S = 0.5
+LONGEST_BACKOFF_S = 10.0
+
+Handler = Callable[[str, Message], None]
+
+
+class GuestLink:
+    """Connected from `connect` on; reconnects by itself until `give_up_s` have passed without a host."""
+
+    def __init__(self, token: Token, hello: dict[str, Any], *, give_up_s: float = 600.0) -> None:
+        self._token = token
+        self._hello = hello
+        self._give_up_s = give_up_s
+        self._socket: GuestSocket | None = None
+        self._handler: Handler | None = None
+        self._waiting: deque[tuple[str, Message]] = deque()
+        """What came before there was a handler."""
+        self._control: deque[list[Any]] = deque()
+        self._data: deque[list[Any]] = deque()
+        self._lock = threading.Lock()
+        self._welcomed = threading.Event()
+        self._welcome: Message | None = None
+        self._stop = False
+        self._last_heard = 0.0
+        self.failure: PotluckError | None = None
+        self.lost: Callable[[], None] = lambda: None
+        """Called when the host is lost, before the link tries again."""
+        self.back: Callable[[Message], None] = lambda welcome: None
+        """Called with the host's new welcome when it is found again."""
+        self.ended: Callable[[], None] = lambda: None
+        """Called when the link has ended for good; `failure` says why."""
+        self._thread = threading.Thread(target=self._run, name="potluck-link", daemon=True)
+
+    # -- any thread -------------------------------------------------------------------------------------
+
+    def connect(self, timeout_s: float = 15.0) -> Message:
+        """Connect and say hello; the host's welcome. Errors are for the person at this machine."""
+        self._open(timeout_s)
+        self._thread.start()
+        if not self._welcomed.wait(timeout_s) and self.failure is None:
+            self.failure = HostGoneError(
+                f"the host at {self.address} accepted the connection but did not answer within {timeout_s:.0f} s",
+                hint="is the run still going on there?",
+            )
+        if self.failure is not None:
+            self.close()
+            raise self.failure
+        assert self._welcome is not None
+        return self._welcome
+
+    @property
+    def address(self) -> str:
+        return self._socket.address if self._socket is not None else "?"
+
+    def handle(self, handler: Handler) -> None:
+        """From now on messages go to `handler`, in the link's thread; first those that already came."""
+        with self._lock:
+            while self._waiting:
+                handler(*self._waiting.popleft())
+            self._handler = handler
+
+    def control(self, kind: str, *frames: bytes, **fields: Any) -> None:
+        self._control.append(list(pack(Message(kind=kind, fields=fields, frames=frames))))
+        self._wake()
+
+    def data(self, message: Message) -> None:
+        self._data.append(list(pack(message)))
+        self._wake()
+
+    def close(self, reason: str = "") -> None:
+        if reason and self._socket is not None:
+            self.control("leave", reason=reason)
+        self._stop = True
+        self._wake()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(5.0)
+        if self._socket is not None:
+            self._socket.close(linger_s=0.5 if reason else 0.0)
+            self._socket = None
+
+    def _wake(self) -> None:
+        socket = self._socket
+        if socket is not None:
+            socket.wake()
+
+    # -- the link's thread ------------------------------------------------------------------------------
+
+    def _open(self, timeout_s: float) -> None:
+        socket = GuestSocket(self._token, connect_timeout_s=timeout_s)
+        try:
+            socket.handshake(timeout_s)
+        except BaseException:
+            socket.close(linger_s=0.0)
+            raise
+        self._control.clear()
+        self._data.clear()
+        socket.send_control(pack(Message(kind="hello", fields=self._hello)))
+        self._last_heard = time.monotonic()
+        self._socket = socket
+
+    def _run(self) -> None:
+        try:
+            while not self._stop:
+                try:
+                    self._serve()
+                except HostGoneError:
+                    self.lost()
+                    self._reconnect()
+        except PotluckError as error:
+            self.failure = error
+        except Exception as error:
+            self.failure = PotluckError(f"the link to the host failed: {error!r}")
+        self._welcomed.set()
+        self.ended()
+
+    def _serve(self) -> None:
+        """Move messages until the host is gone or the link is closed."""
+        assert self._socket is not None
+        beat = 0.0
+        while not self._stop:
+            now = time.monotonic()
+            if now - beat >= HEARTBEAT_S:
+                beat = now
+                self._control.append(list(pack(Message(kind="alive", fields={}))))
+            self._flush()
+            # A full queue is looked at again soon; otherwise wake() ends the wait.
+            for channel, frames in self._socket.receive(0.005 if self._data else 0.2):
+                self._last_heard = time.monotonic()
+                self._dispatch(channel, frames)
+            if time.monotonic() - self._last_heard > SILENCE_S:
+                raise HostGoneError(f"the host at {self.address} sent nothing for {SILENCE_S:.0f} s")
+        self._flush()
+
+    def _flush(self) -> None:
+        assert self._socket is not None
+        while self._control and self._socket.send_control(self._control[0]):
+            self._control.popleft()
+        while self._data and self._socket.send_data(self._data[0]):
+            self._data.popleft()
+
+    def _dispatch(self, channel: str, frames: Any) -> None:
+        try:
+            message = unpack(frames)
+        except VersionError as error:
+            raise RefusedError(
+                f"the host speaks protocol {error.theirs}, this machine another one",
+                hint="install the same version of potluck on both machines",
+            ) from error
+        except WireError:
+            return
+        if message.kind == "alive":
+            return
+        if message.kind == "unknown":
+            raise HostGoneError("the host does not know this guest any more")
+        if message.kind == "refuse":
+            raise RefusedError(f"the host refused this machine: {message.fields.get('reason', '?')}")
+        if message.kind == "welcome":
+            first = self._welcome is None
+            self._welcome = message
+            self._welcomed.set()
+            if not first:
+                self.back(message)
+            return
+        with self._lock:
+            handler = self._handler
+            if handler is None:
+                self._waiting.append((channel, message))
+                return
+        handler(channel, message)
+
+    def _reconnect(self) -> None:
+        deadline = time.monotonic() + self._give_up_s
+        backoff = FIRST_BACKOFF_S
+        if self._socket is not None:
+            self._socket.close(linger_s=0.0)
+            self._socket = None
+        while not self._stop:
+            try:
+                self._open(timeout_s=5.0)
+                return
+            except RefusedError:
+                raise
+            except NetworkError:
+                if time.monotonic() > deadline:
+                    raise HostGoneError(
+                        f"the host has been gone for {self._give_up_s:.0f} s",
+                        hint="start it again with --resume and join again with the same token",
+                    ) from None
+            wake_at = time.monotonic() + backoff
+            while not self._stop and time.monotonic() < wake_at:
+                time.sleep(0.1)
+            backoff = min(LONGEST_BACKOFF_S, 2 * backoff)

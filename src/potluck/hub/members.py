@@ -1,0 +1,102 @@
+"""What the host knows of one guest: its name, its state, its speed. Owns no decision about the step.
+
+PURE: no clock, no socket, no tensor.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from potluck.hub.feed import Feed
+from potluck.hub.quota import Estimate, Speed
+
+JOINING = "joining"
+SYNCING = "syncing"
+CHECKING = "checking"
+COMPUTING = "computing"
+SITTING_OUT = "sitting out"
+LATE = "late"
+
+LATE_BEFORE_BENCH = 2
+"""This many contributions in a row that came too late, and a guest sits out for a while."""
+LONGEST_BENCH_STEPS = 64
+QUOTA_RETRY_STEPS = 16
+GAIN_WINDOW = 6
+"""Leases over which a guest must have brought more time than waiting for it cost."""
+
+
+@dataclass(slots=True, kw_only=True)
+class OpenLease:
+    """A lease that the guest has not yet answered, fulfilled or not."""
+
+    id: int
+    step: int
+    count: int
+    started: float
+    revoked: bool = False
+    arrived: bool = False
+    """All of its contribution is here and being decoded: it can no longer be taken back."""
+    closing_at: float | None = None
+    """When the guest expects to have delivered, by the host's clock."""
+    pieces: dict[int, object] = field(default_factory=dict)
+    """The coded pieces of the contribution, kept until it is complete."""
+    waited_s: float = 0.0
+    """How long the host stood idle for this lease."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Member:
+    """One guest at the table."""
+
+    id: str
+    name: str
+    address: str
+    device: str
+    about: dict[str, str]
+    last_heard: float
+    joined_at: float
+    feed: Feed
+    state: str = JOINING
+    reason: str = ""
+    micro_batch: int = 1
+    lease: OpenLease | None = None
+    check: int | None = None
+    cosine: float | None = None
+    rate: Estimate = field(default_factory=Estimate)
+    overhead: Estimate = field(default_factory=Estimate)
+    late_in_a_row: int = 0
+    rests: int = 0
+    rests_until_step: int = 0
+    gains_s: deque[float] = field(default_factory=lambda: deque(maxlen=GAIN_WINDOW))
+    sync_started: float = 0.0
+    sync_ended: float = 0.0
+    sync_bytes: int = 0
+    samples: int = 0
+    """Samples it has contributed to the run."""
+    busy_s: float = 0.0
+    """Seconds of computing in its last contribution."""
+
+    @property
+    def speed(self) -> Speed | None:
+        """What the quota should count on: the mean, and the overhead with its spread as a margin."""
+        if self.rate.value is None:
+            return None
+        overhead = (self.overhead.value or 0.0) + self.overhead.spread
+        return Speed(rate_samples_per_s=self.rate.value, overhead_s=max(0.0, overhead))
+
+    def rest(self, step: int, reason: str, *, steps: int | None = None) -> None:
+        """Sit out for a number of steps that doubles each time in a row."""
+        length = steps if steps is not None else 2 ** (self.rests + 1)
+        self.rests_until_step = step + min(length, LONGEST_BENCH_STEPS)
+        self.rests += 1
+        self.state, self.reason = SITTING_OUT, reason
+        self.feed.open = False
+        self.gains_s.clear()
+
+    def delivered(self, *, count: int, compute_s: float, since_start_s: float) -> None:
+        """A contribution arrived, in time or not: learn from its times."""
+        if compute_s > 0 and count > 0:
+            self.rate.add(count / compute_s)
+            self.overhead.add(max(0.0, since_start_s - compute_s))
+            self.busy_s = compute_s

@@ -1,0 +1,397 @@
+"""The host's side of the protocol, sans-I/O: messages and ticks in, actions out, so that every race is a unit test.
+
+Owns who is at the table and in which state. It knows no socket, no thread, no clock (`now` is an argument) and
+no tensor; what a step does with its members is `stepping`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from potluck.errors import WireError
+from potluck.hub.actions import (
+    CONTROL,
+    Action,
+    CompareSketch,
+    Decode,
+    Emit,
+    Forget,
+    Pump,
+    Send,
+    SendReplica,
+    SendSamples,
+    Wake,
+    Welcome,
+)
+from potluck.hub.feed import Feed, PieceState
+from potluck.hub.ledger import Ledger
+from potluck.hub.members import CHECKING, COMPUTING, JOINING, SYNCING, Member
+from potluck.hub.stepping import Stepping
+from potluck.spec.layout import TensorSpec, fingerprint_from_json, first_difference
+from potluck.wire.frames import load_json
+
+CHECK_SAMPLES = 4
+"""At most this many samples in the common batch of the parity check."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostTerms:
+    """What the host's protocol is set up with."""
+
+    name: str
+    versions: dict[str, str]
+    fingerprint: tuple[TensorSpec, ...]
+    pieces: int
+    coded_bytes: int
+    """One whole model's worth of the run's codec."""
+    window_bytes: int = 4 << 20
+    heartbeat_s: float = 1.0
+    silence_s: float = 5.0
+    joining_silence_s: float = 60.0
+    """Building a model may keep a machine busy for long."""
+    max_guests: int = 64
+    local_data: bool = False
+
+
+@dataclass(slots=True)
+class _Check:
+    """A common batch: which positions, and once computed, that they can be sent out."""
+
+    id: int
+    step: int
+    positions: tuple[int, ...] = ()
+    guests: list[str] = field(default_factory=list)
+
+
+class HostProtocol:
+    """Everything the host decides about its guests."""
+
+    def __init__(self, terms: HostTerms, ledger: Ledger) -> None:
+        self.terms = terms
+        self.ledger = ledger
+        self.members: dict[str, Member] = {}
+        self.stepping = Stepping(
+            ledger=ledger, members=self.members, host_name=terms.name, local_data=terms.local_data
+        )
+        self._last_alive = 0.0
+        self._check: _Check | None = None
+        self._checks = 0
+        self._handlers: dict[str, Callable[[Member, dict[str, Any], Sequence[Any], float], list[Action]]] = {
+            "alive": lambda member, fields, frames, now: [],
+            "ready": self._ready,
+            "taken": self._taken,
+            "closing": self._closing,
+            "grad": self._grad,
+            "done": self._done,
+            "stopped": self._stopped,
+            "sketch": self._sketch,
+            "leave": self._leave,
+        }
+
+    # -- messages ---------------------------------------------------------------------------------------
+
+    def message(
+        self,
+        guest: str,
+        kind: str,
+        fields: dict[str, Any],
+        frames: Sequence[Any],
+        now: float,
+        address: str = "",
+    ) -> list[Action]:
+        """One message of an authenticated guest. A message that makes no sense puts the guest out."""
+        if kind == "hello":
+            return self._hello(guest, fields, now, address)
+        member = self.members.get(guest)
+        if member is None:
+            return [Send(guest=guest, channel=CONTROL, kind="unknown")]
+        member.last_heard = now
+        handler = self._handlers.get(kind)
+        try:
+            if handler is None:
+                raise WireError(f"an unknown message {kind!r}")
+            return handler(member, fields, frames, now)
+        except (KeyError, IndexError, TypeError, ValueError, WireError) as error:
+            what = str(error) if isinstance(error, WireError) else f"a malformed {kind!r} message ({error!r})"
+            return self.put_out(member, f"sent {what}")
+
+    def _hello(self, guest: str, fields: dict[str, Any], now: float, address: str) -> list[Action]:
+        if guest in self.members:
+            return []
+        if len(self.members) >= self.terms.max_guests:
+            return self._refuse(
+                guest, str(fields.get("name", "?")), address, f"all {self.terms.max_guests} places are taken"
+            )
+        about = {k: str(fields.get(k, "?"))[:80] for k in ("potluck", "torch", "python", "platform")}
+        member = Member(
+            id=guest,
+            name=self._free_name(str(fields.get("name", "guest"))[:40] or "guest"),
+            address=address,
+            device=str(fields.get("device", "?"))[:80],
+            about=about,
+            last_heard=now,
+            joined_at=now,
+            feed=Feed(pieces=self.terms.pieces, window_bytes=self.terms.window_bytes),
+        )
+        self.members[guest] = member
+        actions: list[Action] = [
+            Welcome(guest=guest, name=member.name),
+            _event("guest_hello", machine=member.name, address=address, device=member.device),
+        ]
+        for part in ("potluck", "torch"):
+            if about[part] != self.terms.versions.get(part):
+                actions.append(
+                    _event(
+                        "note",
+                        machine=member.name,
+                        text=f"{member.name} runs {part} {about[part]}, this host "
+                        f"{self.terms.versions.get(part)}: its gradients are checked before they count",
+                    )
+                )
+        return actions
+
+    def wrong_version(self, guest: str, theirs: int, address: str) -> list[Action]:
+        """Somebody with the right key speaks another protocol."""
+        reason = f"it speaks protocol {theirs}, this host speaks {self.terms.versions['protocol']}"
+        member = self.members.get(guest)
+        if member is not None:
+            return self.put_out(member, reason, refused=True)
+        return self._refuse(guest, "a guest", address, reason)
+
+    def _ready(
+        self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float
+    ) -> list[Action]:
+        """The guest has built its model: compare fingerprints, then bring it the weights."""
+        about = load_json(bytes(frames[0]))
+        difference = first_difference(self.terms.fingerprint, fingerprint_from_json(about["fingerprint"]))
+        if difference is not None:
+            return self.put_out(member, f"a different model: {difference}", refused=True)
+        member.micro_batch = max(1, int(fields["micro_batch"]))
+        hashes = {str(k): str(v) for k, v in dict(about["hashes"]).items()}
+        member.state, member.sync_started = SYNCING, now
+        member.feed.open = True
+        return [SendReplica(guest=member.id, hashes=hashes), Wake()]
+
+    def _taken(
+        self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float
+    ) -> list[Action]:
+        count = int(fields["bytes"])
+        member.feed.taken(count)
+        if member.state == SYNCING:
+            member.sync_bytes += count
+            member.sync_ended = now
+            return [Pump(guest=member.id), Wake()]
+        return [Pump(guest=member.id)]
+
+    def _leave(
+        self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float
+    ) -> list[Action]:
+        return self._remove(member, "guest_left", str(fields.get("reason", ""))[:200] or "left")
+
+    # -- contributions ----------------------------------------------------------------------------------
+
+    def _closing(
+        self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float
+    ) -> list[Action]:
+        return self.stepping.closing(
+            member,
+            lease=int(fields["lease"]),
+            keep=int(fields["keep"]),
+            eta_s=float(fields["eta_s"]),
+            now=now,
+        )
+
+    def _grad(
+        self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float
+    ) -> list[Action]:
+        index = int(fields["piece"])
+        if not 0 <= index < self.terms.pieces or len(frames) != 1:
+            raise WireError(f"a gradient for piece {index}, which does not exist")
+        self.stepping.piece(member, lease=int(fields["lease"]), index=index, payload=frames[0])
+        return []
+
+    def _done(
+        self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float
+    ) -> list[Action]:
+        lease, count = int(fields["lease"]), int(fields["count"])
+        compute_s, loss_sum = float(fields["compute_s"]), float(fields["loss_sum"])
+        member.micro_batch = max(1, int(fields["micro_batch"]))
+        if member.lease is not None and member.lease.id == lease:
+            self.stepping.learn(member, count=count, compute_s=compute_s, now=now)
+        why_not = self.stepping.complete(member, lease=lease, count=count, pieces=self.terms.pieces)
+        if why_not is None and not fields["finite"]:
+            why_not = "its gradient is not finite"
+        if why_not is not None:
+            return self.stepping.drop(member, reason=why_not, now=now)
+        assert member.lease is not None
+        return [
+            Decode(guest=member.id, lease=lease, pieces=member.lease.pieces, loss_sum=loss_sum, count=count)
+        ]
+
+    def decoded(self, guest: str, lease: int, why_not: str | None, now: float) -> list[Action]:
+        """The coder has added a contribution to the sum, or says why it must not count."""
+        member = self.members.get(guest)
+        if member is None or member.lease is None or member.lease.id != lease:
+            raise AssertionError("a contribution was decoded whose guest is gone")  # see _remove
+        if why_not is not None:
+            return self.stepping.drop(member, reason=why_not, now=now)
+        return self.stepping.counted(member)
+
+    def _stopped(
+        self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float
+    ) -> list[Action]:
+        self.stepping.stopped(
+            member,
+            lease=int(fields["lease"]),
+            computed=int(fields["computed"]),
+            compute_s=float(fields["compute_s"]),
+            now=now,
+        )
+        return [Wake()]
+
+    # -- the parity check -------------------------------------------------------------------------------
+
+    def begin_step(self, now: float, pieces: Sequence[PieceState], host_keeps: int) -> list[Action]:
+        """Open the step: leases for those who count, a common batch for those to be checked."""
+        self._check = None
+        new = [m for m in self.members.values() if m.state == SYNCING and m.feed.current(pieces)]
+        if new:
+            self._checks += 1
+            self._check = _Check(id=self._checks, step=self.ledger.step, guests=[m.id for m in new])
+        return self.stepping.begin(now, pieces, host_keeps)
+
+    @property
+    def check_samples(self) -> int:
+        """How many samples the host's first micro-batch of this step must have, or 0: no check is due."""
+        if self._check is None or self._check.positions:
+            return 0
+        sizes = [self.members[g].micro_batch for g in self._check.guests if g in self.members]
+        return min([CHECK_SAMPLES, *sizes]) if sizes else 0
+
+    def check_computed(self, positions: tuple[int, ...]) -> tuple[int, list[Action]]:
+        """The host has its gradient of the common batch: send the batch to those who are to be checked."""
+        check = self._check
+        assert check is not None
+        check.positions = positions
+        actions: list[Action] = []
+        for guest in check.guests:
+            member = self.members.get(guest)
+            if member is None or member.state != SYNCING:
+                continue
+            member.state, member.check = CHECKING, check.id
+            fields: dict[str, Any] = {"check": check.id, "step": check.step, "sizes": [len(positions)]}
+            if self.terms.local_data:
+                fields["samples"] = [self.ledger.samples_of(positions)]
+            actions.append(Send(guest=guest, channel=CONTROL, kind="check", fields=fields))
+            if not self.terms.local_data:
+                actions.append(SendSamples(guest=guest, lease=-check.id, batch=0, positions=positions))
+        return check.id, actions
+
+    def _sketch(
+        self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float
+    ) -> list[Action]:
+        if member.check is None or int(fields["check"]) != member.check or len(frames) != 1:
+            raise WireError("a gradient sketch that nobody asked for")
+        count, compute_s = int(fields["count"]), float(fields["compute_s"])
+        if count > 0 and compute_s > 0:
+            member.rate.add(count / compute_s)
+        synced_s = member.sync_ended - member.sync_started
+        if member.sync_bytes:
+            # A first guess, until its contributions tell: both directions of one coded message, unhidden.
+            member.overhead.add(2 * self.terms.coded_bytes * synced_s / member.sync_bytes)
+        return [
+            CompareSketch(guest=member.id, check=member.check, sketch=frames[0], loss=float(fields["loss"]))
+        ]
+
+    def compared(self, guest: str, cosine: float, why_not: str | None) -> list[Action]:
+        """The outcome of a parity check."""
+        member = self.members.get(guest)
+        if member is None:
+            return []
+        member.check, member.cosine = None, cosine
+        if why_not is not None:
+            return self.put_out(
+                member, f"its gradient differs from the host's on the same batch: {why_not}", refused=True
+            )
+        member.state, member.reason = COMPUTING, ""
+        return [
+            _event(
+                "guest_joined",
+                machine=member.name,
+                address=member.address,
+                device=member.device,
+                parity=round(cosine, 6),
+                rate=member.rate.value,
+            )
+        ]
+
+    # -- time -------------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> list[Action]:
+        """Heartbeats out; guests that stayed silent too long are out, their leases back."""
+        actions: list[Action] = []
+        if now - self._last_alive >= self.terms.heartbeat_s:
+            self._last_alive = now
+            actions += [Send(guest=g, channel=CONTROL, kind="alive") for g in self.members]
+        for member in list(self.members.values()):
+            limit = self.terms.joining_silence_s if member.state == JOINING else self.terms.silence_s
+            if now - member.last_heard > limit and not self._decoding(member):
+                actions += self._remove(
+                    member, "guest_lost", f"sent nothing for {now - member.last_heard:.1f} s"
+                )
+        return actions
+
+    def synced(self, pieces: Sequence[PieceState]) -> list[Member]:
+        """Guests that hold the replica (whether checked already or not)."""
+        return [m for m in self.members.values() if m.state != JOINING and m.feed.current(pieces)]
+
+    # -- leaving ----------------------------------------------------------------------------------------
+
+    def put_out(self, member: Member, reason: str, *, refused: bool = False) -> list[Action]:
+        """End a guest's part in the run, and tell it why."""
+        kind = "guest_refused" if refused else "guest_lost"
+        bye = Send(guest=member.id, channel=CONTROL, kind="refuse", fields={"reason": reason})
+        return [bye, *self._remove(member, kind, reason)]
+
+    def _refuse(self, guest: str, name: str, address: str, reason: str) -> list[Action]:
+        return [
+            Send(guest=guest, channel=CONTROL, kind="refuse", fields={"reason": reason}),
+            _event("guest_refused", machine=name, address=address, reason=reason),
+        ]
+
+    def _remove(self, member: Member, kind: str, reason: str) -> list[Action]:
+        if self._decoding(member):
+            # Its contribution is complete and being added: let that end first, or a sample would be lost.
+            member.last_heard = float("-inf")
+            return []
+        lease = member.lease
+        back = self.stepping.gone(member)
+        del self.members[member.id]
+        return [
+            _event(
+                kind,
+                machine=member.name,
+                address=member.address,
+                reason=reason,
+                step=lease.step if lease else self.ledger.step,
+                samples_taken_back=back,
+            ),
+            Forget(guest=member.id),
+            Wake(),
+        ]
+
+    def _decoding(self, member: Member) -> bool:
+        return member.lease is not None and member.lease.arrived
+
+    def _free_name(self, wanted: str) -> str:
+        taken = {m.name for m in self.members.values()} | {self.terms.name}
+        name, number = wanted, 2
+        while name in taken:
+            name, number = f"{wanted}-{number}", number + 1
+        return name
+
+
+def _event(kind: str, **fields: Any) -> Emit:
+    return Emit(event={"event": kind, **fields})

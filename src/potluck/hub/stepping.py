@@ -1,0 +1,381 @@
+"""One step at a time: who gets how many samples, what the host computes itself, and when it stops waiting.
+
+PURE and sans-I/O: times come in as arguments, what should happen goes out as actions. It knows no socket, no
+tensor, and of the guests only what their `Member` says.
+
+The host never waits longer for a lease than computing it itself would take: when its own samples are done and
+a lease is still out, it waits at most as long as those samples would cost it, then takes them back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from potluck.hub.actions import CONTROL, Action, Emit, Send, SendSamples, Wake
+from potluck.hub.feed import PieceState
+from potluck.hub.ledger import Ledger
+from potluck.hub.members import (
+    COMPUTING,
+    GAIN_WINDOW,
+    LATE,
+    LATE_BEFORE_BENCH,
+    QUOTA_RETRY_STEPS,
+    SITTING_OUT,
+    Member,
+    OpenLease,
+)
+from potluck.hub.quota import Estimate, Quotas, quotas, split_evenly
+
+SILENT_S = 2.5
+"""A guest that said nothing for this long gets no patience at the end of a step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Take:
+    """The answer to the training thread: positions to compute, or wait until then, or the step is full."""
+
+    positions: tuple[int, ...] = ()
+    wait_until: float | None = None
+    full: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What the step came to."""
+
+    samples: dict[str, int]
+    wait_s: float
+    dropped_samples: int
+    taken_back_samples: int
+    predicted_s: float | None
+
+
+class Stepping:
+    """Deals one step after the other."""
+
+    def __init__(
+        self, *, ledger: Ledger, members: dict[str, Member], host_name: str, local_data: bool
+    ) -> None:
+        self.ledger = ledger
+        self.members = members
+        self.host_name = host_name
+        self.local_data = local_data
+        self.started = 0.0
+        self._host_sample_s = Estimate()
+        self._host_now = (0, 0.0)
+        self._out_since: float | None = None
+        self._wait_s = 0.0
+        self._dropped = 0
+        self._taken_back = 0
+        self._predicted: float | None = None
+
+    # -- begin and end ----------------------------------------------------------------------------------
+
+    def begin(self, now: float, pieces: Sequence[PieceState], host_keeps: int) -> list[Action]:
+        """Open the step and hand out the leases."""
+        self.ledger.open_step()
+        self.started, self._out_since = now, None
+        self._wait_s, self._dropped, self._taken_back = 0.0, 0, 0
+        self._predicted = None
+        self._host_now = (0, 0.0)
+        seconds = self.host_sample_s
+        if not seconds:
+            return []
+        actions: list[Action] = []
+        able = self._shares(self._candidates(), host_keeps)
+        for member in self._candidates():
+            if member.id not in able.guests:
+                actions += self._cannot_help(member, seconds)
+                continue
+            if member.state == SITTING_OUT:
+                member.state, member.reason = LATE, "catching up"
+            member.feed.open = True
+        # What a guest was sent of the last version must have arrived: it cannot start on the new one otherwise.
+        ready = [
+            self.members[guest]
+            for guest in able.guests
+            if (m := self.members[guest]).lease is None
+            and m.feed.current(pieces)
+            and not m.feed.in_flight_bytes
+        ]
+        shares = self._shares(ready, host_keeps)
+        for guest, count in shares.guests.items():
+            actions += self._lease(self.members[guest], count, shares.step_s, seconds, now)
+        self._predicted = shares.step_s
+        return actions
+
+    def _shares(self, members: Sequence[Member], host_keeps: int) -> Quotas:
+        speeds = {m.id: m.speed for m in members if m.speed is not None}
+        return quotas(self.ledger.global_batch, 1 / (self.host_sample_s or 1.0), speeds, host_keeps)
+
+    @property
+    def host_sample_s(self) -> float | None:
+        """Seconds a sample takes the host: over the last steps, or so far in the first one."""
+        count, seconds = self._host_now
+        return self._host_sample_s.value or (seconds / count if count else None)
+
+    def end(self) -> StepResult:
+        samples = self.ledger.close_step()
+        count, seconds = self._host_now
+        if count:
+            self._host_sample_s.add(seconds / count)
+        return StepResult(
+            samples=samples,
+            wait_s=self._wait_s,
+            dropped_samples=self._dropped,
+            taken_back_samples=self._taken_back,
+            predicted_s=self._predicted,
+        )
+
+    def _candidates(self) -> list[Member]:
+        """Guests whose gradients count and who are not resting."""
+        found = []
+        for member in self.members.values():
+            if member.state not in (COMPUTING, LATE, SITTING_OUT) or member.speed is None:
+                continue
+            if member.state == SITTING_OUT and self.ledger.step < member.rests_until_step:
+                continue
+            found.append(member)
+        return found
+
+    def _cannot_help(self, member: Member, host_s: float) -> list[Action]:
+        """The quota is under one sample: sit out, and try again later with fresh hope."""
+        speed = member.speed
+        assert speed is not None
+        reason = (
+            f"cannot deliver one sample within a step: {1 / speed.rate_samples_per_s:.2f} s to compute it and "
+            f"{speed.overhead_s:.2f} s for the link, where the step takes {host_s * self.ledger.global_batch:.2f} s"
+        )
+        told = member.state == SITTING_OUT
+        member.rest(self.ledger.step, reason, steps=QUOTA_RETRY_STEPS * 2**member.rests)
+        if member.overhead.value is not None:
+            member.overhead.value *= 0.7
+        return (
+            []
+            if told
+            else [_event("guest_sits_out", machine=member.name, step=self.ledger.step, reason=reason)]
+        )
+
+    def _lease(self, member: Member, count: int, step_s: float, host_s: float, now: float) -> list[Action]:
+        lease = self.ledger.lease(member.name, count)
+        member.lease = OpenLease(id=lease.id, step=lease.step, count=count, started=now)
+        member.state, member.reason = COMPUTING, ""
+        sizes = split_evenly(count, member.micro_batch)
+        batches, start = [], 0
+        for size in sizes:
+            batches.append(lease.positions[start : start + size])
+            start += size
+        fields: dict[str, Any] = {
+            "lease": lease.id,
+            "step": lease.step,
+            "sizes": list(sizes),
+            "within_s": step_s,
+            "host_sample_s": host_s,
+        }
+        if self.local_data:
+            fields["samples"] = [self.ledger.samples_of(b) for b in batches]
+        actions: list[Action] = [Send(guest=member.id, channel=CONTROL, kind="lease", fields=fields)]
+        if not self.local_data:
+            actions += [
+                SendSamples(guest=member.id, lease=lease.id, batch=number, positions=positions)
+                for number, positions in enumerate(batches)
+            ]
+        return actions
+
+    # -- the host's own work ----------------------------------------------------------------------------
+
+    def take(self, count: int, now: float) -> tuple[Take, list[Action]]:
+        """What the training thread should do next."""
+        actions: list[Action] = []
+        if not self.ledger.in_pool:
+            if self.ledger.full:
+                return Take(full=True), actions
+            if self._out_since is None and self.ledger.leases:
+                self._out_since = now
+            actions += self._take_back_overdue(now)
+        positions = self.ledger.take(count)
+        if positions:
+            return Take(positions=positions), actions
+        if self.ledger.full:
+            return Take(full=True), actions
+        return Take(wait_until=self._next_deadline(now)), actions
+
+    def host_computed(self, positions: Sequence[int], seconds: float) -> None:
+        self.ledger.host_computed(positions, self.host_name)
+        count, so_far = self._host_now
+        self._host_now = (count + len(positions), so_far + seconds)
+
+    def waited(self, seconds: float) -> None:
+        """The training thread stood idle this long for leases that are out."""
+        self._wait_s += seconds
+        for member in self._holding():
+            assert member.lease is not None
+            member.lease.waited_s += seconds
+
+    def _holding(self) -> list[Member]:
+        return [m for m in self.members.values() if m.lease is not None and m.lease.id in self.ledger.leases]
+
+    def _deadline(self, member: Member, now: float) -> float:
+        """Until when this member's lease is waited for: as long as computing it here would take."""
+        lease = member.lease
+        assert lease is not None and self._out_since is not None
+        if lease.arrived:
+            return now + 60.0
+        if now - member.last_heard > SILENT_S:
+            return now
+        patience = len(self.ledger.leases[lease.id].positions) * (self.host_sample_s or 0.0)
+        deadline = self._out_since + patience
+        if lease.closing_at is not None and lease.closing_at > deadline:
+            return now
+        return deadline
+
+    def _next_deadline(self, now: float) -> float:
+        return min((self._deadline(m, now) for m in self._holding()), default=now + 0.05)
+
+    def _take_back_overdue(self, now: float) -> list[Action]:
+        if self._out_since is None:
+            return []
+        actions: list[Action] = []
+        for member in self._holding():
+            if now >= self._deadline(member, now):
+                actions += self._take_back(member, now)
+                break  # one at a time: while its samples are computed here, the others may still come
+        return actions
+
+    def _take_back(self, member: Member, now: float) -> list[Action]:
+        lease = member.lease
+        assert lease is not None
+        count = self.ledger.take_back(lease.id)
+        lease.revoked = True
+        lease.pieces.clear()
+        self._taken_back += count
+        silent = now - member.last_heard
+        reason = (
+            f"sent nothing for {silent:.1f} s"
+            if silent > SILENT_S
+            else f"had not delivered {now - lease.started:.2f} s into the step"
+        )
+        actions: list[Action] = [
+            Send(guest=member.id, channel=CONTROL, kind="revoke", fields={"lease": lease.id}),
+            _event(
+                "lease_taken_back",
+                machine=member.name,
+                address=member.address,
+                step=lease.step,
+                samples=count,
+                reason=reason,
+            ),
+        ]
+        member.late_in_a_row += 1
+        member.gains_s.append(-lease.waited_s)
+        member.state, member.reason = LATE, reason
+        return actions + self._judge(member)
+
+    def _judge(self, member: Member) -> list[Action]:
+        """Let a guest sit out that came late too often, or whose help cost more waiting than it brought."""
+        if member.late_in_a_row >= LATE_BEFORE_BENCH:
+            reason = f"was too late {member.late_in_a_row} times in a row"
+        elif len(member.gains_s) == GAIN_WINDOW and sum(member.gains_s) < 0:
+            reason = "waiting for it cost more time than it brought"
+        else:
+            return []
+        member.rest(self.ledger.step, reason)
+        return [
+            _event(
+                "guest_sits_out",
+                machine=member.name,
+                step=self.ledger.step,
+                reason=f"{reason}; tries again at step {member.rests_until_step + 1}",
+            )
+        ]
+
+    # -- what guests say about their lease --------------------------------------------------------------
+
+    def closing(self, member: Member, *, lease: int, keep: int, eta_s: float, now: float) -> list[Action]:
+        """The guest starts its last micro-batch: it will deliver `keep` samples in about `eta_s`."""
+        own = member.lease
+        if own is None or own.id != lease or own.revoked:
+            return []
+        own.closing_at = now + eta_s
+        back = self.ledger.trim(lease, keep)
+        own.count -= back
+        return [Wake()] if back else []
+
+    def piece(self, member: Member, *, lease: int, index: int, payload: object) -> None:
+        own = member.lease
+        if own is not None and own.id == lease and not own.revoked:
+            own.pieces[index] = payload
+
+    def complete(self, member: Member, *, lease: int, count: int, pieces: int) -> str | None:
+        """Why the contribution that just ended cannot be used, or None if it can."""
+        own = member.lease
+        if own is None or own.id != lease:
+            return "it answers no lease"
+        if own.revoked or lease not in self.ledger.leases:
+            return "it came after its samples had been taken back"
+        if count != own.count:
+            return f"it has {count} samples where {own.count} were leased"
+        if len(own.pieces) != pieces:
+            return f"only {len(own.pieces)} of {pieces} pieces arrived"
+        own.arrived = True
+        return None
+
+    def learn(self, member: Member, *, count: int, compute_s: float, now: float) -> None:
+        if member.lease is not None:
+            since = now - member.lease.started
+            member.delivered(count=count, compute_s=compute_s, since_start_s=since)
+
+    def drop(self, member: Member, *, reason: str, now: float) -> list[Action]:
+        """A contribution that must not count: its samples go back if they had not gone already."""
+        own = member.lease
+        if own is None:
+            return []
+        back = self.ledger.take_back(own.id)
+        self._dropped += own.count
+        member.lease = None
+        if not own.revoked:
+            member.late_in_a_row += 1
+        event = _event(
+            "contribution_dropped", machine=member.name, step=own.step, samples=own.count, reason=reason
+        )
+        actions: list[Action] = [
+            Send(guest=member.id, channel=CONTROL, kind="dropped", fields={"lease": own.id}),
+            event,
+        ]
+        return actions + ([Wake()] if back else []) + self._judge(member)
+
+    def counted(self, member: Member) -> list[Action]:
+        """The decoded contribution is in the sum: count its samples."""
+        own = member.lease
+        assert own is not None
+        if not self.ledger.deliver(own.id, own.count):
+            raise AssertionError(f"lease {own.id} was decoded but is not open")
+        member.lease = None
+        member.samples += own.count
+        member.late_in_a_row = member.rests = 0
+        gain = own.count * (self.host_sample_s or 0.0) - own.waited_s
+        member.gains_s.append(gain)
+        return [Wake(), *self._judge(member)]
+
+    def stopped(self, member: Member, *, lease: int, computed: int, compute_s: float, now: float) -> None:
+        """The guest has let go of a revoked lease: it may have another one."""
+        own = member.lease
+        if own is not None and own.id == lease:
+            self.learn(member, count=computed, compute_s=compute_s, now=now)
+            self.ledger.take_back(lease)
+            member.lease = None
+
+    def gone(self, member: Member) -> int:
+        """The guest left: its samples go back to the pool. Returns how many."""
+        if member.lease is None:
+            return 0
+        back = self.ledger.take_back(member.lease.id)
+        self._taken_back += back
+        member.lease = None
+        return back
+
+
+def _event(kind: str, **fields: Any) -> Emit:
+    return Emit(event={"event": kind, **fields})

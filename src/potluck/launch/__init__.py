@@ -1,0 +1,1 @@
+"""How processes are started and how they end; what they compute is not known here."""

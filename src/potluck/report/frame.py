@@ -1,0 +1,164 @@
+"""The live view's picture: a run's state as lines of styled text for a given width and height.
+
+It is pure: it knows neither the terminal nor the clock.
+"""
+
+from __future__ import annotations
+
+from rich.cells import cell_len
+
+from potluck.report.curve import sparkline
+from potluck.report.line import Line
+from potluck.report.machine_table import machine_table
+from potluck.report.messages import eta_text, loss_text
+from potluck.report.state import RunState
+from potluck.report.text import clean, integer, number
+from potluck.units import bytes_text, count_text, factor_text, percent_text, rate_text, seconds_text
+
+_LABEL = "dim"
+_LEVEL_STYLE = {"good": "green", "info": "", "warn": "yellow", "bad": "red"}
+_LEVEL_MARK = {"good": "✓", "info": "·", "warn": "!", "bad": "✗"}
+_MIN_WIDTH = 20
+_MOST_NEWS = 5
+_AIRY_HEIGHT = 14
+
+
+def frame_lines(
+    state: RunState, *, width: int, height: int, elapsed_s: float = 0.0, since_step_s: float = 0.0
+) -> list[Line]:
+    """At most `height` lines of at most `width` columns; the most important ones where not all fit."""
+    width, height = max(width, _MIN_WIDTH), max(height, 1)
+    inner = width - 2
+    lines = [_header(state, inner)]
+    if height >= _AIRY_HEIGHT:
+        lines.append(Line())
+    lines += _progress(state, inner, elapsed_s, since_step_s)
+    room = max(height - len(lines), 0)
+    table = machine_table(state.machines, inner, max(room - 3, 2))
+    news = _news(state, max(min(_MOST_NEWS, room - len(table) - 2), 0))
+    lines += [Line(), *table]
+    if news:
+        lines += [Line(), *news]
+    # Cut at the right edge: a wrapped line would tear the picture.
+    return [Line(" ").join(line).cropped(width) for line in lines[:height]]
+
+
+def _header(state: RunState, width: int) -> Line:
+    start = state.start
+    line = Line("potluck", "bold")
+    facts = [(clean(start.get("recipe")), "bold cyan"), (clean(start.get("run_id")), "")]
+    if number(start, "parameters") is not None:
+        facts.append((_parameters(state), ""))
+    if start.get("device"):
+        facts.append((f"{clean(start.get('machine'), 24)} ({clean(start.get('device'), 24)})", ""))
+    if start.get("join"):
+        facts.append(("guests may join", ""))
+    for fact, style in facts:
+        if fact and line.width + 2 + cell_len(fact) <= width:
+            line.add("  ").add(fact, style)
+    return line
+
+
+def _parameters(state: RunState) -> str:
+    every, trained = number(state.start, "parameters"), number(state.start, "trained_parameters")
+    if trained is not None and trained != every:
+        return f"{count_text(trained)} of {count_text(every)} parameters trained"
+    return f"{count_text(every)} parameters"
+
+
+def _progress(state: RunState, width: int, elapsed_s: float, since_step_s: float) -> list[Line]:
+    if not state.step:
+        return [Line(f"waiting for the first step, {eta_text(elapsed_s)}")]
+    step = _step_line(state, width, elapsed_s, since_step_s)
+    lines = [step, _loss_line(state, width), _speed_line(state, width)]
+    wire = _wire_line(state)
+    if wire is not None and wire.width <= width:
+        lines.append(wire)
+    return lines
+
+
+def _labelled(label: str) -> Line:
+    return Line(f"{label:<7}", _LABEL)
+
+
+def _step_line(state: RunState, width: int, elapsed_s: float, since_step_s: float) -> Line:
+    done, steps = state.done, state.steps
+    line = _labelled("step").add(f"{done}", "bold")
+    if not steps:
+        return line.add("   " + (clean(state.end.get("reason")) if state.end else f"{eta_text(elapsed_s)} so far"))
+    line.add(f"/{steps}")
+    eta_s = number(state.step, "eta_s")
+    after = f" {percent_text(done / steps):>5}"
+    if state.end:
+        after += f"  {clean(state.end.get('reason')) or 'ended'}"
+    elif eta_s is not None:
+        after += f"  ETA {eta_text(max(eta_s - since_step_s, 0.0))}"
+    room = width - line.width - len(after) - 2
+    if room >= 8:
+        line.add("  ").join(_bar(done / steps, room))
+    return line.add(after)
+
+
+def _bar(fraction: float, width: int) -> Line:
+    """A bar in half characters; the rest is thinner, so that it reads without colours too."""
+    halves = round(min(max(fraction, 0.0), 1.0) * width * 2)
+    bar = Line("━" * (halves // 2) + "╸" * (halves % 2), "green")
+    return bar.add("─" * (width - halves // 2 - halves % 2), "bright_black")
+
+
+def _loss_line(state: RunState, width: int) -> Line:
+    loss = number(state.step, "loss")
+    # A loss that is not a number is unequal to itself.
+    wrong = loss is not None and loss != loss
+    line = _labelled("loss").add(loss_text(loss), "bold red" if wrong else "bold")
+    room = min(width - line.width - 2, 60)
+    if room >= 4:
+        line.add("  ").add(sparkline(state.losses.values, room), "cyan")
+    return line
+
+
+def _speed_line(state: RunState, width: int) -> Line:
+    step = state.step
+    facts: list[tuple[str, str]] = [(rate_text(number(step, "samples_per_s"), "samples"), "bold")]
+    speedup = number(step, "speedup")
+    if speedup is not None:
+        style = "bold green" if speedup >= 1.005 else "" if speedup >= 0.985 else "bold yellow"
+        facts.append((factor_text(speedup) + (" this machine alone" if width >= 74 else " alone"), style))
+    if number(step, "tokens_per_s") is not None:
+        facts.append((rate_text(number(step, "tokens_per_s"), "tokens"), ""))
+    facts.append((f"{seconds_text(number(step, 'step_s'))} a step", ""))
+    line, gap = _labelled("speed"), ""
+    for text, style in facts:
+        if line.width + len(gap) + len(text) <= width:
+            line.add(gap).add(text, style)
+            gap = "   "
+    return line
+
+
+def _wire_line(state: RunState) -> Line | None:
+    """What the guests cost; nothing where there are none."""
+    step = state.step
+    up, down = number(step, "bytes_up"), number(step, "bytes_down")
+    if not up and not down:
+        return None
+    line = _labelled("wire").add(f"{bytes_text(up)} of gradients in, {bytes_text(down)} of weights out")
+    if number(step, "wait_s") is not None:
+        line.add(f", host waited {seconds_text(number(step, 'wait_s'))}")
+    if integer(step, "dropped"):
+        line.add(f", {integer(step, 'dropped')} samples dropped", "yellow")
+    return line
+
+
+def _news(state: RunState, room: int) -> list[Line]:
+    """The last few things that happened, the newest last."""
+    notices = list(state.notices)[-room:] if room else []
+    digits = max((len(str(n.step)) for n in notices), default=0)
+    lines = []
+    for notice in notices:
+        style = _LEVEL_STYLE[notice.message.level]
+        line = Line(f"{_LEVEL_MARK[notice.message.level]} ", style)
+        line.add(f"step {notice.step:>{digits}}  ", _LABEL).add(notice.message.text, style)
+        if notice.times > 1:
+            line.add(f"  ({notice.times} times)", _LABEL)
+        lines.append(line)
+    return lines

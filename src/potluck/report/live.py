@@ -1,0 +1,102 @@
+"""The live view: the run's state, redrawn in place twice a second.
+
+It owns the terminal while it is open; what it draws is made in `frame`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TextIO
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.segment import Segment
+
+from potluck.report.frame import frame_lines
+from potluck.report.state import RunState
+from potluck.report.text import Output, clean, integer, number
+from potluck.units import seconds_text
+
+# Each redraw holds the GIL that training wants; a person does not read faster than this.
+REFRESH_PER_S = 2.0
+
+
+class LiveView:
+    """Draws in a thread of its own, so that `event` costs training next to nothing."""
+
+    def __init__(self, stream: TextIO, *, console: Console | None = None, refresh: bool = True) -> None:
+        self._console = console or Console(file=stream, highlight=False)
+        self._output = Output(stream)
+        self._drawing = _Drawing()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._live = Live(
+            self._drawing,
+            console=self._console,
+            auto_refresh=refresh,
+            refresh_per_second=REFRESH_PER_S,
+            vertical_overflow="crop",
+        )
+
+    def event(self, event: dict[str, Any]) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._drawing.fold(event)
+            if event.get("event") == "run_start" and not self._live.is_started:
+                self._live.start()
+
+    def close(self) -> None:
+        """Draw the last state and leave it on the screen."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        if self._live.is_started:
+            self._live.stop()
+        for line in self._drawing.last_words():
+            self._output.line(line)
+
+
+class _Drawing:
+    """The renderable that rich asks for again at every refresh."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._state = RunState()
+        self._clock = clock
+        self._started_s = clock()
+        self._stepped_s = self._started_s
+        self._lock = threading.Lock()
+
+    def fold(self, event: dict[str, Any]) -> None:
+        with self._lock:
+            self._state.fold(event)
+            if event.get("event") == "step":
+                self._stepped_s = self._clock()
+
+    def last_words(self) -> list[str]:
+        """What the picture does not say: how long it took and where everything is."""
+        with self._lock:
+            end = self._state.end
+        if not end:
+            return []
+        words = f"{clean(end.get('reason')) or 'ended'} after step {integer(end, 'step')}"
+        lines = [f"{words}, {seconds_text(number(end, 'seconds'))}"]
+        return [*lines, f"run folder: {clean(end.get('folder'))}"] if end.get("folder") else lines
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        with self._lock:
+            now = self._clock()
+            lines = frame_lines(
+                self._state,
+                width=options.max_width,
+                height=options.size.height - 1,
+                elapsed_s=now - self._started_s,
+                since_step_s=now - self._stepped_s,
+            )
+        for line in lines:
+            for text, style in line.parts:
+                yield Segment(text, console.get_style(style) if style else None)
+            yield Segment.line()

@@ -1,0 +1,132 @@
+"""Events as sentences: what happened to which machine, in one line. It does not know where they are shown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from potluck.report.text import clean, integer, number
+from potluck.units import factor_text, rate_text, seconds_text
+
+Event = Mapping[str, Any]
+Level = Literal["good", "info", "warn", "bad"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One notable thing that happened."""
+
+    text: str
+    level: Level
+    about: tuple[str, str]
+    """Kind and subject: a newer message about the same replaces the older one where space is short."""
+
+
+def describe(event: Event) -> Message | None:
+    """The sentence for an event, or None for those that are no news (steps, start and end have their own)."""
+    kind = str(event.get("event", ""))
+    entry = _SENTENCES.get(kind)
+    if entry is None:
+        return None
+    level, sentence = entry
+    subject = clean(event.get("machine") or event.get("address"))
+    return Message(text=sentence(event), level=level, about=(kind, subject))
+
+
+def steps_text(event: Event) -> str:
+    """'12/300', or '12' in a run without an end."""
+    steps = event.get("steps")
+    step = integer(event, "step")
+    return f"{step:>{len(str(steps))}}/{steps}" if steps else str(step)
+
+
+def loss_text(loss: float | None) -> str:
+    return "–" if loss is None else f"{loss:.4f}" if abs(loss) < 1000 else f"{loss:.3e}"
+
+
+def eta_text(seconds: float) -> str:
+    """Whole seconds: a tenth that changes at every glance says nothing."""
+    return seconds_text(seconds) if seconds >= 59.5 else f"{seconds:.0f} s"
+
+
+def end_text(event: Event) -> str:
+    """The last line of a run."""
+    reason = clean(event.get("reason")) or "ended"
+    parts = [f"{reason} after step {integer(event, 'step')}, {seconds_text(number(event, 'seconds'))}"]
+    if number(event, "loss") is not None:
+        parts.append(f"loss {loss_text(number(event, 'loss'))}")
+    if number(event, "samples_per_s") is not None:
+        parts.append(rate_text(number(event, "samples_per_s"), "samples"))
+    if number(event, "speedup") is not None:
+        parts.append(f"{factor_text(number(event, 'speedup'))} this machine alone")
+    return ", ".join(parts)
+
+
+def _name(event: Event) -> str:
+    return clean(event.get("machine")) or "a guest"
+
+
+def _who(event: Event) -> str:
+    """With its address, where it matters which of two laptops this is."""
+    address = clean(event.get("address"))
+    return f"{_name(event)} ({address})" if address else _name(event)
+
+
+def _because(event: Event) -> str:
+    reason = clean(event.get("reason"))
+    return f": {reason}" if reason else ""
+
+
+def _joined(event: Event) -> str:
+    parity = number(event, "parity")
+    facts = [f"gradients agree (cosine {parity:.5f})"] if parity is not None else []
+    if event.get("device"):
+        facts.append(clean(event.get("device")))
+    return f"{_who(event)} joined" + (f": {', '.join(facts)}" if facts else "")
+
+
+def _lost(event: Event) -> str:
+    back = integer(event, "samples_taken_back")
+    return f"lost {_who(event)}{_because(event)}" + (f"; {back} samples taken back" if back else "")
+
+
+def _samples(event: Event) -> str:
+    count = integer(event, "samples")
+    return f"{count} sample" if count == 1 else f"{count} samples"
+
+
+def _hello(event: Event) -> str:
+    device = clean(event.get("device"))
+    return f"{_who(event)} is joining" + (f": {device}" if device else "")
+
+
+def _taken_back(event: Event) -> str:
+    return f"took {_samples(event)} back from {_name(event)}{_because(event)}"
+
+
+def _dropped(event: Event) -> str:
+    return f"dropped {_samples(event)} of {_name(event)}{_because(event)}"
+
+
+def _checkpoint(event: Event) -> str:
+    return f"saved {clean(event.get('path'))} in {seconds_text(number(event, 'seconds'))}"
+
+
+_SENTENCES: Mapping[str, tuple[Level, Callable[[Event], str]]] = {
+    "guest_hello": ("info", _hello),
+    "guest_joined": ("good", _joined),
+    "guest_left": ("info", lambda e: f"{_who(e)} left{_because(e)}"),
+    "guest_lost": ("bad", _lost),
+    "guest_refused": ("bad", lambda e: f"refused {_who(e)}{_because(e)}"),
+    "guest_sits_out": ("warn", lambda e: f"{_name(e)} sits out{_because(e)}"),
+    "lease_taken_back": ("warn", _taken_back),
+    "contribution_dropped": ("warn", _dropped),
+    "refused_stranger": (
+        "bad",
+        lambda e: f"turned away a stranger at {clean(e.get('address')) or 'an unknown address'}{_because(e)}",
+    ),
+    "checkpoint": ("info", _checkpoint),
+    "checkpoint_damaged": ("bad", lambda e: f"{clean(e.get('path'))} is damaged{_because(e)}"),
+    "note": ("info", lambda e: clean(e.get("text"))),
+}

@@ -1,0 +1,105 @@
+"""A run's summary as text for a terminal or a log. It does not know where the numbers come from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from potluck.report.messages import loss_text
+from potluck.report.summary import MachineSummary, Summary
+from potluck.report.text import clean
+from potluck.units import (
+    bytes_text,
+    count_text,
+    factor_text,
+    percent_text,
+    rate_text,
+    seconds_text,
+)
+
+
+def summary_text(summary: Summary) -> str:
+    """Some ten lines and a table of the machines."""
+    lines = [f"{label:<12}{text}" for label, text in _facts(summary)]
+    table = _table(summary.machines)
+    return "\n".join([*lines, "", *table] if table else lines)
+
+
+def _facts(s: Summary) -> list[tuple[str, str]]:
+    size = f"{count_text(s.parameters)} parameters" if s.parameters else ""
+    title = ", ".join(filter(None, (s.recipe, size)))
+    facts = [("run", f"{s.run_id or 'unnamed'}" + (f" ({title})" if title else ""))]
+    steps = f"{s.steps} of {s.planned_steps}" if s.planned_steps else str(s.steps)
+    facts.append(("steps", f"{steps}, {s.ended}; {seconds_text(s.seconds)}, {seconds_text(s.step_s)} a step"))
+    if s.last_loss is not None:
+        facts.append(("loss", f"{loss_text(s.first_loss)} at first, {loss_text(s.last_loss)} at last"))
+    speed = [rate_text(s.samples_per_s, "samples")]
+    if s.tokens_per_s is not None:
+        speed.append(rate_text(s.tokens_per_s, "tokens"))
+    facts.append(("speed", ", ".join(speed) + f" ({count_text(s.samples)} samples)"))
+    if len(s.machines) > 1:
+        facts += _fleet_facts(s)
+    if s.dropped_samples:
+        facts.append(("dropped", f"{s.dropped_samples} samples that guests had computed"))
+    if s.strangers_refused:
+        strangers = "stranger" if s.strangers_refused == 1 else "strangers"
+        facts.append(("refused", f"{s.strangers_refused} {strangers}"))
+    return facts
+
+
+def _fleet_facts(s: Summary) -> list[tuple[str, str]]:
+    facts = []
+    if s.speedup is not None:
+        facts.append(("gain", f"{factor_text(s.speedup)} the host alone"))
+    if s.efficiency is not None:
+        facts.append(("efficiency", f"{s.efficiency:.3f} of the machines' summed speed"))
+    if s.recovery is not None:
+        facts.append(("recovery", f"{s.recovery:.2f} of what the guests could add"))
+    waited = f"{seconds_text(s.wait_s)} ({s.wait_s / s.seconds if s.seconds else 0.0:.1%} of the time)"
+    facts.append(("host", f"waited {waited}, updates took {seconds_text(s.update_s)}"))
+    each = max(s.steps, 1)
+    facts.append(
+        (
+            "wire",
+            f"{bytes_text(s.bytes_up)} of gradients in, {bytes_text(s.bytes_down)} of weights out "
+            f"({bytes_text((s.bytes_up + s.bytes_down) / each)} a step)",
+        )
+    )
+    return facts
+
+
+def _table(machines: Sequence[MachineSummary]) -> list[str]:
+    if not machines:
+        return []
+    rows = [("machine", "role", "device", "samples", "share", "rate", "busy", "notes")]
+    rows += [
+        (
+            clean(m.name, 24),
+            m.role,
+            clean(m.device, 24),
+            str(m.samples),
+            percent_text(m.share),
+            rate_text(m.rate),
+            percent_text(m.busy),
+            _notes(m),
+        )
+        for m in machines
+    ]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    right = {3, 4, 5, 6}
+    return [
+        "  ".join(
+            cell.rjust(widths[i]) if i in right else cell.ljust(widths[i]) for i, cell in enumerate(row)
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _notes(machine: MachineSummary) -> str:
+    notes = []
+    if machine.times_lost:
+        notes.append("lost once" if machine.times_lost == 1 else f"lost {machine.times_lost} times")
+    if machine.taken_back_samples:
+        notes.append(f"{machine.taken_back_samples} taken back")
+    if machine.dropped_samples:
+        notes.append(f"{machine.dropped_samples} dropped")
+    return ", ".join(notes)

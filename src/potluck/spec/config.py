@@ -1,0 +1,112 @@
+"""Configs: what a run is started with, and how one is made from words (flags, a TOML file). Knows no torch."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import itertools
+import textwrap
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from potluck.errors import ConfigError
+
+C = TypeVar("C")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """How a run is carried out, whatever it trains."""
+
+    device: str | None = None
+    """cpu, cuda, mps, paced:SECONDS; the best there is when not given."""
+    threads: int | None = None
+    """CPU threads for torch; the physical cores when not given."""
+    name: str | None = None
+    """What this machine is called in logs and tables; the host name when not given."""
+    micro_batch: int | None = None
+    """Samples computed at once on this machine; found by trying when not given."""
+    codec: str = "int4"
+    """How weights' changes and gradients are packed: none, fp16, bf16, int8, int4, topk:RATIO."""
+    codec_down: str | None = None
+    """The codec of the weights' changes where it should differ; a topk codec falls back to int8 here."""
+    bind: str | None = None
+    """The address to listen on; the one of the default route when not given, 0.0.0.0 for all."""
+    port: int = 0
+    """The port to listen on; a free one when 0."""
+    wait_for: int = 0
+    """Guests to wait for before the first step."""
+    wait_s: float = 120.0
+    """How long to wait for them."""
+    checkpoint_every: int = 50
+    """Steps between checkpoints; 0 for only one at the end."""
+
+
+def nearest(word: str, words: list[str]) -> str:
+    """A hint that names the most similar valid word, and all of them."""
+    close = difflib.get_close_matches(word, words, n=1)
+    valid = "valid: " + ", ".join(sorted(words))
+    return f"did you mean {close[0]!r}? {valid}" if close else valid
+
+
+def build(config_type: type[C], values: Mapping[str, Any]) -> C:
+    """A config from names and values; values may be strings, as flags are. Names may have dashes."""
+    hints = typing.get_type_hints(config_type)
+    known = [field.name for field in dataclasses.fields(typing.cast(Any, config_type))]
+    given: dict[str, Any] = {}
+    for key, value in values.items():
+        name = key.replace("-", "_")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ConfigError(f"there is no setting {key!r}", hint=f"{hint}settings: {', '.join(known)}")
+        given[name] = _convert(name, value, hints[name])
+    return config_type(**given)
+
+
+def field_docs(config_type: type) -> dict[str, str]:
+    """The docstring that stands under each field, by the field's name."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(config_type)))
+    body = typing.cast(ast.ClassDef, tree.body[0]).body
+    docs: dict[str, str] = {}
+    for field, below in itertools.pairwise(body):
+        if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
+            continue
+        if (
+            isinstance(below, ast.Expr)
+            and isinstance(below.value, ast.Constant)
+            and isinstance(below.value.value, str)
+        ):
+            docs[field.target.id] = inspect.cleandoc(below.value.value)
+    return docs
+
+
+def _convert(name: str, value: Any, hint: Any) -> Any:
+    """`value` as the field's type, or an error that says what the field takes."""
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        if value is None:
+            return None
+        hint = next(choice for choice in typing.get_args(hint) if choice is not type(None))
+    if typing.get_origin(hint) is typing.Literal:
+        choices = typing.get_args(hint)
+        if value in choices:
+            return value
+        near = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1)
+        takes = ("did you mean " + near[0] + "? " if near else "") + f"{name} is one of {', '.join(choices)}"
+        raise ConfigError(f"{name} is {value!r}", hint=takes)
+    try:
+        if hint is int and not isinstance(value, bool) and int(value) == float(value):
+            return int(value)
+        if hint is float and not isinstance(value, bool):
+            return float(value)
+        if hint is str and isinstance(value, str):
+            return value
+    except (TypeError, ValueError, OverflowError):
+        pass
+    wanted = {int: "a whole number", float: "a number", str: "text"}[hint]
+    raise ConfigError(f"{name} is {value!r}", hint=f"{name} must be {wanted}")

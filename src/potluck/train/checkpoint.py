@@ -1,0 +1,357 @@
+"""Owns checkpoints of a training: what is kept, how it is written beside the training, how it is put back.
+
+It must not know what a run, a guest or a ledger is: what they want kept comes as `extra` and goes back so.
+
+    checkpoints/step-00000100/weights-000.safetensors    the model's state_dict, for any safetensors reader
+                              optimizer-000.safetensors  the optimizer's tensors: state.<index>.<key>
+                              objects-000.safetensors    tensors of the scheduler and other objects, if any
+                              manifest.json              everything else, and the hash of every file
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from potluck.errors import CheckpointError
+from potluck.train import checkpoint_folder, optimizer_state
+from potluck.train.optimizer_state import Stateful
+
+SHARD_BYTES = 256_000_000
+"""Tensors are copied and written in groups of at most this size, so that the copy in memory stays small."""
+
+_SAME_AS = "same as "
+
+ToHost = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """What to keep, as live objects: nothing here is a copy."""
+
+    step: int
+    """Updates made."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    objects: Mapping[str, Stateful] = field(default_factory=dict)
+    """Whatever else has a state_dict(): the scheduler, a scaler, an average of the weights."""
+
+    device_rng: Mapping[str, Tensor] = field(default_factory=dict)
+    """States of the devices' random generators; Python's, numpy's and torch's own are always kept."""
+
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Anything JSON can say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A checkpoint whose every hash was right."""
+
+    step: int
+    extra: dict[str, Any]
+    path: Path
+
+    skipped: tuple[tuple[Path, str], ...]
+    """Newer checkpoints that are damaged, and why."""
+
+    device_rng: dict[str, Tensor]
+    """For the device layer to put back."""
+
+    manifest: dict[str, Any] = field(repr=False)
+
+    def restore(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, objects: Mapping[str, Stateful]
+    ) -> None:
+        """Put everything back, the random generators last; nothing is touched where a part does not fit."""
+        saved = self.manifest
+        self._compare(saved["weights"]["tensors"], _describe(model.state_dict()), "the model's {}")
+        self._compare(saved["optimizer"]["parts"], _parts(optimizer, model), "the optimizer's {}")
+        self._compare(
+            dict.fromkeys(saved["objects"], "present"), dict.fromkeys(objects, "present"), "the object {}"
+        )
+        weights = self._tensors("weights")
+        for name, description in saved["weights"]["tensors"].items():
+            if isinstance(description, str):
+                weights[name] = weights[description.removeprefix(_SAME_AS)]
+        # Clones: a tensor that lies in the file itself would go with it when the checkpoint is removed.
+        others = {name: tensor.clone() for name, tensor in self._tensors("objects").items()}
+        weights.update(optimizer_state.unflatten(saved["weights"]["other"], others))
+        model.load_state_dict(weights, strict=True)
+        state = {name: tensor.clone() for name, tensor in self._tensors("optimizer").items()}
+        tree = optimizer_state.unflatten(saved["optimizer"]["state"], state)
+        optimizer_state.load_optimizer(optimizer, tree)
+        for name, target in objects.items():
+            target.load_state_dict(optimizer_state.unflatten(saved["objects"][name], others))
+        self.restore_rng()
+
+    def restore_rng(self) -> None:
+        """Python's, numpy's and torch's CPU generators as they were; restore() ends with this."""
+        optimizer_state.restore_rng(self.manifest["rng"])
+
+    def _compare(self, saved: Mapping[str, Any], here: Mapping[str, Any], what: str) -> None:
+        for name in (*saved, *here):
+            there, now = saved.get(name, "missing"), here.get(name, "missing")
+            if there != now:
+                raise CheckpointError(
+                    f"{self.path} does not fit: {what.format(name)} is {there} there and {now} here",
+                    hint="resume with the model, optimizer and settings that the run was started with",
+                    step=self.step,
+                )
+
+    def _tensors(self, kind: str) -> dict[str, Tensor]:
+        tensors: dict[str, Tensor] = {}
+        for name in self.manifest["files"]:
+            if name.startswith(f"{kind}-"):
+                tensors.update(load_file(self.path / name))
+        return tensors
+
+
+class CheckpointWriter:
+    """Writes checkpoints beside training, in a thread of its own.
+
+    Weights and optimizer state change only in optimizer.step(), so the thread reads them while the next step
+    is being computed; before_update() copies what it has not read by then. On an accelerator the reads are
+    queued on the default stream, behind the update that start() follows.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep: int = 2,
+        on_saved: Callable[[int, Path, float], None] | None = None,
+        to_host: ToHost | None = None,
+    ) -> None:
+        """`on_saved(step, path, seconds)` is called in the thread; `to_host` copies a device's tensor."""
+        self._folder = folder
+        self._keep = keep
+        self._on_saved = on_saved
+        self._to_host = to_host or _to_host
+        self._thread: threading.Thread | None = None
+        self._unread: list[_Slot] = []
+        self._failure: BaseException | None = None
+
+    def start(self, snapshot: Snapshot) -> bool:
+        """Begin to write; False while the last one is still being written. Raises the last one's failure."""
+        if self._thread is not None and self._thread.is_alive():
+            return False
+        self.wait()
+        image = _capture(snapshot, self._to_host)
+        self._unread = [slot for slots in image.tensors.values() for slot in slots.values()]
+        self._thread = threading.Thread(target=self._write, args=(image,), name="potluck-checkpoint")
+        self._thread.start()
+        return True
+
+    def before_update(self) -> float:
+        """Call just before optimizer.step(): copies what is not read yet; returns the seconds that took."""
+        began = time.perf_counter()
+        for slot in self._unread:
+            slot.read()
+        self._unread = []
+        return time.perf_counter() - began
+
+    def wait(self) -> None:
+        """Until the one in progress is on the disk; raises its failure."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._unread = []
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """The same as wait(): the thread lives only as long as a checkpoint is being written."""
+        self.wait()
+
+    def _write(self, image: _Image) -> None:
+        began = time.monotonic()
+        try:
+            path = checkpoint_folder.publish(self._folder, image.step, image.write, keep=self._keep)
+            if self._on_saved is not None:
+                self._on_saved(image.step, path, time.monotonic() - began)
+        except BaseException as error:  # raised in the training thread, by wait() or the next start()
+            self._failure = error
+
+
+def save(folder: Path, snapshot: Snapshot, *, keep: int = 2) -> Path:
+    """Write a checkpoint now and return its folder; all but the last `keep` are removed."""
+    image = _capture(snapshot, _to_host)
+    return checkpoint_folder.publish(folder, image.step, image.write, keep=keep)
+
+
+def load_latest(folder: Path) -> Loaded | None:
+    """The newest checkpoint that is whole; None where there is none at all."""
+    skipped: list[tuple[Path, str]] = []
+    for path in checkpoint_folder.newest_first(folder):
+        try:
+            manifest = checkpoint_folder.verified(path)
+        except checkpoint_folder.DamagedError as damage:
+            skipped.append((path, str(damage)))
+            continue
+        return Loaded(
+            step=manifest["step"],
+            extra=optimizer_state.unflatten(manifest["extra"], {}),
+            path=path,
+            skipped=tuple(skipped),
+            device_rng=optimizer_state.device_rng(manifest["rng"]),
+            manifest=manifest,
+        )
+    if not skipped:
+        return None
+    reasons = "; ".join(f"{path.name}: {why}" for path, why in skipped)
+    raise CheckpointError(
+        f"no checkpoint in {folder} can be read: {reasons}",
+        hint="bring the folder back from a copy, or start a new run",
+    )
+
+
+class _Slot:
+    """A tensor on its way into a file: live, then copied by whichever thread needs it first, then gone."""
+
+    def __init__(self, tensor: Tensor, to_host: ToHost) -> None:
+        self.size_bytes = tensor.nbytes
+        self._lock = threading.Lock()
+        self._live: Tensor | None = tensor.detach()
+        self._copy: Tensor | None = None
+        self._to_host = to_host
+
+    def read(self) -> Tensor | None:
+        """The copy, made now if it was not yet; None after release()."""
+        with self._lock:
+            if self._live is not None:
+                self._copy = _copied(self._live, self._to_host)
+                self._live = None
+            return self._copy
+
+    def release(self) -> None:
+        with self._lock:
+            self._live = self._copy = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Image:
+    """A checkpoint before it is written: its small parts as JSON, its tensors as slots by kind of file."""
+
+    step: int
+    entries: dict[str, Any]
+    tensors: dict[str, dict[str, _Slot]]
+
+    def write(self, folder: Path) -> dict[str, Any]:
+        """Files into `folder`, one group of tensors in memory at a time; returns the manifest's entries."""
+        files: dict[str, Any] = {}
+        for kind, slots in self.tensors.items():
+            for number, shard in enumerate(_shards(slots, always=kind != "objects")):
+                file = folder / f"{kind}-{number:03d}.safetensors"
+                copies = {name: copy for name, slot in shard.items() if (copy := slot.read()) is not None}
+                save_file(copies, file, {"format": "pt"})
+                checkpoint_folder.sync(file)
+                files[file.name] = checkpoint_folder.fingerprint(file)
+                for slot in shard.values():
+                    slot.release()
+        return {"files": files, **self.entries}
+
+
+def _capture(snapshot: Snapshot, to_host: ToHost) -> _Image:
+    """Everything small is copied now; weights and optimizer state stay live until they are read."""
+    model, optimizer = snapshot.model, snapshot.optimizer
+    state = model.state_dict()
+    described = _describe(state)
+    weights = {name: state[name] for name, how in described.items() if not isinstance(how, str)}
+    rest = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
+    moments: dict[str, Tensor] = {}
+    others: dict[str, Tensor] = {}
+    entries = {
+        "weights": {
+            "tensors": described,
+            "other": optimizer_state.flatten(rest, "", others, of="the model"),
+        },
+        "optimizer": {
+            "parts": _parts(optimizer, model),
+            "state": optimizer_state.flatten(optimizer.state_dict(), "", moments, of="the optimizer"),
+        },
+        "objects": {
+            name: optimizer_state.flatten(each.state_dict(), name, others, of=f"the object {name!r}")
+            for name, each in snapshot.objects.items()
+        },
+        "rng": optimizer_state.capture_rng(snapshot.device_rng),
+        "extra": optimizer_state.flatten(dict(snapshot.extra), "", None, of="extra"),
+    }
+    tensors = {
+        kind: {name: _Slot(tensor, to_host) for name, tensor in named.items()}
+        for kind, named in (("weights", weights), ("optimizer", moments), ("objects", others))
+    }
+    # Buffers change in the next forward, a learning rate with the scheduler, an object whenever it likes.
+    lasting = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    early = [slot for name, slot in tensors["weights"].items() if name not in lasting]
+    early += [slot for name, slot in tensors["optimizer"].items() if not name.startswith("state.")]
+    for slot in (*early, *tensors["objects"].values()):
+        slot.read()
+    return _Image(step=snapshot.step, entries=entries, tensors=tensors)
+
+
+def _describe(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Each tensor's number format and shape, or for a tied one, as text, whose memory it shares."""
+    described: dict[str, Any] = {}
+    first: dict[tuple[Any, ...], str] = {}
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            continue
+        optimizer_state.check_storable(value, name, of="the model")
+        place = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
+        if value.numel() and place in first:
+            described[name] = _SAME_AS + first[place]
+        else:
+            first[place] = name
+            described[name] = [str(value.dtype).removeprefix("torch."), list(value.shape)]
+    return described
+
+
+def _parts(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
+    """What must be the same for an optimizer to take another's state, by words that a message can use."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    parts: dict[str, Any] = {
+        "class": type(optimizer).__name__,
+        "number of groups": len(optimizer.param_groups),
+    }
+    for number, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            name = names.get(id(parameter), "(not in the model)")
+            parts[f"parameter {index} of group {number}"] = [name, list(parameter.shape)]
+    return parts
+
+
+def _shards(slots: Mapping[str, _Slot], *, always: bool) -> Iterable[dict[str, _Slot]]:
+    """Groups of at most SHARD_BYTES (a larger tensor is alone); with `always`, an empty one for nothing."""
+    shard: dict[str, _Slot] = {}
+    filled = 0
+    for name, slot in slots.items():
+        if shard and filled + slot.size_bytes > SHARD_BYTES:
+            yield shard
+            shard, filled = {}, 0
+        shard[name] = slot
+        filled += slot.size_bytes
+    if shard or (always and not slots):
+        yield shard
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    return tensor.to("cpu")
+
+
+def _copied(tensor: Tensor, to_host: ToHost) -> Tensor:
+    """A contiguous copy in host memory that nobody else holds."""
+    plain = tensor.resolve_conj().resolve_neg()
+    if plain.device.type == "cpu":
+        return plain.clone(memory_format=torch.contiguous_format)
+    return to_host(plain).contiguous()

@@ -1,0 +1,187 @@
+"""Owns the folders that checkpoints live in: they are whole or not there, verified, and few.
+
+It must not know what is in the files: models, optimizers and tensors are somebody else's.
+
+A checkpoint is written into a folder `.tmp-…` beside the others and appears by a rename when all of it is on
+the disk. A newer one of the same step waits as `step-00000100.new` until the old one is out of the way.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors
+
+from potluck.errors import RunFolderError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+
+_NAME = re.compile(r"step-(\d{8,})(\.new)?")
+_TEMPORARY = ".tmp-"
+
+# One checkpoint at a time: tidying up for one must not take away the temporary folder of another.
+_WRITING = threading.Lock()
+
+
+class DamagedError(Exception):
+    """Why a checkpoint cannot be used, in a few words."""
+
+
+def publish(folder: Path, step: int, write: Callable[[Path], Mapping[str, Any]], *, keep: int) -> Path:
+    """Make the checkpoint of `step`, then remove all but the last `keep`.
+
+    `write` is given the temporary folder, puts synced files there and returns the manifest's other entries.
+    """
+    if keep < 1:
+        raise ValueError(f"keep is {keep}, at least the newest checkpoint is kept")
+    temporary = folder / f"{_TEMPORARY}{step:08d}-{os.getpid()}"
+    final = folder / f"step-{step:08d}"
+    try:
+        with _WRITING:
+            folder.mkdir(parents=True, exist_ok=True)
+            sync(folder.parent)
+            _tidy(folder)
+            temporary.mkdir()
+            files_and_more = write(temporary)
+            (temporary / MANIFEST).write_bytes(_rendered({"format": FORMAT, "step": step, **files_and_more}))
+            sync(temporary / MANIFEST)
+            sync(temporary)
+            os.rename(temporary, final.with_suffix(".new") if final.exists() else final)
+            sync(folder)
+            _tidy(folder)
+            _prune(folder, step, keep)
+            return final
+    except (OSError, safetensors.SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)  # a full disk needs the room
+        raise _cannot_write(folder, step, error) from error
+
+
+def newest_first(folder: Path) -> list[Path]:
+    """The folders of checkpoints; of two of one step, the one that waits as `.new` is the newer."""
+    found = []
+    try:
+        for path in folder.iterdir():
+            match = _NAME.fullmatch(path.name)
+            if match and path.is_dir():
+                found.append((int(match[1]), bool(match[2]), path))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise RunFolderError(
+            f"cannot read {folder}: {error.strerror}", hint="check that it is a folder that you may read"
+        ) from error
+    return [path for _, _, path in sorted(found, reverse=True)]
+
+
+def verified(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint whose every byte is as it was written; else DamagedError."""
+    try:
+        text = (path / MANIFEST).read_bytes()
+        manifest = json.loads(text)
+        if not isinstance(manifest, dict) or _rendered(manifest) != text:
+            raise DamagedError(f"{MANIFEST} is damaged")
+        if manifest["format"] != FORMAT:
+            raise DamagedError(f"its format is {manifest['format']}, this version of potluck reads {FORMAT}")
+        for name, expected in manifest["files"].items():
+            size = (path / name).stat().st_size
+            if size != expected["bytes"]:
+                raise DamagedError(f"{name} has {size:,} bytes instead of {expected['bytes']:,}")
+            if _sha256(path / name) != expected["sha256"]:
+                raise DamagedError(f"{name} is damaged (its hash is another)")
+    except FileNotFoundError as error:
+        raise DamagedError(f"{Path(error.filename).name} is missing") from error
+    except OSError as error:
+        raise DamagedError(f"{error.filename} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise DamagedError(f"{MANIFEST} is damaged") from error
+    return manifest
+
+
+def fingerprint(file: Path) -> dict[str, Any]:
+    """What the manifest says of a file."""
+    return {"bytes": file.stat().st_size, "sha256": _sha256(file)}
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's bytes, or a folder's entries, are on the disk."""
+    if os.name == "nt" and path.is_dir():
+        return  # Windows opens no folders
+    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
+    try:
+        _flush(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _flush(descriptor: int) -> None:
+    try:
+        import fcntl
+
+        # On macOS fsync() stops at the drive's own cache.
+        fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)  # type: ignore[attr-defined, unused-ignore]
+    except (ImportError, AttributeError, OSError):
+        os.fsync(descriptor)
+
+
+def _rendered(manifest: Mapping[str, Any]) -> bytes:
+    """The manifest's file: its own hash is that of the same text without the hash."""
+    body = {key: value for key, value in manifest.items() if key != "sha256"}
+    digest = hashlib.sha256(json.dumps(body, indent=1).encode()).hexdigest()
+    return json.dumps({**body, "sha256": digest}, indent=1).encode()
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _tidy(folder: Path) -> None:
+    """Remove what a save that was cut off left, and let a `.new` one take its place."""
+    for spare in folder.glob("step-*.new"):
+        if spare.with_suffix("").exists():
+            _remove(spare.with_suffix(""))
+        os.rename(spare, spare.with_suffix(""))
+    for left_over in folder.glob(f"{_TEMPORARY}*"):
+        shutil.rmtree(left_over)
+    sync(folder)
+
+
+def _prune(folder: Path, step: int, keep: int) -> None:
+    """Keep the last `keep`.
+
+    Those of later steps go as well: a run that is at `step` found them damaged when it was resumed.
+    """
+    paths = newest_first(folder)
+    later = [path for path in paths if int(path.name.removeprefix("step-")) > step]
+    for path in (*later, *paths[len(later) + keep :]):
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Gone at once for every reader, whatever happens while its files are being removed."""
+    hidden = path.with_name(f"{_TEMPORARY}gone-{path.name}")
+    os.rename(path, hidden)
+    shutil.rmtree(hidden)
+
+
+def _cannot_write(folder: Path, step: int, error: Exception) -> RunFolderError:
+    # The safetensors library wraps the system's error into words of its own.
+    full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "StorageFull" in str(error)
+    reason = getattr(error, "strerror", None) or str(error)
+    return RunFolderError(
+        f"cannot write a checkpoint into {folder}: {reason}",
+        hint="free some space on the disk; the checkpoints before this one are whole"
+        if full
+        else "check that you may write there and that the disk is well",
+        step=step,
+    )

@@ -1,0 +1,66 @@
+"""The data set as the loop sees it: the order of an epoch, batches of samples, and bringing them to the device.
+
+Owns access to the data set (one thread at a time) and collating. It knows no lease and no network.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from potluck.errors import DataError
+
+Collate = Callable[[list[Any]], Any]
+
+
+def epoch_order(samples: int, seed: int) -> Callable[[int], Sequence[int]]:
+    """For each epoch a permutation that depends on nothing but the seed and the epoch's number."""
+
+    def order(epoch: int) -> Sequence[int]:
+        return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(samples)  # type: ignore[return-value]
+
+    return order
+
+
+class Loader:
+    """Fetches and collates samples; host and guests' leases share it, one at a time."""
+
+    def __init__(self, dataset: Any, collate: Collate | None) -> None:
+        self._dataset = dataset() if callable(dataset) and not hasattr(dataset, "__getitem__") else dataset
+        self._collate = collate or default_collate
+        self._lock = threading.Lock()
+        if not hasattr(self._dataset, "__getitem__") or not hasattr(self._dataset, "__len__"):
+            raise DataError(
+                f"the data set is a {type(self._dataset).__name__} without len() and indexing",
+                hint="give a map-style data set (with __len__ and __getitem__), or a function that returns one",
+            )
+        self.samples = len(self._dataset)
+
+    def fetch(self, samples: Sequence[int]) -> Any:
+        """The collated batch of these samples, on the CPU."""
+        numbers = [int(i) for i in samples]
+        with self._lock:
+            if hasattr(self._dataset, "__getitems__"):
+                items = self._dataset.__getitems__(numbers)
+            else:
+                items = [self._dataset[i] for i in numbers]
+            return self._collate(list(items))
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The same batch with its tensors on `device`."""
+    if isinstance(batch, Tensor):
+        return batch.to(device)
+    if isinstance(batch, dict):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(value, device) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch

@@ -1,0 +1,201 @@
+"""The training loop on a guest: leases computed in the user's own loop body, contributions sent away.
+
+Owns when a lease is cut short and when the gradient leaves. It steps no optimizer: the weights are the host's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from potluck.errors import LoopError
+from potluck.hub.guest import GuestHub, RunOver, Work
+from potluck.hub.overlap import Overlap
+from potluck.hub.parity import sketch
+from potluck.hub.tensors import ModelTensors
+from potluck.train.data import Loader, to_device
+from potluck.train.launch import GuestDone, Launch
+from potluck.train.microbatch import MicroBatch
+from potluck.train.options import Options
+from potluck.train.step import SavedBytes, Step
+
+TAIL_S = 0.05
+"""A guess of what it takes to deliver the end of a gradient once the backward is over."""
+
+
+@dataclass(slots=True, kw_only=True)
+class GuestParts:
+    """What a guest computes with."""
+
+    launch: Launch
+    options: Options
+    model: nn.Module
+    tensors: ModelTensors
+    hub: GuestHub
+    loader: Loader | None
+    """Only where the data set is local."""
+    micro: MicroBatch
+
+
+class GuestTrainer:
+    """Serves one host until the run is over."""
+
+    def __init__(self, parts: GuestParts) -> None:
+        self._p = parts
+        self._hub, self._device = parts.hub, parts.launch.device
+        self._device.attach(parts.model)
+        self._overlap = Overlap(parts.model, parts.tensors.trained, parts.tensors.layout)
+        self._work: Work | None = None
+        self._compute_s = 0.0
+        self._last_s = 0.0
+        self._sample_s = 0.0
+        self._saved_bytes: SavedBytes | None = None
+        self._samples = 0
+        self._seconds = 0.0
+
+    def steps(self) -> Iterator[Step]:
+        self._hub.open(self._p.micro.size)
+        reason = "failed"
+        try:
+            while True:
+                self._work = self._hub.next_work()
+                step = Step(self._work.step, self._batches, self._after_backward, self._p.options.loss_is)
+                yield step
+                if not step.finished:
+                    raise LoopError(
+                        f"step {step.index} was left before all its samples were computed",
+                        hint="let `for batch in step` run to its end",
+                    )
+        except RunOver as over:
+            reason = ""
+            raise GuestDone(str(over)) from None
+        except GeneratorExit:
+            reason = "its script left the loop"
+            raise
+        finally:
+            self._overlap.remove()
+            self._hub.close("stopped by the person there" if reason == "failed" else reason)
+            self._p.launch.log.emit(
+                {"event": "guest_end", "samples": self._samples, "compute_s": round(self._seconds, 3)}
+            )
+
+    def _batches(self, step: Step) -> Iterator[Any]:
+        work = self._work
+        assert work is not None
+        self._compute_s = 0.0
+        self._zero_gradients()
+        self._hub.enter(work)
+        try:
+            yield from self._check(step, work) if work.check else self._lease(step, work)
+        finally:
+            self._overlap.idle()
+            self._zero_gradients()
+            self._hub.leave()
+
+    # -- a lease ----------------------------------------------------------------------------------------
+
+    def _lease(self, step: Step, work: Work) -> Iterator[Any]:
+        done = 0
+        for number, size in enumerate(work.sizes):
+            batch = self._fetch(work, number)
+            if batch is None:
+                break
+            following = work.sizes[number + 1] if number + 1 < len(work.sizes) else 0
+            last = not following or self._too_late_for(work, size, following)
+            if last:
+                self._hub.closing(work, done + size, size * self._sample_s + TAIL_S)
+            yield from self._compute(step, work, batch, size, last=last)
+            done += size
+            if work.over:
+                break
+            if last:
+                self._deliver(step, work, done)
+                return
+        self._hub.stopped(work, done, self._compute_s)
+
+    def _deliver(self, step: Step, work: Work, count: int) -> None:
+        loss_sum = step.loss_sum()
+        step.loss = loss_sum / count
+        self._hub.finish(work, count=count, loss_sum=loss_sum, compute_s=self._compute_s)
+        self._samples += count
+        self._seconds += self._compute_s
+        self._p.launch.log.emit(
+            {
+                "event": "delivered",
+                "step": work.step + 1,
+                "samples": count,
+                "loss": step.loss,
+                "compute_s": round(self._compute_s, 4),
+                "total_samples": self._samples,
+            }
+        )
+
+    def _compute(self, step: Step, work: Work, batch: Any, size: int, *, last: bool) -> Iterator[Any]:
+        """One micro-batch in the user's hands, its forward gated by the weights that still arrive."""
+        hub, device = self._hub, self._device
+        hub.wait_for_pieces(work, self._overlap.up_front)
+        self._overlap.computing(
+            wait=lambda pieces: device.waited(hub.wait_for_pieces(work, pieces)),
+            ready=(lambda pieces: hub.code(work, pieces)) if last else None,
+        )
+        step.hand_out(size)
+        if self._p.micro.searching:
+            self._saved_bytes = SavedBytes()
+            self._saved_bytes.start()
+        device.begin(size)
+        yield batch
+        step.check_done()
+        self._overlap.idle()
+
+    def _after_backward(self, samples: int) -> None:
+        self._last_s = self._device.end()
+        self._compute_s += self._last_s
+        self._sample_s = self._last_s / samples
+        saved = self._saved_bytes.stop() if self._saved_bytes is not None else 0
+        self._saved_bytes = None
+        self._p.micro.record(samples, self._last_s, saved)
+
+    def _too_late_for(self, work: Work, size: int, following: int) -> bool:
+        """Whether the micro-batch after this one would cost the host more waiting than computing it itself."""
+        if not self._sample_s:
+            return False
+        elapsed = time.monotonic() - work.received
+        late_s = elapsed + (size + following) * self._sample_s + TAIL_S - work.within_s
+        return late_s > following * work.host_sample_s
+
+    def _fetch(self, work: Work, number: int) -> Any | None:
+        if work.samples is not None:
+            assert self._p.loader is not None
+            batch = None if work.over else self._p.loader.fetch(work.samples[number])
+        else:
+            batch = self._hub.batch(work, number)
+        return None if batch is None else to_device(batch, self._device.torch_device)
+
+    # -- a check ----------------------------------------------------------------------------------------
+
+    def _check(self, step: Step, work: Work) -> Iterator[Any]:
+        """The common batch, twice: once for the gradient that is compared, once for the time it takes."""
+        size = work.sizes[0]
+        batch = self._fetch(work, 0)
+        if batch is None:
+            return
+        self._hub.wait_for_all(work)
+        self._overlap.watch()
+        yield from self._compute(step, work, batch, size, last=False)
+        self._overlap.conclude(self._p.model)
+        trained = self._p.tensors.trained
+        loss = step.loss_sum() / size
+        result = sketch([p.grad for p in trained], [p.numel() for p in trained], loss)
+        self._zero_gradients()
+        yield from self._compute(step, work, batch, size, last=False)
+        if not work.over:
+            values = memoryview(result.values).cast("B")
+            self._hub.send_sketch(work, values=values, count=size, loss=loss, compute_s=self._last_s)
+
+    def _zero_gradients(self) -> None:
+        for parameter in self._p.tensors.trained:
+            parameter.grad = None

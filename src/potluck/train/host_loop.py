@@ -1,0 +1,240 @@
+"""The training loop on the host, and alone: micro-batches, the update, checkpoints, and the step's figures.
+
+Owns the optimizer's step and what surrounds it. Who else computes is the hub's affair; alone or with guests,
+the loop is the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from potluck.errors import ConfigError, LoopError
+from potluck.hub.alone import AloneHub
+from potluck.hub.host import HostHub
+from potluck.hub.ledger import Ledger
+from potluck.hub.parity import sketch
+from potluck.hub.stepping import StepResult
+from potluck.hub.tensors import ModelTensors
+from potluck.train.checkpoint import CheckpointWriter, Loaded, Snapshot, load_latest
+from potluck.train.data import Loader, to_device
+from potluck.train.launch import Interrupted, Launch
+from potluck.train.microbatch import MicroBatch
+from potluck.train.options import Options
+from potluck.train.step import SavedBytes, Step
+from potluck.train.telemetry import Telemetry
+
+
+@dataclass(slots=True, kw_only=True)
+class Parts:
+    """What is trained, and with what."""
+
+    launch: Launch
+    options: Options
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loader: Loader
+    tensors: ModelTensors
+    ledger: Ledger
+    micro: MicroBatch
+    restored: Loaded | None = None
+    objects: dict[str, Any] = field(default_factory=dict)
+
+
+class HostTrainer:
+    """Runs the steps of one training on the host."""
+
+    def __init__(self, parts: Parts, hub: HostHub | AloneHub) -> None:
+        self._p, self._hub = parts, hub
+        self._device = parts.launch.device
+        self._trained = parts.tensors.trained
+        folder = parts.launch.folder
+        self._writer = CheckpointWriter(folder.checkpoints, on_saved=self._saved) if folder else None
+        self._telemetry = Telemetry(parts.launch, parts.options, hub)
+        self._saved_bytes: SavedBytes | None = None
+        self._began = 0.0
+        self._waited_on_disk_s = 0.0
+        self._rng_at_start: dict[str, Tensor] = {}
+        self._loss: float | None = None
+
+    # -- the run ----------------------------------------------------------------------------------------
+
+    def steps(self) -> Iterator[Step]:
+        """One Step after the other, until the run is over; whatever happens, everybody is told and sent home."""
+        options, ledger = self._p.options, self._p.ledger
+        reason = "failed"
+        self._telemetry.started(ledger.step, self._p.tensors)
+        try:
+            while options.steps is None or ledger.step < options.steps:
+                step = Step(ledger.step, self._batches, self._after_backward, options.loss_is)
+                yield step
+                if not step.finished:
+                    raise LoopError(
+                        f"step {step.index} was left before all its samples were computed",
+                        hint="let `for batch in step` run to its end; break out of the outer loop instead",
+                    )
+            reason = "finished"
+        except GeneratorExit:
+            reason = "finished"  # the user's loop ended by break
+            raise
+        except Interrupted:
+            reason = "interrupted"
+            raise
+        finally:
+            self._end(reason)
+
+    def _end(self, reason: str) -> None:
+        try:
+            if self._writer is not None:
+                if reason != "failed":
+                    self._checkpoint(wait=True)
+                self._writer.close()
+        finally:
+            self._hub.close(reason)
+            self._telemetry.ended(self._p.ledger.step, self._loss, reason)
+
+    # -- one step ---------------------------------------------------------------------------------------
+
+    def _batches(self, step: Step) -> Iterator[Any]:
+        """This machine's micro-batches of the step; then the update."""
+        self._rng_at_start = self._device.rng_state()
+        self._telemetry.step_begins()
+        self._hub.begin_step()
+        for parameter in self._trained:
+            parameter.grad = None
+        while True:
+            self._stop_if_asked()
+            positions, check = self._hub.take(self._p.micro.size())
+            if not positions:
+                break
+            self._began = time.monotonic()
+            batch = to_device(
+                self._p.loader.fetch(self._hub.samples_of(positions)), self._device.torch_device
+            )
+            loss_before = step.loss_sum() if check else 0.0
+            step.hand_out(len(positions))
+            if self._p.micro.searching:
+                self._saved_bytes = SavedBytes()
+                self._saved_bytes.start()
+            self._device.begin(len(positions))
+            yield batch
+            step.check_done()
+            if check:
+                self._check_computed(positions, (step.loss_sum() - loss_before) / len(positions))
+            seconds = time.monotonic() - self._began
+            self._hub.computed(positions, seconds)
+            self._telemetry.computed(len(positions), seconds)
+        self._update(step)
+
+    def _after_backward(self, samples: int) -> None:
+        seconds = self._device.end()
+        saved = self._saved_bytes.stop() if self._saved_bytes is not None else 0
+        self._saved_bytes = None
+        self._p.micro.record(samples, seconds, saved)
+
+    def _check_computed(self, positions: tuple[int, ...], loss: float) -> None:
+        """The step's first micro-batch is the one on which newcomers are checked."""
+        assert isinstance(self._hub, HostHub)
+        sizes = [p.numel() for p in self._trained]
+        self._hub.check_computed(positions, sketch([p.grad for p in self._trained], sizes, loss))
+
+    def _update(self, step: Step) -> None:
+        computed = time.monotonic()
+        result, guests_loss = self._hub.end_step()
+        options, model, optimizer = self._p.options, self._p.model, self._p.optimizer
+        gradients = [p.grad for p in self._trained if p.grad is not None]
+        torch._foreach_mul_(gradients, 1.0 / options.global_batch)
+        if options.before_update is not None:
+            options.before_update(model)
+        if options.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self._trained, options.clip_norm)
+        if self._writer is not None:
+            self._waited_on_disk_s = self._writer.before_update()
+        with self._hub.updating():
+            optimizer.step()
+        if options.scheduler is not None:
+            options.scheduler.step()
+        self._loss = step.loss = (step.loss_sum() + guests_loss) / options.global_batch
+        self._finished(result, time.monotonic() - computed)
+
+    def _finished(self, result: StepResult, update_s: float) -> None:
+        every = self._p.launch.config.checkpoint_every
+        if every and self._p.ledger.step % every == 0:
+            self._checkpoint()
+        assert self._loss is not None
+        self._telemetry.step_ended(self._p.ledger.step, self._loss, result, update_s)
+
+    # -- stopping and saving ----------------------------------------------------------------------------
+
+    def _stop_if_asked(self) -> None:
+        if self._p.launch.stop_requested():
+            # The step under way is abandoned: a resumed run begins it again, from the same random numbers.
+            self._device.set_rng_state(self._rng_at_start)
+            raise Interrupted
+
+    def _checkpoint(self, *, wait: bool = False) -> None:
+        assert self._writer is not None
+        if wait:
+            self._writer.wait()
+        p = self._p
+        state = p.ledger.state()
+        if wait and p.launch.folder and _newest_step(p.launch.folder.checkpoints) == state.step:
+            return
+        self._writer.start(
+            Snapshot(
+                step=state.step,
+                model=p.model,
+                optimizer=p.optimizer,
+                objects=p.objects,
+                device_rng=self._device.rng_state(),
+                extra={
+                    "samples": state.samples,
+                    "global_batch": state.global_batch,
+                    "seed": p.options.seed,
+                    "micro_batch": p.micro.settled,
+                },
+            )
+        )
+        if wait:
+            self._writer.wait()
+
+    def _saved(self, step: int, path: Any, seconds: float) -> None:
+        self._p.launch.log.emit(
+            {"event": "checkpoint", "step": step, "path": str(path), "seconds": round(seconds, 3)}
+        )
+
+
+def _newest_step(checkpoints: Any) -> int | None:
+    steps = [int(p.name.split("-")[1]) for p in checkpoints.glob("step-????????") if p.is_dir()]
+    return max(steps, default=None)
+
+
+def restore(
+    launch: Launch,
+    options: Options,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    objects: dict[str, Any],
+) -> Loaded | None:
+    """Load the newest readable checkpoint of a run that is resumed; the model and optimizer continue from it."""
+    if not launch.resume or launch.folder is None:
+        return None
+    loaded = load_latest(launch.folder.checkpoints)
+    if loaded is None:
+        return None
+    for path, reason in loaded.skipped:
+        launch.log.emit({"event": "checkpoint_damaged", "path": str(path), "reason": reason})
+    for key, now in (("global_batch", options.global_batch), ("seed", options.seed)):
+        if loaded.extra.get(key, now) != now:
+            raise ConfigError(
+                f"the run was started with {key} {loaded.extra[key]}, now it is {now}",
+                hint=f"a resumed run continues at the very sample: keep {key} as it was, or start a new run",
+            )
+    loaded.restore(model, optimizer, objects)
+    launch.device.set_rng_state(dict(loaded.device_rng))
+    return loaded

@@ -1,0 +1,65 @@
+"""How this process was started: alone, as host or as guest. Set by whoever starts it, read by `start()`.
+
+Owns the one piece of process-wide state that a user's script does not see. It starts nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from potluck.device import Device
+from potluck.hub.link import GuestLink
+from potluck.spec.config import RunConfig
+from potluck.train.events import EventLog
+from potluck.train.folder import RunFolder
+from potluck.wire.frames import Message
+from potluck.wire.keys import HostKeys
+from potluck.wire.transport import HostSocket
+
+ALONE, HOST, GUEST = "alone", "host", "guest"
+
+
+@dataclass(slots=True, kw_only=True)
+class Launch:
+    """Everything a run needs that its script does not say."""
+
+    role: str
+    config: RunConfig
+    device: Device
+    name: str
+    log: EventLog
+    what: str = "script"
+    """The recipe's or the script's name."""
+    folder: RunFolder | None = None
+    resume: bool = False
+    source: dict[str, Any] = field(default_factory=dict)
+    """For the welcome: the recipe and its config, or the names of the files that come as frames."""
+    files: tuple[bytes, ...] = ()
+    socket: HostSocket | None = None
+    keys: HostKeys | None = None
+    link: GuestLink | None = None
+    welcome: Message | None = None
+    stop_requested: Callable[[], bool] = lambda: False
+    """Whether the person asked for an end (Ctrl-C): looked at between micro-batches."""
+
+
+_current: Launch | None = None
+
+
+def set_launch(launch: Launch | None) -> None:
+    global _current
+    _current = launch
+
+
+def current() -> Launch | None:
+    return _current
+
+
+class Interrupted(KeyboardInterrupt):
+    """The person stopped the run; everything has been saved and told."""
+
+
+class GuestDone(BaseException):
+    """The run this guest took part in is over: the rest of the script is the host's affair."""

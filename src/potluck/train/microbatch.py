@@ -1,0 +1,72 @@
+"""How many samples this machine computes at once: given, or found by doubling while it pays and fits.
+
+PURE apart from its measurements, which are handed in. It knows no device and no loop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+WORTH = 0.95
+"""A doubling must bring the time a sample takes to this part of it, or the search is over."""
+SAME = 1.03
+"""Sizes within this factor of the best are as good: the largest of them is taken, it overlaps best."""
+TRIALS = 2
+"""Measurements of each size; the fastest counts."""
+MEMORY_PART = 0.5
+"""Activations may fill this part of what is free."""
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """The search for one machine's micro-batch size."""
+
+    fixed: int | None = None
+    """The size that was asked for."""
+    limit: int = 64
+    """No larger than this, whatever it would bring."""
+    free_bytes: int | None = None
+    """The device's free memory before the first micro-batch."""
+    settled: int | None = None
+    _now: int = 1
+    _seconds: dict[int, list[float]] = field(default_factory=dict)
+    _bytes_per_sample: float = 0.0
+    _warm: bool = False
+
+    def size(self) -> int:
+        return self.fixed or self.settled or self._now
+
+    @property
+    def searching(self) -> bool:
+        return self.fixed is None and self.settled is None
+
+    def record(self, size: int, seconds: float, saved_bytes: int = 0) -> None:
+        """A micro-batch of `size` took so long and kept so many bytes for its backward."""
+        if not self.searching or size <= 0:
+            return
+        if saved_bytes:
+            self._bytes_per_sample = max(self._bytes_per_sample, saved_bytes / size)
+        if not self._warm:
+            self._warm = True  # the first micro-batch pays for everybody's start
+            return
+        if size != self._now:
+            return
+        trials = self._seconds.setdefault(size, [])
+        trials.append(seconds / size)
+        if len(trials) >= TRIALS:
+            self._decide()
+
+    def _decide(self) -> None:
+        best = {size: min(trials) for size, trials in self._seconds.items()}
+        before = best.get(self._now // 2)
+        pays = before is None or best[self._now] <= before * WORTH or self._now <= 2
+        if pays and 2 * self._now <= self.limit and self._fits(2 * self._now):
+            self._now *= 2
+            return
+        fastest = min(best.values())
+        self.settled = max(size for size, seconds in best.items() if seconds <= fastest * SAME)
+
+    def _fits(self, size: int) -> bool:
+        if self.free_bytes is None or not self._bytes_per_sample:
+            return True
+        return size * self._bytes_per_sample <= MEMORY_PART * self.free_bytes

@@ -1,0 +1,77 @@
+"""What a training loop may say about itself: the keywords of `run.training`. Owns their meaning and checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, TypedDict
+
+from torch import nn
+
+from potluck.errors import ConfigError
+from potluck.spec.config import nearest
+from potluck.train.data import Collate
+from potluck.train.optimizer_state import Stateful
+
+
+class Keywords(TypedDict, total=False):
+    """The optional keywords of `run.training`; `Options` documents each."""
+
+    steps: int | None
+    clip_norm: float | None
+    scheduler: Any
+    collate: Collate | None
+    data: str
+    seed: int
+    micro_batch: int | None
+    loss_is: str
+    before_update: Callable[[nn.Module], None] | None
+    also_save: Mapping[str, Stateful]
+    tokens_per_sample: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How the loop trains; the same on every machine."""
+
+    global_batch: int
+    """Samples in every step, whoever computes them."""
+    steps: int | None = None
+    """Steps to train in all (a resumed run continues up to it); endless when not given: break when done."""
+    clip_norm: float | None = None
+    """Clip the whole gradient to this norm before the update."""
+    scheduler: Any = None
+    """A learning-rate scheduler: stepped after every update, saved with checkpoints."""
+    collate: Collate | None = None
+    """Turns a list of samples into a batch; torch's default_collate when not given."""
+    data: str = "sent"
+    """"sent": samples travel to guests with their leases. "local": guests have the data set themselves."""
+    seed: int = 0
+    """Of the samples' order."""
+    micro_batch: int | None = None
+    """Samples computed at once, on every machine that does not say otherwise; found by trying if not given."""
+    loss_is: str = "mean"
+    """What the loss given to step.backward is over the samples of the batch: "mean" or "sum"."""
+    before_update: Callable[[nn.Module], None] | None = None
+    """Called with the model when its gradients are complete, before clipping and the update (host only)."""
+    also_save: Mapping[str, Stateful] = field(default_factory=dict)
+    """More objects with state_dict() and load_state_dict() to keep in checkpoints."""
+    tokens_per_sample: int | None = None
+    """For a tokens/s figure in the view."""
+
+
+def make_options(global_batch: int, keywords: Keywords) -> Options:
+    known = [f.name for f in fields(Options)]
+    for key in keywords:
+        if key not in known:
+            raise ConfigError(f"run.training() has no keyword {key!r}", hint=nearest(key, known))
+    options = Options(global_batch=global_batch, **keywords)
+    if not isinstance(global_batch, int) or global_batch < 1:
+        raise ConfigError(f"global_batch must be a whole number of at least 1, not {global_batch!r}")
+    if options.data not in ("sent", "local"):
+        raise ConfigError(f"data must be 'sent' or 'local', not {options.data!r}")
+    if options.loss_is not in ("mean", "sum"):
+        raise ConfigError(f"loss_is must be 'mean' or 'sum', not {options.loss_is!r}")
+    if options.micro_batch is not None and options.micro_batch < 1:
+        raise ConfigError(f"micro_batch must be at least 1, not {options.micro_batch}")
+    return options

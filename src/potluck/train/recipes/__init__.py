@@ -1,0 +1,92 @@
+"""Owns the list of recipes: named trainings that need no script.
+
+It knows what a recipe offers, not how one works, and imports torch only when a recipe is asked for.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from typing import TYPE_CHECKING, Any, Protocol
+
+from potluck.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from torch.optim.lr_scheduler import LRScheduler
+    from torch.utils.data import Dataset
+
+__all__ = ["NAMES", "Recipe", "RecipeConfig", "get"]
+
+NAMES = ("gpt", "cnn")
+
+
+class RecipeConfig(Protocol):
+    """What every recipe's frozen Config has beside its own fields. All fields are JSON scalars or None."""
+
+    @property
+    def steps(self) -> int:
+        """Optimizer updates in the run."""
+
+    @property
+    def global_batch(self) -> int:
+        """Samples in a step, on all machines together."""
+
+    @property
+    def clip_norm(self) -> float:
+        """The longest gradient that is used as it is; 0 means any."""
+
+    @property
+    def seed(self) -> int:
+        """Of the initial weights and the order of the samples."""
+
+    @property
+    def data(self) -> str | None:
+        """Where the samples come from; None: they need no file."""
+
+
+class Recipe(Protocol):
+    """Everything a run needs. `config` is always an instance of the recipe's own Config."""
+
+    @property
+    def name(self) -> str:
+        """What it is called on the command line."""
+
+    @property
+    def Config(self) -> type[Any]:
+        """A frozen, keyword-only dataclass (RecipeConfig), each field documented below itself."""
+
+    def model(self, config: Any) -> nn.Module:
+        """The initial model on the CPU: the same for the same config on every machine, without any data."""
+
+    def optimizer(self, model: nn.Module, config: Any) -> torch.optim.Optimizer:
+        """An optimizer over the model's trained parameters."""
+
+    def scheduler(self, optimizer: torch.optim.Optimizer, config: Any) -> LRScheduler | None:
+        """What sets the learning rate, called once after every step."""
+
+    def dataset(self, config: Any) -> Dataset[Any]:
+        """The samples, map-style, with `__getitems__` (a list of samples). Only the host calls it."""
+
+    def loss(self, model: nn.Module, batch: Any, config: Any) -> Tensor:
+        """The mean over the samples of a batch (samples stacked, on the model's device)."""
+
+    def tokens_per_sample(self, config: Any) -> int | None:
+        """How many tokens a sample is; None where that is no measure."""
+
+    def validation(self, model: nn.Module, config: Any, device: torch.device) -> float | None:
+        """How good the model is on samples it was not trained on. Only the host calls it."""
+
+    def finish(self, model: nn.Module, config: Any, device: torch.device) -> str:
+        """What to show at the end, in words. Only the host calls it."""
+
+
+def get(name: str) -> Recipe:
+    """The recipe of this name."""
+    if name not in NAMES:
+        near = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ConfigError(f"there is no recipe {name!r}", hint=f"{hint}recipes: {', '.join(NAMES)}")
+    recipe: Recipe = importlib.import_module(f"potluck.train.recipes.{name}").RECIPE
+    return recipe

@@ -1,0 +1,216 @@
+"""Owns the recipe `cnn`: a small convolutional net that learns to read digits.
+
+It knows nothing of hosts, guests or runs: it says what is trained, on what, and how the result is shown.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils.data import Dataset
+
+from potluck.errors import ConfigError
+from potluck.train.recipes import idx
+from potluck.train.recipes.modes import Precision, evaluating, precision
+
+if TYPE_CHECKING:
+    from potluck.train.recipes import Recipe
+
+CLASSES = 10
+_EVALUATION_BATCH = 256
+_HELD_OUT_EVERY = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CnnConfig:
+    """What a run of the recipe `cnn` can be told."""
+
+    width: int = 32
+    """Channels after the first convolution; the later ones have twice as many."""
+
+    global_batch: int = 64
+    """Images that one step learns from, on all machines together."""
+
+    steps: int = 300
+    """Optimizer updates in the run."""
+
+    lr: float = 3e-3
+    """Peak learning rate."""
+
+    weight_decay: float = 0.01
+    """AdamW's decay."""
+
+    clip_norm: float = 1.0
+    """Gradients longer than this are scaled down to it; 0 leaves them as they are."""
+
+    precision: Precision = "fp32"
+    """Number format of convolutions and matrix products (autocast); weights and their updates stay fp32."""
+
+    data: str | None = None
+    """A folder with MNIST's IDX files, plain or .gz; left out, the 8x8 digits inside scikit-learn."""
+
+    seed: int = 1
+    """Of the initial weights and the order of the samples."""
+
+    def __post_init__(self) -> None:
+        for name in ("width", "global_batch", "steps"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}", hint=f"{name} must be 1 or more")
+        if self.width % 4:
+            raise ConfigError(f"width is {self.width}", hint="width must be a multiple of 4, for example 32")
+        for name in ("weight_decay", "clip_norm", "seed"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} is {getattr(self, name)}", hint=f"{name} must be 0 or more")
+        if not 0 < self.lr < math.inf:
+            raise ConfigError(f"lr is {self.lr}", hint="lr must be above 0, for example 0.003")
+
+
+class DigitNet(nn.Module):
+    """Three convolutions, pooled to 4x4 whatever the image's size, then two layers.
+
+    Normalised within each sample (GroupNorm): how a batch is split over machines changes nothing.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(1, width, 3, padding=1),
+            nn.GroupNorm(4, width),
+            nn.ReLU(),
+            nn.Conv2d(width, 2 * width, 3, padding=1),
+            nn.GroupNorm(4, 2 * width),
+            nn.ReLU(),
+            nn.AdaptiveMaxPool2d(4),
+            nn.Conv2d(2 * width, 2 * width, 3, padding=1),
+            nn.GroupNorm(4, 2 * width),
+            nn.ReLU(),
+        )
+        self.classifier = nn.Sequential(
+            nn.Flatten(), nn.Linear(32 * width, 4 * width), nn.ReLU(), nn.Linear(4 * width, CLASSES)
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        """images: (batch, 1, height, width) in 0..1 -> scores (batch, 10)."""
+        scores: Tensor = self.classifier(self.features(images))
+        return scores
+
+
+class Digits(Dataset[tuple[Tensor, Tensor]]):
+    """Samples: an image (height, width) of uint8 and its digit, an int64 without dimensions."""
+
+    def __init__(self, images: np.ndarray, labels: np.ndarray) -> None:
+        self._images = torch.from_numpy(np.ascontiguousarray(images))
+        self._labels = torch.from_numpy(labels.astype(np.int64))
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"image {index} of {len(self)}")
+        return self._images[index], self._labels[index]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """Several samples, as torch's DataLoader asks for them: a list, not yet stacked."""
+        return [self[index] for index in indices]
+
+    def batches(self, size: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+        """All samples in order, in stacked batches."""
+        images, labels = torch.split(self._images, size), torch.split(self._labels, size)
+        return [(image.to(device), label.to(device)) for image, label in zip(images, labels)]
+
+
+class CnnRecipe:
+    """Everything a run of the digit reader needs."""
+
+    name = "cnn"
+    Config = CnnConfig
+
+    def model(self, config: CnnConfig) -> DigitNet:
+        """The initial net, on the CPU, the same for the same seed; the caller's chances are untouched."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            return DigitNet(config.width)
+
+    def optimizer(self, model: nn.Module, config: CnnConfig) -> torch.optim.AdamW:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return torch.optim.AdamW(trained, lr=config.lr, weight_decay=config.weight_decay)
+
+    def scheduler(self, optimizer: torch.optim.Optimizer, config: CnnConfig) -> OneCycleLR:
+        """Up over a tenth of the run, then down to nearly nothing."""
+        # One step more than the run has: the schedule is moved on after the last update, too.
+        return OneCycleLR(optimizer, max_lr=config.lr, total_steps=config.steps + 1, pct_start=0.1)
+
+    def dataset(self, config: CnnConfig) -> Digits:
+        return _load(config.data)[0]
+
+    def loss(self, model: nn.Module, batch: Sequence[Tensor], config: CnnConfig) -> Tensor:
+        """Mean cross entropy. batch: images (samples, height, width) of uint8, labels (samples,) of int64."""
+        images, labels = batch
+        return F.cross_entropy(_scores(model, images, config), labels)
+
+    def tokens_per_sample(self, config: CnnConfig) -> int | None:
+        return None
+
+    def validation(self, model: nn.Module, config: CnnConfig, device: torch.device) -> float | None:
+        """The share of held-out images that are read right."""
+        right, total = self._count_right(model, config, device)
+        return right / total
+
+    def finish(self, model: nn.Module, config: CnnConfig, device: torch.device) -> str:
+        right, total = self._count_right(model, config, device)
+        return f"{right:,} of {total:,} held-out digits read right: {100 * right / total:.1f} %"
+
+    def _count_right(self, model: nn.Module, config: CnnConfig, device: torch.device) -> tuple[int, int]:
+        held_out = _load(config.data)[1]
+        right = 0
+        with evaluating(model):
+            for images, labels in held_out.batches(_EVALUATION_BATCH, device):
+                right += int((_scores(model, images, config).argmax(dim=1) == labels).sum())
+        return right, len(held_out)
+
+
+def _scores(model: nn.Module, images: Tensor, config: CnnConfig) -> Tensor:
+    with precision(images.device, config.precision):
+        scores: Tensor = model(images.unsqueeze(1).float() / 255)
+    return scores.float()
+
+
+@functools.lru_cache(maxsize=1)
+def _load(data: str | None) -> tuple[Digits, Digits]:
+    """Samples for training and held-out ones; every sixth is held out where no test set comes with them."""
+    if data is not None:
+        folder = Path(data).expanduser()
+        training, test = idx.read_mnist(folder)
+        if test is not None:
+            return Digits(*training), Digits(*test)
+        images, labels = training
+    else:
+        images, labels = _sklearn_digits()
+    held_out = np.arange(len(labels)) % _HELD_OUT_EVERY == _HELD_OUT_EVERY - 1
+    return Digits(images[~held_out], labels[~held_out]), Digits(images[held_out], labels[held_out])
+
+
+def _sklearn_digits() -> tuple[np.ndarray, np.ndarray]:
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise ConfigError(
+            "the recipe cnn takes its digits from scikit-learn, which is not installed",
+            hint="pip install 'potluck[digits]', or give a folder with MNIST's files: --data DIR",
+        ) from error
+    digits = load_digits()
+    return np.round(digits.images * (255 / 16)).astype(np.uint8), digits.target
+
+
+RECIPE: Recipe = CnnRecipe()

@@ -1,0 +1,258 @@
+"""What a user's script touches: `start()` and the `Run` it returns.
+
+Owns the public face of training. How it was started is `launch`; how steps go is the two loops'.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import sys
+from collections.abc import Iterator
+from typing import Any, Unpack
+
+import torch
+from torch import nn
+
+from potluck import codec as codecs
+from potluck.device import pick
+from potluck.errors import LoopError
+from potluck.hub.alone import AloneHub
+from potluck.hub.guest import GuestHub
+from potluck.hub.host import HostHub, HubParts
+from potluck.hub.host_coder import HostCoder
+from potluck.hub.ledger import Ledger
+from potluck.hub.protocol import HostProtocol, HostTerms
+from potluck.hub.tensors import ModelTensors
+from potluck.spec.config import RunConfig
+from potluck.train.data import Loader, epoch_order
+from potluck.train.events import EventLog
+from potluck.train.guest_loop import GuestParts, GuestTrainer
+from potluck.train.host_loop import HostTrainer, Parts, restore
+from potluck.train.launch import ALONE, GUEST, HOST, Launch, current
+from potluck.train.microbatch import MicroBatch
+from potluck.train.options import Keywords, Options, make_options
+from potluck.train.step import Step
+from potluck.train.telemetry import versions
+from potluck.wire.frames import PROTOCOL, Message
+
+LARGEST_GUEST_MICRO_BATCH = 16
+
+
+class Run:
+    """One training, seen from this machine."""
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+        self._used = False
+
+    @property
+    def role(self) -> str:
+        """ "alone", "host" or "guest"."""
+        return self._launch.role
+
+    @property
+    def is_guest(self) -> bool:
+        return self._launch.role == GUEST
+
+    @property
+    def is_host(self) -> bool:
+        """True on the machine that owns the weights: the host, or the only one."""
+        return not self.is_guest
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model belongs on this machine."""
+        return self._launch.device.torch_device
+
+    def training(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        dataset: Any,
+        *,
+        global_batch: int,
+        **keywords: Unpack[Keywords],
+    ) -> Iterator[Step]:
+        """The steps of the training; each is iterated for its batches (see `Step`).
+
+        Args:
+            model: on `run.device`. Trained are the parameters that require a gradient.
+            optimizer: any torch optimizer over them; stepped on the host only.
+            dataset: map-style, or a function that returns one (called only where samples are read).
+            global_batch: samples in every step, whoever computes them.
+            keywords: see `potluck.train.options.Options`.
+        """
+        if self._used:
+            raise LoopError("run.training() was called twice", hint="a run has one training loop")
+        self._used = True
+        options = make_options(global_batch, keywords)
+        tensors = ModelTensors(model)
+        if self.is_guest:
+            return self._guest(options, model, dataset, tensors)
+        return self._host(options, model, optimizer, dataset, tensors)
+
+    # -- host and alone ---------------------------------------------------------------------------------
+
+    def _host(
+        self,
+        options: Options,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        dataset: Any,
+        tensors: ModelTensors,
+    ) -> Iterator[Step]:
+        launch = self._launch
+        launch.device.attach(model)
+        objects = dict(options.also_save)
+        if options.scheduler is not None:
+            objects["scheduler"] = options.scheduler
+        restored = restore(launch, options, model, optimizer, objects)
+        loader = Loader(dataset, options.collate)
+        step = restored.step if restored is not None else 0
+        ledger = Ledger(
+            samples=loader.samples,
+            global_batch=options.global_batch,
+            order=epoch_order(loader.samples, options.seed),
+            step=step,
+        )
+        micro = self._micro_batch(options, limit=options.global_batch)
+        if restored is not None:
+            micro.settled = restored.extra.get("micro_batch")
+        parts = Parts(
+            launch=launch,
+            options=options,
+            model=model,
+            optimizer=optimizer,
+            loader=loader,
+            tensors=tensors,
+            ledger=ledger,
+            micro=micro,
+            restored=restored,
+            objects=objects,
+        )
+        hub = self._open_hub(parts) if launch.role == HOST else AloneHub(ledger, launch.name)
+        return HostTrainer(parts, hub).steps()
+
+    def _open_hub(self, parts: Parts) -> HostHub:
+        launch, tensors = self._launch, parts.tensors
+        assert launch.socket is not None
+        up, down = codecs.get(launch.config.codec), codecs.get(down_codec(launch.config))
+        coder = HostCoder(tensors, down=down, up=up, device=launch.device, notify=launch.socket.wake)
+        coder.version = parts.ledger.step
+        terms = HostTerms(
+            name=launch.name,
+            versions={**versions(), "protocol": str(PROTOCOL)},
+            fingerprint=tensors.fingerprint,
+            pieces=len(tensors.layout.pieces),
+            coded_bytes=sum(up.nbytes(p.count) for p in tensors.layout.pieces),
+            local_data=parts.options.data == "local",
+        )
+        hub = HostHub(
+            HubParts(
+                socket=launch.socket,
+                protocol=HostProtocol(terms, parts.ledger),
+                coder=coder,
+                tensors=tensors,
+                welcome=self._welcome,
+                fetch=parts.loader.fetch,
+                emit=launch.log.emit,
+                loose_parity=any(
+                    isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in parts.model.modules()
+                ),
+            )
+        )
+        hub.start()
+        if launch.config.wait_for:
+            try:
+                hub.wait_for_guests(launch.config.wait_for, launch.config.wait_s)
+            except BaseException:
+                hub.close("failed")
+                raise
+        return hub
+
+    def _welcome(self, name: str) -> Message:
+        launch = self._launch
+        fields = {
+            "name": name,
+            "host": launch.name,
+            "run": launch.folder.id if launch.folder else "",
+            "codec": launch.config.codec,
+            "codec_down": down_codec(launch.config),
+            "versions": versions(),
+            "source": launch.source,
+        }
+        return Message(kind="welcome", fields=fields, frames=launch.files)
+
+    # -- guest ------------------------------------------------------------------------------------------
+
+    def _guest(
+        self, options: Options, model: nn.Module, dataset: Any, tensors: ModelTensors
+    ) -> Iterator[Step]:
+        launch = self._launch
+        assert launch.link is not None and launch.welcome is not None
+        fields = launch.welcome.fields
+        hub = GuestHub(
+            launch.link,
+            tensors,
+            down=codecs.get(str(fields["codec_down"])),
+            up=codecs.get(str(fields["codec"])),
+            device=launch.device,
+        )
+        parts = GuestParts(
+            launch=launch,
+            options=options,
+            model=model,
+            tensors=tensors,
+            hub=hub,
+            loader=Loader(dataset, options.collate) if options.data == "local" else None,
+            micro=self._micro_batch(options, limit=LARGEST_GUEST_MICRO_BATCH),
+        )
+        return GuestTrainer(parts).steps()
+
+    def _micro_batch(self, options: Options, *, limit: int) -> MicroBatch:
+        return MicroBatch(
+            fixed=self._launch.config.micro_batch or options.micro_batch,
+            limit=limit,
+            free_bytes=self._launch.device.memory().free_bytes,
+        )
+
+
+def down_codec(config: RunConfig) -> str:
+    """The codec of the weights' changes: topk drops too much of them, so int8 takes its place."""
+    if config.codec_down is not None:
+        return config.codec_down
+    return "int8" if config.codec.startswith("topk") else config.codec
+
+
+def start() -> Run:
+    """Begin a run: alone, as host or as guest, as this process was started.
+
+    Under plain `python script.py` the run is alone and writes no files; under `potluck host script.py` guests
+    can join it; `potluck join` runs the same script as a guest.
+    """
+    launch = current()
+    if launch is None:
+        config = RunConfig()
+        launch = Launch(
+            role=ALONE,
+            config=config,
+            device=pick(),
+            name=socket.gethostname(),
+            log=EventLog(None),
+            what=sys.argv[0],
+        )
+    return Run(launch)
+
+
+def manifest(launch: Launch, recipe: dict[str, Any]) -> dict[str, Any]:
+    """What the run folder says of the run before it starts."""
+    return {
+        "what": launch.what,
+        "config": dataclasses.asdict(launch.config),
+        "recipe": recipe,
+        "source": {k: v for k, v in launch.source.items() if k != "files"}
+        | {"files": launch.source.get("files")},
+        "versions": versions(),
+        "machines": [{"name": launch.name, "role": launch.role, "device": launch.device.label}],
+    }

@@ -1,0 +1,123 @@
+"""One step as the user's loop sees it: batches to compute, `backward`, and the loss when it is done.
+
+Owns the contract between our iterators and the user's loop body. It knows no hub: what a batch is and what
+follows it is the trainer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from potluck.errors import LoopError
+
+
+@dataclass(slots=True)
+class Current:
+    """The micro-batch in the user's hands."""
+
+    samples: int
+    done: bool = False
+
+
+class Step:
+    """Iterate over it for this machine's micro-batches; call `backward` with each one's loss.
+
+    When the iteration ends, the step is complete: on the host the weights have been updated.
+    """
+
+    def __init__(
+        self, index: int, batches: Callable[[Step], Iterator[Any]], after: Callable[[int], None], loss_is: str
+    ) -> None:
+        self.index = index
+        """The number of this step, from 0."""
+        self.loss: float | None = None
+        """After the step: the mean loss over all its samples (on a guest: over its own)."""
+        self.finished = False
+        self._batches = batches
+        self._after = after
+        self._mean = loss_is == "mean"
+        self._current: Current | None = None
+        self._loss_sum: Tensor | float = 0.0
+        self._started = False
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._started:
+            raise LoopError(
+                f"step {self.index} was iterated over twice", hint="use one `for batch in step` loop"
+            )
+        self._started = True
+        yield from self._batches(self)
+        self.finished = True
+
+    def backward(self, loss: Tensor) -> None:
+        """Add this micro-batch's gradient to the step's, weighted by its samples."""
+        current = self._current
+        if current is None or current.done:
+            raise LoopError("step.backward() was called without a batch, or twice for one", step=self.index)
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise LoopError(
+                "step.backward() needs the loss: a tensor of one value that depends on the model",
+                hint='the mean over the samples of the batch; for a sum say run.training(…, loss_is="sum")',
+                step=self.index,
+            )
+        total = loss * current.samples if self._mean else loss
+        total.backward()  # type: ignore[no-untyped-call]
+        self._loss_sum = self._loss_sum + total.detach().float()
+        current.done = True
+        self._after(current.samples)
+
+    # -- for the trainers -------------------------------------------------------------------------------
+
+    def hand_out(self, samples: int) -> None:
+        self._current = Current(samples)
+
+    def check_done(self) -> None:
+        """After the user's body: `backward` must have been called."""
+        if self._current is None or not self._current.done:
+            raise LoopError(
+                f"a batch of step {self.index} came back without step.backward(loss)",
+                hint="call step.backward(loss) for every batch; skipping one would lose its samples",
+                step=self.index,
+            )
+        self._current = None
+
+    def loss_sum(self) -> float:
+        """The summed loss of this machine's samples (waits for the device)."""
+        return float(self._loss_sum)
+
+    def reset_loss(self) -> None:
+        self._loss_sum = 0.0
+
+
+class SavedBytes:
+    """Counts what autograd keeps for the backward while it is active: the size of a micro-batch's activations."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._seen: set[int] = set()
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+        self._on = False
+
+    def start(self) -> None:
+        self._hooks.__enter__()
+        self._on = True
+
+    def stop(self) -> int:
+        if self._on:
+            self._hooks.__exit__(None, None, None)
+            self._on = False
+        return self.bytes
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, torch.nn.Parameter):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in self._seen:
+                self._seen.add(storage.data_ptr())
+                self.bytes += storage.nbytes()
+        # Not the tensor itself: an operation that keeps its own output would then keep itself alive.
+        return tensor.detach()

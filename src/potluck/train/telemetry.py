@@ -1,0 +1,157 @@
+"""The figures of a run while it goes on: the events that the log keeps and the view shows.
+
+Owns how speed, share and busy time are computed from what was measured. It changes nothing in the training.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections import deque
+from typing import Any
+
+import torch
+
+from potluck._version import __version__
+from potluck.hub.alone import AloneHub
+from potluck.hub.host import HostHub
+from potluck.hub.members import Member
+from potluck.hub.stepping import StepResult
+from potluck.hub.tensors import ModelTensors
+from potluck.train.launch import ALONE, Launch
+from potluck.train.options import Options
+
+RECENT_STEPS = 8
+"""Rates shown are over this many steps."""
+
+
+def versions() -> dict[str, str]:
+    return {"potluck": __version__, "torch": torch.__version__, "python": platform.python_version()}
+
+
+class Telemetry:
+    """Collects one run's measurements and emits its events."""
+
+    def __init__(self, launch: Launch, options: Options, hub: HostHub | AloneHub) -> None:
+        self._launch, self._options, self._hub = launch, options, hub
+        self._started = self._last_end = time.monotonic()
+        self._first_step = 0
+        self._begun = 0.0
+        self._host_busy_s = 0.0
+        self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)
+        """(step's seconds, the update's part of it)"""
+        self._speedup: float | None = None
+
+    def started(self, step: int, tensors: ModelTensors) -> None:
+        self._first_step = step
+        self._started = self._last_end = time.monotonic()
+        options, launch = self._options, self._launch
+        self._launch.log.emit(
+            {
+                "event": "run_start",
+                "run_id": launch.folder.id if launch.folder else "",
+                "folder": str(launch.folder.path) if launch.folder else "",
+                "recipe": launch.what,
+                "machine": launch.name,
+                "device": launch.device.label,
+                "steps": options.steps,
+                "global_batch": options.global_batch,
+                "parameters": sum(t.count for t in tensors.fingerprint if t.role != "buffer"),
+                "trained_parameters": tensors.layout.count,
+                "codec": launch.config.codec,
+                "micro_batch": launch.config.micro_batch or options.micro_batch,
+                "tokens_per_sample": options.tokens_per_sample,
+                "resumed_from": step or None,
+                "join": launch.role != ALONE,
+            }
+        )
+
+    def step_begins(self) -> None:
+        self._begun = time.monotonic()
+        self._host_busy_s = 0.0
+
+    def computed(self, samples: int, seconds: float) -> None:
+        self._host_busy_s += seconds
+
+    def step_ended(self, step: int, loss: float, result: StepResult, update_s: float) -> None:
+        now = time.monotonic()
+        step_s, self._last_end = now - self._last_end, now
+        self._recent.append((step_s, update_s))
+        options = self._options
+        mean_s = sum(s for s, _ in self._recent) / len(self._recent)
+        rate = options.global_batch / mean_s
+        self._speedup = self._times_alone(mean_s)
+        up, down = self._hub.traffic()
+        self._launch.log.emit(
+            {
+                "event": "step",
+                "step": step,
+                "steps": options.steps,
+                "loss": loss,
+                "step_s": round(step_s, 5),
+                "samples": result.samples,
+                "samples_per_s": rate,
+                "tokens_per_s": rate * options.tokens_per_sample if options.tokens_per_sample else None,
+                "speedup": self._speedup,
+                "predicted_s": result.predicted_s,
+                "eta_s": mean_s * (options.steps - step) if options.steps else None,
+                "wait_s": round(result.wait_s, 5),
+                "update_s": round(update_s, 5),
+                "bytes_up": up,
+                "bytes_down": down,
+                "dropped": result.dropped_samples,
+                "taken_back": result.taken_back_samples,
+                "machines": self._machines(result, step_s),
+            }
+        )
+
+    def ended(self, step: int, loss: float | None, reason: str) -> None:
+        seconds = time.monotonic() - self._started
+        self._launch.log.emit(
+            {
+                "event": "run_end",
+                "step": step,
+                "loss": loss,
+                "seconds": seconds,
+                "samples_per_s": (step - self._first_step) * self._options.global_batch / max(seconds, 1e-9),
+                "speedup": self._speedup,
+                "reason": reason,
+                "folder": str(self._launch.folder.path) if self._launch.folder else "",
+            }
+        )
+
+    def _times_alone(self, mean_s: float) -> float | None:
+        """How many times faster than this machine would be by itself, from its own measured rate."""
+        sample_s = self._hub.host_sample_s()
+        if self._launch.role == ALONE or not sample_s:
+            return None
+        update_s = sum(u for _, u in self._recent) / len(self._recent)
+        return (self._options.global_batch * sample_s + update_s) / mean_s
+
+    def _machines(self, result: StepResult, step_s: float) -> list[dict[str, Any]]:
+        sample_s = self._hub.host_sample_s()
+        host = {
+            "name": self._launch.name,
+            "role": "host",
+            "device": self._launch.device.label,
+            "samples": result.samples.get(self._launch.name, 0),
+            "rate": 1 / sample_s if sample_s else None,
+            "busy": min(1.0, self._host_busy_s / step_s) if step_s else None,
+            "state": "computing",
+            "reason": "",
+        }
+        return [host, *(_guest(m, result, step_s) for m in self._hub.members())]
+
+
+def _guest(member: Member, result: StepResult, step_s: float) -> dict[str, Any]:
+    samples = result.samples.get(member.name, 0)
+    return {
+        "name": member.name,
+        "role": "guest",
+        "device": member.device,
+        "samples": samples,
+        "rate": member.rate.value,
+        "busy": min(1.0, member.busy_s / step_s) if samples and step_s else 0.0,
+        "state": member.state,
+        "reason": member.reason,
+    }

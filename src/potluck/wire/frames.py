@@ -1,0 +1,169 @@
+"""Messages as frames: owns the layout of a message's bytes and the limits that hold for them.
+
+It must not know sockets, tensors or what any kind of message means.
+
+    frame 0      b"PLK", one byte of protocol version, then compact UTF-8 JSON: [kind, fields]
+    frame 1..n   raw bytes, at most MAX_FRAMES of them
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from potluck.errors import WireError
+
+PROTOCOL = 1
+
+MAX_HEADER_BYTES = 64 * 1024
+MAX_FRAME_BYTES = 16 * 1024 * 1024
+MAX_FRAMES = 64
+"""Raw frames in one message; the header is not one of them."""
+
+MAX_DEPTH = 64
+"""Nesting of what a header holds. Deeper ones are nobody's honest message, and walking them is a risk."""
+
+MAGIC = b"PLK"
+_PREFIX = MAGIC + bytes([PROTOCOL])
+_KIND = re.compile(r"[a-z][a-z0-9_.-]{0,31}", re.ASCII)
+
+
+class VersionError(WireError):
+    """A message of another protocol version; `theirs` is that version."""
+
+    def __init__(self, theirs: int) -> None:
+        super().__init__(
+            f"the other machine speaks protocol {theirs}, this one speaks {PROTOCOL}",
+            hint="install the same version of potluck on both machines",
+        )
+        self.theirs = theirs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One message: what it is, its small facts, and the bytes that travel with it."""
+
+    kind: str
+    fields: dict[str, Any]
+    frames: tuple[bytes | memoryview, ...] = ()
+
+
+def pack(message: Message) -> list[bytes | memoryview]:
+    """The frames of a message. The raw frames are passed on, not copied."""
+    if not isinstance(message.kind, str) or not _KIND.fullmatch(message.kind):
+        raise WireError(f"{message.kind!r} is not the name of a kind of message")
+    if not isinstance(message.fields, dict):
+        raise WireError(f"the fields of {message.kind!r} are a {type(message.fields).__name__}, not a dict")
+    header = _PREFIX + dump_json([message.kind, message.fields])
+    if len(header) > MAX_HEADER_BYTES:
+        raise WireError(
+            f"the header of {message.kind!r} has {len(header)} bytes, at most {MAX_HEADER_BYTES} may travel"
+        )
+    return [header, *(_checked(frame, number) for number, frame in enumerate(_counted(message.frames), 1))]
+
+
+def unpack(frames: Sequence[bytes | memoryview]) -> Message:
+    """The message in these frames, or WireError (VersionError for another protocol) whatever they hold."""
+    if not frames:
+        raise WireError("a message without frames")
+    raw = _counted(frames[1:])
+    head = _view(frames[0])
+    if head.nbytes < len(_PREFIX):
+        raise WireError(f"a header of {head.nbytes} bytes is too short")
+    if bytes(head[: len(MAGIC)]) != MAGIC:
+        raise WireError("the header does not begin as a potluck message does")
+    if head[len(MAGIC)] != PROTOCOL:
+        raise VersionError(head[len(MAGIC)])
+    if head.nbytes > MAX_HEADER_BYTES:
+        raise WireError(f"a header of {head.nbytes} bytes, at most {MAX_HEADER_BYTES} are read")
+    value = load_json(bytes(head[len(_PREFIX) :]))
+    if not isinstance(value, list) or len(value) != 2:
+        raise WireError("the header is not a pair of kind and fields")
+    kind, fields = value
+    if not isinstance(kind, str) or not _KIND.fullmatch(kind):
+        raise WireError("the kind of the message is not a short word")
+    if not isinstance(fields, dict):
+        raise WireError(f"the fields of {kind!r} are not an object")
+    return Message(
+        kind=kind, fields=fields, frames=tuple(_checked(frame, number) for number, frame in enumerate(raw, 1))
+    )
+
+
+def dump_json(value: Any) -> bytes:
+    """Compact UTF-8 JSON; WireError for what JSON cannot say (NaN and infinities included)."""
+    try:
+        text = json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+        return text.encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise WireError(f"this cannot be written as JSON: {error}") from None
+
+
+def load_json(raw: bytes) -> Any:
+    """JSON from a stranger: WireError for anything wrong, and for what could hurt later.
+
+    That is: NaN and infinities (also 1e999), nesting deeper than MAX_DEPTH, and lone surrogates, which
+    would fail only when somebody prints or stores them.
+    """
+    try:
+        value = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_finite)
+        if b"\\u" in raw:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except (ValueError, RecursionError) as error:
+        # The text of the error can quote the stranger's bytes: keep its kind only.
+        raise WireError(f"the header is not readable JSON ({type(error).__name__})") from None
+    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and _too_deep(value):
+        raise WireError(f"the header is nested deeper than {MAX_DEPTH}")
+    return value
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(name)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(text)
+    return value
+
+
+def _too_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        if not level:
+            return False
+        below: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                below.extend(item.values())
+            elif isinstance(item, list):
+                below.extend(item)
+        level = below
+    return True
+
+
+def _counted(frames: Sequence[bytes | memoryview]) -> Sequence[bytes | memoryview]:
+    if len(frames) > MAX_FRAMES:
+        raise WireError(f"a message with {len(frames)} frames, at most {MAX_FRAMES} are taken")
+    return frames
+
+
+def _checked(frame: bytes | memoryview, number: int) -> bytes | memoryview:
+    size = _view(frame).nbytes
+    if size > MAX_FRAME_BYTES:
+        raise WireError(f"frame {number} has {size} bytes, at most {MAX_FRAME_BYTES} are taken")
+    return frame
+
+
+def _view(frame: bytes | memoryview) -> memoryview:
+    try:
+        view = memoryview(frame)
+        if view.ndim == 1 and view.format == "B" and view.contiguous:
+            return view
+        return view.cast("B") if view.nbytes else memoryview(b"")
+    except (TypeError, ValueError):
+        raise WireError(f"a frame is a {type(frame).__name__}, not contiguous bytes") from None

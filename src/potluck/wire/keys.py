@@ -1,0 +1,125 @@
+"""Keys: owns the two CURVE key pairs of a run, the host's and the one its guests share, and their file.
+
+It must not know tokens, sockets or run folders.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import zmq
+from zmq.utils import z85
+
+from potluck.errors import RunFolderError
+
+KEY_BYTES = 32
+_NAMES = ("public", "secret", "guest_public", "guest_secret")
+_MAX_FILE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostKeys:
+    """What a host needs to be recognised by its guests and to recognise them; raw keys of 32 bytes."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+    guest_public: bytes
+    guest_secret: bytes = field(repr=False)
+
+
+def new_keys() -> HostKeys:
+    """Two fresh key pairs."""
+    public, secret = zmq.curve_keypair()
+    guest_public, guest_secret = zmq.curve_keypair()
+    return HostKeys(
+        public=z85.decode(public),
+        secret=z85.decode(secret),
+        guest_public=z85.decode(guest_public),
+        guest_secret=z85.decode(guest_secret),
+    )
+
+
+def public_of(secret: bytes) -> bytes:
+    """The public key that belongs to a secret one."""
+    return z85.decode(zmq.curve_public(z85.encode(secret)))
+
+
+def save_keys(path: str | Path, keys: HostKeys) -> None:
+    """Write the keys so that nobody else can read them at any moment, replacing what was there whole."""
+    path = Path(path)
+    text = json.dumps({name: getattr(keys, name).hex() for name in _NAMES}, indent=1) + "\n"
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+    try:
+        # The mode is given at creation: a chmod afterwards would leave a moment to read the secrets.
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with os.fdopen(descriptor, "w", encoding="ascii") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+        _sync_folder(path.parent)
+    except OSError as error:
+        raise RunFolderError(
+            f"the keys cannot be written to {path}: {error.strerror or error}",
+            hint="check that the folder exists, that you may write there and that the disk is not full",
+        ) from None
+
+
+def load_keys(path: str | Path) -> HostKeys:
+    """The keys in a file, checked: of the right size, and each public one belonging to its secret one."""
+    path = Path(path)
+    try:
+        with open(path, "rb") as file:
+            _keep_private(file.fileno())
+            raw = file.read(_MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise RunFolderError(
+            f"the keys cannot be read from {path}: {error.strerror or error}",
+            hint="without this file the run needs a new token: start the host with new keys",
+        ) from None
+    try:
+        values = json.loads(raw.decode("ascii"))
+        keys = HostKeys(**{name: bytes.fromhex(values[name]) for name in _NAMES})
+        whole = (
+            len(raw) <= _MAX_FILE_BYTES
+            and len(keys.secret) == len(keys.guest_secret) == KEY_BYTES
+            and public_of(keys.secret) == keys.public
+            and public_of(keys.guest_secret) == keys.guest_public
+        )
+    except (ValueError, KeyError, TypeError, RecursionError):
+        whole = False
+    if not whole:
+        # `from None` and no quoting: the text of a damaged file may still be most of a secret.
+        raise RunFolderError(
+            f"{path} does not hold a run's keys, or is damaged",
+            hint="delete the file to make new keys; guests then need the new token",
+        )
+    return keys
+
+
+def _keep_private(descriptor: int) -> None:
+    """Take back what a copy or an archive added to the file's mode."""
+    if os.name == "posix" and os.fstat(descriptor).st_mode & 0o077:
+        with contextlib.suppress(OSError):
+            os.fchmod(descriptor, 0o600)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the rename last through a power cut, where the system can (not on Windows)."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,155 @@
+"""Reaching a host: owns finding the address that answers, and saying what answers there.
+
+It speaks plain TCP and must not know keys, messages or what a socket is used for afterwards.
+"""
+
+from __future__ import annotations
+
+import errno
+import selectors
+import socket
+import time
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any
+
+import psutil
+
+from potluck.errors import NetworkError
+
+_GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
+"""What a ZMTP 3.0 CURVE client says first: signature, version, mechanism, as-server, filler; 64 bytes."""
+
+_REFUSED = {errno.ECONNREFUSED, getattr(errno, "WSAECONNREFUSED", -1)}
+_NO_ROUTE = {errno.EHOSTUNREACH, errno.ENETUNREACH, getattr(errno, "WSAEHOSTUNREACH", -1)}
+_UNDER_WAY = {0, errno.EINPROGRESS, errno.EWOULDBLOCK, getattr(errno, "WSAEWOULDBLOCK", -1)}
+
+
+class Answer(Enum):
+    """What speaks at a port."""
+
+    CURVE = "a ZeroMQ socket that wants CURVE keys, as a potluck host does"
+    OTHER = "something that is not a potluck host"
+    SILENT = "something that takes connections and says nothing"
+    NOTHING = "nothing"
+
+
+def first_answering(addresses: Sequence[str], port: int, timeout_s: float) -> tuple[str, str]:
+    """The first of the addresses to take a TCP connection, as given and as a number; all are tried at once.
+
+    NetworkError names each address and what happened there.
+    """
+    outcomes: dict[str, str] = {}
+    deadline = time.monotonic() + timeout_s
+    selector = selectors.DefaultSelector()
+    try:
+        for address in addresses:
+            _begin(selector, address, port, outcomes)
+        while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                address, number = key.data
+                probe = key.fileobj
+                assert isinstance(probe, socket.socket)
+                code = probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                selector.unregister(probe)
+                probe.close()
+                if code == 0:
+                    return address, number
+                outcomes[address] = _say(code)
+        for key in selector.get_map().values():
+            outcomes[key.data[0]] = f"no answer within {timeout_s:g} s"
+    finally:
+        for key in list(selector.get_map().values()):
+            assert isinstance(key.fileobj, socket.socket)
+            key.fileobj.close()
+        selector.close()
+    told = "; ".join(f"{address} port {port}: {outcomes[address]}" for address in addresses)
+    raise NetworkError(f"the host cannot be reached ({told})", hint=_hint(outcomes, port))
+
+
+def _begin(selector: selectors.BaseSelector, address: str, port: int, outcomes: dict[str, str]) -> None:
+    try:
+        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        outcomes[address] = "no machine of that name is known"
+        return
+    # IPv4 first: a host listens there unless it was told otherwise.
+    family, kind, protocol, _, where = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+    probe = socket.socket(family, kind, protocol)
+    probe.setblocking(False)
+    code = probe.connect_ex(where)
+    if code in _UNDER_WAY:
+        selector.register(probe, selectors.EVENT_WRITE, (address, str(where[0])))
+    else:
+        probe.close()
+        outcomes[address] = _say(code)
+
+
+def _say(code: int) -> str:
+    if code in _REFUSED:
+        return "refused, nothing listens there"
+    if code in _NO_ROUTE:
+        return "no route to it"
+    if code == errno.ETIMEDOUT:
+        return "no answer"
+    return errno.errorcode.get(code, f"error {code}")
+
+
+def _hint(outcomes: dict[str, str], port: int) -> str:
+    if all(text.startswith("refused") for text in outcomes.values()):
+        return "is the host still running? A host started anew without --resume prints a new token"
+    return (
+        f"are both machines on the same network, and does the host's firewall let TCP port {port} in? "
+        "Guest networks of Wi-Fi routers often keep machines apart"
+    )
+
+
+def who_answers(number: str, port: int, timeout_s: float) -> Answer:
+    """Greet as a CURVE client would and look at the greeting that comes back."""
+    deadline = time.monotonic() + timeout_s
+    received = b""
+    try:
+        with socket.create_connection((number, port), timeout=timeout_s) as probe:
+            probe.sendall(_GREETING)
+            while len(received) < len(_GREETING):
+                probe.settimeout(max(deadline - time.monotonic(), 0.01))
+                part = probe.recv(len(_GREETING) - len(received))
+                if not part:
+                    break
+                received += part
+    except TimeoutError:
+        if not received:
+            return Answer.SILENT
+    except OSError:
+        if not received:
+            return Answer.NOTHING
+    curve = received[:1] == b"\xff" and received[9:10] == b"\x7f" and received[12:18] == b"CURVE\0"
+    return Answer.CURVE if curve else Answer.OTHER
+
+
+def who_holds(port: int) -> str | None:
+    """The process that listens on a port of this machine, in words, where the system tells."""
+    try:
+        connections = psutil.net_connections(kind="tcp")
+        entries = [(entry.laddr, entry.status, entry.pid) for entry in connections]
+    except (psutil.Error, OSError):
+        entries = _own_connections()
+    for local, status, pid in entries:
+        if status == psutil.CONN_LISTEN and local and local.port == port and pid:
+            try:
+                return f"{psutil.Process(pid).name()} (process {pid})"
+            except psutil.Error:
+                return f"process {pid}"
+    return None
+
+
+def _own_connections() -> list[tuple[Any, str, int | None]]:
+    """One process at a time: macOS refuses the whole list because it holds other users' connections."""
+    entries: list[tuple[Any, str, int | None]] = []
+    for process in psutil.process_iter():
+        try:
+            found = process.net_connections(kind="tcp")
+        except (psutil.Error, OSError, AttributeError):
+            continue
+        entries.extend((entry.laddr, entry.status, process.pid) for entry in found)
+    return entries

@@ -1,0 +1,417 @@
+"""The sockets between host and guests: owns ZeroMQ, its options and its threads.
+
+It moves lists of frames and must not know what they mean; keys and addresses come from outside.
+
+All methods but wake() belong to one thread at a time. Large frames are sent from the memory they lie in: do
+not change it after send() until the message has left (a fresh buffer for every message is the simple way).
+pyzmq frees such memory in a thread of its own, one for the whole process, which close() cannot end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, NoReturn
+
+import zmq
+
+from potluck.errors import ConfigError, NetworkError, PortTakenError, RefusedError, WireError
+from potluck.wire.door import (
+    DISCONNECTED,
+    FAILED_AUTH,
+    FAILED_NO_DETAIL,
+    FAILED_PROTOCOL,
+    SUCCEEDED,
+    Door,
+    Monitor,
+)
+from potluck.wire.frames import MAX_FRAME_BYTES, MAX_FRAMES
+from potluck.wire.keys import HostKeys, public_of
+from potluck.wire.reach import Answer, first_answering, who_answers, who_holds
+from potluck.wire.token import Token
+
+Frame = bytes | memoryview
+Channel = Literal["control", "data"]
+
+MAX_MESSAGES_PER_CALL = 64
+"""What one receive() returns at most, so that the caller gets to its timers."""
+
+QUEUE_MESSAGES = 128
+"""Messages queued for one peer on each side; then send() says False."""
+
+_HANDSHAKE_S = 5.0
+_BACKLOG = 64
+_CURVE_OVERHEAD_BYTES = 1024
+"""Encryption adds some 40 bytes to a frame, and MAXMSGSIZE counts them."""
+
+_NEVER_MS = 24 * 3600 * 1000
+"""As reconnect interval. -1, "do not reconnect", would throw away what came before the disconnect unread."""
+
+
+class HostSocket:
+    """Where guests connect: encrypted, open to holders of the guests' key only.
+
+    A peer is one connection; its name is chosen by the guest, at random and anew for each connection, and a
+    second connection of the same name is ignored (no handover: nobody can take over another's name).
+    """
+
+    port: int
+
+    def __init__(
+        self, *, bind: str, port: int, keys: HostKeys, on_denied: Callable[[str], None] | None = None
+    ) -> None:
+        if not 0 <= port < 65536:
+            raise ConfigError(f"{port} is not a port", hint="ports are 1 to 65535; 0 picks a free one")
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._door: Door | None = None
+        self._waker = _Waker()
+        self._closed = False
+        try:
+            _set_common_options(self._socket)
+            self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            self._socket.setsockopt(zmq.BACKLOG, _BACKLOG)
+            self._socket.setsockopt(zmq.CURVE_SERVER, 1)
+            self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+            self._door = Door(self._context, self._socket, keys.guest_public, on_denied)
+            self.port = _bind(self._socket, bind, port)
+        except BaseException:
+            self.close()
+            raise
+        self._poller = _poller(self._waker, self._socket, *self._door.sockets)
+
+    def receive(self, timeout_s: float) -> list[tuple[bytes, list[memoryview]]]:
+        """What has arrived, as (peer, frames); waits up to `timeout_s` for the first, or for wake().
+
+        Newcomers are let in from here, so a host must call this often.
+        """
+        assert self._door is not None
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self._poller.poll(_milliseconds(deadline))
+            woken = self._waker.drain()
+            self._door.serve()
+            received = _receive(self._socket, MAX_MESSAGES_PER_CALL)
+            messages = [(bytes(peer), frames) for peer, *frames in received]
+            if messages or woken or time.monotonic() >= deadline:
+                return messages
+
+    @staticmethod
+    def address_of(frames: Sequence[Frame]) -> str:
+        """The address that frames from receive() came from, as the connection has it."""
+        for frame in frames:
+            if isinstance(frame, memoryview) and isinstance(frame.obj, zmq.Frame):
+                with contextlib.suppress(zmq.ZMQError):
+                    return str(frame.obj.get("Peer-Address"))
+        return "unknown"
+
+    def send(self, peer: bytes, frames: Iterable[Frame]) -> bool:
+        """Queue a message for a peer; never waits. False: the peer is gone or its queue is full."""
+        return _send(self._socket, [peer, *frames])
+
+    def wake(self) -> None:
+        """Make the receive() under way, or the next one, return at once; from any thread."""
+        self._waker.wake()
+
+    def close(self, *, linger_s: float = 0.5) -> None:
+        """Free the port; what is queued for guests gets `linger_s` to leave. Call it twice if you like."""
+        if self._closed:
+            return
+        self._closed = True
+        self._socket.close(linger=int(linger_s * 1000))
+        if self._door is not None:
+            self._door.close()
+        self._waker.close()
+        self._context.term()
+
+
+class GuestSocket:
+    """A guest's two connections to its host: control for small messages, data for tensors.
+
+    It lives as long as its connections: one that broke is not made again under the same name, because
+    messages were lost with it. `connected` tells; begin anew with a new GuestSocket.
+    """
+
+    guest_id: bytes
+    address: str
+    """The token's address that answered."""
+
+    def __init__(self, token: Token, *, connect_timeout_s: float = 10.0) -> None:
+        self.guest_id = secrets.token_bytes(8)
+        self.address, self._number = first_answering(token.addresses, token.port, connect_timeout_s)
+        self._port = token.port
+        self._began = time.monotonic()
+        self._context = zmq.Context()
+        self._waker = _Waker()
+        self._closed = False
+        self._links: list[_Link] = []
+        try:
+            for channel in ("control", "data"):
+                self._links.append(_Link(self._context, channel, token, self.guest_id, self._number))
+        except BaseException:
+            self.close(linger_s=0)
+            raise
+        self._control, self._data = self._links
+        sockets = [part for link in self._links for part in (link.socket, link.monitor.socket)]
+        self._poller = _poller(self._waker, *sockets)
+
+    @property
+    def connected(self) -> bool:
+        """False once a connection has failed or ended, as far as receive() or handshake() have seen."""
+        return not any(link.ended for link in self._links)
+
+    def handshake(self, timeout_s: float = _HANDSHAKE_S) -> None:
+        """Wait until the host has let both connections in.
+
+        RefusedError: it is a host and does not accept this token. NetworkError: it is no host, or silent.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            for link in self._links:
+                link.watch()
+            if not self.connected:
+                self._explain()
+            if all(link.open for link in self._links):
+                return
+            if time.monotonic() >= deadline:
+                self._explain()
+            events = zmq.Poller()
+            for link in self._links:
+                events.register(link.monitor.socket, zmq.POLLIN)
+            events.poll(_milliseconds(deadline))
+
+    def receive(self, timeout_s: float) -> list[tuple[Channel, list[memoryview]]]:
+        """What has arrived, control first; waits up to `timeout_s` for something, wake() or the end."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self._poller.poll(_milliseconds(deadline))
+            woken = self._waker.drain()
+            was_connected = self.connected
+            messages: list[tuple[Channel, list[memoryview]]] = []
+            for link in self._links:
+                link.watch()
+                left = MAX_MESSAGES_PER_CALL - len(messages)
+                messages.extend((link.channel, frames) for frames in _receive(link.socket, left))
+            ended = was_connected and not self.connected
+            if messages or woken or ended or time.monotonic() >= deadline:
+                return messages
+
+    def send_control(self, frames: Iterable[Frame]) -> bool:
+        """Queue a small message; never waits. False: the connection is gone or its queue is full."""
+        return not self._control.ended and _send(self._control.socket, list(frames))
+
+    def send_data(self, frames: Iterable[Frame]) -> bool:
+        """Queue a message with tensors; never waits. False: the connection is gone or its queue is full."""
+        return not self._data.ended and _send(self._data.socket, list(frames))
+
+    def wake(self) -> None:
+        """Make the receive() under way, or the next one, return at once; from any thread."""
+        self._waker.wake()
+
+    def close(self, *, linger_s: float = 0.5) -> None:
+        """End the connections; what is queued gets `linger_s` to leave."""
+        if self._closed:
+            return
+        self._closed = True
+        for link in self._links:
+            link.close(linger_s)
+        self._waker.close()
+        self._context.term()
+
+    def _explain(self) -> NoReturn:
+        """Raise what a handshake that did not succeed means.
+
+        A host that was given another host's key, and a web server, both just hang up: only the greeting of
+        what listens there tells them apart. The host hangs up at once; a busy one after the handshake's time.
+        """
+        after_s = time.monotonic() - self._began
+        where = f"{self.address} port {self._port}"
+        fresh = "use the token that the host shows now; `potluck host --resume` keeps the old one valid"
+        if any(link.failure == FAILED_AUTH for link in self._links):
+            raise RefusedError(f"the host at {where} refused this token", hint=fresh)
+        answer = who_answers(self._number, self._port, timeout_s=2.0)
+        turned_away = any(link.failure is not None for link in self._links)
+        if answer is Answer.CURVE and turned_away and after_s < _HANDSHAKE_S / 2:
+            raise RefusedError(f"the host at {where} is not the one of this token", hint=fresh)
+        if answer is Answer.CURVE:
+            raise NetworkError(
+                f"the host at {where} did not finish the handshake within {after_s:.1f} s",
+                hint="is the host suspended or overloaded? Try again in a moment",
+            )
+        if answer is Answer.NOTHING:
+            raise NetworkError(
+                f"the host at {where} closed the connection",
+                hint="is the host still running? Try again in a moment",
+            )
+        raise NetworkError(
+            f"there is no potluck host at {where}, but {answer.value}",
+            hint="is the port forwarded to the right machine? Does another program use it?",
+        )
+
+
+class _Link:
+    """One of a guest's connections and what became of it."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        channel: Channel,
+        token: Token,
+        guest_id: bytes,
+        number: str,
+    ) -> None:
+        self.channel: Channel = channel
+        self.open = False
+        self.ended = False
+        self.failure: int | None = None
+        self.socket = context.socket(zmq.DEALER)
+        _set_common_options(self.socket)
+        self.socket.setsockopt(zmq.ROUTING_ID, guest_id + channel[:1].encode())
+        self.socket.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
+        self.socket.setsockopt(zmq.CURVE_SERVERKEY, token.host_public)
+        self.socket.setsockopt(zmq.CURVE_PUBLICKEY, public_of(token.guest_secret))
+        self.socket.setsockopt(zmq.CURVE_SECRETKEY, token.guest_secret)
+        self.monitor = Monitor(
+            context, self.socket, SUCCEEDED | DISCONNECTED | FAILED_AUTH | FAILED_PROTOCOL | FAILED_NO_DETAIL
+        )
+        if ":" in number:
+            self.socket.setsockopt(zmq.IPV6, 1)
+            number = f"[{number}]"
+        self.socket.connect(f"tcp://{number}:{token.port}")
+
+    def watch(self) -> None:
+        """Take note of what the monitor saw; never waits."""
+        for event, _ in self.monitor.drain():
+            if event == SUCCEEDED:
+                self.open = True
+                continue
+            self.ended = True
+            if not self.open and self.failure is None:
+                self.failure = event
+
+    def close(self, linger_s: float) -> None:
+        # What is queued for a connection that ended would only be waited for.
+        self.socket.close(linger=0 if self.ended else int(linger_s * 1000))
+        self.monitor.close()
+
+
+class _Waker:
+    """Ends a poll from another thread. A socket pair, because zmq sockets are not safe to share."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.inner, self._outer = socket.socketpair()
+        self.inner.setblocking(False)
+        self._outer.setblocking(False)
+
+    def wake(self) -> None:
+        # Full means that it is awake already, closed that nobody sleeps. The lock keeps close() from giving
+        # the descriptor to somebody else between the two.
+        with self._lock, contextlib.suppress(OSError):
+            self._outer.send(b"\0")
+
+    def drain(self) -> bool:
+        woken = False
+        with contextlib.suppress(OSError):
+            while self.inner.recv(4096):
+                woken = True
+        return woken
+
+    def close(self) -> None:
+        with self._lock:
+            self.inner.close()
+            self._outer.close()
+
+
+def _set_common_options(target: zmq.Socket[bytes]) -> None:
+    target.setsockopt(zmq.LINGER, 0)
+    target.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
+    target.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
+    target.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + _CURVE_OVERHEAD_BYTES)
+    target.setsockopt(zmq.HANDSHAKE_IVL, int(_HANDSHAKE_S * 1000))
+    # A machine that lost its power or its cable says nothing: let the system find out, and free what it held.
+    target.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    target.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 15)
+    target.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 5)
+    target.setsockopt(zmq.TCP_KEEPALIVE_CNT, 6)
+    target.setsockopt(zmq.TCP_MAXRT, 60_000)
+
+
+def _bind(target: zmq.Socket[bytes], bind: str, port: int) -> int:
+    address = {"": "0.0.0.0", "*": "0.0.0.0", "localhost": "127.0.0.1"}.get(bind, bind)
+    if ":" in address:
+        target.setsockopt(zmq.IPV6, 1)
+        address = f"[{address}]"
+    try:
+        target.bind(f"tcp://{address}:{port or '*'}")
+    except zmq.ZMQError as error:
+        if error.errno == zmq.EADDRINUSE:
+            holder = who_holds(port)
+            raise PortTakenError(
+                f"port {port} is taken" + (f" by {holder}" if holder else ""),
+                hint="choose another port, or 0 for a free one; end that process if it is an old host",
+            ) from None
+        if error.errno in (zmq.EADDRNOTAVAIL, errno.ENODEV, zmq.EINVAL):
+            raise ConfigError(
+                f"this machine has no address {bind!r} to listen on",
+                hint="0.0.0.0 listens on all addresses, 127.0.0.1 for guests on this machine only",
+            ) from None
+        raise NetworkError(
+            f"port {port} on {bind} cannot be opened: {error.strerror}",
+            hint="ports below 1024 need special rights; choose one above",
+        ) from None
+    endpoint = target.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(endpoint, bytes)
+    return int(endpoint.rstrip(b"\0").rpartition(b":")[2])
+
+
+def _poller(waker: _Waker, *sockets: zmq.Socket[bytes]) -> zmq.Poller:
+    poller = zmq.Poller()
+    poller.register(waker.inner.fileno(), zmq.POLLIN)
+    for member in sockets:
+        poller.register(member, zmq.POLLIN)
+    return poller
+
+
+def _milliseconds(deadline: float) -> int:
+    return max(0, math.ceil((deadline - time.monotonic()) * 1000))
+
+
+def _receive(source: zmq.Socket[bytes], limit: int) -> list[list[memoryview]]:
+    """Up to `limit` messages that are there. What a message has above the allowed frames is not kept."""
+    messages: list[list[memoryview]] = []
+    while len(messages) < limit:
+        try:
+            frame = source.recv(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            break
+        parts = [frame.buffer]
+        while frame.more:
+            frame = source.recv(copy=False)
+            # One too many is kept: unpack() must see that it was too many. Peer and header come on top.
+            if len(parts) <= MAX_FRAMES + 2:
+                parts.append(frame.buffer)
+        messages.append(parts)
+    return messages
+
+
+def _send(target: zmq.Socket[bytes], frames: Sequence[Frame]) -> bool:
+    for frame in frames:
+        # The receiver would cut the connection for it.
+        if (size := memoryview(frame).nbytes) > MAX_FRAME_BYTES:
+            raise WireError(f"a frame of {size} bytes, at most {MAX_FRAME_BYTES} may travel")
+    try:
+        target.send_multipart(frames, zmq.NOBLOCK, copy=False)
+    except zmq.Again:
+        return False
+    except zmq.ZMQError as error:
+        if error.errno == zmq.EHOSTUNREACH:
+            return False
+        raise
+    return True

@@ -1,0 +1,256 @@
+"""Folders of checkpoints: damage is found, kills and full disks do no harm, few are kept."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from potluck.errors import CheckpointError, RunFolderError
+from potluck.train.checkpoint import CheckpointWriter, Snapshot, load_latest, save
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+
+
+def linear(value: float = 0.0, *, size: int = 4) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(size, size)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+    return model, sgd(model)
+
+
+def save_linear(folder: Path, step: int, *, size: int = 4, **more: Any) -> Path:
+    model, optimizer = linear(float(step), size=size)
+    return save(folder, Snapshot(step=step, model=model, optimizer=optimizer, **more))
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_last_two_are_kept_and_left_overs_removed(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save_linear(tmp_path, step)
+    assert names_in(tmp_path) == ["step-00000002", "step-00000003"]
+    (tmp_path / ".tmp-00000004-123").mkdir()
+    (tmp_path / ".tmp-00000004-123" / "weights-000.safetensors").write_bytes(b"half")
+    loaded = load_latest(tmp_path)
+    assert loaded is not None
+    assert loaded.step == 3
+    save_linear(tmp_path, 4)
+    assert names_in(tmp_path) == ["step-00000003", "step-00000004"]
+
+
+def test_a_step_saved_again_replaces_the_first(tmp_path: Path) -> None:
+    save_linear(tmp_path, 1)
+    save_linear(tmp_path, 2, extra={"which": "first"})
+    save_linear(tmp_path, 2, extra={"which": "second"})
+    assert names_in(tmp_path) == ["step-00000001", "step-00000002"]
+    loaded = load_latest(tmp_path)
+    assert loaded is not None
+    assert loaded.extra == {"which": "second"}
+
+
+def test_a_replacement_that_was_cut_off_is_found(tmp_path: Path) -> None:
+    newer = save_linear(tmp_path, 2, extra={"which": "second"})
+    newer.rename(tmp_path / "step-00000002.new")
+    save_linear(tmp_path / "elsewhere", 2, extra={"which": "first"}).rename(tmp_path / "step-00000002")
+    loaded = load_latest(tmp_path)
+    assert loaded is not None
+    assert loaded.extra == {"which": "second"}
+    save_linear(tmp_path, 3)
+    assert names_in(tmp_path) == ["elsewhere", "step-00000002", "step-00000003"]
+    damage(tmp_path / "step-00000003" / "manifest.json", "truncate")
+    loaded = load_latest(tmp_path)
+    assert loaded is not None
+    assert loaded.extra == {"which": "second"}
+
+
+def test_a_damaged_later_step_does_not_push_out_good_ones(tmp_path: Path) -> None:
+    for step in (100, 200):
+        save_linear(tmp_path, step)
+    damage(tmp_path / "step-00000200" / "weights-000.safetensors", "flip")
+    save_linear(tmp_path, 150)  # the run was resumed at 100
+    assert names_in(tmp_path) == ["step-00000100", "step-00000150"]
+
+
+def damage(file: Path, how: str) -> None:
+    raw = bytearray(file.read_bytes())
+    if how == "truncate":
+        raw = raw[: len(raw) // 2]
+    elif how == "cut one byte":
+        raw = raw[:-1]
+    elif how == "flip":
+        raw[len(raw) // 2] ^= 1
+    elif how == "flip last":
+        raw[-1] ^= 1
+    elif how == "flip first":
+        raw[0] ^= 1
+    if how == "delete":
+        file.unlink()
+    else:
+        file.write_bytes(raw)
+
+
+@pytest.mark.parametrize("how", ["truncate", "cut one byte", "flip", "flip first", "flip last", "delete"])
+def test_damage_in_any_file_is_found_and_the_previous_used(tmp_path: Path, how: str) -> None:
+    optimizer_state = {"objects": {"average": nn.Linear(2, 2)}}
+    save_linear(tmp_path, 1, **optimizer_state)
+    newest = save_linear(tmp_path, 2, **optimizer_state)
+    assert len(names_in(newest)) == 4
+    for name in names_in(newest):
+        whole = (newest / name).read_bytes()
+        damage(newest / name, how)
+        loaded = load_latest(tmp_path)
+        assert loaded is not None
+        assert loaded.step == 1
+        ((path, reason),) = loaded.skipped
+        assert path == newest
+        assert name in reason
+        (newest / name).write_bytes(whole)
+    loaded = load_latest(tmp_path)
+    assert loaded is not None
+    assert (loaded.step, loaded.skipped) == (2, ())
+
+
+def test_every_single_byte_of_a_manifest_counts(tmp_path: Path) -> None:
+    manifest = save_linear(tmp_path, 1) / "manifest.json"
+    whole = manifest.read_bytes()
+    for position in range(0, len(whole), 97):
+        changed = bytearray(whole)
+        changed[position] ^= 0x01
+        manifest.write_bytes(changed)
+        with pytest.raises(CheckpointError, match="manifest"):
+            load_latest(tmp_path)
+
+
+def test_no_readable_checkpoint_names_each_and_why(tmp_path: Path) -> None:
+    for step in (1, 2):
+        damage(save_linear(tmp_path, step) / "optimizer-000.safetensors", "flip")
+    with pytest.raises(
+        CheckpointError, match=r"step-00000002: optimizer-000\.safetensors.*; step-00000001: opt"
+    ) as c:
+        load_latest(tmp_path)
+    assert c.value.hint
+
+
+def test_no_checkpoint_at_all_is_none(tmp_path: Path) -> None:
+    assert load_latest(tmp_path) is None
+    assert load_latest(tmp_path / "missing") is None
+
+
+def test_a_folder_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    folder = tmp_path / "file" / "checkpoints"
+    with pytest.raises(
+        RunFolderError, match=r"cannot write a checkpoint into .*checkpoints: Not a directory"
+    ) as caught:
+        save_linear(folder, 1)
+    assert caught.value.hint
+    assert caught.value.exit_status == 2
+    writer = CheckpointWriter(folder)
+    model, optimizer = linear()
+    assert writer.start(Snapshot(step=1, model=model, optimizer=optimizer))
+    with pytest.raises(RunFolderError):
+        writer.wait()
+    writer.close()  # a failure is reported once
+    assert writer.start(Snapshot(step=2, model=model, optimizer=optimizer))
+    assert writer._thread is not None
+    writer._thread.join()
+    with pytest.raises(RunFolderError):
+        writer.start(Snapshot(step=3, model=model, optimizer=optimizer))
+    with pytest.raises(RunFolderError):
+        load_latest(tmp_path / "file")
+
+
+DISK_FULL = """
+import resource, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from test_checkpoint_folder import RunFolderError, load_latest, names_in, save_linear
+folder = Path(sys.argv[1])
+save_linear(folder, 1)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+try:
+    save_linear(folder, 2, size=400)
+except RunFolderError as error:
+    assert "cannot write a checkpoint" in str(error) and error.hint, error
+else:
+    raise SystemExit("it was written")
+assert names_in(folder) == ["step-00000001"], names_in(folder)
+assert load_latest(folder).step == 1
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs limits on file sizes")
+def test_a_disk_that_takes_no_more_leaves_the_old_ones_whole(tmp_path: Path) -> None:
+    run_script(DISK_FULL, tmp_path)
+
+
+KILLS = """
+import os, random, signal, sys, time
+from pathlib import Path
+import torch
+sys.path.insert(0, sys.argv[2])
+from test_checkpoint_folder import linear, load_latest, names_in, save_linear
+torch.set_num_threads(1)
+folder = Path(sys.argv[1])
+save_linear(folder, 1, size=300)
+chance, newest, cut_off = random.Random(5), 1, 0
+for kill in range(12):
+    child = os.fork()
+    if child == 0:
+        step = newest
+        while True:
+            # Every third time the step that is already there: replacing one must be safe, too.
+            step += step % 3 != 0 or chance.random() < 0.5
+            save_linear(folder, step, size=300)
+    time.sleep(chance.uniform(0.02, 0.15))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    cut_off += any(name.startswith(".tmp-") for name in names_in(folder))
+    loaded = load_latest(folder)
+    assert loaded is not None and not loaded.skipped, loaded
+    assert loaded.step >= newest, (loaded.step, newest)
+    newest = loaded.step
+    model, optimizer = linear(size=300)
+    loaded.restore(model, optimizer, {})
+    assert all(bool((p == newest).all()) for p in model.parameters())
+save_linear(folder, newest + 1, size=300)
+assert len(names_in(folder)) == 2, names_in(folder)
+assert newest > 3 and cut_off > 0, (newest, cut_off)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_killed_at_any_moment_the_newest_is_readable(tmp_path: Path) -> None:
+    run_script(KILLS, tmp_path)
+
+
+def run_script(script: str, folder: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(folder), str(Path(__file__).parent)],
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,198 @@
+"""The command line's frame: help, errors, exit statuses; and `potluck report`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import pytest
+
+from potluck import errors
+from potluck.cli import _app
+from support import sample_events as sample
+
+
+@pytest.fixture
+def verb(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], None]:
+    """Puts a command `try` into the table whose body is the given function."""
+
+    def install(body: Callable[[], object]) -> None:
+        module = types.ModuleType("verb_for_a_test")
+
+        @click.command()
+        def command() -> object:
+            return body()
+
+        module.command = command  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setitem(_app.VERBS, "try", _app.Verb("verb_for_a_test:command", "For a test."))
+
+    return install
+
+
+def raises(error: BaseException) -> Callable[[], object]:
+    def body() -> object:
+        raise error
+
+    return body
+
+
+Verb = Callable[[Callable[[], object]], None]
+
+
+def test_a_persons_error_is_three_lines_and_its_own_status(verb: Verb, capsys: pytest.CaptureFixture[str]) -> None:
+    verb(raises(errors.DataError("there is no file x", hint="give another", machine="tower", step=3)))
+    assert _app.run(["try"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines() == [
+        "error: there is no file x [tower] [step 3]",
+        "hint: give another",
+        "see docs/troubleshooting/bad-data.md",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (errors.UserError("x"), 2),
+        (errors.NetworkError("x"), 3),
+        (errors.PortTakenError("x"), 2),
+        (errors.CheckpointError("x"), 2),
+        (errors.WireError("x"), 1),
+        (KeyboardInterrupt(), 130),
+        (ZeroDivisionError("x"), 1),
+        (click.UsageError("x"), 2),
+    ],
+)
+def test_exit_statuses(verb: Verb, error: BaseException, status: int, capsys: pytest.CaptureFixture[str]) -> None:
+    verb(raises(error))
+    assert _app.run(["try"]) == status
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_fault_of_ours_is_one_line(verb: Verb, capsys: pytest.CaptureFixture[str]) -> None:
+    verb(raises(RuntimeError("first line\nsecond line")))
+    assert _app.run(["try"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("internal error: RuntimeError: first line second line")
+    assert "--debug" in line
+
+
+@pytest.mark.parametrize("arguments", [["--debug", "try"], ["try", "--debug"]])
+@pytest.mark.parametrize("error", [RuntimeError("x"), errors.UserError("x")])
+def test_debug_shows_the_traceback_wherever_it_stands(
+    verb: Verb, arguments: list[str], error: Exception, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verb(raises(error))
+    assert _app.run(arguments) == (2 if isinstance(error, errors.UserError) else 1)
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_debug_by_variable(
+    verb: Verb, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POTLUCK_DEBUG", "1")
+    verb(raises(RuntimeError("x")))
+    _app.run(["try"])
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_verb_ends_with_0_or_the_status_it_returns(verb: Verb) -> None:
+    verb(lambda: None)
+    assert _app.run(["try"]) == 0
+    verb(lambda: 7)
+    assert _app.run(["try"]) == 7
+    verb(lambda: click.get_current_context().exit(5))
+    assert _app.run(["try"]) == 5
+
+
+def test_a_misspelt_variable_stops_every_verb(
+    verb: Verb, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = []
+    verb(lambda: ran.append(1))
+    monkeypatch.setenv("POTLUCK_DEVIC", "cpu")
+    assert _app.run(["try"]) == 2
+    assert "POTLUCK_DEVICE" in capsys.readouterr().err
+    assert not ran
+
+
+def test_a_misspelt_verb_gets_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _app.run(["trian"]) == 2
+    assert "Did you mean 'train'?" in capsys.readouterr().err
+    assert _app.run(["xyzzy"]) == 2
+    assert "train, host, join, report" in capsys.readouterr().err
+
+
+def test_help_lists_the_verbs_in_order_without_importing_them(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(_app.VERBS, "broken", _app.Verb("no_such_module:x", "Cannot be imported."))
+    assert _app.run(["--help"]) == 0
+    out = capsys.readouterr().out
+    places = [out.index(f"\n  {name} ") for name in _app.VERBS]
+    assert places == sorted(places)
+    assert "Cannot be imported." in out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _app.run(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("potluck ")
+
+
+class TestReport:
+    @pytest.fixture
+    def run(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        monkeypatch.chdir(tmp_path)
+        folder = tmp_path / "runs" / "1115-gpt"
+        folder.mkdir(parents=True)
+        (folder / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in sample.whole_run()))
+        return folder
+
+    @pytest.mark.parametrize("by", ["path", "id", "newest"])
+    def test_text(self, run: Path, by: str, capsys: pytest.CaptureFixture[str]) -> None:
+        named = {"path": [str(run)], "id": [run.name], "newest": []}[by]
+        assert _app.run(["report", *named]) == 0
+        out = capsys.readouterr().out
+        assert "4 of 4, finished" in out
+        assert "1.25×" in out
+        assert "laptop" in out
+        assert "step 4" in out  # the curve's axis
+
+    def test_json(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert _app.run(["report", str(run), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["steps"] == 4
+
+    def test_png(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        pytest.importorskip("matplotlib")
+        assert _app.run(["report", str(run), "--png", "curve.png"]) == 0
+        assert Path("curve.png").read_bytes().startswith(b"\x89PNG")
+
+    def test_another_place_for_runs(self, run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        monkeypatch.setenv("POTLUCK_RUNS", str(run.parent))
+        assert _app.run(["report", run.name]) == 0
+
+    @pytest.mark.parametrize("arguments", [["nope"], ["."], [], ["runs/1115-gpt", "--png", "no/such/dir.png"]])
+    def test_mistakes(
+        self,
+        tmp_path: Path,
+        arguments: list[str],
+        capsys: pytest.CaptureFixture[str],
+        request: pytest.FixtureRequest,
+    ) -> None:
+        if "--png" in arguments:
+            request.getfixturevalue("run")
+            pytest.importorskip("matplotlib")
+        else:
+            request.getfixturevalue("monkeypatch").chdir(tmp_path)
+        assert _app.run(["report", *arguments]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("error: ")
+        assert "\nhint: " in err

@@ -1,0 +1,123 @@
+"""A run's summary, from its log."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from potluck.errors import RunFolderError
+from potluck.report.summary import losses, read_events, summarize
+from potluck.report.summary_text import summary_text
+from support import sample_events as sample
+
+
+def log(folder: Path, events: list[sample.Event], tail: str = "") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events) + tail, encoding="utf-8")
+    return folder
+
+
+def test_a_whole_run() -> None:
+    summary = summarize(sample.whole_run())
+    assert summary.run_id == "1115-gpt"
+    assert (summary.steps, summary.planned_steps, summary.ended) == (4, 4, "finished")
+    assert (summary.first_loss, summary.last_loss) == (4.0, 1.0)
+    assert summary.samples == 4 * 32
+    assert summary.samples_per_s == pytest.approx(32.0)
+    assert summary.tokens_per_s == pytest.approx(32.0 * 256)
+    assert summary.speedup == 1.25
+    assert (summary.bytes_up, summary.bytes_down) == (4000, 8000)
+    assert summary.wait_s == pytest.approx(0.04)
+    tower, laptop = summary.machines
+    assert (tower.name, tower.role, tower.samples, tower.share, tower.steps) == ("tower", "host", 96, 0.75, 4)
+    assert (laptop.name, laptop.role, laptop.samples, laptop.share, laptop.rate) == (
+        "laptop",
+        "guest",
+        32,
+        0.25,
+        8.0,
+    )
+
+
+def test_efficiency_and_recovery_follow_their_definitions() -> None:
+    # 32 samples in 1 s where host and guest could do 24 + 16; speed-up 1.25 where 1 + 16/24 was possible.
+    machines = [sample.host(24), sample.machine("laptop", 8, rate=16.0)]
+    summary = summarize([sample.run_start(), *(sample.step(n, machines=machines) for n in range(1, 5))])
+    assert summary.efficiency == pytest.approx(0.8)
+    assert summary.recovery == pytest.approx(0.25 / (16 / 24))
+
+
+def test_a_guest_that_sits_out_lowers_the_efficiency() -> None:
+    idle = sample.machine("pi", 0, rate=8.0, state="sitting out")
+    summary = summarize([sample.step(1, machines=[sample.host(24), sample.machine("laptop", 8), idle])])
+    assert summary.efficiency == pytest.approx(32 / 40)
+
+
+def test_efficiency_is_not_guessed_where_a_rate_is_missing() -> None:
+    machines = [sample.host(24), sample.machine("laptop", 8, rate=None)]
+    assert summarize([sample.step(1, machines=machines)]).efficiency is None
+
+
+def test_what_went_wrong_is_counted_by_machine() -> None:
+    summary = summarize([*sample.whole_run(), *sample.news()])
+    laptop = summary.machines[1]
+    assert laptop.taken_back_samples == 8 + 8
+    assert laptop.dropped_samples == 1
+    assert laptop.times_lost == 1
+    assert summary.strangers_refused == 1
+    text = summary_text(summary)
+    assert "lost once, 16 taken back, 1 dropped" in text
+    assert "1 stranger" in text
+
+
+def test_steps_repeated_after_a_resume_count_once() -> None:
+    first = [
+        sample.run_start(),
+        *(sample.step(n, loss=9.0) for n in (1, 2, 3)),
+        sample.run_end(reason="interrupted"),
+    ]
+    again = [sample.run_start(resumed_from=1), *(sample.step(n, loss=1.0) for n in (2, 3, 4))]
+    summary = summarize([*first, *again])
+    assert summary.samples == 4 * 32
+    assert losses([*first, *again]) == ([1, 2, 3, 4], [9.0, 1.0, 1.0, 1.0])
+    assert summary.ended == "still going or killed"
+
+
+def test_a_log_cut_in_the_middle_of_a_line_is_read(tmp_path: Path) -> None:
+    run = log(tmp_path / "run", [sample.run_start(), sample.step(1)], tail='{"event": "step", "st')
+    events = read_events(run)
+    assert [e["event"] for e in events] == ["run_start", "step"]
+    assert summarize(events).steps == 1
+
+
+def test_a_run_that_never_made_a_step() -> None:
+    for events in ([], [sample.run_start()], [sample.run_start(), sample.run_end(reason="failed", step=0)]):
+        summary = summarize(events)
+        assert summary.steps == 0
+        assert summary.samples_per_s is None
+        assert summary_text(summary)
+
+
+def test_alone_says_nothing_about_guests() -> None:
+    alone = {"machines": [sample.host(32)], "speedup": None, "bytes_up": 0, "bytes_down": 0}
+    text = summary_text(summarize([sample.run_start(), sample.step(1, **alone), sample.run_end()]))
+    assert "wire" not in text
+    assert "gain" not in text
+    assert "guest" not in text
+
+
+def test_the_summary_goes_through_json() -> None:
+    summary = summarize(sample.whole_run())
+    again = json.loads(json.dumps(summary.to_dict()))
+    assert again["machines"][1]["name"] == "laptop"
+    assert again["efficiency"] == summary.efficiency
+
+
+def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match="no run folder") as caught:
+        read_events(tmp_path)
+    assert caught.value.hint
+    with pytest.raises(RunFolderError):
+        read_events(tmp_path / "missing")

@@ -1,0 +1,195 @@
+"""The plain, JSON and quiet views, and how a view is chosen."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import threading
+from typing import Any
+
+import pytest
+
+from potluck.report.live import LiveView
+from potluck.report.messages import describe
+from potluck.report.view import JsonView, PlainView, QuietView, can_be_live, make_view
+from support import sample_events as sample
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+class Ascii(io.StringIO):
+    encoding = "ascii"
+
+
+def shown(*events: dict[str, Any], stream: io.StringIO | None = None) -> list[str]:
+    stream = stream or Terminal()
+    view = PlainView(stream)
+    for event in events:
+        view.event(event)
+    view.close()
+    return stream.getvalue().splitlines()
+
+
+def test_a_step_is_one_line_with_what_matters() -> None:
+    (line,) = shown(sample.step(3))
+    for part in (
+        "step 3/4",
+        "loss 2.0000",
+        "32.0 samples/s",
+        "8.2 k tokens/s",
+        "1.25×",
+        "ETA 1 s",
+        "tower 24 + laptop 8",
+    ):
+        assert part in line
+
+
+def test_a_step_with_nothing_measured_yet_still_shows() -> None:
+    nothing = dict.fromkeys(("tokens_per_s", "speedup", "eta_s", "loss", "steps"))
+    (line,) = shown(sample.step(1, **nothing, machines=[sample.host(32, rate=None)]))
+    assert line.startswith("step 1  loss –")
+    assert "ETA" not in line
+    assert "tokens" not in line
+
+
+def test_start_and_end() -> None:
+    start, join, resumed = shown(sample.run_start(resumed_from=2, trained_parameters=1000))
+    assert "1115-gpt" in start
+    assert "10.9 M parameters" in start
+    assert "1 k of them trained" in start
+    assert "may join" in join
+    assert "step 2" in resumed
+    end, folder = shown(sample.run_end())
+    assert end == "finished after step 4, 4.20 s, loss 1.0000, 31.5 samples/s, 1.25× this machine alone"
+    assert folder == "run folder: runs/1115-gpt"
+
+
+@pytest.mark.parametrize("event", sample.news(), ids=lambda e: e["event"])
+def test_everything_else_that_happens_is_one_line_that_names_who_and_why(event: dict[str, Any]) -> None:
+    (line,) = shown(event)
+    for key in (
+        "machine",
+        "address" if event["event"] != "lease_taken_back" else "machine",
+        "reason",
+        "path",
+        "text",
+    ):
+        assert str(event.get(key, "")) in line
+
+
+def test_an_event_of_a_later_version_is_passed_over() -> None:
+    assert shown({"event": "moon_phase", "phase": 3}, {}) == []
+    assert describe({"event": "moon_phase"}) is None
+
+
+def test_no_colours_even_on_a_terminal() -> None:
+    lines = shown(*sample.whole_run(), *sample.news())
+    assert not any("\x1b" in line for line in lines)
+
+
+def test_another_machine_cannot_steer_the_terminal() -> None:
+    name = "evil\x1b[2J\nstep 99/99"
+    lines = shown({"event": "guest_joined", "machine": name, "device": "x" * 10_000})
+    assert len(lines) == 1
+    assert "\x1b" not in lines[0]
+    assert len(lines[0]) < 1000
+
+
+def test_a_stream_without_utf8_gets_ascii() -> None:
+    lines = shown(*sample.whole_run(), {"event": "note", "text": "Grüße – 1×"}, stream=Ascii())
+    assert all(line.isascii() for line in lines)
+    assert any("1.25x" in line for line in lines)
+    assert lines[-1].endswith("- 1x")
+
+
+def test_every_line_is_flushed_at_once() -> None:
+    class Buffered(io.StringIO):
+        flushed = 0
+
+        def flush(self) -> None:
+            self.flushed += 1
+
+    stream = Buffered()
+    view = PlainView(stream)
+    view.event(sample.step(1))
+    assert stream.flushed == 1
+
+
+@pytest.mark.parametrize("kind", [PlainView, JsonView])
+def test_a_reader_that_is_gone_does_not_stop_the_run(kind: type[PlainView] | type[JsonView]) -> None:
+    class Broken(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    view = kind(Broken())
+    view.event(sample.step(1))
+    view.event(sample.step(2))
+    view.close()
+
+
+def test_json_lines_are_the_events() -> None:
+    stream = io.StringIO()
+    view = JsonView(stream)
+    for event in sample.whole_run():
+        view.event(event)
+    assert [json.loads(line) for line in stream.getvalue().splitlines()] == sample.whole_run()
+
+
+def test_json_stays_json_when_the_loss_is_not_a_number() -> None:
+    stream = io.StringIO()
+    JsonView(stream).event(sample.step(1, loss=math.nan, machines=[sample.host(rate=math.inf)]))
+
+    def no_constant(name: str) -> None:
+        raise AssertionError(name)
+
+    event = json.loads(stream.getvalue(), parse_constant=no_constant)
+    assert event["loss"] is None
+    assert event["machines"][0]["rate"] is None
+    assert event["step_s"] == 1.0
+
+
+@pytest.mark.parametrize("kind", [PlainView, JsonView])
+def test_nothing_is_shown_after_close(kind: type[PlainView] | type[JsonView]) -> None:
+    stream = io.StringIO()
+    view = kind(stream)
+    view.close()
+    view.event(sample.step(1))
+    assert stream.getvalue() == ""
+
+
+def test_lines_from_many_threads_do_not_mix() -> None:
+    stream = io.StringIO()
+    view = JsonView(stream)
+    threads = [threading.Thread(target=lambda: [view.event(sample.step(n)) for n in range(50)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len([json.loads(line) for line in stream.getvalue().splitlines()]) == 200
+
+
+class TestChoice:
+    def test_auto_is_live_on_a_terminal_and_plain_in_a_pipe(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("TERM", "xterm-256color")
+        assert isinstance(make_view("auto", Terminal()), LiveView)
+        assert isinstance(make_view("auto", io.StringIO()), PlainView)
+
+    def test_a_dumb_or_non_utf8_terminal_is_not_live(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("TERM", "dumb")
+        assert not can_be_live(Terminal())
+        monkeypatch.setenv("TERM", "xterm")
+        assert can_be_live(Terminal())
+        terminal = Terminal()
+        terminal.encoding = "latin-1"
+        assert not can_be_live(terminal)
+
+    def test_the_others_are_taken_at_their_word(self) -> None:
+        assert isinstance(make_view("plain", Terminal()), PlainView)
+        assert isinstance(make_view("json", Terminal()), JsonView)
+        assert isinstance(make_view("quiet", Terminal()), QuietView)

@@ -1,0 +1,235 @@
+"""The live view: its state, its picture at every size, and the terminal it leaves."""
+
+from __future__ import annotations
+
+import io
+import math
+import threading
+import time
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from potluck.report.frame import frame_lines
+from potluck.report.line import Line, cut
+from potluck.report.live import LiveView
+from potluck.report.state import History, RunState
+from support import sample_events as sample
+
+
+def state_after(*events: sample.Event) -> RunState:
+    state = RunState()
+    for event in events:
+        state.fold(event)
+    return state
+
+
+def picture(state: RunState, width: int = 80, height: int = 24, **clock: float) -> list[str]:
+    return [line.plain for line in frame_lines(state, width=width, height=height, **clock)]
+
+
+def busy_run() -> RunState:
+    machines = [
+        sample.host(),
+        sample.machine("laptop", 8),
+        sample.machine("東京のノートパソコン", 0, state="sitting out", reason="too slow for a step of 1.0 s " * 3),
+    ]
+    return state_after(
+        sample.run_start(), *(sample.step(n, machines=machines) for n in range(1, 4)), *sample.news()
+    )
+
+
+def test_the_picture_says_what_the_brief_of_a_run_is() -> None:
+    text = "\n".join(picture(busy_run(), 120, 40))
+    for part in (
+        "1115-gpt",
+        "gpt",
+        "10.9 M parameters",
+        "3/4",
+        "75 %",
+        "ETA 1 s",
+        "2.0000",
+        "32.0 samples/s",
+        "8.2 k tokens/s",
+        "1.25× this machine alone",
+        "laptop",
+        "guest",
+        "8.00 /s",
+        "90 %",
+        "sitting out",
+        "too slow",
+        "a word to the reader",
+    ):
+        assert part in text
+
+
+@pytest.mark.parametrize("width", [1, 20, 30, 40, 50, 60, 79, 80, 100, 120, 200])
+@pytest.mark.parametrize("height", [1, 5, 10, 24, 60])
+def test_it_fits_every_terminal(width: int, height: int) -> None:
+    for state in (busy_run(), state_after(sample.run_start()), RunState()):
+        lines = picture(state, width, height)
+        assert len(lines) <= height
+        assert all(cell_len(line) <= max(width, 20) for line in lines), max(lines, key=cell_len)
+
+
+def test_who_and_in_which_state_stays_on_a_narrow_terminal() -> None:
+    idle = sample.machine("pi", 0, state="sitting out", reason="too slow for a step of 1.0 s")
+    machines = [sample.host(), sample.machine("laptop", 8), idle]
+    text = "\n".join(picture(state_after(sample.run_start(), sample.step(1, machines=machines)), 40))
+    for part in ("laptop", "computing", "pi", "sitting out", "too slow for a step of 1.0 s"):
+        assert part in text
+
+
+def test_columns_stand_under_their_headers() -> None:
+    lines = picture(state_after(sample.run_start(), sample.step(1)), 80)
+    header = next(line for line in lines if line.startswith(" machine"))
+    row = next(line for line in lines if line.startswith(" laptop"))
+    assert row.index("computing") == header.index("state")
+    assert row.index("guest") == header.index("role")
+
+
+def test_many_machines_are_counted_not_scrolled() -> None:
+    machines = [sample.host(), *(sample.machine(f"guest-{n}", 1) for n in range(40))]
+    lines = picture(state_after(sample.run_start(), sample.step(1, machines=machines)), 80, 20)
+    shown = sum(line.strip().startswith("guest-") for line in lines)
+    (more,) = [line for line in lines if "more machines" in line]
+    assert f"and {40 - shown} more machines" in more
+    assert shown >= 5
+
+
+def test_the_eta_counts_down_between_steps() -> None:
+    state = state_after(sample.run_start(), sample.step(1, eta_s=100.0))
+    assert "ETA 1 min 40 s" in "\n".join(picture(state))
+    assert "ETA 1 min 10 s" in "\n".join(picture(state, since_step_s=30.0))
+    assert "ETA 0 s" in "\n".join(picture(state, since_step_s=1000.0))
+
+
+def test_a_run_without_end_shows_no_bar() -> None:
+    text = "\n".join(picture(state_after(sample.run_start(steps=None), sample.step(7, steps=None)), elapsed_s=90))
+    assert "step   7   1 min 30 s so far" in text
+    assert "%" not in text.splitlines()[2]
+
+
+def test_a_loss_that_is_not_a_number_is_seen() -> None:
+    state = state_after(sample.run_start(), sample.step(1), sample.step(2, loss=math.nan))
+    (line,) = [line for line in frame_lines(state, width=80, height=24) if "loss" in line.plain]
+    assert ("nan", "bold red") in line.parts
+
+
+def test_a_slower_fleet_is_marked() -> None:
+    def style(speedup: float) -> str:
+        lines = frame_lines(state_after(sample.run_start(), sample.step(1, speedup=speedup)), width=80, height=24)
+        return next(style for line in lines for text, style in line.parts if "this machine alone" in text)
+
+    assert style(1.2) == "bold green"
+    assert style(1.0) == ""
+    assert style(0.8) == "bold yellow"
+
+
+def test_a_guest_shows_before_the_next_step_ends() -> None:
+    hello, joined, _, lost, *_ = sample.news()
+    state = state_after(sample.run_start(), sample.step(1, machines=[sample.host()]), hello)
+    assert [(m.name, m.state) for m in state.machines] == [("tower", "computing"), ("laptop", "joining")]
+    state.fold(joined)
+    assert state.machines[1].state == "syncing"
+    state.fold(lost)
+    assert (state.machines[1].state, state.machines[1].reason) == ("gone", "silent for 5 s")
+
+
+def test_a_message_that_repeats_is_counted() -> None:
+    taken_back = next(e for e in sample.news() if e["event"] == "lease_taken_back")
+    state = state_after(
+        sample.run_start(), *([taken_back] * 500), *({"event": "note", "text": str(n)} for n in range(9))
+    )
+    text = "\n".join(picture(state_after(sample.run_start(), sample.step(1), *([taken_back] * 500))))
+    assert "(500 times)" in text
+    assert len(state.notices) == 10
+
+
+def test_a_name_with_markup_is_only_a_name() -> None:
+    state = state_after(sample.run_start(), sample.step(1, machines=[sample.host(name="[red]x[/]")]))
+    assert "[red]x[/]" in "\n".join(picture(state))
+
+
+def test_history_is_bounded_and_keeps_the_shape() -> None:
+    history = History(capacity=64)
+    for n in range(10_000):
+        history.append(float(n))
+    assert 32 <= len(history.values) <= 64
+    assert history.values == sorted(history.values)
+    assert history.values[0] < 300
+    assert history.values[-1] > 9_400
+
+
+def test_lines_are_cut_by_columns_not_characters() -> None:
+    assert cut("東京都", 4) == "東 …"
+    assert cut("abc", 3) == "abc"
+    assert cut("abcd", 3) == "ab…"
+    line = Line("abc", "bold").add("def").cropped(4)
+    assert line.plain == "abc…"
+    assert Line("abc").add("def").cropped(3).plain == "ab…"
+    assert line.width == 4
+
+
+class TestTerminal:
+    def view(self, *, refresh: bool = False, **console: object) -> tuple[LiveView, io.StringIO]:
+        stream = io.StringIO()
+        settings = {"width": 80, "height": 24, "force_terminal": True, **console}
+        return LiveView(stream, console=Console(file=stream, **settings), refresh=refresh), stream  # type: ignore[arg-type]
+
+    def test_it_draws_and_gives_the_terminal_back(self) -> None:
+        view, stream = self.view()
+        for event in sample.whole_run():
+            view.event(event)
+        view.close()
+        text = stream.getvalue()
+        assert "finished after step 4, 4.20 s" in text
+        assert "run folder: runs/1115-gpt" in text
+        assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1  # cursor hidden, cursor shown
+
+    def test_nothing_happens_after_close(self) -> None:
+        view, stream = self.view()
+        view.event(sample.run_start())
+        view.close()
+        before = stream.getvalue()
+        view.close()
+        view.event(sample.step(1))
+        assert stream.getvalue() == before
+
+    def test_a_run_that_never_started_leaves_the_terminal_alone(self) -> None:
+        view, stream = self.view()
+        view.close()
+        assert stream.getvalue() == ""
+
+    def test_no_color(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("NO_COLOR", "1")
+        view, stream = self.view()
+        for event in sample.whole_run():
+            view.event(event)
+        view.close()
+        assert "\x1b[32m" not in stream.getvalue()
+        assert ";32m" not in stream.getvalue()
+
+    def test_its_thread_ends_and_prints_of_others_stay_visible(self, capsys: pytest.CaptureFixture[str]) -> None:
+        before = threading.active_count()
+        view, stream = self.view(refresh=True)
+        view.event(sample.run_start())
+        print("a print of the user's script")
+        view.close()
+        assert "a print of the user's script" in stream.getvalue()
+        deadline = time.monotonic() + 2
+        while threading.active_count() > before and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert threading.active_count() == before
+
+    def test_an_event_costs_training_next_to_nothing(self) -> None:
+        view, _ = self.view()
+        view.event(sample.run_start())
+        events = [sample.step(n) for n in range(500)]
+        begun = time.thread_time()
+        for event in events:
+            view.event(event)
+        spent = time.thread_time() - begun
+        view.close()
+        assert spent / len(events) < 0.001
