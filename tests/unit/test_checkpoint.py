@@ -267,9 +267,7 @@ def test_what_a_checkpoint_cannot_hold_is_named(tmp_path: Path) -> None:
 
         def load_state_dict(self, state: dict[str, Any], /) -> None: ...
 
-    with pytest.raises(
-        UserError, match=r"'average\.outer\.inner' of the object 'average': it is a set"
-    ) as caught:
+    with pytest.raises(UserError, match=r"'average\.outer\.inner' of the object 'average': it is a set") as caught:
         save_linear(tmp_path, 1, objects={"average": Keeper()})
     assert caught.value.hint
     with pytest.raises(UserError, match="'path' of extra: it is a PosixPath"):
@@ -423,17 +421,3 @@ def test_a_failure_in_the_callers_callback_is_not_lost(tmp_path: Path) -> None:
     writer.start(Snapshot(step=1, model=model, optimizer=optimizer))
     with pytest.raises(PotluckError, match="event log"):
         writer.close()
-
-
-def test_tensors_of_a_device_are_brought_by_the_device_layer() -> None:
-    seen: list[torch.Size] = []
-
-    def to_host(tensor: Tensor) -> Tensor:
-        seen.append(tensor.shape)
-        return torch.full(tensor.shape, 2.0)
-
-    slot = checkpoint._Slot(torch.empty(3, device="meta"), to_host)
-    assert_same(torch.full((3,), 2.0), slot.read())
-    slot.release()
-    assert slot.read() is None
-    assert seen == [torch.Size([3])]

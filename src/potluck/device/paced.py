@@ -58,7 +58,7 @@ class PacedDevice(CpuDevice):
         self._backward_work, self._backward_total = _backward_work(model)
         self._hooks = [module.register_forward_hook(self._after_forward) for module in self._forward_work]
         self._hooks += [
-            parameter.register_post_accumulate_grad_hook(self._after_gradient)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(self._after_gradient)
             for parameter in self._backward_work
         ]
 

@@ -15,10 +15,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from potluck.errors import GuestsMissingError, PotluckError, WireError
+from potluck.errors import GuestsMissingError, WireError
 from potluck.hub import actions as act
 from potluck.hub.feed import TensorPart
-from potluck.hub.host_coder import Answer, Coded, Decoded, HostCoder
+from potluck.hub.host_coder import Answer, Coded, Decoded, Failed, HostCoder
 from potluck.hub.members import JOINING, Member
 from potluck.hub.parity import Sketch, compare
 from potluck.hub.protocol import HostProtocol
@@ -74,23 +74,25 @@ class HostHub:
         self._coder.start()
         self._thread.start()
 
-    def wait_for_guests(self, count: int, timeout_s: float) -> None:
-        """Wait until `count` guests hold the replica; the error names who came and how far they got."""
+    def wait_for_guests(self, count: int, timeout_s: float, stop: Callable[[], bool]) -> bool:
+        """Wait until `count` guests hold the replica (False: stopped); the error names who came and how far."""
+        deadline = time.monotonic() + timeout_s
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._failure or len(self._protocol.synced(self._coder.state)) >= count, timeout_s
-            )
-            self._raise_failure()
+            while True:
+                self._raise_failure()
+                if stop():
+                    return False
+                if len(self._protocol.synced(self._coder.state)) >= count:
+                    return True
+                if time.monotonic() > deadline:
+                    break
+                self._changed.wait(0.2)
             ready = len(self._protocol.synced(self._coder.state))
-            if ready < count:
-                who = (
-                    ", ".join(f"{m.name} is {m.state}" for m in self._protocol.members.values())
-                    or "nobody came"
-                )
-                raise GuestsMissingError(
-                    f"{ready} of {count} guests were ready after {timeout_s:.0f} s ({who})",
-                    hint="type the join command on the other machines, or start with --wait-for 0",
-                )
+            who = ", ".join(f"{m.name} is {m.state}" for m in self._protocol.members.values())
+        raise GuestsMissingError(
+            f"{ready} of {count} guests were ready after {timeout_s:.0f} s ({who or 'nobody came'})",
+            hint="type the join command on the other machines, or start with --wait-for 0",
+        )
 
     def begin_step(self) -> None:
         """The weights are at the step's version: deal the step and send the change to those who take part."""
@@ -172,8 +174,9 @@ class HostHub:
         self._socket.close()
 
     def _raise_failure(self) -> None:
+        """What went wrong beside training (a data set that failed, a fault of ours) is raised in training."""
         if self._failure is not None:
-            raise PotluckError(f"the hub's thread failed: {self._failure!r}") from self._failure
+            raise self._failure
 
     # -- the I/O thread ---------------------------------------------------------------------------------
 
@@ -222,7 +225,9 @@ class HostHub:
             peer, frames = self._outbox.popleft()
             self._socket.send(peer, frames)
 
-    def _coder_says(self, result: Answer | Decoded | Coded) -> None:
+    def _coder_says(self, result: Answer | Decoded | Coded | Failed) -> None:
+        if isinstance(result, Failed):
+            raise result.error
         if isinstance(result, Coded):
             for member in list(self._protocol.members.values()):
                 self._pump(member)

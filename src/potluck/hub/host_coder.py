@@ -51,6 +51,13 @@ class Coded:
     index: int
 
 
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The coder's thread ended with an error of ours."""
+
+    error: BaseException
+
+
 class HostCoder:
     """One worker thread with three queues: contributions first, then the change, then newcomers."""
 
@@ -61,7 +68,7 @@ class HostCoder:
         self._layout = tensors.layout
         self._down, self._up, self._device = down, up, device
         self._notify = notify
-        self.results: deque[Answer | Decoded | Coded] = deque()
+        self.results: deque[Answer | Decoded | Coded | Failed] = deque()
         self.version = 0
         """The version of the weights: the number of updates made."""
         self.state = [
@@ -144,26 +151,34 @@ class HostCoder:
             self._thread.join()
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(
-                    lambda: self._stop or self._contributions or self._to_code or self._requests
-                )
-                if self._stop:
-                    return
-                contribution = self._contributions.popleft() if self._contributions else None
-                piece = self._to_code.popleft() if self._to_code and contribution is None else None
-                request = None
-                if contribution is None and piece is None and self._requests:
-                    request = self._requests.popleft()
-            with torch.no_grad():
-                if contribution is not None:
-                    self._add(*contribution)
-                elif piece is not None:
-                    self._code(piece)
-                elif request is not None:
-                    self._answer(*request)
+        try:
+            while self._turn():
+                self._notify()
+        except BaseException as error:
+            self.results.append(Failed(error))
             self._notify()
+
+    def _turn(self) -> bool:
+        """One piece of work; False when the thread should end."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._stop or self._contributions or self._to_code or self._requests
+            )
+            if self._stop:
+                return False
+            contribution = self._contributions.popleft() if self._contributions else None
+            piece = self._to_code.popleft() if self._to_code and contribution is None else None
+            request = None
+            if contribution is None and piece is None and self._requests:
+                request = self._requests.popleft()
+        with torch.no_grad():
+            if contribution is not None:
+                self._add(*contribution)
+            elif piece is not None:
+                self._code(piece)
+            elif request is not None:
+                self._answer(*request)
+        return True
 
     def _code(self, index: int) -> None:
         piece = self._layout.pieces[index]

@@ -64,7 +64,7 @@ def raw_bytes(tensor: Tensor) -> memoryview:
         if tensor.numel()
         else torch.empty(0, dtype=torch.uint8)
     )
-    return memoryview(flat.numpy())
+    return memoryview(flat.numpy())  # type: ignore[arg-type]
 
 
 def from_bytes(buffer: memoryview | bytes, dtype: torch.dtype = torch.uint8) -> Tensor:

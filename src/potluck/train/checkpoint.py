@@ -30,8 +30,6 @@ SHARD_BYTES = 256_000_000
 
 _SAME_AS = "same as "
 
-ToHost = Callable[[Tensor], Tensor]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
@@ -69,9 +67,7 @@ class Loaded:
 
     manifest: dict[str, Any] = field(repr=False)
 
-    def restore(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, objects: Mapping[str, Stateful]
-    ) -> None:
+    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer, objects: Mapping[str, Stateful]) -> None:
         """Put everything back, the random generators last; nothing is touched where a part does not fit."""
         saved = self.manifest
         self._compare(saved["weights"]["tensors"], _describe(model.state_dict()), "the model's {}")
@@ -130,13 +126,11 @@ class CheckpointWriter:
         *,
         keep: int = 2,
         on_saved: Callable[[int, Path, float], None] | None = None,
-        to_host: ToHost | None = None,
     ) -> None:
-        """`on_saved(step, path, seconds)` is called in the thread; `to_host` copies a device's tensor."""
+        """`on_saved(step, path, seconds)` is called in the thread."""
         self._folder = folder
         self._keep = keep
         self._on_saved = on_saved
-        self._to_host = to_host or _to_host
         self._thread: threading.Thread | None = None
         self._unread: list[_Slot] = []
         self._failure: BaseException | None = None
@@ -146,7 +140,7 @@ class CheckpointWriter:
         if self._thread is not None and self._thread.is_alive():
             return False
         self.wait()
-        image = _capture(snapshot, self._to_host)
+        image = _capture(snapshot)
         self._unread = [slot for slots in image.tensors.values() for slot in slots.values()]
         self._thread = threading.Thread(target=self._write, args=(image,), name="potluck-checkpoint")
         self._thread.start()
@@ -186,7 +180,7 @@ class CheckpointWriter:
 
 def save(folder: Path, snapshot: Snapshot, *, keep: int = 2) -> Path:
     """Write a checkpoint now and return its folder; all but the last `keep` are removed."""
-    image = _capture(snapshot, _to_host)
+    image = _capture(snapshot)
     return checkpoint_folder.publish(folder, image.step, image.write, keep=keep)
 
 
@@ -219,18 +213,17 @@ def load_latest(folder: Path) -> Loaded | None:
 class _Slot:
     """A tensor on its way into a file: live, then copied by whichever thread needs it first, then gone."""
 
-    def __init__(self, tensor: Tensor, to_host: ToHost) -> None:
+    def __init__(self, tensor: Tensor) -> None:
         self.size_bytes = tensor.nbytes
         self._lock = threading.Lock()
         self._live: Tensor | None = tensor.detach()
         self._copy: Tensor | None = None
-        self._to_host = to_host
 
     def read(self) -> Tensor | None:
         """The copy, made now if it was not yet; None after release()."""
         with self._lock:
             if self._live is not None:
-                self._copy = _copied(self._live, self._to_host)
+                self._copy = _copied(self._live)
                 self._live = None
             return self._copy
 
@@ -262,7 +255,7 @@ class _Image:
         return {"files": files, **self.entries}
 
 
-def _capture(snapshot: Snapshot, to_host: ToHost) -> _Image:
+def _capture(snapshot: Snapshot) -> _Image:
     """Everything small is copied now; weights and optimizer state stay live until they are read."""
     model, optimizer = snapshot.model, snapshot.optimizer
     state = model.state_dict()
@@ -288,7 +281,7 @@ def _capture(snapshot: Snapshot, to_host: ToHost) -> _Image:
         "extra": optimizer_state.flatten(dict(snapshot.extra), "", None, of="extra"),
     }
     tensors = {
-        kind: {name: _Slot(tensor, to_host) for name, tensor in named.items()}
+        kind: {name: _Slot(tensor) for name, tensor in named.items()}
         for kind, named in (("weights", weights), ("optimizer", moments), ("objects", others))
     }
     # Buffers change in the next forward, a learning rate with the scheduler, an object whenever it likes.
@@ -345,13 +338,10 @@ def _shards(slots: Mapping[str, _Slot], *, always: bool) -> Iterable[dict[str, _
         yield shard
 
 
-def _to_host(tensor: Tensor) -> Tensor:
-    return tensor.to("cpu")
-
-
-def _copied(tensor: Tensor, to_host: ToHost) -> Tensor:
-    """A contiguous copy in host memory that nobody else holds."""
+def _copied(tensor: Tensor) -> Tensor:
+    """A contiguous copy in ordinary host memory that nobody else holds."""
     plain = tensor.resolve_conj().resolve_neg()
     if plain.device.type == "cpu":
         return plain.clone(memory_format=torch.contiguous_format)
-    return to_host(plain).contiguous()
+    # Contiguous before it travels: copies of strided views from MPS were silently wrong (pytorch#189961).
+    return plain.contiguous().to("cpu")

@@ -193,7 +193,7 @@ class GuestTrainer:
         self._zero_gradients()
         yield from self._compute(step, work, batch, size, last=False)
         if not work.over:
-            values = memoryview(result.values).cast("B")
+            values = memoryview(result.values.view("u1"))  # type: ignore[arg-type]
             self._hub.send_sketch(work, values=values, count=size, loss=loss, compute_s=self._last_s)
 
     def _zero_gradients(self) -> None:

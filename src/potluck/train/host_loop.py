@@ -61,6 +61,7 @@ class HostTrainer:
         self._waited_on_disk_s = 0.0
         self._rng_at_start: dict[str, Tensor] = {}
         self._loss: float | None = None
+        self._interrupted = False
 
     # -- the run ----------------------------------------------------------------------------------------
 
@@ -68,6 +69,7 @@ class HostTrainer:
         """One Step after the other, until the run is over; whatever happens, everybody is told and sent home."""
         options, ledger = self._p.options, self._p.ledger
         reason = "failed"
+        step: Step | None = None
         self._telemetry.started(ledger.step, self._p.tensors)
         try:
             while options.steps is None or ledger.step < options.steps:
@@ -80,10 +82,11 @@ class HostTrainer:
                     )
             reason = "finished"
         except GeneratorExit:
-            reason = "finished"  # the user's loop ended by break
-            raise
-        except Interrupted:
-            reason = "interrupted"
+            # The user's loop was left: by break after a step, or in the middle of one by an exception.
+            if self._interrupted:
+                reason = "interrupted"
+            elif step is None or step.finished:
+                reason = "finished"
             raise
         finally:
             self._end(reason)
@@ -175,6 +178,7 @@ class HostTrainer:
         if self._p.launch.stop_requested():
             # The step under way is abandoned: a resumed run begins it again, from the same random numbers.
             self._device.set_rng_state(self._rng_at_start)
+            self._interrupted = True
             raise Interrupted
 
     def _checkpoint(self, *, wait: bool = False) -> None:

@@ -29,7 +29,7 @@ from potluck.train.data import Loader, epoch_order
 from potluck.train.events import EventLog
 from potluck.train.guest_loop import GuestParts, GuestTrainer
 from potluck.train.host_loop import HostTrainer, Parts, restore
-from potluck.train.launch import ALONE, GUEST, HOST, Launch, current
+from potluck.train.launch import ALONE, GUEST, HOST, Interrupted, Launch, current
 from potluck.train.microbatch import MicroBatch
 from potluck.train.options import Keywords, Options, make_options
 from potluck.train.step import Step
@@ -165,7 +165,9 @@ class Run:
         hub.start()
         if launch.config.wait_for:
             try:
-                hub.wait_for_guests(launch.config.wait_for, launch.config.wait_s)
+                config, stop = launch.config, launch.stop_requested
+                if not hub.wait_for_guests(config.wait_for, config.wait_s, stop):
+                    raise Interrupted
             except BaseException:
                 hub.close("failed")
                 raise

@@ -66,7 +66,7 @@ class Step:
                 step=self.index,
             )
         total = loss * current.samples if self._mean else loss
-        total.backward()  # type: ignore[no-untyped-call]
+        total.backward()
         self._loss_sum = self._loss_sum + total.detach().float()
         current.done = True
         self._after(current.samples)

@@ -109,7 +109,7 @@ class Digits(Dataset[tuple[Tensor, Tensor]]):
     """Samples: an image (height, width) of uint8 and its digit, an int64 without dimensions."""
 
     def __init__(self, images: np.ndarray, labels: np.ndarray) -> None:
-        self._images = torch.from_numpy(np.ascontiguousarray(images))
+        self._images = torch.from_numpy(images.copy())  # torch wants memory that it could write to
         self._labels = torch.from_numpy(labels.astype(np.int64))
 
     def __len__(self) -> int:
