@@ -9,6 +9,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
+from zmq.utils import garbage
 
 from potluck.wire.frames import Message, pack, unpack
 from potluck.wire.keys import new_keys
@@ -17,6 +18,13 @@ from potluck.wire.transport import GuestSocket, HostSocket
 
 DEADLINE_S = 30.0
 spawn = multiprocessing.get_context("spawn")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _memory_of_sent_frames_is_freed() -> None:
+    """Start what pyzmq keeps for the whole process (a thread and a context), so that no test seems to leak it."""
+    if not garbage.gc.is_alive():
+        garbage.gc.start()
 
 
 def serve(pipe: Connection) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import os
 import socket
 import threading
@@ -14,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import zmq
+from zmq.utils import garbage
 
 from potluck.errors import ConfigError, NetworkError, PortTakenError, RefusedError, WireError
 from potluck.wire import transport
@@ -26,9 +28,7 @@ Handler = Callable[[bytes, list[memoryview]], None]
 
 
 def token_of(host: HostSocket, keys: HostKeys) -> Token:
-    return Token(
-        addresses=("127.0.0.1",), port=host.port, host_public=keys.public, guest_secret=keys.guest_secret
-    )
+    return Token(addresses=("127.0.0.1",), port=host.port, host_public=keys.public, guest_secret=keys.guest_secret)
 
 
 class Echo:
@@ -62,6 +62,13 @@ class Echo:
         self._thread.join(5)
         assert not self._thread.is_alive()
         self.host.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _memory_of_sent_frames_is_freed() -> None:
+    """Start what pyzmq keeps for the whole process (a thread and a context), so that no test seems to leak it."""
+    if not garbage.gc.is_alive():
+        garbage.gc.start()
 
 
 @pytest.fixture
@@ -164,8 +171,8 @@ def test_sending_never_waits_and_says_when_a_queue_is_full() -> None:
                 break
         assert not sent
         assert accepted >= transport.QUEUE_MESSAGES
-        assert slowest < 0.5
-        while not guest.send_data([payload]) is False:
+        assert slowest < 2.0
+        while guest.send_data([payload]):
             pass
         received = 0
         while received < accepted:
@@ -319,6 +326,7 @@ def test_the_port_is_free_at_once_after_close() -> None:
         guest.close()
 
 
+@pytest.mark.skipif(os.name != "posix", reason="Windows counts handles, not descriptors")
 def test_no_thread_and_no_descriptor_is_left() -> None:
     def once() -> None:
         service = Echo()
@@ -333,7 +341,7 @@ def test_no_thread_and_no_descriptor_is_left() -> None:
         with pytest.raises(ConfigError):
             HostSocket(bind="203.0.113.77", port=0, keys=new_keys())
 
-    once()  # starts what belongs to the process: pyzmq's thread that frees sent memory
+    once()
     process = psutil.Process()
     before = process.num_threads(), process.num_fds(), len(threading.enumerate())
     for _ in range(3):
@@ -342,14 +350,25 @@ def test_no_thread_and_no_descriptor_is_left() -> None:
     assert after == before
 
 
+def test_sockets_that_nobody_closed_end_with_their_owner() -> None:
+    """In a cycle, as in the traceback of an exception; pyzmq alone would wait forever here."""
+    keys = new_keys()
+    host = HostSocket(bind="127.0.0.1", port=0, keys=keys)
+    guest = connect_by_hand(host, keys)
+    port = host.port
+    cycle: list[object] = [host, guest]
+    cycle.append(cycle)
+    del host, guest, cycle
+    gc.collect()
+    HostSocket(bind="127.0.0.1", port=port, keys=keys).close()
+
+
 def test_a_second_connection_of_the_same_name_is_ignored(echo: Echo, guest: GuestSocket) -> None:
     exchange(guest)
-    twin = object.__new__(GuestSocket)
     with contextlib.ExitStack() as stack:
         raw = raw_guest(echo, stack, guest.guest_id + b"c")
         raw.send_multipart(message(3))
         assert not raw.poll(300)
-    del twin
     exchange(guest, 2)
 
 
@@ -396,6 +415,17 @@ def test_a_token_without_the_right_keys_is_refused(echo: Echo, guest: GuestSocke
         assert stranger.send_control([b"x"]) is False
         stranger.close()
         exchange(guest)
+
+
+def test_a_host_that_goes_away_during_the_handshake_is_named() -> None:
+    keys = new_keys()
+    host = HostSocket(bind="127.0.0.1", port=0, keys=keys)
+    guest = GuestSocket(token_of(host, keys))
+    host.close()
+    with pytest.raises(NetworkError, match="closed the connection") as caught:
+        guest.handshake(3)
+    assert not isinstance(caught.value, RefusedError)
+    guest.close()
 
 
 def test_a_host_that_does_not_serve_its_door_is_named_after_the_deadline() -> None:

@@ -181,29 +181,23 @@ def test_a_folder_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> Non
         load_latest(tmp_path / "file")
 
 
-DISK_FULL = """
-import resource, signal, sys
-from pathlib import Path
-sys.path.insert(0, sys.argv[2])
-from test_checkpoint_folder import RunFolderError, load_latest, names_in, save_linear
-folder = Path(sys.argv[1])
-save_linear(folder, 1)
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-try:
-    save_linear(folder, 2, size=400)
-except RunFolderError as error:
-    assert "cannot write a checkpoint" in str(error) and error.hint, error
-else:
-    raise SystemExit("it was written")
-assert names_in(folder) == ["step-00000001"], names_in(folder)
-assert load_latest(folder).step == 1
-"""
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="needs limits on file sizes")
 def test_a_disk_that_takes_no_more_leaves_the_old_ones_whole(tmp_path: Path) -> None:
-    run_script(DISK_FULL, tmp_path)
+    import resource
+
+    save_linear(tmp_path, 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(RunFolderError, match=r"cannot write a checkpoint into .*: File too large") as caught:
+            save_linear(tmp_path, 2, size=400)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caught.value.hint
+    assert names_in(tmp_path) == ["step-00000001"]
+    loaded = load_latest(tmp_path)
+    assert loaded is not None
+    assert loaded.step == 1
 
 
 KILLS = """
@@ -243,12 +237,8 @@ assert newest > 3 and cut_off > 0, (newest, cut_off)
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_killed_at_any_moment_the_newest_is_readable(tmp_path: Path) -> None:
-    run_script(KILLS, tmp_path)
-
-
-def run_script(script: str, folder: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", script, str(folder), str(Path(__file__).parent)],
+        [sys.executable, "-c", KILLS, str(tmp_path), str(Path(__file__).parent)],
         capture_output=True,
         text=True,
         timeout=50,

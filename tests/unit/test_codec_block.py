@@ -61,7 +61,7 @@ def check_bound(codec: BlockCodec, values: Tensor) -> None:
 
 
 @both
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     count=st.integers(1, 700),
     seed=st.integers(0, 10**6),
@@ -74,7 +74,7 @@ def test_error_is_at_most_half_a_scale(codec: BlockCodec, count: int, seed: int,
 
 
 @both
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(values=st.lists(st.floats(-(2.0**127), 2.0**127, width=32), min_size=1))
 def test_error_is_at_most_half_a_scale_whatever_the_values(codec: BlockCodec, values: list[float]) -> None:
     check_bound(codec, torch.tensor(values, dtype=torch.float32))

@@ -130,6 +130,12 @@ def test_a_value_that_is_not_finite_is_never_hidden(codec: Codec, count: int) ->
             assert not codec.finite(payload, count), f"{bits:#x} at {index}"
 
 
+@pytest.mark.parametrize("name", ["none", "bf16", "topk:1"])
+def test_finite_values_with_an_infinite_sum_are_finite(name: str) -> None:
+    codec, values = get(name), torch.full((1000,), 3e38)
+    assert codec.finite(codec.encode(values), 1000)
+
+
 @every_codec
 @few
 @given(count=st.integers(1, 300), seed=st.integers(0, 10**6))
@@ -245,7 +251,7 @@ def test_no_codec_takes_more_than_the_calling_thread() -> None:
 import psutil, torch
 from potluck.codec import NAMES, encode_change, encode_with_feedback, get
 torch.set_num_threads(4)
-count = 200_000
+count = 1_100_000
 values, residual, replica = torch.empty(3, count).unbind()
 for tensor, value in ((values, 1.0), (residual, 0.0), (replica, 0.0)):
     for part in tensor.split(10_000):

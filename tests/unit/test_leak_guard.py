@@ -11,6 +11,7 @@ CONFTEST = Path(__file__).resolve().parents[1] / "conftest.py"
 
 LEAKY = """
 import os, subprocess, sys, threading, time
+import zmq
 
 def sleeper(name=None, daemon=False):
     threading.Thread(target=time.sleep, args=(6,), name=name, daemon=daemon).start()
@@ -18,9 +19,17 @@ def sleeper(name=None, daemon=False):
 def test_thread(): sleeper()
 def test_named_thread(): sleeper("potluck-io", daemon=True)
 def test_process(): subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+kept = []
+def test_context():
+    # A message that nobody takes: closing would wait for ever.
+    kept.append(zmq.Context())
+    socket = kept[0].socket(zmq.DEALER)
+    socket.connect("tcp://127.0.0.1:9")
+    socket.send(b"x")
 def test_variable(): os.environ["POTLUCK_NAME"] = "left"
 def test_clean():
     assert "POTLUCK_NAME" not in os.environ
+    zmq.Context().term()
     threading.Thread(target=time.sleep, args=(0.2,)).start()
     subprocess.Popen([sys.executable, "-c", ""])
 """
@@ -37,9 +46,10 @@ def test_each_kind_of_leak_fails_its_test_and_only_that(tmp_path: Path) -> None:
         pytest_run.exits_with(1, 50)
         out = pytest_run.stdout()
     assert sorted(re.findall(r"^ERROR \S+::(\w+)", out, re.MULTILINE)) == [
+        "test_context",
         "test_named_thread",
         "test_process",
         "test_thread",
         "test_variable",
     ], out
-    assert "5 passed, 4 errors" in out
+    assert "6 passed, 5 errors" in out

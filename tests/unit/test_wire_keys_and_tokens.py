@@ -82,9 +82,7 @@ def test_the_file_of_keys_is_private_whatever_the_umask_and_whatever_was_there(t
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"{}", b"[]", b"\xff\xfe", b'{"public": 3}', b"[" * 100_000, b"null"]
-)
+@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"\xff\xfe", b'{"public": 3}', b"[" * 100_000, b"null"])
 def test_a_file_that_holds_no_keys_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "keys.json"
     path.write_bytes(content)
@@ -94,15 +92,11 @@ def test_a_file_that_holds_no_keys_is_refused(tmp_path: Path, content: bytes) ->
 
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
-def test_a_damaged_file_of_keys_is_noticed(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
+def test_a_damaged_file_of_keys_is_noticed(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     path = tmp_path_factory.mktemp("keys") / "keys.json"
     save_keys(path, KEYS)
     text = path.read_text()
-    at = data.draw(
-        st.sampled_from([i for i, c in enumerate(text) if c in "0123456789abcdef" and text[i - 8 : i]])
-    )
+    at = data.draw(st.sampled_from([i for i, c in enumerate(text) if c in "0123456789abcdef" and text[i - 8 : i]]))
     changed = data.draw(st.sampled_from([c for c in "0123456789abcdef" if c != text[at]]))
     path.write_text(text[:at] + changed + text[at + 1 :])
     try:
@@ -224,9 +218,7 @@ def test_tokens_that_cannot_be_are_not_made(change: dict[str, object]) -> None:
 class FakeNetwork:
     """psutil's view of a machine with these interfaces, and the address of its default route."""
 
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, route: str | None, **interfaces: tuple[str, bool]
-    ) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, route: str | None, **interfaces: tuple[str, bool]) -> None:
         named = {name.replace("_", "-"): value for name, value in interfaces.items()}
         entry = lambda address: [SimpleNamespace(family=socket.AF_INET, address=address)]  # noqa: E731
         monkeypatch.setattr(psutil, "net_if_addrs", lambda: {n: entry(a) for n, (a, _) in named.items()})

@@ -141,9 +141,13 @@ def read_config_file(path: Path | None, recipe: str) -> tuple[dict[str, Any], di
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
+        raise ConfigError(
+            f"cannot read {path}: {error.strerror or error}", hint="--config takes the path of a TOML file"
+        ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not a TOML file: {error}") from error
+        raise ConfigError(
+            f"{path} is not a TOML file: {error}", hint=f"lines such as steps = 100 below [run] or [{recipe}]"
+        ) from error
     for name, table in tables.items():
         if name not in ("run", recipe) or not isinstance(table, dict):
             raise ConfigError(

@@ -6,6 +6,7 @@ Owns the order in which these are opened and closed. What is trained is a functi
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -58,7 +59,27 @@ def machine_name(settings: Settings, config: RunConfig) -> str:
 @contextmanager
 def session(settings: Settings, plan: Plan) -> Iterator[Launch]:
     """Open everything a run needs, and close all of it whatever happens inside."""
-    folder = open_folder(plan.resume) if plan.resume else new_folder(plan.runs, plan.what)
+    with _run_folder(plan) as folder, _session_in(folder, settings, plan) as launch:
+        yield launch
+
+
+@contextmanager
+def _run_folder(plan: Plan) -> Iterator[RunFolder]:
+    """The run's folder. A new one in which nothing has happened yet does not outlive an error."""
+    if plan.resume is not None:
+        yield open_folder(plan.resume)
+        return
+    folder = new_folder(plan.runs, plan.what)
+    try:
+        yield folder
+    except Exception:
+        if not folder.events.exists() or folder.events.stat().st_size == 0:
+            shutil.rmtree(folder.path, ignore_errors=True)
+        raise
+
+
+@contextmanager
+def _session_in(folder: RunFolder, settings: Settings, plan: Plan) -> Iterator[Launch]:
     device = pick(
         plan.config.device or settings.environment.device,
         threads=plan.config.threads or settings.environment.threads or _threads_beside(plan.guests),
@@ -88,7 +109,12 @@ def session(settings: Settings, plan: Plan) -> Iterator[Launch]:
             guests.start(plan.guests, token=token, threads=_threads_beside(plan.guests) or 1)
         with _stop_on_signals(launch, view):
             set_launch(launch)
-            yield launch
+            try:
+                yield launch
+            except BaseException:
+                launch.end_training("failed")
+                raise
+            launch.end_training("finished")
     finally:
         set_launch(None)
         if launch.socket is not None:

@@ -78,7 +78,10 @@ def _find_token(token: str | None, token_file: Path | None, settings: Settings) 
         try:
             return token_file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise TokenError(f"cannot read a token from {token_file}: {error}") from error
+            raise TokenError(
+                f"cannot read a token from {token_file}: {error}",
+                hint="the host's run folder has it in the file `token`; copy that, or type the token",
+            ) from error
     if settings.environment.token:
         return settings.environment.token
     if sys.stdin.isatty():

@@ -57,12 +57,12 @@ class TopkCodec:
         for start, stop in spans(values.numel(), values.device):
             torch.bitwise_and(bits[start:stop], MAGNITUDE, out=magnitudes[start:stop])
         indices = magnitudes.topk(self.kept(values.numel()), sorted=False).indices.sort().values
-        return torch.cat(
-            (
-                indices.to(torch.int32).view(torch.uint8),
-                values[indices].to(torch.bfloat16).view(torch.uint8),
-            )
-        )
+        payload = torch.empty(self.nbytes(values.numel()), dtype=torch.uint8, device=values.device)
+        sent_indices, sent_values = self._split(payload, values.numel())
+        sent_indices.copy_(indices)
+        # Not values[indices]: that calls on other cores at any size.
+        sent_values.copy_(values.index_select(0, indices))
+        return payload
 
     def encode_reporting(self, values: Tensor, report: Report) -> Tensor:
         payload = self.encode(values)

@@ -373,7 +373,8 @@ class GuestHub:
         piece = self._layout.pieces[index]
         if self._residual is None:
             self._residual = torch.zeros(self._layout.count, device=self._device.torch_device)
-        gradients = [p.grad for p in self._tensors.trained]
+        # Only these: the backward may be writing the other parameters' gradients at this very moment.
+        gradients = {s.tensor: self._tensors.trained[s.tensor].grad for s in piece.spans}
         values = read_piece(piece, gradients, self._buffer(piece.count))
         residual = self._residual[piece.offset : piece.offset + piece.count]
         payload = encode_with_feedback(self._up, values, residual)

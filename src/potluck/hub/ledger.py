@@ -160,7 +160,7 @@ class Ledger:
 
     def samples_of(self, positions: Sequence[int]) -> list[int]:
         """The data set's indices of these positions."""
-        return [self._epoch(p // self.samples)[p % self.samples] for p in positions]
+        return [int(self._epoch(p // self.samples)[p % self.samples]) for p in positions]
 
     def epoch_of(self, step: int) -> float:
         return step * self.global_batch / self.samples

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from potluck.errors import HostGoneError, NetworkError, PotluckError, RefusedError, WireError
-from potluck.wire.frames import Message, VersionError, pack, unpack
+from potluck.wire.frames import PROTOCOL, Message, VersionError, pack, unpack
 from potluck.wire.token import Token
 from potluck.wire.transport import GuestSocket
 
@@ -21,6 +21,8 @@ SILENCE_S = 10.0
 """A host that says nothing for this long is gone for now."""
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 10.0
+LAST_WORDS_S = 0.5
+"""When one connection has ended, what the host said last may still be on its way on the other."""
 
 Handler = Callable[[str, Message], None]
 
@@ -138,6 +140,7 @@ class GuestLink:
         """Move messages until the host is gone or the link is closed."""
         assert self._socket is not None
         beat = 0.0
+        ended: float | None = None
         while not self._stop:
             now = time.monotonic()
             if now - beat >= HEARTBEAT_S:
@@ -150,6 +153,10 @@ class GuestLink:
                 self._dispatch(channel, frames)
             if time.monotonic() - self._last_heard > SILENCE_S:
                 raise HostGoneError(f"the host at {self.address} sent nothing for {SILENCE_S:.0f} s")
+            if not self._socket.connected:
+                ended = now if ended is None else ended
+                if now - ended > LAST_WORDS_S:
+                    raise HostGoneError(f"the host at {self.address} closed the connection")
         self._flush()
 
     def _flush(self) -> None:
@@ -164,7 +171,7 @@ class GuestLink:
             message = unpack(frames)
         except VersionError as error:
             raise RefusedError(
-                f"the host speaks protocol {error.theirs}, this machine another one",
+                f"the host speaks protocol {error.theirs}, this machine speaks {PROTOCOL}",
                 hint="install the same version of potluck on both machines",
             ) from error
         except WireError:
@@ -174,7 +181,10 @@ class GuestLink:
         if message.kind == "unknown":
             raise HostGoneError("the host does not know this guest any more")
         if message.kind == "refuse":
-            raise RefusedError(f"the host refused this machine: {message.fields.get('reason', '?')}")
+            raise RefusedError(
+                f"the host refused this machine: {message.fields.get('reason', '?')}",
+                hint="both machines need the same model (without --script the host's own runs) and the same potluck",
+            )
         if message.kind == "welcome":
             first = self._welcome is None
             self._welcome = message
@@ -182,6 +192,8 @@ class GuestLink:
             if not first:
                 self.back(message)
             return
+        if message.kind == "bye":
+            self._stop = True  # nobody is there to come back to
         with self._lock:
             handler = self._handler
             if handler is None:

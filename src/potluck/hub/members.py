@@ -21,7 +21,7 @@ LATE = "late"
 LATE_BEFORE_BENCH = 2
 """This many contributions in a row that came too late, and a guest sits out for a while."""
 LONGEST_BENCH_STEPS = 64
-QUOTA_RETRY_STEPS = 16
+QUOTA_RETRY_STEPS = 4
 GAIN_WINDOW = 6
 """Leases over which a guest must have brought more time than waiting for it cost."""
 
@@ -76,6 +76,8 @@ class Member:
     """Samples it has contributed to the run."""
     busy_s: float = 0.0
     """Seconds of computing in its last contribution."""
+    leaving: tuple[str, str] | None = None
+    """The event and the reason with which it goes, once its last contribution has been decoded."""
 
     @property
     def speed(self) -> Speed | None:

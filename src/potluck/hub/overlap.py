@@ -42,8 +42,9 @@ class Overlap:
         self.early = False
         """Whether pieces of the gradient may leave during the backward."""
         self.reason = "no batch was watched yet"
+        # Before all other hooks: some of them (weight_norm) read the module's parameters.
         self._handles = [
-            module.register_forward_pre_hook(self._before_forward)
+            module.register_forward_pre_hook(self._before_forward, prepend=True)
             for module, pieces in self._pieces_of_module.items()
             if pieces
         ]

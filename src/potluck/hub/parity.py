@@ -51,21 +51,23 @@ def compare(
     host: Sketch, received: memoryview | bytes, loss: float, *, names: Sequence[TensorSpec], loose: bool
 ) -> tuple[float, str | None]:
     """The cosine of the two gradients, and in words why the guest's cannot be trusted (None: it can)."""
+    if len(received) != host.values.nbytes:
+        return 0.0, f"its sketch has {len(received)} bytes, the host's {host.values.nbytes}"
     guest = np.frombuffer(received, dtype="<f4")
-    if guest.size != host.values.size:
-        return 0.0, f"its sketch has {guest.size} values, the host's {host.values.size}"
     if not np.isfinite(guest).all() or not np.isfinite(loss):
         return 0.0, "it is not finite (NaN or infinity)"
-    ours, theirs = host.values[host.tensors :], guest[host.tensors :]
+    # In float64: squares of small gradients vanish in float32.
+    ours = host.values[host.tensors :].astype(np.float64)
+    theirs = guest[host.tensors :].astype(np.float64)
     product = float(np.linalg.norm(ours)) * float(np.linalg.norm(theirs))
     if product == 0.0:
         same = bool((ours == theirs).all())
         return float(same), None if same else "one of the two gradients is zero"
-    cosine = float(np.dot(ours.astype(np.float64), theirs.astype(np.float64)) / product)
+    cosine = float(np.dot(ours, theirs) / product)
     allowed = MAX_LOSS_DIFFERENCE_LOOSE if loose else MAX_LOSS_DIFFERENCE
     if abs(loss - host.loss) > allowed * max(abs(host.loss), 0.1):
         return cosine, f"the loss is {loss:.4f} where the host has {host.loss:.4f}"
-    if cosine < (MIN_COSINE_LOOSE if loose else MIN_COSINE):
+    if not cosine >= (MIN_COSINE_LOOSE if loose else MIN_COSINE):  # also where the host's own is NaN
         return cosine, f"the cosine of the two is {cosine:.4f}"
     worst = _worst_norm(host.values[: host.tensors], guest[: host.tensors])
     limit = MAX_NORM_RATIO_LOOSE if loose else MAX_NORM_RATIO

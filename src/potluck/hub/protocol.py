@@ -34,6 +34,8 @@ from potluck.wire.frames import load_json
 
 CHECK_SAMPLES = 4
 """At most this many samples in the common batch of the parity check."""
+LONGEST_REASON = 500
+"""Reasons quote what a guest sent, and must fit into a header whatever that was."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,13 +109,15 @@ class HostProtocol:
         member = self.members.get(guest)
         if member is None:
             return [Send(guest=guest, channel=CONTROL, kind="unknown")]
+        if member.leaving is not None:
+            return []
         member.last_heard = now
         handler = self._handlers.get(kind)
         try:
             if handler is None:
                 raise WireError(f"an unknown message {kind!r}")
             return handler(member, fields, frames, now)
-        except (KeyError, IndexError, TypeError, ValueError, WireError) as error:
+        except (LookupError, TypeError, ValueError, ArithmeticError, WireError) as error:
             what = str(error) if isinstance(error, WireError) else f"a malformed {kind!r} message ({error!r})"
             return self.put_out(member, f"sent {what}")
 
@@ -122,7 +126,7 @@ class HostProtocol:
             return []
         if len(self.members) >= self.terms.max_guests:
             return self._refuse(
-                guest, str(fields.get("name", "?")), address, f"all {self.terms.max_guests} places are taken"
+                guest, str(fields.get("name", "?"))[:40], address, f"all {self.terms.max_guests} places are taken"
             )
         about = {k: str(fields.get(k, "?"))[:80] for k in ("potluck", "torch", "python", "platform")}
         member = Member(
@@ -164,6 +168,8 @@ class HostProtocol:
         self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float
     ) -> list[Action]:
         """The guest has built its model: compare fingerprints, then bring it the weights."""
+        if member.state != JOINING:
+            raise WireError("a second 'ready'")
         about = load_json(bytes(frames[0]))
         difference = first_difference(self.terms.fingerprint, fingerprint_from_json(about["fingerprint"]))
         if difference is not None:
@@ -218,14 +224,16 @@ class HostProtocol:
         lease, count = int(fields["lease"]), int(fields["count"])
         compute_s, loss_sum = float(fields["compute_s"]), float(fields["loss_sum"])
         member.micro_batch = max(1, int(fields["micro_batch"]))
-        if member.lease is not None and member.lease.id == lease:
-            self.stepping.learn(member, count=count, compute_s=compute_s, now=now)
+        if member.lease is None or member.lease.id != lease:
+            return []  # it answers no lease that is open
+        if member.lease.arrived:
+            raise WireError(f"lease {lease} twice")
+        self.stepping.learn(member, count=count, compute_s=compute_s, now=now)
         why_not = self.stepping.complete(member, lease=lease, count=count, pieces=self.terms.pieces)
         if why_not is None and not fields["finite"]:
             why_not = "its gradient is not finite"
         if why_not is not None:
             return self.stepping.drop(member, reason=why_not, now=now)
-        assert member.lease is not None
         return [
             Decode(guest=member.id, lease=lease, pieces=member.lease.pieces, loss_sum=loss_sum, count=count)
         ]
@@ -236,8 +244,12 @@ class HostProtocol:
         if member is None or member.lease is None or member.lease.id != lease:
             raise AssertionError("a contribution was decoded whose guest is gone")  # see _remove
         if why_not is not None:
-            return self.stepping.drop(member, reason=why_not, now=now)
-        return self.stepping.counted(member)
+            actions = self.stepping.drop(member, reason=why_not, now=now)
+        else:
+            actions = self.stepping.counted(member)
+        if member.leaving is not None:
+            actions += self._remove(member, *member.leaving)
+        return actions
 
     def _stopped(
         self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float
@@ -301,9 +313,10 @@ class HostProtocol:
         if member.sync_bytes:
             # A first guess, until its contributions tell: both directions of one coded message, unhidden.
             member.overhead.add(2 * self.terms.coded_bytes * synced_s / member.sync_bytes)
-        return [
-            CompareSketch(guest=member.id, check=member.check, sketch=frames[0], loss=float(fields["loss"]))
-        ]
+        # A loss that is not finite cannot be said in a header: it comes as null.
+        loss = float("nan") if fields["loss"] is None else float(fields["loss"])
+        check, member.check = member.check, None
+        return [CompareSketch(guest=member.id, check=check, sketch=frames[0], loss=loss)]
 
     def compared(self, guest: str, cosine: float, why_not: str | None) -> list[Action]:
         """The outcome of a parity check."""
@@ -351,7 +364,7 @@ class HostProtocol:
 
     def put_out(self, member: Member, reason: str, *, refused: bool = False) -> list[Action]:
         """End a guest's part in the run, and tell it why."""
-        kind = "guest_refused" if refused else "guest_lost"
+        kind, reason = "guest_refused" if refused else "guest_lost", reason[:LONGEST_REASON]
         bye = Send(guest=member.id, channel=CONTROL, kind="refuse", fields={"reason": reason})
         return [bye, *self._remove(member, kind, reason)]
 
@@ -364,7 +377,7 @@ class HostProtocol:
     def _remove(self, member: Member, kind: str, reason: str) -> list[Action]:
         if self._decoding(member):
             # Its contribution is complete and being added: let that end first, or a sample would be lost.
-            member.last_heard = float("-inf")
+            member.leaving = member.leaving or (kind, reason)
             return []
         lease = member.lease
         back = self.stepping.gone(member)

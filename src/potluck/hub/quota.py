@@ -19,6 +19,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 
+ABSURD = 1e12
+"""Rates and overheads from here on are no measurements, and their products would not be finite."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
     """What a guest can do: samples a second while computing, and seconds a step that computing cannot hide."""
@@ -38,7 +42,7 @@ class Quotas:
 
 def ideal(batch: int, host_rate: float, guests: Mapping[str, Speed]) -> tuple[float, dict[str, float]]:
     """The real-valued solution: the step's time and each helping guest's quota."""
-    helping = {n: s for n, s in guests.items() if s.rate_samples_per_s > 0 and math.isfinite(s.overhead_s)}
+    helping = {n: s for n, s in guests.items() if 0 < s.rate_samples_per_s < ABSURD and s.overhead_s < ABSURD}
     while True:
         rate = host_rate + sum(s.rate_samples_per_s for s in helping.values())
         work = batch + sum(s.rate_samples_per_s * s.overhead_s for s in helping.values())
@@ -62,27 +66,21 @@ def quotas(batch: int, host_rate: float, guests: Mapping[str, Speed], host_keeps
         surplus = sum(shares.values()) - (batch - host_keeps)
         shares[name] -= max(0, min(shares[name], surplus))
 
+    def guest_s(name: str, count: int) -> float:
+        return count / guests[name].rate_samples_per_s + guests[name].overhead_s if count else 0.0
+
     def span(trial: Mapping[str, int]) -> float:
         host_s = (batch - sum(trial.values())) / host_rate
-        return max(
-            [host_s]
-            + [
-                n / guests[name].rate_samples_per_s + guests[name].overhead_s
-                for name, n in trial.items()
-                if n
-            ]
-        )
+        return max([host_s, *(guest_s(name, count) for name, count in trial.items())])
 
     best = span(shares)
-    while sum(shares.values()) < batch - host_keeps:
-        trials = {name: span({**shares, name: shares[name] + 1}) for name in shares}
-        if not trials:
+    while shares and sum(shares.values()) < batch - host_keeps:
+        # The next sample goes to whoever would be done with it first: then no other order ends sooner.
+        name = min(shares, key=lambda n: guest_s(n, shares[n] + 1))
+        trial = {**shares, name: shares[name] + 1}
+        if span(trial) >= best:
             break
-        name = min(trials, key=lambda n: trials[n])
-        if trials[name] >= best:
-            break
-        shares[name] += 1
-        best = trials[name]
+        shares, best = trial, span(trial)
     shares = {name: n for name, n in shares.items() if n > 0}
     return Quotas(host=batch - sum(shares.values()), guests=shares, step_s=span(shares))
 

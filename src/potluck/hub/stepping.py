@@ -149,9 +149,12 @@ class Stepping:
             f"{speed.overhead_s:.2f} s for the link, where the step takes {host_s * self.ledger.global_batch:.2f} s"
         )
         told = member.state == SITTING_OUT
-        member.rest(self.ledger.step, reason, steps=QUOTA_RETRY_STEPS * 2**member.rests)
+        # Who has helped before may only have had a hiccup: it is asked again soon, then less and less often.
+        steps = None if member.samples else QUOTA_RETRY_STEPS * 2**member.rests
+        member.rest(self.ledger.step, reason, steps=steps)
         if member.overhead.value is not None:
             member.overhead.value *= 0.7
+            member.overhead.spread *= 0.7
         return (
             []
             if told
@@ -275,6 +278,8 @@ class Stepping:
 
     def _judge(self, member: Member) -> list[Action]:
         """Let a guest sit out that came late too often, or whose help cost more waiting than it brought."""
+        if member.state == SITTING_OUT:
+            return []  # it was judged when its lease was taken back; its late answer is no second offence
         if member.late_in_a_row >= LATE_BEFORE_BENCH:
             reason = f"was too late {member.late_in_a_row} times in a row"
         elif len(member.gains_s) == GAIN_WINDOW and sum(member.gains_s) < 0:
@@ -296,7 +301,7 @@ class Stepping:
     def closing(self, member: Member, *, lease: int, keep: int, eta_s: float, now: float) -> list[Action]:
         """The guest starts its last micro-batch: it will deliver `keep` samples in about `eta_s`."""
         own = member.lease
-        if own is None or own.id != lease or own.revoked:
+        if own is None or own.id != lease or own.revoked or own.arrived:
             return []
         own.closing_at = now + eta_s
         back = self.ledger.trim(lease, keep)
@@ -305,7 +310,7 @@ class Stepping:
 
     def piece(self, member: Member, *, lease: int, index: int, payload: object) -> None:
         own = member.lease
-        if own is not None and own.id == lease and not own.revoked:
+        if own is not None and own.id == lease and not own.revoked and not own.arrived:
             own.pieces[index] = payload
 
     def complete(self, member: Member, *, lease: int, count: int, pieces: int) -> str | None:
@@ -362,7 +367,7 @@ class Stepping:
     def stopped(self, member: Member, *, lease: int, computed: int, compute_s: float, now: float) -> None:
         """The guest has let go of a revoked lease: it may have another one."""
         own = member.lease
-        if own is not None and own.id == lease:
+        if own is not None and own.id == lease and not own.arrived:
             self.learn(member, count=computed, compute_s=compute_s, now=now)
             self.ledger.take_back(lease)
             member.lease = None

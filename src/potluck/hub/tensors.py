@@ -6,7 +6,8 @@ Owns how pieces are read from and written to parameters; it knows no socket and 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -75,7 +76,9 @@ def from_bytes(buffer: memoryview | bytes, dtype: torch.dtype = torch.uint8) -> 
     return torch.from_numpy(array).view(dtype)
 
 
-def read_piece(piece: Piece, tensors: Sequence[Tensor | None], out: Tensor) -> Tensor:
+def read_piece(
+    piece: Piece, tensors: Sequence[Tensor] | Mapping[int, Tensor | None], out: Tensor
+) -> Tensor:
     """Copy a piece's values into `out` (float32, on the tensors' device); a missing tensor reads as zeros."""
     at = 0
     for span in piece.spans:
@@ -90,16 +93,29 @@ def read_piece(piece: Piece, tensors: Sequence[Tensor | None], out: Tensor) -> T
     return out[:at]
 
 
+@contextmanager
+def _flat(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensor in one dimension, to be changed in place, however it lies in memory (channels_last)."""
+    inside = tensor.detach()
+    if inside.is_contiguous():
+        yield inside.view(-1)
+        return
+    flat = inside.reshape(-1)
+    yield flat
+    inside.copy_(flat.view(inside.shape))
+
+
 def add_to_piece(piece: Piece, parameters: Sequence[Tensor], change: Tensor) -> None:
     """Add float32 values to a piece of the parameters, rounding to each parameter's own type."""
     at = 0
     for span in piece.spans:
         size = span.stop - span.start
-        target = parameters[span.tensor].detach().view(-1)[span.start : span.stop]
-        if target.dtype == torch.float32:
-            target.add_(change[at : at + size])
-        else:
-            target.copy_(target.float().add_(change[at : at + size]))
+        with _flat(parameters[span.tensor]) as flat:
+            target = flat[span.start : span.stop]
+            if target.dtype == torch.float32:
+                target.add_(change[at : at + size])
+            else:
+                target.copy_(target.float().add_(change[at : at + size]))
         at += size
 
 
@@ -108,7 +124,8 @@ def write_piece(piece: Piece, parameters: Sequence[Tensor], values: Tensor) -> N
     at = 0
     for span in piece.spans:
         size = span.stop - span.start
-        parameters[span.tensor].detach().view(-1)[span.start : span.stop].copy_(values[at : at + size])
+        with _flat(parameters[span.tensor]) as flat:
+            flat[span.start : span.stop].copy_(values[at : at + size])
         at += size
 
 
@@ -126,7 +143,6 @@ def round_to_types(piece: Piece, parameters: Sequence[Tensor], values: Tensor) -
 
 def write_part(tensors: Mapping[str, Tensor], name: str, start: int, data: Tensor) -> None:
     """Set values start… of a fixed tensor."""
-    target = tensors[name].detach().view(-1)
-    target[start : start + data.numel()].copy_(
-        data.view(target.dtype) if data.dtype != target.dtype else data
-    )
+    with _flat(tensors[name]) as target:
+        values = data.view(target.dtype) if data.dtype != target.dtype else data
+        target[start : start + values.numel()].copy_(values)

@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import inspect
 import itertools
+import math
 import textwrap
 import types
 import typing
@@ -45,6 +46,15 @@ class RunConfig:
     """How long to wait for them."""
     checkpoint_every: int = 50
     """Steps between checkpoints; 0 for only one at the end."""
+
+    def __post_init__(self) -> None:
+        least = {"threads": 1, "micro_batch": 1, "port": 0, "wait_for": 0, "wait_s": 0, "checkpoint_every": 0}
+        for name, smallest in least.items():
+            value = getattr(self, name)
+            if value is not None and value < smallest:
+                raise ConfigError(f"{name} is {value}", hint=f"{name} must be at least {smallest}")
+        if self.port > 65535:
+            raise ConfigError(f"port is {self.port}", hint="ports end at 65535; 0 takes a free one")
 
 
 def nearest(word: str, words: list[str]) -> str:
@@ -100,9 +110,10 @@ def _convert(name: str, value: Any, hint: Any) -> Any:
         takes = ("did you mean " + near[0] + "? " if near else "") + f"{name} is one of {', '.join(choices)}"
         raise ConfigError(f"{name} is {value!r}", hint=takes)
     try:
-        if hint is int and not isinstance(value, bool) and int(value) == float(value):
+        # Not by way of float: seeds of 64 bits are not all floats.
+        if hint is int and not isinstance(value, bool) and (isinstance(value, str) or int(value) == value):
             return int(value)
-        if hint is float and not isinstance(value, bool):
+        if hint is float and not isinstance(value, bool) and not math.isnan(float(value)):
             return float(value)
         if hint is str and isinstance(value, str):
             return value

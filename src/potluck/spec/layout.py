@@ -114,7 +114,7 @@ def fingerprint_from_json(data: Any) -> tuple[TensorSpec, ...]:
             TensorSpec(name=str(name), shape=tuple(int(n) for n in shape), dtype=str(dtype), role=str(role))
             for name, shape, dtype, role in data
         )
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise WireError(f"a model's fingerprint that cannot be read: {error}") from error
     return specs
 

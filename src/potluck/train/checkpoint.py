@@ -246,12 +246,8 @@ class _Image:
         for kind, slots in self.tensors.items():
             for number, shard in enumerate(_shards(slots, always=kind != "objects")):
                 file = folder / f"{kind}-{number:03d}.safetensors"
-                copies = {name: copy for name, slot in shard.items() if (copy := slot.read()) is not None}
-                save_file(copies, file, {"format": "pt"})
-                checkpoint_folder.sync(file)
+                _write_shard(file, shard)
                 files[file.name] = checkpoint_folder.fingerprint(file)
-                for slot in shard.values():
-                    slot.release()
         return {"files": files, **self.entries}
 
 
@@ -336,6 +332,15 @@ def _shards(slots: Mapping[str, _Slot], *, always: bool) -> Iterable[dict[str, _
         filled += slot.size_bytes
     if shard or (always and not slots):
         yield shard
+
+
+def _write_shard(file: Path, shard: Mapping[str, _Slot]) -> None:
+    """One file, on the disk when this returns; its tensors' copies are gone by then."""
+    copies = {name: copy for name, slot in shard.items() if (copy := slot.read()) is not None}
+    save_file(copies, file, {"format": "pt"})
+    for slot in shard.values():
+        slot.release()
+    checkpoint_folder.sync(file)
 
 
 def _copied(tensor: Tensor) -> Tensor:

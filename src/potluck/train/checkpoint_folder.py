@@ -175,13 +175,15 @@ def _remove(path: Path) -> None:
 
 
 def _cannot_write(folder: Path, step: int, error: Exception) -> RunFolderError:
-    # The safetensors library wraps the system's error into words of its own.
-    full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "StorageFull" in str(error)
-    reason = getattr(error, "strerror", None) or str(error)
+    reason, code = str(error), None
+    if isinstance(error, OSError) and error.strerror:
+        reason, code = error.strerror, error.errno
+    elif match := re.search(r"([^:]+) \(os error (\d+)\)", reason):  # how the safetensors library says it
+        reason, code = match[1].strip(), int(match[2])
     return RunFolderError(
         f"cannot write a checkpoint into {folder}: {reason}",
         hint="free some space on the disk; the checkpoints before this one are whole"
-        if full
+        if code in (errno.ENOSPC, errno.EDQUOT)
         else "check that you may write there and that the disk is well",
         step=step,
     )

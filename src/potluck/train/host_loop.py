@@ -62,6 +62,8 @@ class HostTrainer:
         self._rng_at_start: dict[str, Tensor] = {}
         self._loss: float | None = None
         self._interrupted = False
+        self._ended = False
+        parts.launch.end_training = self._end
 
     # -- the run ----------------------------------------------------------------------------------------
 
@@ -83,15 +85,19 @@ class HostTrainer:
             reason = "finished"
         except GeneratorExit:
             # The user's loop was left: by break after a step, or in the middle of one by an exception.
-            if self._interrupted:
-                reason = "interrupted"
-            elif step is None or step.finished:
+            if step is None or step.finished:
                 reason = "finished"
             raise
         finally:
             self._end(reason)
 
     def _end(self, reason: str) -> None:
+        """Save, send everybody home and close the log's last line; only the first call does anything."""
+        if self._ended:
+            return
+        self._ended = True
+        if self._interrupted:
+            reason = "interrupted"
         try:
             if self._writer is not None:
                 if reason != "failed":

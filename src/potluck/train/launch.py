@@ -43,6 +43,9 @@ class Launch:
     welcome: Message | None = None
     stop_requested: Callable[[], bool] = lambda: False
     """Whether the person asked for an end (Ctrl-C): looked at between micro-batches."""
+    end_training: Callable[[str], None] = lambda reason: None
+    """Ends the training that is under way, with its reason; harmless when it has ended. For whoever opened this:
+    a loop left by an exception is not closed before the exception itself is forgotten, which may be too late."""
 
 
 _current: Launch | None = None

@@ -13,6 +13,8 @@ SAME = 1.03
 """Sizes within this factor of the best are as good: the largest of them is taken, it overlaps best."""
 TRIALS = 2
 """Measurements of each size; the fastest counts."""
+MISSES = 8
+"""After so many micro-batches in a row of half the size or less the search ends: leases are no larger."""
 MEMORY_PART = 0.5
 """Activations may fill this part of what is free."""
 
@@ -32,6 +34,7 @@ class MicroBatch:
     _seconds: dict[int, list[float]] = field(default_factory=dict)
     _bytes_per_sample: float = 0.0
     _warm: bool = False
+    _missed: int = 0
 
     def size(self) -> int:
         return self.fixed or self.settled or self._now
@@ -49,9 +52,16 @@ class MicroBatch:
         if not self._warm:
             self._warm = True  # the first micro-batch pays for everybody's start
             return
-        if size != self._now:
+        if size > self._now:
             return
-        trials = self._seconds.setdefault(size, [])
+        if 2 * size <= self._now:
+            self._missed += 1
+            if self._missed >= MISSES:
+                self._settle()
+            return
+        # A lease cut into equal parts rarely has the very size that was asked for.
+        self._missed = 0
+        trials = self._seconds.setdefault(self._now, [])
         trials.append(seconds / size)
         if len(trials) >= TRIALS:
             self._decide()
@@ -62,7 +72,12 @@ class MicroBatch:
         pays = before is None or best[self._now] <= before * WORTH or self._now <= 2
         if pays and 2 * self._now <= self.limit and self._fits(2 * self._now):
             self._now *= 2
-            return
+        else:
+            self._settle()
+
+    def _settle(self) -> None:
+        """The largest size that is as good as the best one measured."""
+        best = {size: min(trials) for size, trials in self._seconds.items()}
         fastest = min(best.values())
         self.settled = max(size for size, seconds in best.items() if seconds <= fastest * SAME)
 

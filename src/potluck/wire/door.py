@@ -16,6 +16,9 @@ from collections.abc import Callable
 
 import zmq
 
+SocketMaker = Callable[[int], zmq.Socket[bytes]]
+"""Makes a zmq socket of a type, in the context of the others, and ends it with them."""
+
 ZAP_DOMAIN = b"potluck"
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _UNKNOWN = "unknown"
@@ -32,15 +35,12 @@ FAILED_NO_DETAIL = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
 class Monitor:
     """The events of one zmq socket, as (event, value) pairs."""
 
-    def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], watched: zmq.Socket[bytes], events: int
-    ) -> None:
+    def __init__(self, new_socket: SocketMaker, watched: zmq.Socket[bytes], events: int) -> None:
         endpoint = f"inproc://monitor-{id(self)}"
         watched.monitor(endpoint, events)
-        self.socket = context.socket(zmq.PAIR)
+        self.socket = new_socket(zmq.PAIR)
         # libzmq's I/O thread waits while this queue is full: a stranger who knocks often could stop it.
         self.socket.setsockopt(zmq.RCVHWM, 0)
-        self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.connect(endpoint)
 
     def drain(self) -> list[tuple[int, int]]:
@@ -51,16 +51,13 @@ class Monitor:
                 events.append(struct.unpack("=Hi", first))
         return events
 
-    def close(self) -> None:
-        self.socket.close(linger=0)
-
 
 class Door:
     """Admits the holders of one public key to a socket and reports everybody else's address."""
 
     def __init__(
         self,
-        context: zmq.Context[zmq.Socket[bytes]],
+        new_socket: SocketMaker,
         guarded: zmq.Socket[bytes],
         admitted: bytes,
         on_denied: Callable[[str], None] | None,
@@ -70,14 +67,13 @@ class Door:
         self._connections: dict[int, tuple[str, int]] = {}
         self._successes = 0
         self._failure: int | None = None
-        self._zap = context.socket(zmq.REP)
-        self._zap.setsockopt(zmq.LINGER, 0)
+        self._zap = new_socket(zmq.REP)
         self._zap.bind(_ZAP_ENDPOINT)
         guarded.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
         # Without this libzmq lets everybody in while nobody answers at the ZAP endpoint.
         guarded.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         self._monitor = Monitor(
-            context,
+            new_socket,
             guarded,
             ACCEPTED | DISCONNECTED | SUCCEEDED | FAILED_AUTH | FAILED_PROTOCOL | FAILED_NO_DETAIL,
         )
@@ -102,10 +98,6 @@ class Door:
             else:
                 self._failure = event
 
-    def close(self) -> None:
-        self._zap.close(linger=0)
-        self._monitor.close()
-
     def _answer(self, request: list[bytes]) -> None:
         version, number, domain, address, _, mechanism, *credentials = request
         known = domain == ZAP_DOMAIN and mechanism == b"CURVE" and credentials == [self._admitted]
@@ -119,8 +111,8 @@ class Door:
 
         libzmq names the failure right before the disconnect, with two exceptions. Bytes that are no ZMTP at
         all (HTTP) bring no failure: such a connection ends without any success since it began. And a refusal
-        by key was reported when ZAP refused. Who only connected and hung up (a guest looking for an address
-        that answers) or stayed silent is no news.
+        by key was reported when ZAP refused. Who hung up first (a guest that looks for an address that
+        answers) or stayed silent is no news.
         """
         address, successes = self._connections.pop(descriptor, (_UNKNOWN, -1))
         failure, self._failure = self._failure, None

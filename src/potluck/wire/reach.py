@@ -114,9 +114,9 @@ def who_answers(number: str, port: int, timeout_s: float) -> Answer:
             while len(received) < len(_GREETING):
                 probe.settimeout(max(deadline - time.monotonic(), 0.01))
                 part = probe.recv(len(_GREETING) - len(received))
-                if not part:
-                    break
                 received += part
+                if not part or received[:1] != _GREETING[:1]:
+                    break
     except TimeoutError:
         if not received:
             return Answer.SILENT

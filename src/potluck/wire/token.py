@@ -56,9 +56,7 @@ def encode(token: Token) -> str:
     if len(token.host_public) != KEY_BYTES or len(token.guest_secret) != KEY_BYTES:
         raise ConfigError(f"keys have {KEY_BYTES} bytes")
     where = b"".join(_pack_address(address) for address in token.addresses)
-    body = (
-        struct.pack(">HB", token.port, len(token.addresses)) + where + token.host_public + token.guest_secret
-    )
+    body = struct.pack(">HB", token.port, len(token.addresses)) + where + token.host_public + token.guest_secret
     prefix = f"potluck{token.protocol}-"
     return prefix + _base64(body + _checksum(prefix, body))
 
@@ -105,9 +103,7 @@ def _parse(body: bytes) -> Token:
     keys = body[at:]
     if len(keys) != 2 * KEY_BYTES or not port or not 1 <= count <= MAX_ADDRESSES:
         raise ValueError("length")
-    return Token(
-        addresses=tuple(addresses), port=port, host_public=keys[:KEY_BYTES], guest_secret=keys[KEY_BYTES:]
-    )
+    return Token(addresses=tuple(addresses), port=port, host_public=keys[:KEY_BYTES], guest_secret=keys[KEY_BYTES:])
 
 
 def _pack_address(address: str) -> bytes:

@@ -16,7 +16,8 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, NoReturn
 
 import zmq
@@ -30,6 +31,7 @@ from potluck.wire.door import (
     SUCCEEDED,
     Door,
     Monitor,
+    SocketMaker,
 )
 from potluck.wire.frames import MAX_FRAME_BYTES, MAX_FRAMES
 from potluck.wire.keys import HostKeys, public_of
@@ -40,13 +42,16 @@ Frame = bytes | memoryview
 Channel = Literal["control", "data"]
 
 MAX_MESSAGES_PER_CALL = 64
-"""What one receive() returns at most, so that the caller gets to its timers."""
+ENOUGH_BYTES_PER_CALL = 4 * 1024 * 1024
+"""What one receive() returns at most, or a message more: so that the caller gets to its timers, and so that the
+memory of large frames is used again while it is still in the cache."""
 
 QUEUE_MESSAGES = 128
 """Messages queued for one peer on each side; then send() says False."""
 
 _HANDSHAKE_S = 5.0
-_BACKLOG = 64
+_GREETING_S = 1.0
+_BACKLOG = 128
 _CURVE_OVERHEAD_BYTES = 1024
 """Encryption adds some 40 bytes to a frame, and MAXMSGSIZE counts them."""
 
@@ -68,34 +73,30 @@ class HostSocket:
     ) -> None:
         if not 0 <= port < 65536:
             raise ConfigError(f"{port} is not a port", hint="ports are 1 to 65535; 0 picks a free one")
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._door: Door | None = None
-        self._waker = _Waker()
-        self._closed = False
+        self._station = _Station(self)
         try:
+            self._socket = self._station.socket(zmq.ROUTER)
             _set_common_options(self._socket)
             self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
             self._socket.setsockopt(zmq.BACKLOG, _BACKLOG)
             self._socket.setsockopt(zmq.CURVE_SERVER, 1)
             self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-            self._door = Door(self._context, self._socket, keys.guest_public, on_denied)
+            self._door = Door(self._station.socket, self._socket, keys.guest_public, on_denied)
             self.port = _bind(self._socket, bind, port)
         except BaseException:
-            self.close()
+            self._station.close()
             raise
-        self._poller = _poller(self._waker, self._socket, *self._door.sockets)
+        self._poller = self._station.poller(self._socket, *self._door.sockets)
 
     def receive(self, timeout_s: float) -> list[tuple[bytes, list[memoryview]]]:
         """What has arrived, as (peer, frames); waits up to `timeout_s` for the first, or for wake().
 
         Newcomers are let in from here, so a host must call this often.
         """
-        assert self._door is not None
         deadline = time.monotonic() + timeout_s
         while True:
             self._poller.poll(_milliseconds(deadline))
-            woken = self._waker.drain()
+            woken = self._station.waker.drain()
             self._door.serve()
             received = _receive(self._socket, MAX_MESSAGES_PER_CALL)
             messages = [(bytes(peer), frames) for peer, *frames in received]
@@ -117,18 +118,11 @@ class HostSocket:
 
     def wake(self) -> None:
         """Make the receive() under way, or the next one, return at once; from any thread."""
-        self._waker.wake()
+        self._station.waker.wake()
 
     def close(self, *, linger_s: float = 0.5) -> None:
         """Free the port; what is queued for guests gets `linger_s` to leave. Call it twice if you like."""
-        if self._closed:
-            return
-        self._closed = True
-        self._socket.close(linger=int(linger_s * 1000))
-        if self._door is not None:
-            self._door.close()
-        self._waker.close()
-        self._context.term()
+        self._station.close({self._socket: linger_s})
 
 
 class GuestSocket:
@@ -147,19 +141,17 @@ class GuestSocket:
         self.address, self._number = first_answering(token.addresses, token.port, connect_timeout_s)
         self._port = token.port
         self._began = time.monotonic()
-        self._context = zmq.Context()
-        self._waker = _Waker()
-        self._closed = False
-        self._links: list[_Link] = []
+        self._station = _Station(self)
         try:
-            for channel in ("control", "data"):
-                self._links.append(_Link(self._context, channel, token, self.guest_id, self._number))
+            self._control = _Link(self._station.socket, "control", token, self.guest_id, self._number)
+            self._data = _Link(self._station.socket, "data", token, self.guest_id, self._number)
         except BaseException:
-            self.close(linger_s=0)
+            self._station.close()
             raise
-        self._control, self._data = self._links
-        sockets = [part for link in self._links for part in (link.socket, link.monitor.socket)]
-        self._poller = _poller(self._waker, *sockets)
+        self._links = (self._control, self._data)
+        self._poller = self._station.poller(
+            *(part for link in self._links for part in (link.socket, link.monitor.socket))
+        )
 
     @property
     def connected(self) -> bool:
@@ -191,7 +183,7 @@ class GuestSocket:
         deadline = time.monotonic() + timeout_s
         while True:
             self._poller.poll(_milliseconds(deadline))
-            woken = self._waker.drain()
+            woken = self._station.waker.drain()
             was_connected = self.connected
             messages: list[tuple[Channel, list[memoryview]]] = []
             for link in self._links:
@@ -212,17 +204,12 @@ class GuestSocket:
 
     def wake(self) -> None:
         """Make the receive() under way, or the next one, return at once; from any thread."""
-        self._waker.wake()
+        self._station.waker.wake()
 
     def close(self, *, linger_s: float = 0.5) -> None:
         """End the connections; what is queued gets `linger_s` to leave."""
-        if self._closed:
-            return
-        self._closed = True
-        for link in self._links:
-            link.close(linger_s)
-        self._waker.close()
-        self._context.term()
+        # What is queued for a connection that ended would only be waited for.
+        self._station.close({link.socket: 0.0 if link.ended else linger_s for link in self._links})
 
     def _explain(self) -> NoReturn:
         """Raise what a handshake that did not succeed means.
@@ -235,7 +222,7 @@ class GuestSocket:
         fresh = "use the token that the host shows now; `potluck host --resume` keeps the old one valid"
         if any(link.failure == FAILED_AUTH for link in self._links):
             raise RefusedError(f"the host at {where} refused this token", hint=fresh)
-        answer = who_answers(self._number, self._port, timeout_s=2.0)
+        answer = who_answers(self._number, self._port, timeout_s=_GREETING_S)
         turned_away = any(link.failure is not None for link in self._links)
         if answer is Answer.CURVE and turned_away and after_s < _HANDSHAKE_S / 2:
             raise RefusedError(f"the host at {where} is not the one of this token", hint=fresh)
@@ -260,7 +247,7 @@ class _Link:
 
     def __init__(
         self,
-        context: zmq.Context[zmq.Socket[bytes]],
+        new_socket: SocketMaker,
         channel: Channel,
         token: Token,
         guest_id: bytes,
@@ -270,7 +257,7 @@ class _Link:
         self.open = False
         self.ended = False
         self.failure: int | None = None
-        self.socket = context.socket(zmq.DEALER)
+        self.socket = new_socket(zmq.DEALER)
         _set_common_options(self.socket)
         self.socket.setsockopt(zmq.ROUTING_ID, guest_id + channel[:1].encode())
         self.socket.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
@@ -278,7 +265,7 @@ class _Link:
         self.socket.setsockopt(zmq.CURVE_PUBLICKEY, public_of(token.guest_secret))
         self.socket.setsockopt(zmq.CURVE_SECRETKEY, token.guest_secret)
         self.monitor = Monitor(
-            context, self.socket, SUCCEEDED | DISCONNECTED | FAILED_AUTH | FAILED_PROTOCOL | FAILED_NO_DETAIL
+            new_socket, self.socket, SUCCEEDED | DISCONNECTED | FAILED_AUTH | FAILED_PROTOCOL | FAILED_NO_DETAIL
         )
         if ":" in number:
             self.socket.setsockopt(zmq.IPV6, 1)
@@ -295,10 +282,43 @@ class _Link:
             if not self.open and self.failure is None:
                 self.failure = event
 
-    def close(self, linger_s: float) -> None:
-        # What is queued for a connection that ended would only be waited for.
-        self.socket.close(linger=0 if self.ended else int(linger_s * 1000))
-        self.monitor.close()
+
+class _Station:
+    """A private zmq context with its sockets and its waker, which end together.
+
+    They end with their owner even if nobody closes it: an owner in an exception's traceback would else be
+    collected in an order in which pyzmq waits forever for a socket that nobody can close any more.
+    """
+
+    def __init__(self, owner: object) -> None:
+        self._context = zmq.Context()
+        self._sockets: list[zmq.Socket[bytes]] = []
+        self.waker = _Waker()
+        # Not at exit: a daemon thread may still use the sockets, and the process ends anyway.
+        weakref.finalize(owner, self.close).atexit = False
+
+    def socket(self, kind: int) -> zmq.Socket[bytes]:
+        made = self._context.socket(kind)
+        made.setsockopt(zmq.LINGER, 0)
+        self._sockets.append(made)
+        return made
+
+    def poller(self, *sockets: zmq.Socket[bytes]) -> zmq.Poller:
+        """For these sockets and the waker."""
+        poller = zmq.Poller()
+        poller.register(self.waker.inner.fileno(), zmq.POLLIN)
+        for member in sockets:
+            poller.register(member, zmq.POLLIN)
+        return poller
+
+    def close(self, lingers_s: Mapping[zmq.Socket[bytes], float] | None = None) -> None:
+        """End everything; a socket among `lingers_s` gets that long for what is queued."""
+        if self._context.closed:
+            return
+        for member in self._sockets:
+            member.close(linger=int(1000 * (lingers_s or {}).get(member, 0.0)))
+        self.waker.close()
+        self._context.term()
 
 
 class _Waker:
@@ -330,7 +350,6 @@ class _Waker:
 
 
 def _set_common_options(target: zmq.Socket[bytes]) -> None:
-    target.setsockopt(zmq.LINGER, 0)
     target.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
     target.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
     target.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + _CURVE_OVERHEAD_BYTES)
@@ -371,14 +390,6 @@ def _bind(target: zmq.Socket[bytes], bind: str, port: int) -> int:
     return int(endpoint.rstrip(b"\0").rpartition(b":")[2])
 
 
-def _poller(waker: _Waker, *sockets: zmq.Socket[bytes]) -> zmq.Poller:
-    poller = zmq.Poller()
-    poller.register(waker.inner.fileno(), zmq.POLLIN)
-    for member in sockets:
-        poller.register(member, zmq.POLLIN)
-    return poller
-
-
 def _milliseconds(deadline: float) -> int:
     return max(0, math.ceil((deadline - time.monotonic()) * 1000))
 
@@ -386,7 +397,8 @@ def _milliseconds(deadline: float) -> int:
 def _receive(source: zmq.Socket[bytes], limit: int) -> list[list[memoryview]]:
     """Up to `limit` messages that are there. What a message has above the allowed frames is not kept."""
     messages: list[list[memoryview]] = []
-    while len(messages) < limit:
+    size_bytes = 0
+    while len(messages) < limit and size_bytes < ENOUGH_BYTES_PER_CALL:
         try:
             frame = source.recv(zmq.NOBLOCK, copy=False)
         except zmq.Again:
@@ -398,6 +410,7 @@ def _receive(source: zmq.Socket[bytes], limit: int) -> list[list[memoryview]]:
             if len(parts) <= MAX_FRAMES + 2:
                 parts.append(frame.buffer)
         messages.append(parts)
+        size_bytes += sum(part.nbytes for part in parts)
     return messages
 
 

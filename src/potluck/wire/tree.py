@@ -123,8 +123,7 @@ def _spec_of(node: Any, path: str, depth: int, tensors: list[torch.Tensor]) -> A
         return value if math.isfinite(value) else ["f", str(value)]
     if isinstance(node, dict):
         pairs = [
-            [_key(key, path), _spec_of(item, f"{path}[{key!r}]", depth + 1, tensors)]
-            for key, item in node.items()
+            [_key(key, path), _spec_of(item, f"{path}[{key!r}]", depth + 1, tensors)] for key, item in node.items()
         ]
         return ["d", *pairs]
     if isinstance(node, (list, tuple)):

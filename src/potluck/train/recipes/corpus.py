@@ -97,6 +97,8 @@ def open_corpus(data: str | None) -> Corpus:
             f"there is no file or folder {path}", hint="give --data an existing text file or a folder of them"
         )
     files = sorted(_text_files(path)) if path.is_dir() else [path]
+    for file in files[:1]:
+        _head(file)  # what may not be read is said now, not in the middle of a run
     sizes = [_size_of(file) for file in files]
     if not sum(sizes):
         what = "holds no text file" if path.is_dir() else "is empty"

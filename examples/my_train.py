@@ -1,0 +1,42 @@
+"""The loop of examples/plain.py on every machine you own; beside the import, five lines differ.
+
+    python examples/my_train.py            alone, as before
+    potluck host examples/my_train.py      prints what to type on the other machines:
+    potluck join TOKEN                     needs neither this file nor the data
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import potluck
+
+
+def spirals(samples: int) -> TensorDataset:
+    """Points on three arms of a spiral, and the number of their arm."""
+    random = torch.Generator().manual_seed(1)
+    arms = torch.arange(samples) % 3
+    radius = torch.rand(samples, generator=random)
+    angle = 5 * radius + arms * 2 * torch.pi / 3 + 0.2 * torch.randn(samples, generator=random)
+    points = torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1)
+    return TensorDataset(points, arms)
+
+
+def build() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(2, 128), nn.SiLU(), nn.Linear(128, 128), nn.SiLU(), nn.Linear(128, 3))
+
+
+dataset = spirals(6000)
+run = potluck.start()
+model = build().to(run.device)
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+for step in run.training(model, optimizer, dataset, global_batch=200, steps=300, clip_norm=1.0):
+    for points, labels in step:
+        step.backward(F.cross_entropy(model(points), labels))
+
+with torch.no_grad():
+    points, labels = (tensor.to(run.device) for tensor in dataset.tensors)
+    print(f"right: {(model(points).argmax(dim=1) == labels).float().mean():.1%}")

@@ -1,0 +1,111 @@
+"""Stop and go on: Ctrl-C saves and ends everything, a resumed run continues at the very sample, tokens stay valid."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from support.fleet import JOB, Fleet, descendants, still_running
+
+INTERRUPTED = 130
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+
+def test_ctrl_c_saves_and_ends_all_processes_and_resume_goes_on(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{n} bottles of beer on the wall\n" for n in range(2000)))
+    words = ["--guests", "1", "--depth", "1", "--sequence", "32", "--batch-tokens", "256", "--data", str(text)]
+    with Fleet(tmp_path / "fleet") as fleet:
+        train = fleet.train(*words, "--steps", "1000", "--device", "paced:0.02", "--micro-batch", "2")
+        train.wait_until(lambda: list(fleet.runs.glob("*/events.jsonl")), 60, "run folder")
+        fleet.wait_for(train, lambda: fleet.steps_with("guest-1"), "samples of the guest")
+        below = descendants(train)
+        assert below, "no guest process"
+        asked = time.monotonic()
+        train.interrupt()
+        train.exits_with(INTERRUPTED, deadline_s=10)
+        assert time.monotonic() - asked < 10
+        assert not still_running(below, within_s=2)
+        assert f"--resume {fleet.folder}" in train.stderr()
+        fleet.assert_nothing_left()
+
+        reached = fleet.step_reached()
+        (end,) = fleet.events("run_end")
+        assert (end["reason"], end["step"]) == ("interrupted", reached)
+        assert saved_steps(fleet)[-1] == reached
+
+        goes_on = fleet.train("--resume", str(fleet.folder), "--steps", str(reached + 5))
+        goes_on.succeeds(deadline_s=60)
+        assert fleet.events("run_start")[-1]["resumed_from"] == reached
+        fleet.assert_every_step_is_full(global_batch=8, steps=reached + 5)
+        assert saved_steps(fleet)[-1] == reached + 5
+
+
+def test_a_host_killed_and_resumed_finds_its_guests_again(tmp_path: Path) -> None:
+    until = tmp_path / "enough"
+    arguments = ["--batch", 16, "--until", until]
+    device = ["--device", "paced:0.03", "--micro-batch", "2"]
+    with Fleet(tmp_path) as fleet:
+        host = fleet.host(JOB, "--wait-for", "1", "--checkpoint-every", "3", *device, arguments=arguments)
+        token = (fleet.folder / "token").read_text()
+        port = fleet.port
+        ann = fleet.guest("ann", *device)
+        fleet.wait_for(host, lambda: saved_steps(fleet) and fleet.steps_with("ann"), "a checkpoint")
+        fleet.wait_for_step(host, fleet.step_reached() + 2)
+        host.kill()
+        events_before, saved = len(fleet.events()), saved_steps(fleet)[-1]
+
+        host = fleet.host(JOB, "--resume", str(fleet.folder), *device, arguments=arguments)
+        assert (fleet.folder / "token").read_text() == token
+        assert fleet.port == port
+        old_token = tmp_path / "old-token"
+        old_token.write_text(token)
+        bob = fleet.guest("bob", *device, token=old_token)
+        for name, joined in (("ann", 2), ("bob", 1)):
+            fleet.wait_for_event(host, "guest_joined", name, count=joined)
+        fleet.wait_for_step(host, fleet.step_reached() + 3)
+        until.touch()
+        host.succeeds(deadline_s=20)
+        for guest in (ann, bob):
+            guest.succeeds(deadline_s=20)
+
+        after = [e for e in fleet.events()[events_before:] if e["event"] == "step"]
+        assert [e["step"] for e in after] == list(range(saved + 1, saved + 1 + len(after)))
+        assert {sum(e["samples"].values()) for e in after} == {16}
+        assert {name for e in after for name in e["samples"]} == {"host", "ann", "bob"}
+        fleet.assert_nothing_left()
+
+
+def test_a_resumed_run_alone_is_bit_for_bit_the_uninterrupted_one(tmp_path: Path) -> None:
+    """With dropout, so that the random numbers must go on where they were, too."""
+    options = ["--device", "paced:0.01", "--micro-batch", "4", "--checkpoint-every", "0"]
+    outs = {name: tmp_path / f"{name}.safetensors" for name in ("whole", "parted")}
+    arguments = ["--steps", 12, "--dropout", 0.2, "--batch", 24]
+    with Fleet(tmp_path / "whole") as whole, Fleet(tmp_path / "parted") as parted:
+        uninterrupted = whole.host(JOB, *options, arguments=[*arguments, "--out", outs["whole"]])
+        first = parted.host(JOB, *options, arguments=[*arguments, "--out", outs["parted"]])
+        parted.wait_for_step(first, 3)
+        first.interrupt()
+        first.exits_with(INTERRUPTED, deadline_s=10)
+        assert not outs["parted"].exists()
+        reached = parted.step_reached()
+        assert 3 <= reached < 12
+        second = parted.host(
+            JOB, "--resume", str(parted.folder), *options, arguments=[*arguments, "--out", outs["parted"]]
+        )
+        second.succeeds(deadline_s=60)
+        uninterrupted.succeeds(deadline_s=60)
+        parted.assert_every_step_is_full(global_batch=24, steps=12)
+        assert [e["loss"] for e in parted.steps()] == [e["loss"] for e in whole.steps()]
+    expected, found = load_file(outs["whole"]), load_file(outs["parted"])
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), f"{name} differs"
+
+
+def saved_steps(fleet: Fleet) -> list[int]:
+    return sorted(int(p.name.removeprefix("step-")) for p in (fleet.folder / "checkpoints").glob("step-*"))

@@ -1,0 +1,504 @@
+"""One step at a time: no patience beyond what computing would take, no late gradient, no sample lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from potluck.hub.actions import Action, Emit, Send, SendSamples, Wake
+from potluck.hub.feed import Feed, PieceState
+from potluck.hub.ledger import Ledger
+from potluck.hub.members import (
+    COMPUTING,
+    GAIN_WINDOW,
+    LATE,
+    LONGEST_BENCH_STEPS,
+    QUOTA_RETRY_STEPS,
+    SITTING_OUT,
+    SYNCING,
+    Member,
+)
+from potluck.hub.stepping import SILENT_S, Stepping, Take
+from potluck.train.data import epoch_order
+
+HOST_S = 0.1
+"""Seconds that a sample takes the host of these tests."""
+STATE = [PieceState(0, 1, 10, 80)]
+
+
+class Table:
+    """A host with a clock that tests turn, and guests as they want them."""
+
+    def __init__(self, *guests: str, batch: int = 20, rate: float = 10.0, local_data: bool = False) -> None:
+        self.ledger = Ledger(samples=1000, global_batch=batch, order=epoch_order(1000, 0))
+        self.members: dict[str, Member] = {}
+        self.stepping = Stepping(
+            ledger=self.ledger, members=self.members, host_name="host", local_data=local_data
+        )
+        self.now = 100.0
+        for guest in guests:
+            self.join(guest, rate)
+        self.begin()
+        self.compute_all()  # the first step shows how fast the host is
+        self.stepping.end()
+
+    def join(self, name: str, rate: float = 10.0, overhead: float = 0.0) -> Member:
+        feed = Feed(pieces=1, window_bytes=100)
+        feed.have, feed.open = [1], True
+        member = Member(
+            id=name, name=name, address="", device="", about={}, last_heard=self.now, joined_at=0.0, feed=feed
+        )
+        member.state = COMPUTING
+        member.rate.add(rate)
+        member.overhead.add(overhead)
+        self.members[name] = member
+        return member
+
+    def begin(self) -> list[Action]:
+        return self.stepping.begin(self.now, STATE, 1)
+
+    def take(self, count: int = 1) -> Take:
+        return self.stepping.take(count, self.now)[0]
+
+    def compute(self, take: Take) -> None:
+        self.now += HOST_S * len(take.positions)
+        self.stepping.host_computed(take.positions, HOST_S * len(take.positions))
+
+    def compute_all(self) -> Take:
+        """The host's own share, until there is nothing in the pool; guests keep saying that they are alive."""
+        while True:
+            for member in self.members.values():
+                member.last_heard = self.now
+            take, self.actions = self.stepping.take(4, self.now)
+            if not take.positions:
+                return take
+            self.compute(take)
+
+    def deliver(self, name: str, count: int | None = None) -> list[Action]:
+        """All of a contribution arrives and is decoded."""
+        member = self.members[name]
+        assert member.lease is not None
+        lease = member.lease
+        self.stepping.piece(member, lease=lease.id, index=0, payload=b"")
+        count = lease.count if count is None else count
+        self.stepping.learn(member, count=count, compute_s=count / 10, now=self.now)
+        why_not = self.stepping.complete(member, lease=lease.id, count=count, pieces=1)
+        if why_not is not None:
+            return self.stepping.drop(member, reason=why_not, now=self.now)
+        return self.stepping.counted(member)
+
+    def step(self, *late: str) -> dict[str, int]:
+        """A whole step in which everybody delivers in time but those named."""
+        self.begin()
+        self.compute_all()
+        for name, member in self.members.items():
+            if member.lease is not None and not member.lease.revoked and name not in late:
+                self.deliver(name)
+        while not (take := self.compute_all()).full:
+            assert take.wait_until is not None
+            self.now = max(self.now + 0.001, take.wait_until)
+        result = self.stepping.end()
+        for name in late:
+            if self.members[name].lease is not None:
+                self.actions = self.deliver(name)
+        return result.samples
+
+
+def events(actions: list[Action], kind: str) -> list[dict[str, Any]]:
+    return [a.event for a in actions if isinstance(a, Emit) and a.event["event"] == kind]
+
+
+def sends(actions: list[Action], kind: str) -> list[Send]:
+    return [a for a in actions if isinstance(a, Send) and a.kind == kind]
+
+
+# -- leases
+
+
+def test_nobody_gets_a_lease_before_the_host_knows_its_own_speed() -> None:
+    ledger = Ledger(samples=10, global_batch=4, order=epoch_order(10, 0))
+    stepping = Stepping(ledger=ledger, members={}, host_name="host", local_data=False)
+    assert stepping.begin(0.0, STATE, 1) == []
+    assert stepping.host_sample_s is None
+    take, _ = stepping.take(2, 0.0)
+    stepping.host_computed(take.positions, 1.0)
+    assert stepping.host_sample_s == 0.5
+
+
+def test_an_equal_guest_gets_half_and_the_samples_of_its_micro_batches() -> None:
+    table = Table("g")
+    table.members["g"].micro_batch = 4
+    actions = table.begin()
+    (lease,) = sends(actions, "lease")
+    assert lease.fields["sizes"] == [4, 3, 3]
+    assert lease.fields["step"] == 1
+    assert lease.fields["host_sample_s"] == pytest.approx(HOST_S)
+    assert lease.fields["within_s"] == pytest.approx(1.0)
+    batches = [a.positions for a in actions if isinstance(a, SendSamples)]
+    assert [p for b in batches for p in b] == list(range(30, 40))
+    assert [len(b) for b in batches] == [4, 3, 3]
+
+
+def test_local_samples_are_named_and_not_sent() -> None:
+    table = Table("g", local_data=True)
+    actions = table.begin()
+    (lease,) = sends(actions, "lease")
+    assert lease.fields["samples"] == [table.ledger.samples_of([p]) for p in range(30, 40)]
+    assert not any(isinstance(a, SendSamples) for a in actions)
+
+
+@pytest.mark.parametrize("lacks", ["pieces", "credit", "answer", "parity"])
+def test_a_lease_needs_the_weights_the_credit_the_last_answer_and_the_check(lacks: str) -> None:
+    table = Table("g")
+    member = table.members["g"]
+    if lacks == "pieces":
+        member.feed.have = [0]
+    elif lacks == "credit":
+        member.feed.extra(1)
+    elif lacks == "answer":
+        table.begin()
+        table.compute_all()
+        table.now += 5
+        table.compute_all()
+        table.stepping.end()
+        assert member.lease is not None
+        assert member.lease.revoked
+    else:
+        member.state = SYNCING
+    assert sends(table.begin(), "lease") == []
+
+
+# -- patience
+
+
+def test_the_host_waits_for_a_lease_no_longer_than_computing_it_would_take() -> None:
+    table = Table("g")
+    table.begin()
+    count = table.members["g"].lease.count  # type: ignore[union-attr]
+    take = table.compute_all()
+    out_since = table.now
+    assert take.wait_until == pytest.approx(out_since + count * HOST_S)
+    table.now = take.wait_until - 1e-6  # type: ignore[operator]
+    assert table.compute_all().positions == ()
+    table.now += 2e-6
+    taken, actions = table.stepping.take(4, table.now)
+    assert len(taken.positions) == 4
+    assert sends(actions, "revoke")[0].fields == {"lease": 1}
+    (event,) = events(actions, "lease_taken_back")
+    assert (event["machine"], event["samples"]) == ("g", count)
+    table.compute(taken)
+    assert table.compute_all().full
+    assert table.stepping.end().taken_back_samples == count
+
+
+def test_the_patience_ends_with_what_is_left_of_a_lease() -> None:
+    table = Table("g")
+    table.begin()
+    table.compute_all()
+    out_since = table.now
+    member = table.members["g"]
+    assert table.stepping.closing(member, lease=1, keep=8, eta_s=0.01, now=table.now) == [Wake()]
+    take = table.compute_all()  # what the guest gave back is computed here
+    assert table.now == pytest.approx(out_since + 2 * HOST_S)
+    assert take.wait_until == pytest.approx(out_since + 8 * HOST_S)
+
+
+def test_a_silent_guest_gets_no_patience() -> None:
+    table = Table("g")
+    table.begin()
+    table.compute_all()
+    table.members["g"].last_heard = table.now - SILENT_S - 0.1
+    take, actions = table.stepping.take(4, table.now)
+    assert take.positions
+    assert "sent nothing for 2.6 s" in events(actions, "lease_taken_back")[0]["reason"]
+
+
+def test_a_guest_that_says_it_will_be_late_is_believed() -> None:
+    table = Table("g")
+    table.begin()
+    table.compute_all()
+    member = table.members["g"]
+    table.stepping.closing(member, lease=1, keep=10, eta_s=60.0, now=table.now)
+    assert table.take().positions
+
+
+def test_a_guest_that_is_about_to_deliver_is_waited_for() -> None:
+    table = Table("g")
+    table.begin()
+    table.compute_all()
+    table.stepping.closing(table.members["g"], lease=1, keep=10, eta_s=0.2, now=table.now)
+    assert table.take().wait_until == pytest.approx(table.now + 10 * HOST_S)
+
+
+def test_a_contribution_that_is_being_decoded_is_not_taken_back() -> None:
+    table = Table("g")
+    table.begin()
+    table.compute_all()
+    member = table.members["g"]
+    assert member.lease is not None
+    table.stepping.piece(member, lease=1, index=0, payload=b"")
+    assert table.stepping.complete(member, lease=1, count=10, pieces=1) is None
+    for _ in range(3):
+        table.now += 30
+        take = table.take()
+        assert take.wait_until is not None
+        assert take.wait_until > table.now
+    assert Wake() in table.stepping.counted(member)
+    assert table.take().full
+
+
+def test_leases_are_taken_back_one_at_a_time() -> None:
+    table = Table("a", "b", batch=30)
+    table.begin()
+    table.compute_all()
+    table.now += 100
+    for member in table.members.values():
+        member.last_heard = table.now
+    take, actions = table.stepping.take(1, table.now)
+    assert len(sends(actions, "revoke")) == 1
+    table.compute(take)
+    other = next(name for name in "ab" if not table.members[name].lease.revoked)  # type: ignore[union-attr]
+    table.deliver(other)
+    assert table.compute_all().full
+    assert table.stepping.end().samples[other] == 10
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    guests=st.integers(1, 4),
+    batch=st.integers(2, 40),
+    arrivals=st.lists(st.floats(0, 10), min_size=4, max_size=4),
+)
+def test_waiting_costs_at_most_what_the_leases_would_have_cost(
+    guests: int, batch: int, arrivals: list[float]
+) -> None:
+    """Whenever contributions come, or never: a step takes at most twice what the host alone would take."""
+    table = Table(*"abcd"[:guests], batch=batch)
+    started = table.now
+    table.begin()
+    due = {name: started + arrivals[i] for i, name in enumerate(table.members)}
+    leased = sum(m.lease.count for m in table.members.values() if m.lease)
+    waited = 0.0
+    while True:
+        for name, member in table.members.items():
+            member.last_heard = table.now
+            if member.lease is not None and due[name] <= table.now and not member.lease.revoked:
+                table.deliver(name)
+        take = table.take(3)
+        if take.full:
+            break
+        if take.positions:
+            table.compute(take)
+            continue
+        assert take.wait_until is not None
+        pending = [due[n] for n, m in table.members.items() if m.lease and not m.lease.revoked]
+        until = max(table.now, min([take.wait_until, *[d for d in pending if d > table.now]]))
+        waited += until - table.now
+        table.stepping.waited(until - table.now)
+        table.now = until
+    result = table.stepping.end()
+    assert sum(result.samples.values()) == batch
+    assert result.wait_s == pytest.approx(waited)
+    assert waited <= leased * HOST_S + 1e-9
+    assert table.now - started <= 2 * batch * HOST_S + 1e-9
+
+
+# -- contributions
+
+
+def test_trimming_returns_samples_to_the_host() -> None:
+    table = Table("g")
+    table.begin()
+    member = table.members["g"]
+    table.stepping.closing(member, lease=1, keep=4, eta_s=0.1, now=table.now)
+    assert table.ledger.in_pool == 16
+    table.deliver("g", 4)
+    assert table.compute_all().full
+    assert table.stepping.end().samples == {"host": 16, "g": 4}
+
+
+def test_nothing_can_be_trimmed_once_the_contribution_has_arrived() -> None:
+    """Its gradient holds all the samples: given back, some would be counted twice."""
+    table = Table("g")
+    table.begin()
+    member = table.members["g"]
+    table.stepping.piece(member, lease=1, index=0, payload=b"first")
+    assert table.stepping.complete(member, lease=1, count=10, pieces=1) is None
+    assert table.stepping.closing(member, lease=1, keep=4, eta_s=0.1, now=table.now) == []
+    table.stepping.piece(member, lease=1, index=0, payload=b"second")
+    table.stepping.stopped(member, lease=1, computed=10, compute_s=1.0, now=table.now)
+    assert member.lease is not None
+    assert member.lease.pieces == {0: b"first"}
+    table.stepping.counted(member)
+    assert table.compute_all().full
+    assert table.stepping.end().samples == {"host": 10, "g": 10}
+
+
+@pytest.mark.parametrize(
+    ("count", "pieces", "reason"),
+    [(9, 1, "9 samples where 10 were leased"), (10, 2, "only 1 of 2 pieces arrived")],
+)
+def test_a_contribution_must_be_whole(count: int, pieces: int, reason: str) -> None:
+    table = Table("g")
+    table.begin()
+    member = table.members["g"]
+    table.stepping.piece(member, lease=1, index=0, payload=b"")
+    why_not = table.stepping.complete(member, lease=1, count=count, pieces=pieces)
+    assert why_not is not None
+    assert reason in why_not
+    actions = table.stepping.drop(member, reason=why_not, now=table.now)
+    assert events(actions, "contribution_dropped")[0]["reason"] == why_not
+    assert table.compute_all().full
+    result = table.stepping.end()
+    assert result.samples == {"host": 20}
+    assert result.dropped_samples == 10
+
+
+def test_a_late_contribution_is_dropped_reported_and_never_counted() -> None:
+    table = Table("g")
+    table.members["g"].overhead.weight = 0.0
+    assert table.step("g") == {"host": 20}
+    (event,) = events(table.actions, "contribution_dropped")
+    assert (event["machine"], event["step"], event["samples"]) == ("g", 1, 10)
+    assert "taken back" in event["reason"]
+    assert sends(table.actions, "dropped")[0].fields == {"lease": 1}
+    assert table.members["g"].samples == 0
+    assert table.members["g"].lease is None
+    assert table.step() == {"host": 10, "g": 10}
+
+
+def test_a_guest_that_lets_go_of_a_revoked_lease_gets_another() -> None:
+    table = Table("g")
+    table.begin()
+    table.compute_all()
+    table.now += 2
+    table.compute_all()
+    table.stepping.end()
+    member = table.members["g"]
+    table.stepping.stopped(member, lease=1, computed=3, compute_s=0.3, now=table.now)
+    assert member.lease is None
+    assert member.rate.value == pytest.approx(10.0)
+    member.overhead.value = member.overhead.spread = 0.0
+    assert sends(table.begin(), "lease")
+
+
+def test_a_guest_that_goes_gives_its_samples_back() -> None:
+    table = Table("g")
+    table.begin()
+    assert table.stepping.gone(table.members["g"]) == 10
+    assert table.stepping.gone(table.members.pop("g")) == 0
+    assert table.compute_all().full
+    assert table.stepping.end().samples == {"host": 20}
+
+
+# -- sitting out
+
+
+def test_two_late_in_a_row_sit_out_with_a_reason_and_try_again() -> None:
+    table = Table("g")
+    member = table.members["g"]
+    member.overhead.weight = 0.0  # this test is about lateness, not about what is learned of it
+    table.step("g")
+    assert member.state == LATE
+    table.step("g")
+    assert member.state == SITTING_OUT
+    assert member.reason == "was too late 2 times in a row"
+    assert events(table.actions, "guest_sits_out") == []  # said when the lease was taken back, not again now
+    assert member.rests == 1
+    assert not member.feed.open
+    assert member.rests_until_step == 2 + 2
+    assert table.step() == {"host": 20}
+    assert table.step().keys() == {"host", "g"}
+    assert member.state == COMPUTING
+    assert member.late_in_a_row == member.rests == 0
+
+
+def test_one_on_time_clears_the_record() -> None:
+    table = Table("g")
+    member = table.members["g"]
+    member.overhead.weight = 0.0
+    for late in (("g",), (), ("g",), (), ("g",)):
+        table.step(*late)
+        assert member.state != SITTING_OUT
+
+
+def test_rests_double_up_to_a_limit() -> None:
+    member = Table("g").members["g"]
+    lengths = []
+    for _ in range(9):
+        member.rest(100, "late")
+        lengths.append(member.rests_until_step - 100)
+    assert lengths == [2, 4, 8, 16, 32, 64, 64, 64, LONGEST_BENCH_STEPS]
+
+
+def test_a_guest_that_cannot_help_sits_out_and_tries_again_later() -> None:
+    table = Table()
+    member = table.join("slow", rate=0.4)  # 2.5 s a sample, where the host's step takes 2.0 s
+    actions = table.begin()
+    assert sends(actions, "lease") == []
+    assert member.state == SITTING_OUT
+    (event,) = events(actions, "guest_sits_out")
+    assert "cannot deliver one sample within a step: 2.50 s to compute it" in event["reason"]
+    assert member.rests_until_step == 1 + QUOTA_RETRY_STEPS
+    table.compute_all()
+    table.stepping.end()
+    for _ in range(QUOTA_RETRY_STEPS - 1):
+        table.step()
+        assert member.lease is None
+    assert events(table.begin(), "guest_sits_out") == []  # it is known already
+    assert member.rests_until_step > 1 + QUOTA_RETRY_STEPS
+
+
+def test_one_bad_measurement_does_not_shut_a_guest_out_for_good() -> None:
+    """A link that stalled once makes mean and spread of the overhead large: both must be forgotten."""
+    table = Table("g")
+    member = table.members["g"]
+    member.overhead.add(30.0)
+    member.overhead.add(0.0)
+    assert member.overhead.spread > 2.0  # alone more than a step
+    for _ in range(1200):
+        if member.lease is not None:
+            break
+        table.begin()
+        if member.lease is None:
+            table.compute_all()
+            table.stepping.end()
+    assert member.lease is not None
+
+
+def test_a_guest_that_costs_more_waiting_than_it_brings_sits_out() -> None:
+    table = Table("g")
+    member = table.members["g"]
+    member.overhead.weight = member.rate.weight = 0.0
+    for _ in range(GAIN_WINDOW):
+        assert member.state == COMPUTING
+        table.begin()
+        table.compute_all()
+        table.stepping.waited(1.5)  # its ten samples are worth 1.0 s
+        actions = table.deliver("g")
+        assert table.compute_all().full
+        table.stepping.end()
+    assert member.state == SITTING_OUT
+    assert member.reason == "waiting for it cost more time than it brought"
+    assert events(actions, "guest_sits_out")
+
+
+def test_a_resting_guest_is_brought_up_to_date_before_its_next_lease() -> None:
+    table = Table("g")
+    member = table.members["g"]
+    member.rest(1, "late")
+    member.feed.have = [0]
+    for _ in range(2):
+        table.step()
+        assert not member.feed.open
+    table.begin()
+    assert (member.state, member.reason, member.feed.open) == (LATE, "catching up", True)
+    assert member.lease is None
+    table.compute_all()
+    table.stepping.end()
+    member.feed.have = [1]
+    assert sends(table.begin(), "lease")
+    assert member.state == COMPUTING
