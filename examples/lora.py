@@ -12,6 +12,7 @@ different, by a change of low rank. That is what adapters can learn.
 """
 
 import sys
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +44,7 @@ def build_base() -> nn.Sequential:
     """Stands for a pretrained model."""
     torch.manual_seed(BASE_SEED)
     sizes = [INPUTS, *[WIDTH] * (LAYERS + 1)]
-    layers = [layer for a, b in zip(sizes, sizes[1:]) for layer in (nn.Linear(a, b), nn.Tanh())]
+    layers = [layer for a, b in pairwise(sizes) for layer in (nn.Linear(a, b), nn.Tanh())]
     return nn.Sequential(*layers, nn.Linear(WIDTH, INPUTS))
 
 

@@ -1,8 +1,8 @@
 """The loop of examples/plain.py on every machine you own; beside the import, five lines differ.
 
-    python examples/my_train.py            alone, as before
-    potluck host examples/my_train.py      prints what to type on the other machines:
-    potluck join TOKEN                     needs neither this file nor the data
+Alone, as before: python examples/my_train.py
+With guests: potluck host examples/my_train.py
+That prints what to type on the other machines, `potluck join TOKEN`; they need neither this file nor the data.
 """
 
 import torch

@@ -56,11 +56,14 @@ class Echo:
                     continue
                 self.host.send(peer, frames)
 
-    def close(self) -> None:
+    def stop(self) -> bool:
         self._stop = True
         self.host.wake()
         self._thread.join(5)
-        assert not self._thread.is_alive()
+        return not self._thread.is_alive()
+
+    def close(self) -> None:
+        assert self.stop()
         self.host.close()
 
 
@@ -146,9 +149,10 @@ def test_received_frames_are_not_copied(guest: GuestSocket) -> None:
 def test_a_frame_above_the_limit_is_not_sent(echo: Echo, guest: GuestSocket) -> None:
     with pytest.raises(WireError, match="at most"):
         guest.send_data([bytes(MAX_FRAME_BYTES + 1)])
-    with pytest.raises(WireError, match="at most"):
-        echo.host.send(b"nobody", [bytes(MAX_FRAME_BYTES + 1)])
     exchange(guest)
+    assert echo.stop()
+    with pytest.raises(WireError, match="at most"):
+        echo.host.send(guest.guest_id + b"d", [bytes(MAX_FRAME_BYTES + 1)])
 
 
 def test_sending_never_waits_and_says_when_a_queue_is_full() -> None:
@@ -216,10 +220,11 @@ def test_a_guest_that_left_cannot_be_sent_to_and_one_that_comes_back_has_a_new_n
         names.add(guest.guest_id)
         guest.close()
     assert len(names) == 2
+    assert echo.stop()
     deadline = time.monotonic() + 5
     gone = next(iter(names)) + b"c"
     while echo.host.send(gone, [b"x"]) and time.monotonic() < deadline:
-        time.sleep(0.01)
+        echo.host.receive(0.01)
     assert echo.host.send(gone, [b"x"]) is False
 
 
@@ -277,6 +282,14 @@ def test_waking_ends_the_wait_of_host_and_guest(echo: Echo, guest: GuestSocket, 
     host.close()
     host.wake()
     host.close()
+
+
+def test_use_by_two_threads_at_once_is_an_exception(echo: Echo, guest: GuestSocket) -> None:
+    time.sleep(0.1)  # the host's thread waits in receive()
+    for use in (lambda: echo.host.send(b"x", [b""]), lambda: echo.host.receive(0), echo.host.close):
+        with pytest.raises(RuntimeError, match="two threads"):
+            use()
+    exchange(guest)
 
 
 def test_waking_from_many_threads_does_no_harm(guest: GuestSocket) -> None:

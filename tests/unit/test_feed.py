@@ -1,4 +1,4 @@
-"""A guest always ends with every piece at the replica's version, whatever the order of coding, sending and taking."""
+"""A guest always ends with every piece at the replica's version, in whatever order it is coded and sent."""
 
 from __future__ import annotations
 

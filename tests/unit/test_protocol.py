@@ -1,456 +1,313 @@
-"""The host's protocol under any sequence of messages, ticks and silence: every step full, no wedge, no exception."""
+"""Who may join, how guests are checked and how they go, message by message."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from potluck.hub import actions as act
-from potluck.hub.feed import NOTHING, Item, PieceState
-from potluck.hub.ledger import Ledger
-from potluck.hub.members import CHECKING, COMPUTING, JOINING, SYNCING, Member
-from potluck.hub.protocol import HostProtocol, HostTerms
-from potluck.hub.stepping import StepResult
+from potluck.hub.members import CHECKING, COMPUTING, JOINING, SYNCING
 from potluck.spec.layout import TensorSpec, fingerprint_to_json
-from potluck.train.data import epoch_order
-from potluck.wire.frames import Message, dump_json, pack
+from potluck.wire.frames import dump_json
+from support.protocol_world import ABOUT, KINDS, MODEL, World, joined, of_kind, refusals
 
-PIECES, HOST_S = 2, 0.1
-MODEL = (TensorSpec(name="w", shape=(4, 2), dtype="float32", role="trained"),)
-VERSIONS = {"potluck": "1", "torch": "2", "python": "3", "protocol": "1"}
-ABOUT = {"fingerprint": fingerprint_to_json(MODEL), "hashes": {"b": "0"}}
 NEVER = 10**6
+"""The number of a lease that is never given."""
 
 
-def new_protocol(batch: int, samples: int, **terms: Any) -> HostProtocol:
-    ledger = Ledger(samples=samples, global_batch=batch, order=epoch_order(samples, 1))
-    return HostProtocol(
-        HostTerms(
-            name="host",
-            versions=VERSIONS,
-            fingerprint=MODEL,
-            pieces=PIECES,
-            coded_bytes=20,
-            window_bytes=100,
-            **terms,
+# -- who may join
+
+
+def test_a_guest_joins_is_brought_up_to_date_checked_and_counts() -> None:
+    world = World(batch=6, samples=100)
+    actions = world.do(
+        world.protocol.message("a", "hello", {"name": "mac", "device": "mps"}, (), world.now, "1.2.3.4")
+    )
+    assert act.Welcome(guest="a", name="mac") in actions
+    member = world.members["a"]
+    assert member.state == JOINING
+    world.ready("a")
+    assert member.state == SYNCING
+    assert world.whole_step().samples == {"host": 6}  # it holds nothing yet
+    world.take_all("a")
+    world.begin()
+    assert world.protocol.check_samples == 2
+    world.take()
+    world.compute()
+    (check,) = [s for s in world.sent["a"] if s.kind == "check"]
+    assert check.fields == {"check": 1, "step": 1, "sizes": [2]}
+    assert world.of_lease[-1] == [6, 7]
+    assert world.protocol.check_samples == 0
+    assert member.state == CHECKING
+    world.take_all("a")
+    world.sketch("a")
+    world.compare()
+    assert member.state == COMPUTING
+    assert of_kind(world, "guest_joined")[0]["machine"] == "mac"
+    world.finish()
+    assert world.whole_step().samples == {"host": 3, "mac": 3}
+
+
+def test_versions_that_differ_are_noted_and_not_refused() -> None:
+    world = World()
+    world.say("a", "hello", name="a", potluck="1", torch="1.9")
+    assert "runs torch 1.9, this host 2" in of_kind(world, "note")[0]["text"]
+    assert "a" in world.members
+
+
+def test_names_are_made_unique_and_a_second_hello_changes_nothing() -> None:
+    world = World()
+    for guest in "abc":
+        world.say(guest, "hello", name="host")
+    world.say("a", "hello", name="other")
+    assert [m.name for m in world.members.values()] == ["host-2", "host-3", "host-4"]
+    world.say("d", "hello")
+    world.say("e", "hello", name="")
+    assert [world.members[g].name for g in "de"] == ["guest", "guest-2"]
+
+
+def test_a_full_table_refuses() -> None:
+    world = World(max_guests=1)
+    world.hello("a")
+    world.hello("b")
+    assert refusals(world, "b") == ["all 1 places are taken"]
+    assert list(world.members) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "reason"),
+    [
+        (
+            TensorSpec(name="w", shape=(4, 3), dtype="float32", role="trained"),
+            "the host has w [4, 2] float32 (trained), the guest has w [4, 3] float32 (trained)",
         ),
-        ledger,
-    )
+        (TensorSpec(name="w", shape=(4, 2), dtype="float32", role="frozen"), "float32 (frozen)"),
+        (None, "only the host has w [4, 2]"),
+    ],
+)
+def test_another_model_is_refused_and_the_difference_named(theirs: TensorSpec | None, reason: str) -> None:
+    world = World()
+    world.hello("a")
+    model = fingerprint_to_json([theirs] if theirs else [])
+    world.say("a", "ready", dump_json({"fingerprint": model, "hashes": {}}), micro_batch=1)
+    assert world.members == {}
+    assert "a different model" in refusals(world, "a")[0]
+    assert reason in refusals(world, "a")[0]
+    assert reason in of_kind(world, "guest_refused")[0]["reason"]
 
 
-class World:
-    """What surrounds the protocol: a clock, the coder, the loader, and guests as honest as a test wants them."""
-
-    def __init__(self, batch: int = 6, samples: int = 7, **terms: Any) -> None:
-        self.protocol = new_protocol(batch, samples, **terms)
-        self.ledger, self.members = self.protocol.ledger, self.protocol.members
-        self.batch, self.now = batch, 10.0
-        self.state = [PieceState(NOTHING, 0, 10, 80) for _ in range(PIECES)]
-        self.sent: dict[str, list[act.Send]] = defaultdict(list)
-        self.events: list[dict[str, Any]] = []
-        self.decoding: list[act.Decode] = []
-        self.comparing: list[act.CompareSketch] = []
-        self.asked: list[tuple[str, Item]] = []
-        self.of_lease: dict[int, list[int]] = defaultdict(list)
-        self.is_open = False
-        self.in_hand: tuple[tuple[int, ...], bool] | None = None
-        self.by_host: list[int] = []
-        self.summed: list[int] = []
-        self.counted: list[int] = []
-
-    # -- actions
-
-    def do(self, actions: list[act.Action]) -> list[act.Action]:
-        for action in actions:
-            match action:
-                case act.Send():
-                    pack(Message(kind=action.kind, fields=action.fields, frames=action.frames))
-                    self.sent[action.guest].append(action)
-                case act.SendSamples():
-                    self.of_lease[action.lease] += action.positions
-                case act.Decode():
-                    self.decoding.append(action)
-                case act.CompareSketch():
-                    self.comparing.append(action)
-                case act.Emit():
-                    self.events.append(action.event)
-                case act.Pump():
-                    self.pump(self.members[action.guest])
-                case act.Forget():
-                    assert action.guest not in self.members
-                    self.asked = [a for a in self.asked if a[0] != action.guest]
-                    assert all(d.guest != action.guest for d in self.decoding)
-        return actions
-
-    def pump(self, member: Member) -> None:
-        while (item := member.feed.next(self.state)) is not None:
-            if item.kind == "change":
-                member.feed.change_sent(item, self.state[item.index].version)
-            else:
-                member.feed.asked(item)
-                self.asked.append((member.id, item))
-
-    # -- the coder
-
-    def code(self) -> None:
-        """The replica reaches the weights' version, and everybody is sent what they may have."""
-        for index, old in enumerate(self.state):
-            if old.version != self.ledger.step:
-                self.state[index] = PieceState(old.version, self.ledger.step, 10, 80)
-        for member in self.members.values():
-            self.pump(member)
-
-    def decode(self, why_not: str | None = None) -> None:
-        done = self.decoding.pop(0)
-        if why_not is None:
-            self.summed += self.of_lease[done.lease][: done.count]
-        self.do(self.protocol.decoded(done.guest, done.lease, why_not, self.now))
-
-    # -- guests
-
-    def say(self, guest: str, kind: str, *frames: bytes, **fields: Any) -> list[act.Action]:
-        return self.do(self.protocol.message(guest, kind, fields, frames, self.now, "1.2.3.4"))
-
-    def hello(self, guest: str) -> None:
-        self.say(guest, "hello", name=guest, device="cpu", potluck="1", torch="2")
-
-    def ready(self, guest: str) -> None:
-        self.say(guest, "ready", dump_json(ABOUT), micro_batch=2)
-
-    def take_all(self, guest: str) -> None:
-        """Everything that is under way to a guest arrives there."""
-        for _ in range(20):
-            for asked in [a for a in self.asked if a[0] == guest]:
-                self.asked.remove(asked)
-                self.members[guest].feed.answered(asked[1], self.state[asked[1].index].version)
-            member = self.members.get(guest)
-            if member is None or not member.feed.in_flight_bytes:
-                return
-            self.say(guest, "taken", bytes=member.feed.in_flight_bytes)
-        raise AssertionError("it never ends")
-
-    def sketch(self, guest: str, seconds_a_sample: float = HOST_S) -> None:
-        check = self.members[guest].check
-        self.say(guest, "sketch", b"\0\0\0\0", check=check, count=2, loss=1.0, compute_s=2 * seconds_a_sample)
-
-    def compare(self, why_not: str | None = None) -> None:
-        self.do(self.protocol.compared(self.comparing.pop(0).guest, 1.0, why_not))
-
-    def deliver(self, guest: str, *, wrong: int = 0, finite: bool = True, pieces: int = PIECES) -> list[act.Action]:
-        lease = self.members[guest].lease
-        assert lease is not None
-        for index in range(pieces):
-            self.say(guest, "grad", b"x", lease=lease.id, piece=index)
-        fields = {"compute_s": lease.count * HOST_S, "loss_sum": 1.0, "finite": finite, "micro_batch": 2}
-        return self.say(guest, "done", lease=lease.id, count=lease.count + wrong, **fields)
-
-    # -- the training thread
-
-    def begin(self) -> None:
-        self.is_open, self.by_host, self.summed = True, [], []
-        self.do(self.protocol.begin_step(self.now, self.state, 1))
-        self.code()
-
-    def take(self) -> float | None:
-        """Take what is to be computed next; None, or until when there is nothing to do."""
-        check = self.protocol.check_samples
-        take, actions = self.protocol.stepping.take(check or 2, self.now)
-        self.do(actions)
-        if take.positions:
-            self.in_hand = (take.positions, bool(check))
-        return take.wait_until
-
-    def compute(self) -> None:
-        assert self.in_hand is not None
-        positions, check = self.in_hand
-        self.now += HOST_S * len(positions)
-        if check:
-            self.do(self.protocol.check_computed(positions)[1])
-        self.protocol.stepping.host_computed(positions, HOST_S * len(positions))
-        self.by_host += positions
-        self.in_hand = None
-
-    def end(self) -> StepResult:
-        result = self.protocol.stepping.end()
-        step = self.ledger.step - 1
-        assert sorted(self.by_host + self.summed) == list(range(step * self.batch, (step + 1) * self.batch))
-        assert sum(result.samples.values()) == self.batch
-        assert result.samples.get("host", 0) == len(self.by_host)
-        self.counted += self.by_host + self.summed
-        self.is_open = False
-        return result
-
-    def finish(self) -> StepResult:
-        """The step ends whatever the guests do, and waiting has its bound; only the coder must go on."""
-        waited = 0.0
-        for _ in range(10 * self.batch):
-            if self.in_hand is not None:
-                self.compute()
-                continue
-            until = self.take()
-            if self.in_hand is None and self.ledger.full:
-                assert waited <= self.batch * HOST_S + 0.01
-                return self.end()
-            if self.in_hand is None:
-                assert until is not None
-                if self.decoding:
-                    self.decode()
-                    continue
-                self.protocol.stepping.waited(max(0.0, until - self.now))
-                waited += max(0.0, until - self.now)
-                self.now = max(self.now, until)
-        raise AssertionError("the training thread is stuck")
-
-    def whole_step(self) -> StepResult:
-        """A step in which everybody does their part."""
-        self.begin()
-        for guest in list(self.members):
-            self.take_all(guest)
-        while self.take() is None and self.in_hand is not None:
-            self.compute()
-        for guest, member in list(self.members.items()):
-            if member.check is not None:
-                self.sketch(guest)
-            if member.lease is not None:
-                self.deliver(guest)
-        while self.comparing:
-            self.compare()
-        while self.decoding:
-            self.decode()
-        return self.finish()
-
-    def join(self, guest: str) -> Member:
-        self.hello(guest)
-        self.ready(guest)
-        self.take_all(guest)
-        return self.members[guest]
+def test_another_protocol_version_is_refused_whether_known_or_not() -> None:
+    world = joined("a")
+    for guest in "ax":
+        world.do(world.protocol.wrong_version(guest, 9, "1.2.3.4"))
+        assert refusals(world, guest) == ["it speaks protocol 9, this host speaks 1"]
+    assert world.members == {}
 
 
-def joined(*guests: str, batch: int = 6, **terms: Any) -> World:
-    """Everybody is checked and the host knows its speed."""
-    world = World(batch=batch, samples=100, **terms)
-    for guest in guests:
-        world.join(guest)
+def test_a_gradient_that_differs_is_refused() -> None:
+    world = World(samples=100)
+    world.join("a")
     world.code()
-    for guest in guests:
+    world.take_all("a")
+    world.begin()
+    world.take()
+    world.compute()
+    world.sketch("a")
+    world.compare("the cosine of the two is 0.1")
+    assert "differs from the host's on the same batch: the cosine" in refusals(world, "a")[0]
+    world.finish()
+    assert world.whole_step().samples == {"host": 6}
+
+
+def test_a_sketch_counts_once_and_only_when_asked_for() -> None:
+    world = World(samples=100)
+    world.join("a")
+    world.code()
+    world.take_all("a")
+    world.begin()
+    world.take()
+    world.compute()
+    world.sketch("a")
+    assert len(world.comparing) == 1
+    world.say("a", "sketch", b"", check=1, count=1, loss=1.0, compute_s=0.1)
+    assert "that nobody asked for" in refusals(world, "a")[0]
+    world.compare()
+    assert world.members == {}
+    assert of_kind(world, "guest_joined") == []
+
+
+def test_a_loss_that_is_not_finite_can_be_said() -> None:
+    world = World(samples=100)
+    world.join("a")
+    world.code()
+    world.take_all("a")
+    world.begin()
+    world.take()
+    world.compute()
+    world.say("a", "sketch", b"", check=1, count=2, loss=None, compute_s=0.1)
+    assert world.comparing[0].loss != world.comparing[0].loss
+
+
+def test_the_common_batch_suits_the_smallest_micro_batch() -> None:
+    world = World(batch=12, samples=100)
+    for guest, size in (("a", 9), ("b", 3)):
+        world.hello(guest)
+        world.say(guest, "ready", dump_json(ABOUT), micro_batch=size)
         world.take_all(guest)
-    world.whole_step()
-    assert all(m.state == COMPUTING for m in world.members.values())
-    return world
+    world.code()
+    for guest in "ab":
+        world.take_all(guest)
+    world.begin()
+    assert world.protocol.check_samples == 3
+    world.say("b", "leave")
+    assert world.protocol.check_samples == 4
+    world.say("a", "leave")
+    assert world.protocol.check_samples == 0
 
 
-def refusals(world: World, guest: str) -> list[str]:
-    return [s.fields["reason"] for s in world.sent[guest] if s.kind == "refuse"]
+def test_local_data_is_named_in_lease_and_check() -> None:
+    world = World(batch=6, samples=100, local_data=True)
+    world.join("a")
+    world.code()
+    world.take_all("a")
+    world.begin()
+    world.take()
+    world.compute()
+    (check,) = [s for s in world.sent["a"] if s.kind == "check"]
+    assert check.fields["samples"] == [world.ledger.samples_of([0, 1])]
+    assert world.of_lease == {}
 
 
-def of_kind(world: World, kind: str) -> list[dict[str, Any]]:
-    return [e for e in world.events if e["event"] == kind]
+# -- going
 
 
-# -- anything at all
+def leave(world: World) -> None:
+    world.say("a", "leave", reason="the lid was closed")
 
 
-KINDS = ["hello", "alive", "ready", "taken", "closing", "grad", "done", "stopped", "sketch", "leave", "nonsense"]
-NAMES = ["lease", "keep", "eta_s", "piece", "count", "compute_s", "loss_sum", "finite", "micro_batch"]
-NAMES += ["computed", "check", "loss", "bytes", "name", "reason"]
-values = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-3, 12),
-    st.sampled_from([10**400, -(10**400), 1e308, -1e308, 0.0, "x", "7", [], [1], {}, {"a": 1}]),
-    st.just(60_000).map(lambda size: "x" * size),
-)
-fields_of_any_kind = st.dictionaries(st.sampled_from(NAMES), values, max_size=len(NAMES))
-LONG_NAME = [["y" * 70_000, [1], "float32", "trained"]]
-any_frame = st.one_of(
-    st.sampled_from([b"", b"x", b"{}", b"[]", b"null", b"\xff", dump_json(ABOUT)]),
-    st.sampled_from([None, 7, "ab", [1], {}]).map(lambda bad: dump_json({**ABOUT, "hashes": bad})),
-    st.sampled_from([None, 7, "ab", [1], [], {}]).map(lambda bad: dump_json({**ABOUT, "fingerprint": bad})),
-    st.just(None).map(lambda _: dump_json({**ABOUT, "fingerprint": LONG_NAME})),
-)
-any_frames = st.lists(any_frame, max_size=2)
-guests = st.sampled_from("abcd")
+def fall_silent(world: World) -> None:
+    world.now += 6.0
+    world.do(world.protocol.tick(world.now))
 
 
-class ProtocolMachine(RuleBasedStateMachine):
-    """Guests that help, guests that lie, guests that die, in any order."""
-
-    @initialize(batch=st.integers(1, 12), samples=st.integers(1, 12), well=st.integers(0, 3))
-    def start(self, batch: int, samples: int, well: int) -> None:
-        self.world = World(batch=batch, samples=samples)
-        for guest in "abc"[:well]:
-            self.joins_well(guest)
-
-    def member(self, guest: str) -> Member | None:
-        return self.world.members.get(guest)
-
-    @rule(guest=guests)
-    def joins(self, guest: str) -> None:
-        self.world.hello(guest)
-        if self.world.members[guest].state == JOINING:
-            self.world.ready(guest)
-
-    @precondition(lambda self: not self.world.is_open)
-    @rule(guest=guests)
-    def joins_well(self, guest: str) -> None:
-        """And is checked, if the host has a step for it."""
-        self.joins(guest)
-        self.world.code()
-        self.world.take_all(guest)
-        self.world.whole_step()
-
-    @rule(guest=guests)
-    def takes_all(self, guest: str) -> None:
-        if self.member(guest) is not None:
-            self.world.take_all(guest)
-
-    @rule()
-    def codes(self) -> None:
-        self.world.code()
-
-    @rule(guest=guests, seconds=st.sampled_from([1e-9, 0.05, 0.1, 0.3, 1e9]))
-    def sketches(self, guest: str, seconds: float) -> None:
-        if (member := self.member(guest)) is not None and member.check is not None:
-            self.world.sketch(guest, seconds)
-
-    @precondition(lambda self: self.world.comparing)
-    @rule(why_not=st.sampled_from([None, None, None, "it differs"]))
-    def compares(self, why_not: str | None) -> None:
-        self.world.compare(why_not)
-
-    # -- the training thread
-
-    @precondition(lambda self: not self.world.is_open)
-    @rule(takers=st.sets(guests))
-    def begins(self, takers: set[str]) -> None:
-        self.world.begin()
-        for guest in sorted(takers & self.world.members.keys()):
-            self.world.take_all(guest)
-
-    @precondition(lambda self: self.world.is_open)
-    @rule()
-    def goes_on(self) -> None:
-        world = self.world
-        if world.in_hand is not None:
-            world.compute()
-        elif world.ledger.full:
-            world.end()
-        elif (until := world.take()) is not None:
-            world.now = max(world.now, until)
-
-    @precondition(lambda self: self.world.is_open)
-    @rule()
-    def finishes(self) -> None:
-        self.world.finish()
-
-    # -- contributions
-
-    def lease_of(self, guest: str, wrong_lease: bool) -> int:
-        member = self.member(guest)
-        return member.lease.id if member is not None and member.lease is not None and not wrong_lease else 1
-
-    @rule(guest=guests, keep=st.integers(-1, 8), eta_s=st.sampled_from([0.0, 0.1, 50.0]), wrong=st.booleans())
-    def closing(self, guest: str, keep: int, eta_s: float, wrong: bool) -> None:
-        self.world.say(guest, "closing", lease=self.lease_of(guest, wrong), keep=keep, eta_s=eta_s)
-
-    @rule(
-        guest=guests,
-        wrong=st.sampled_from([0, 0, 0, 1, -1]),
-        finite=st.sampled_from([True, True, True, False]),
-        pieces=st.sampled_from([PIECES, PIECES, PIECES, 1, 0]),
-    )
-    def delivers(self, guest: str, wrong: int, finite: bool, pieces: int) -> None:
-        if (member := self.member(guest)) is not None and member.lease is not None:
-            self.world.deliver(guest, wrong=wrong, finite=finite, pieces=pieces)
-
-    @rule(guest=guests, wrong=st.booleans())
-    def stops(self, guest: str, wrong: bool) -> None:
-        self.world.say(guest, "stopped", lease=self.lease_of(guest, wrong), computed=1, compute_s=0.1)
-
-    @precondition(lambda self: self.world.decoding)
-    @rule(why_not=st.sampled_from([None, None, "piece 1 has 3 bytes"]))
-    def is_decoded(self, why_not: str | None) -> None:
-        self.world.decode(why_not)
-
-    # -- going
-
-    @rule(guest=guests, how=st.sampled_from(["leaves", "asleep", "bytes", "version"]))
-    def goes(self, guest: str, how: str) -> None:
-        world, member = self.world, self.member(guest)
-        if member is None:
-            return
-        if how == "leaves":
-            world.say(guest, "leave", reason="tired")
-        elif how == "bytes":
-            world.do(world.protocol.put_out(member, "sent bytes that are no message"))
-        elif how == "version":
-            world.do(world.protocol.wrong_version(guest, 9, "1.2.3.4"))
-        else:
-            for _ in range(3):
-                self.time_passes(2.0, {guest})
-        asleep_early = how == "asleep" and member.state == JOINING
-        assert asleep_early or guest not in world.members or any(d.guest == guest for d in world.decoding)
-
-    @rule(seconds=st.sampled_from([0.01, 0.3, 1.0, 3.0]), silent=st.sets(guests, max_size=1))
-    def time_passes(self, seconds: float, silent: set[str]) -> None:
-        world = self.world
-        world.now += seconds
-        for guest in sorted(world.members.keys() - silent):
-            world.say(guest, "alive")
-        world.do(world.protocol.tick(world.now))
-
-    @rule(guest=st.sampled_from("ad"), kind=st.sampled_from(KINDS), fields=fields_of_any_kind, frames=any_frames)
-    def says_anything(self, guest: str, kind: str, fields: dict[str, Any], frames: list[bytes]) -> None:
-        known = guest in self.world.members
-        actions = self.world.do(self.world.protocol.message(guest, kind, fields, frames, self.world.now))
-        if not known and kind != "hello":
-            assert actions == [act.Send(guest=guest, channel=act.CONTROL, kind="unknown")]
-
-    # -- what must always hold
-
-    @invariant()
-    def leases_and_members_agree(self) -> None:
-        if not hasattr(self, "world"):
-            return
-        world = self.world
-        held = {m.lease.id for m in world.members.values() if m.lease is not None}
-        assert set(world.ledger.leases) <= held
-        decoding = {(d.guest, d.lease) for d in world.decoding}
-        assert len(decoding) == len(world.decoding)
-        arrived = {(m.id, m.lease.id) for m in world.members.values() if m.lease and m.lease.arrived}
-        assert arrived == decoding
-        assert {lease for _, lease in decoding} <= set(world.ledger.leases)
-        assert all((m.id, m.lease.id) in decoding for m in world.members.values() if m.leaving and m.lease)
-        assert all(m.lease is not None for m in world.members.values() if m.leaving)
-        assert len({m.name for m in world.members.values()} | {"host"}) == len(world.members) + 1
-
-    def teardown(self) -> None:
-        """Then all guests fall silent: the host goes on alone, and nobody is left."""
-        if not hasattr(self, "world"):
-            return
-        world = self.world
-        if world.is_open:
-            world.finish()
-        while world.decoding:
-            world.decode()
-        world.now += 100.0
-        world.do(world.protocol.tick(world.now))
-        assert world.members == {}
-        for _ in range(2):
-            world.begin()
-            assert world.finish().samples == {"host": world.batch}
-        assert world.counted == sorted(world.counted, key=lambda p: p // world.batch)
-        assert sorted(world.counted) == list(range(world.ledger.step * world.batch))
-        samples = world.ledger.samples
-        for epoch in range(len(world.counted) // samples):
-            of_epoch = [p for p in world.counted if p // samples == epoch]
-            assert sorted(world.ledger.samples_of(of_epoch)) == list(range(samples))
+def talk_nonsense(world: World) -> None:
+    world.say("a", "grad", b"x", lease=1, piece=99)
 
 
-TestProtocol = ProtocolMachine.TestCase
-TestProtocol.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+WAYS = [(leave, "the lid was closed"), (fall_silent, "sent nothing for 6.0 s"), (talk_nonsense, "piece 99")]
+
+
+@pytest.mark.parametrize(("go", "reason"), WAYS)
+def test_a_lease_comes_back_when_its_guest_goes(go: Any, reason: str) -> None:
+    world = joined("a")
+    world.begin()
+    go(world)
+    assert world.members == {}
+    (event,) = of_kind(world, "guest_left") + of_kind(world, "guest_lost")
+    assert reason in event["reason"]
+    assert (event["machine"], event["step"], event["samples_taken_back"]) == ("a", 1, 3)
+    result = world.finish()
+    assert result.samples == {"host": 6}
+    assert result.taken_back_samples == 3
+
+
+@pytest.mark.parametrize(("go", "reason"), WAYS)
+@pytest.mark.parametrize("why_not", [None, "its gradient is not finite"])
+def test_who_goes_while_decoding_goes_when_that_has_ended(go: Any, reason: str, why_not: str | None) -> None:
+    """Whatever it says in between: its samples are in the sum, or back in the pool, before it is forgotten."""
+    world = joined("a")
+    world.begin()
+    world.deliver("a")
+    go(world)
+    assert list(world.members) == ["a"]
+    if go is not fall_silent:
+        world.say("a", "alive")
+        world.say("a", "grad", b"x", lease=1, piece=77)
+    world.decode(why_not)
+    world.do(world.protocol.tick(world.now))
+    assert world.members == {}
+    (event,) = of_kind(world, "guest_left") + of_kind(world, "guest_lost")
+    assert reason in event["reason"]
+    assert world.finish().samples == ({"host": 6} if why_not else {"host": 3, "a": 3})
+
+
+def test_the_same_contribution_twice_is_counted_once_and_its_guest_put_out() -> None:
+    world = joined("a")
+    world.begin()
+    world.deliver("a")
+    world.deliver("a")
+    assert len(world.decoding) == 1
+    world.decode()
+    assert world.members == {}
+    assert "lease 1 twice" in refusals(world, "a")[0]
+    assert world.finish().samples == {"host": 3, "a": 3}
+
+
+def test_an_answer_to_another_lease_touches_nothing() -> None:
+    world = joined("a")
+    world.begin()
+    fields = {"count": 3, "compute_s": 0.1, "loss_sum": 1.0, "finite": True, "micro_batch": 2}
+    assert world.say("a", "done", lease=NEVER, **fields) == []
+    world.deliver("a")
+    assert world.say("a", "done", lease=NEVER, **fields) == []
+    world.decode()
+    assert world.finish().samples == {"host": 3, "a": 3}
+
+
+def test_a_gradient_that_is_not_finite_is_dropped_and_reported() -> None:
+    world = joined("a")
+    world.begin()
+    world.deliver("a", finite=False)
+    assert not world.decoding
+    (event,) = of_kind(world, "contribution_dropped")
+    assert (event["machine"], event["reason"]) == ("a", "its gradient is not finite")
+    result = world.finish()
+    assert (result.samples, result.dropped_samples) == ({"host": 6}, 3)
+
+
+def test_heartbeats_go_out_every_second_and_silence_has_its_limits() -> None:
+    world = joined("a")
+    world.hello("b")
+    world.sent.clear()
+    for tenth in range(1, 31):
+        world.do(world.protocol.tick(world.now + tenth / 10))
+    assert [s.kind for s in world.sent["a"]] == ["alive"] * 3
+    world.now += 5.1
+    world.do(world.protocol.tick(world.now))
+    assert list(world.members) == ["b"]  # it builds its model: that may take long
+    world.now += 60.0
+    world.do(world.protocol.tick(world.now))
+    assert world.members == {}
+
+
+def test_strangers_are_told_that_they_are_unknown() -> None:
+    world = joined()
+    for kind in KINDS:
+        if kind != "hello":
+            assert world.say("z", kind) == [act.Send(guest="z", channel=act.CONTROL, kind="unknown")]
+    assert world.events == []
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("hello", "alive", "leave")])
+@pytest.mark.parametrize("state", ["joining", "computing", "decoding"])
+def test_a_message_without_its_fields_puts_the_guest_out(kind: str, state: str) -> None:
+    world = joined("a")
+    if state == "joining":
+        world.hello("b")
+    elif state == "decoding":
+        world.begin()
+        world.deliver("a")
+    guest = "b" if state == "joining" else "a"
+    world.say(guest, kind)
+    assert len(refusals(world, guest)) == 1
+    if state == "decoding":
+        world.decode()
+    assert guest not in world.members
+
+
+def test_the_fingerprint_of_these_tests_is_read_as_it_was_written() -> None:
+    world = World()
+    world.join("a")
+    assert world.members["a"].state == SYNCING
+    assert world.protocol.terms.fingerprint == MODEL

@@ -258,10 +258,17 @@ class HostHub:
                 fields = {"piece": item.index, "base": piece.base, "version": piece.version}
                 self._send(member.id, act.DATA, Message(kind="change", fields=fields, frames=(piece.change,)))  # type: ignore[arg-type]
                 member.feed.change_sent(item, piece.version)
+                self._release(item.index, piece.version)
             else:
                 part = member.feed.tensors[0] if item.kind == "tensor" else None
                 member.feed.asked(item)
                 self._coder.ask(member.id, item, part)
+
+    def _release(self, index: int, version: int) -> None:
+        """Let go of a coded change that every guest it is meant for has been sent."""
+        fed = [m.feed for m in self._protocol.members.values() if m.feed.open]
+        if all(feed.have[index] == version for feed in fed):
+            self._coder.release(index, version)
 
     # -- actions ----------------------------------------------------------------------------------------
 

@@ -134,6 +134,13 @@ class HostCoder:
             self._contributions.append((guest, lease, pieces, loss_sum))
             self._changed.notify()
 
+    def release(self, index: int, version: int) -> None:
+        """Everybody has the change that leads to this version: its memory is free for what comes back."""
+        with self._changed:
+            now = self.state[index]
+            if now.version == version and now.change is not None:
+                self.state[index] = PieceState(NOTHING, version, now.change_bytes, now.whole_bytes)
+
     def forget(self, guest: str) -> None:
         with self._changed:
             self._requests = deque(r for r in self._requests if r[0] != guest)
@@ -198,8 +205,8 @@ class HostCoder:
                 payload = encode_change(self._down, target, replica)
                 round_to_types(piece, self._tensors.trained, replica)
                 change = raw_bytes(self._device.to_host(payload))
-        # One assignment, so that the I/O thread sees version and change together.
-        self.state[index] = PieceState(old.version, version, old.change_bytes, old.whole_bytes, change)
+        with self._changed:
+            self.state[index] = PieceState(old.version, version, old.change_bytes, old.whole_bytes, change)
         self.results.append(Coded(index))
 
     def _answer(self, guest: str, item: Item, part: TensorPart | None) -> None:

@@ -85,7 +85,9 @@ class Member:
         if self.rate.value is None:
             return None
         overhead = (self.overhead.value or 0.0) + self.overhead.spread
-        return Speed(rate_samples_per_s=self.rate.value, overhead_s=max(0.0, overhead))
+        # Half its spread off the rate: a lease a little too small costs little, one too large a wait.
+        rate = max(self.rate.value - 0.5 * self.rate.spread, 0.5 * self.rate.value)
+        return Speed(rate_samples_per_s=rate, overhead_s=max(0.0, overhead))
 
     def rest(self, step: int, reason: str, *, steps: int | None = None) -> None:
         """Sit out for a number of steps that doubles each time in a row."""

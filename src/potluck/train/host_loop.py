@@ -173,7 +173,7 @@ class HostTrainer:
 
     def _finished(self, result: StepResult, update_s: float) -> None:
         every = self._p.launch.config.checkpoint_every
-        if every and self._p.ledger.step % every == 0:
+        if self._writer is not None and every and self._p.ledger.step % every == 0:
             self._checkpoint()
         assert self._loss is not None
         self._telemetry.step_ended(self._p.ledger.step, self._loss, result, update_s)

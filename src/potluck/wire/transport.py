@@ -94,14 +94,15 @@ class HostSocket:
         Newcomers are let in from here, so a host must call this often.
         """
         deadline = time.monotonic() + timeout_s
-        while True:
-            self._poller.poll(_milliseconds(deadline))
-            woken = self._station.waker.drain()
-            self._door.serve()
-            received = _receive(self._socket, MAX_MESSAGES_PER_CALL)
-            messages = [(bytes(peer), frames) for peer, *frames in received]
-            if messages or woken or time.monotonic() >= deadline:
-                return messages
+        with self._station.one_thread:
+            while True:
+                self._poller.poll(_milliseconds(deadline))
+                woken = self._station.waker.drain()
+                self._door.serve()
+                received = _receive(self._socket, MAX_MESSAGES_PER_CALL)
+                messages = [(bytes(peer), frames) for peer, *frames in received]
+                if messages or woken or time.monotonic() >= deadline:
+                    return messages
 
     @staticmethod
     def address_of(frames: Sequence[Frame]) -> str:
@@ -114,7 +115,8 @@ class HostSocket:
 
     def send(self, peer: bytes, frames: Iterable[Frame]) -> bool:
         """Queue a message for a peer; never waits. False: the peer is gone or its queue is full."""
-        return _send(self._socket, [peer, *frames])
+        with self._station.one_thread:
+            return _send(self._socket, [peer, *frames])
 
     def wake(self) -> None:
         """Make the receive() under way, or the next one, return at once; from any thread."""
@@ -122,7 +124,8 @@ class HostSocket:
 
     def close(self, *, linger_s: float = 0.5) -> None:
         """Free the port; what is queued for guests gets `linger_s` to leave. Call it twice if you like."""
-        self._station.close({self._socket: linger_s})
+        with self._station.one_thread:
+            self._station.close({self._socket: linger_s})
 
 
 class GuestSocket:
@@ -164,43 +167,43 @@ class GuestSocket:
         RefusedError: it is a host and does not accept this token. NetworkError: it is no host, or silent.
         """
         deadline = time.monotonic() + timeout_s
-        while True:
-            for link in self._links:
-                link.watch()
-            if not self.connected:
-                self._explain()
-            if all(link.open for link in self._links):
-                return
-            if time.monotonic() >= deadline:
-                self._explain()
-            events = zmq.Poller()
-            for link in self._links:
-                events.register(link.monitor.socket, zmq.POLLIN)
-            events.poll(_milliseconds(deadline))
+        events = zmq.Poller()
+        for link in self._links:
+            events.register(link.monitor.socket, zmq.POLLIN)
+        with self._station.one_thread:
+            while self.connected and not all(link.open for link in self._links):
+                if time.monotonic() >= deadline:
+                    break
+                events.poll(_milliseconds(deadline))
+                for link in self._links:
+                    link.watch()
+        if not self.connected or not all(link.open for link in self._links):
+            self._explain()
 
     def receive(self, timeout_s: float) -> list[tuple[Channel, list[memoryview]]]:
         """What has arrived, control first; waits up to `timeout_s` for something, wake() or the end."""
         deadline = time.monotonic() + timeout_s
-        while True:
-            self._poller.poll(_milliseconds(deadline))
-            woken = self._station.waker.drain()
-            was_connected = self.connected
-            messages: list[tuple[Channel, list[memoryview]]] = []
-            for link in self._links:
-                link.watch()
-                left = MAX_MESSAGES_PER_CALL - len(messages)
-                messages.extend((link.channel, frames) for frames in _receive(link.socket, left))
-            ended = was_connected and not self.connected
-            if messages or woken or ended or time.monotonic() >= deadline:
-                return messages
+        with self._station.one_thread:
+            while True:
+                self._poller.poll(_milliseconds(deadline))
+                woken = self._station.waker.drain()
+                was_connected = self.connected
+                messages: list[tuple[Channel, list[memoryview]]] = []
+                for link in self._links:
+                    link.watch()
+                    left = MAX_MESSAGES_PER_CALL - len(messages)
+                    messages.extend((link.channel, frames) for frames in _receive(link.socket, left))
+                ended = was_connected and not self.connected
+                if messages or woken or ended or time.monotonic() >= deadline:
+                    return messages
 
     def send_control(self, frames: Iterable[Frame]) -> bool:
         """Queue a small message; never waits. False: the connection is gone or its queue is full."""
-        return not self._control.ended and _send(self._control.socket, list(frames))
+        return self._send(self._control, frames)
 
     def send_data(self, frames: Iterable[Frame]) -> bool:
         """Queue a message with tensors; never waits. False: the connection is gone or its queue is full."""
-        return not self._data.ended and _send(self._data.socket, list(frames))
+        return self._send(self._data, frames)
 
     def wake(self) -> None:
         """Make the receive() under way, or the next one, return at once; from any thread."""
@@ -208,8 +211,13 @@ class GuestSocket:
 
     def close(self, *, linger_s: float = 0.5) -> None:
         """End the connections; what is queued gets `linger_s` to leave."""
-        # What is queued for a connection that ended would only be waited for.
-        self._station.close({link.socket: 0.0 if link.ended else linger_s for link in self._links})
+        with self._station.one_thread:
+            # What is queued for a connection that ended would only be waited for.
+            self._station.close({link.socket: 0.0 if link.ended else linger_s for link in self._links})
+
+    def _send(self, link: _Link, frames: Iterable[Frame]) -> bool:
+        with self._station.one_thread:
+            return self.connected and _send(link.socket, list(frames))
 
     def _explain(self) -> NoReturn:
         """Raise what a handshake that did not succeed means.
@@ -294,6 +302,7 @@ class _Station:
         self._context = zmq.Context()
         self._sockets: list[zmq.Socket[bytes]] = []
         self.waker = _Waker()
+        self.one_thread = _OneThread()
         # Not at exit: a daemon thread may still use the sockets, and the process ends anyway.
         weakref.finalize(owner, self.close).atexit = False
 
@@ -319,6 +328,20 @@ class _Station:
             member.close(linger=int(1000 * (lingers_s or {}).get(member, 0.0)))
         self.waker.close()
         self._context.term()
+
+
+class _OneThread:
+    """Turns the use of zmq sockets by two threads at once, which would abort Python, into an exception."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError("a potluck socket is used by two threads at once; only wake() may be called")
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
 
 class _Waker:

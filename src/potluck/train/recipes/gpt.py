@@ -31,6 +31,7 @@ HEAD_SIZE = 64
 _VALIDATION_SAMPLES = 256
 _VALIDATION_BATCH = 16
 _GENERATED_BYTES = 300
+_PYTHON_PROMPT = "class Stream:\n    def __init__(self, "
 _GENERATION_CONTEXT = 256
 _GENERATION_LIMIT_S = 15.0
 
@@ -70,9 +71,9 @@ class GptConfig:
     """A text file or a folder of them; left out, the sources of the Python standard library."""
 
     prompt: str | None = None
-    """How the generated text starts; left out, `def ` for Python sources and a new line for other text."""
+    """How the generated text starts; left out, the head of a class for Python and a new line for other text."""
 
-    temperature: float = 0.8
+    temperature: float = 0.7
     """How freely the text is generated: 0 takes the likeliest byte."""
 
     top_k: int = 40
@@ -234,7 +235,7 @@ class GptRecipe:
 
     def finish(self, model: nn.Module, config: GptConfig, device: torch.device) -> str:
         """A few lines that the model wrote."""
-        prompt = config.prompt or ("def " if config.data is None else "\n")
+        prompt = config.prompt or (_PYTHON_PROMPT if config.data is None else "\n")
         with evaluating(model):
             return readable(generate(model, prompt.encode(), config, device))
 

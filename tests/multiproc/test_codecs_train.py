@@ -1,0 +1,44 @@
+"""The default codec costs nothing: int4 both ways ends where three seeds without a codec end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from support.fleet import Fleet
+from support.processes import TestProcess
+
+JOB = Path(__file__).parents[1] / "support" / "three_seeds.py"
+STEPS, BATCH = 100, 16
+DEVICE = ["--device", "paced:0.01", "--micro-batch", "4"]
+
+
+def start(fleet: Fleet, codec: str, out: Path) -> list[TestProcess]:
+    host = fleet.host(
+        JOB, "--wait-for", "1", "--codec", codec, *DEVICE, arguments=["--steps", STEPS, "--out", out]
+    )
+    return [host, fleet.guest("ann", *DEVICE)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_int4_both_ways_ends_within_the_spread_of_three_seeds(tmp_path: Path) -> None:
+    losses = {}
+    with Fleet(tmp_path / "none") as exact, Fleet(tmp_path / "int4") as coded:
+        fleets = {"none": exact, "int4": coded}
+        outs = {codec: tmp_path / f"{codec}.json" for codec in fleets}
+        started = {codec: start(fleet, codec, outs[codec]) for codec, fleet in fleets.items()}
+        for codec, fleet in fleets.items():
+            for process in started[codec]:
+                process.succeeds(deadline_s=150)
+            fleet.assert_every_step_is_full(global_batch=BATCH, steps=STEPS)
+            share = sum(e["samples"].get("ann", 0) for e in fleet.steps()) / (STEPS * BATCH)
+            assert share > 0.15, f"the guest computed only {share:.0%} with {codec}"
+            losses[codec] = json.loads(outs[codec].read_text())
+    spread = max(losses["none"]) - min(losses["none"])
+    # Seed by seed, which is sharper than the means: the same weights at first, the same samples, another codec.
+    differences = [coded - exact for coded, exact in zip(losses["int4"], losses["none"])]
+    assert max(differences) < spread, f"{losses}"
+    assert sum(losses["int4"]) / 3 < max(losses["none"]), f"{losses}"

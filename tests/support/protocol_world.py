@@ -1,0 +1,251 @@
+"""What surrounds the host's protocol in tests: a clock, the coder, and guests as a test wants them.
+
+It owns the bookkeeping that says whether a step was full. It knows no socket and no tensor.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from potluck.hub import actions as act
+from potluck.hub.feed import NOTHING, Item, PieceState
+from potluck.hub.ledger import Ledger
+from potluck.hub.members import COMPUTING, Member
+from potluck.hub.protocol import HostProtocol, HostTerms
+from potluck.hub.stepping import StepResult
+from potluck.spec.layout import TensorSpec, fingerprint_to_json
+from potluck.train.data import epoch_order
+from potluck.wire.frames import Message, dump_json, pack
+
+PIECES, HOST_S = 2, 0.1
+MODEL = (TensorSpec(name="w", shape=(4, 2), dtype="float32", role="trained"),)
+VERSIONS = {"potluck": "1", "torch": "2", "python": "3", "protocol": "1"}
+KINDS = ["hello", "alive", "ready", "taken", "closing", "grad", "done", "stopped", "sketch", "leave", "nonsense"]
+"""Whatever a guest can say, and something that it cannot."""
+ABOUT = {"fingerprint": fingerprint_to_json(MODEL), "hashes": {"b": "0"}}
+
+
+def new_protocol(batch: int, samples: int, **terms: Any) -> HostProtocol:
+    ledger = Ledger(samples=samples, global_batch=batch, order=epoch_order(samples, 1))
+    return HostProtocol(
+        HostTerms(
+            name="host",
+            versions=VERSIONS,
+            fingerprint=MODEL,
+            pieces=PIECES,
+            coded_bytes=20,
+            window_bytes=100,
+            **terms,
+        ),
+        ledger,
+    )
+
+
+class World:
+    """What surrounds the protocol: a clock, the coder, the loader, and guests as honest as a test wants them."""
+
+    def __init__(self, batch: int = 6, samples: int = 7, **terms: Any) -> None:
+        self.protocol = new_protocol(batch, samples, **terms)
+        self.ledger, self.members = self.protocol.ledger, self.protocol.members
+        self.batch, self.now = batch, 10.0
+        self.state = [PieceState(NOTHING, 0, 10, 80) for _ in range(PIECES)]
+        self.sent: dict[str, list[act.Send]] = defaultdict(list)
+        self.events: list[dict[str, Any]] = []
+        self.decoding: list[act.Decode] = []
+        self.comparing: list[act.CompareSketch] = []
+        self.asked: list[tuple[str, Item]] = []
+        self.of_lease: dict[int, list[int]] = defaultdict(list)
+        self.is_open = False
+        self.in_hand: tuple[tuple[int, ...], bool] | None = None
+        self.by_host: list[int] = []
+        self.summed: list[int] = []
+        self.counted: list[int] = []
+
+    # -- actions
+
+    def do(self, actions: list[act.Action]) -> list[act.Action]:
+        for action in actions:
+            match action:
+                case act.Send():
+                    pack(Message(kind=action.kind, fields=action.fields, frames=action.frames))
+                    self.sent[action.guest].append(action)
+                case act.SendSamples():
+                    self.of_lease[action.lease] += action.positions
+                case act.Decode():
+                    self.decoding.append(action)
+                case act.CompareSketch():
+                    self.comparing.append(action)
+                case act.Emit():
+                    self.events.append(action.event)
+                case act.Pump():
+                    self.pump(self.members[action.guest])
+                case act.Forget():
+                    assert action.guest not in self.members
+                    self.asked = [a for a in self.asked if a[0] != action.guest]
+                    assert all(d.guest != action.guest for d in self.decoding)
+        return actions
+
+    def pump(self, member: Member) -> None:
+        while (item := member.feed.next(self.state)) is not None:
+            if item.kind == "change":
+                member.feed.change_sent(item, self.state[item.index].version)
+            else:
+                member.feed.asked(item)
+                self.asked.append((member.id, item))
+
+    # -- the coder
+
+    def code(self) -> None:
+        """The replica reaches the weights' version, and everybody is sent what they may have."""
+        for index, old in enumerate(self.state):
+            if old.version != self.ledger.step:
+                self.state[index] = PieceState(old.version, self.ledger.step, 10, 80)
+        for member in self.members.values():
+            self.pump(member)
+
+    def decode(self, why_not: str | None = None) -> None:
+        done = self.decoding.pop(0)
+        if why_not is None:
+            self.summed += self.of_lease[done.lease][: done.count]
+        self.do(self.protocol.decoded(done.guest, done.lease, why_not, self.now))
+
+    # -- guests
+
+    def say(self, guest: str, kind: str, *frames: bytes, **fields: Any) -> list[act.Action]:
+        return self.do(self.protocol.message(guest, kind, fields, frames, self.now, "1.2.3.4"))
+
+    def hello(self, guest: str) -> None:
+        self.say(guest, "hello", name=guest, device="cpu", potluck="1", torch="2")
+
+    def ready(self, guest: str) -> None:
+        self.say(guest, "ready", dump_json(ABOUT), micro_batch=2)
+
+    def take_all(self, guest: str) -> None:
+        """Everything that is under way to a guest arrives there."""
+        for _ in range(20):
+            for asked in [a for a in self.asked if a[0] == guest]:
+                self.asked.remove(asked)
+                self.members[guest].feed.answered(asked[1], self.state[asked[1].index].version)
+            member = self.members.get(guest)
+            if member is None or not member.feed.in_flight_bytes:
+                return
+            self.say(guest, "taken", bytes=member.feed.in_flight_bytes)
+        raise AssertionError("it never ends")
+
+    def sketch(self, guest: str, seconds_a_sample: float = HOST_S) -> None:
+        check = self.members[guest].check
+        self.say(guest, "sketch", b"\0\0\0\0", check=check, count=2, loss=1.0, compute_s=2 * seconds_a_sample)
+
+    def compare(self, why_not: str | None = None) -> None:
+        self.do(self.protocol.compared(self.comparing.pop(0).guest, 1.0, why_not))
+
+    def deliver(self, guest: str, *, wrong: int = 0, finite: bool = True, pieces: int = PIECES) -> list[act.Action]:
+        lease = self.members[guest].lease
+        assert lease is not None
+        for index in range(pieces):
+            self.say(guest, "grad", b"x", lease=lease.id, piece=index)
+        fields = {"compute_s": lease.count * HOST_S, "loss_sum": 1.0, "finite": finite, "micro_batch": 2}
+        return self.say(guest, "done", lease=lease.id, count=lease.count + wrong, **fields)
+
+    # -- the training thread
+
+    def begin(self) -> None:
+        self.is_open, self.by_host, self.summed = True, [], []
+        self.do(self.protocol.begin_step(self.now, self.state, 1))
+        self.code()
+
+    def take(self) -> float | None:
+        """Take what is to be computed next; None, or until when there is nothing to do."""
+        check = self.protocol.check_samples
+        take, actions = self.protocol.stepping.take(check or 2, self.now)
+        self.do(actions)
+        if take.positions:
+            self.in_hand = (take.positions, bool(check))
+        return take.wait_until
+
+    def compute(self) -> None:
+        assert self.in_hand is not None
+        positions, check = self.in_hand
+        self.now += HOST_S * len(positions)
+        if check:
+            self.do(self.protocol.check_computed(positions)[1])
+        self.protocol.stepping.host_computed(positions, HOST_S * len(positions))
+        self.by_host += positions
+        self.in_hand = None
+
+    def end(self) -> StepResult:
+        result = self.protocol.stepping.end()
+        step = self.ledger.step - 1
+        assert sorted(self.by_host + self.summed) == list(range(step * self.batch, (step + 1) * self.batch))
+        assert sum(result.samples.values()) == self.batch
+        assert result.samples.get("host", 0) == len(self.by_host)
+        self.counted += self.by_host + self.summed
+        self.is_open = False
+        return result
+
+    def finish(self) -> StepResult:
+        """The step ends whatever the guests do, and waiting has its bound; only the coder must go on."""
+        waited = 0.0
+        for _ in range(10 * self.batch):
+            if self.in_hand is not None:
+                self.compute()
+                continue
+            until = self.take()
+            if self.in_hand is None and self.ledger.full:
+                assert waited <= self.batch * HOST_S + 0.01
+                return self.end()
+            if self.in_hand is None:
+                assert until is not None
+                if self.decoding:
+                    self.decode()
+                    continue
+                self.protocol.stepping.waited(max(0.0, until - self.now))
+                waited += max(0.0, until - self.now)
+                self.now = max(self.now, until)
+        raise AssertionError("the training thread is stuck")
+
+    def whole_step(self) -> StepResult:
+        """A step in which everybody does their part."""
+        self.begin()
+        for guest in list(self.members):
+            self.take_all(guest)
+        while self.take() is None and self.in_hand is not None:
+            self.compute()
+        for guest, member in list(self.members.items()):
+            if member.check is not None:
+                self.sketch(guest)
+            if member.lease is not None:
+                self.deliver(guest)
+        while self.comparing:
+            self.compare()
+        while self.decoding:
+            self.decode()
+        return self.finish()
+
+    def join(self, guest: str) -> Member:
+        self.hello(guest)
+        self.ready(guest)
+        self.take_all(guest)
+        return self.members[guest]
+
+
+def joined(*guests: str, batch: int = 6, **terms: Any) -> World:
+    """Everybody is checked and the host knows its speed."""
+    world = World(batch=batch, samples=100, **terms)
+    for guest in guests:
+        world.join(guest)
+    world.code()
+    for guest in guests:
+        world.take_all(guest)
+    world.whole_step()
+    assert all(m.state == COMPUTING for m in world.members.values())
+    return world
+
+
+def refusals(world: World, guest: str) -> list[str]:
+    return [s.fields["reason"] for s in world.sent[guest] if s.kind == "refuse"]
+
+
+def of_kind(world: World, kind: str) -> list[dict[str, Any]]:
+    return [e for e in world.events if e["event"] == kind]

@@ -1,0 +1,126 @@
+"""Configs from words: values become the field's type, mistakes become errors that say what to type instead."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pytest
+
+from potluck.errors import ConfigError
+from potluck.spec.config import RunConfig, build, field_docs, nearest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """Has a field of each kind."""
+
+    depth: int = 4
+    """How deep."""
+    lr: float | None = None
+    """Optional,
+    over two lines."""
+    data: str | None = None
+    mode: Literal["train", "eval"] = "train"
+    """One of two."""
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("depth", "12", 12),
+        ("depth", 12, 12),
+        ("depth", 12.0, 12),
+        ("depth", "-3", -3),
+        ("depth", 2**63 + 1, 2**63 + 1),
+        ("depth", str(2**63 + 1), 2**63 + 1),
+        ("lr", "3e-4", 3e-4),
+        ("lr", 1, 1.0),
+        ("lr", "inf", float("inf")),
+        ("lr", None, None),
+        ("data", "some/path", "some/path"),
+        ("mode", "eval", "eval"),
+    ],
+)
+def test_values_become_the_type_of_their_field(key: str, value: Any, expected: Any) -> None:
+    got = getattr(build(Example, {key: value}), key)
+    assert got == expected
+    assert type(got) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "hint"),
+    [
+        ("depth", "four", "depth must be a whole number"),
+        ("depth", "4.5", "depth must be a whole number"),
+        ("depth", 4.5, "depth must be a whole number"),
+        ("depth", True, "depth must be a whole number"),
+        ("depth", None, "depth must be a whole number"),
+        ("depth", [4], "depth must be a whole number"),
+        ("depth", float("inf"), "depth must be a whole number"),
+        ("depth", float("nan"), "depth must be a whole number"),
+        ("lr", "fast", "lr must be a number"),
+        ("lr", "nan", "lr must be a number"),
+        ("lr", False, "lr must be a number"),
+        ("data", 3, "data must be text"),
+        ("mode", "evil", "did you mean eval? mode is one of train, eval"),
+        ("mode", 3, "mode is one of train, eval"),
+    ],
+)
+def test_a_wrong_value_says_what_the_field_takes(key: str, value: Any, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(Example, {key: value})
+    assert caught.value.hint == hint
+    assert str(caught.value).startswith(f"{key} is {value!r}")
+    assert caught.value.exit_status == 2
+
+
+def test_an_unknown_key_gets_the_nearest_name() -> None:
+    with pytest.raises(ConfigError, match="there is no setting 'dept'") as caught:
+        build(Example, {"dept": 3})
+    assert caught.value.hint == "did you mean depth? settings: depth, lr, data, mode"
+    with pytest.raises(ConfigError) as caught:
+        build(Example, {"zzzz": 3})
+    assert "did you mean" not in caught.value.hint
+
+
+def test_dashes_are_underscores() -> None:
+    assert build(RunConfig, {"micro-batch": "8", "checkpoint-every": 5}) == RunConfig(
+        micro_batch=8, checkpoint_every=5
+    )
+
+
+def test_nearest_names_all() -> None:
+    assert nearest("non", ["int8", "none"]) == "did you mean 'none'? valid: int8, none"
+    assert nearest("qqq", ["b", "a"]) == "valid: a, b"
+
+
+def test_the_words_under_a_field_are_its_help() -> None:
+    assert field_docs(Example) == {"depth": "How deep.", "lr": "Optional,\nover two lines.", "mode": "One of two."}
+    assert field_docs(RunConfig).keys() == {f for f in RunConfig.__slots__}
+
+
+def test_the_defaults_of_a_run_are_sound() -> None:
+    config = build(RunConfig, {})
+    assert config == RunConfig()
+    assert config.codec == "int4"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("threads", 0),
+        ("micro_batch", 0),
+        ("micro_batch", -3),
+        ("port", -1),
+        ("port", 65536),
+        ("wait_for", -1),
+        ("wait_s", -0.5),
+        ("checkpoint_every", -1),
+    ],
+)
+def test_numbers_out_of_range_are_refused_also_from_a_file(key: str, value: Any) -> None:
+    """On the command line click says so; a TOML file has nobody else to ask."""
+    with pytest.raises(ConfigError, match=f"{key} is {value}") as caught:
+        build(RunConfig, {key: value})
+    assert caught.value.hint

@@ -1,0 +1,155 @@
+"""The search for a micro-batch size, with timings that are made up: it ends, fits, and finds what is fast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from potluck.train.microbatch import MEMORY_PART, SAME, MicroBatch
+
+Seconds = Callable[[int], float]
+
+
+def search(micro: MicroBatch, seconds: Seconds, *, bytes_a_sample: int = 0, rounds: int = 200) -> list[int]:
+    """Compute whatever size is asked for; the sizes in the order in which they were tried."""
+    tried = []
+    for _ in range(rounds):
+        if not micro.searching:
+            break
+        size = micro.size()
+        tried.append(size)
+        micro.record(size, seconds(size), bytes_a_sample * size)
+    return tried
+
+
+def gpu(size: int) -> float:
+    """Up to 16 samples take as long as one; beyond, twice the samples take twice as long."""
+    return 0.01 * max(1.0, size / 16)
+
+
+def cpu(size: int) -> float:
+    """Every sample takes the same, and a micro-batch a little by itself."""
+    return 0.0001 + 0.01 * size
+
+
+def test_it_doubles_while_that_pays() -> None:
+    micro = MicroBatch(limit=64)
+    tried = search(micro, gpu)
+    assert micro.settled == 32  # as fast as 16, and it overlaps better
+    assert tried == [1, 1, 1, 2, 2, 4, 4, 8, 8, 16, 16, 32, 32]
+
+
+def test_it_stops_where_doubling_brings_nothing() -> None:
+    micro = MicroBatch(limit=64)
+    tried = search(micro, cpu)
+    assert micro.settled is not None
+    assert cpu(micro.settled) / micro.settled <= 0.01 * SAME * 1.01
+    assert max(tried) <= 8
+
+
+def test_a_size_that_is_slower_is_not_taken() -> None:
+    """Beyond 4 samples the cache is too small."""
+    micro = MicroBatch()
+    search(micro, lambda size: size * (0.01 if size <= 4 else 0.02) + 0.02)
+    assert micro.settled == 4
+
+
+def test_the_first_micro_batch_does_not_count() -> None:
+    """It pays for allocations, autotuning and the like."""
+    micro, calls = MicroBatch(), []
+
+    def seconds(size: int) -> float:
+        calls.append(size)
+        return 100.0 if len(calls) == 1 else gpu(size)
+
+    search(micro, seconds)
+    assert micro.settled == 32
+
+
+def test_one_slow_trial_does_not_decide() -> None:
+    micro, calls = MicroBatch(), []
+
+    def seconds(size: int) -> float:
+        calls.append(size)
+        return gpu(size) * (5.0 if len(calls) % 2 == 0 else 1.0)
+
+    search(micro, seconds)
+    assert micro.settled == 32
+
+
+@pytest.mark.parametrize("limit", [1, 3, 16, 20])
+def test_no_size_is_above_the_limit(limit: int) -> None:
+    micro = MicroBatch(limit=limit)
+    assert max(search(micro, gpu)) <= limit
+    assert micro.settled is not None
+    assert micro.settled <= limit
+
+
+def test_no_size_is_tried_that_would_not_fit() -> None:
+    micro = MicroBatch(limit=64, free_bytes=1000)
+    tried = search(micro, gpu, bytes_a_sample=100)
+    assert max(tried) == 4  # 8 samples would take 800 bytes of the 500 that may be used
+    assert micro.settled == 4
+    assert max(tried) * 100 <= MEMORY_PART * 1000
+
+
+def test_a_size_that_was_asked_for_is_not_searched() -> None:
+    micro = MicroBatch(fixed=5)
+    assert not micro.searching
+    micro.record(5, 1.0)
+    assert (micro.size(), micro.settled) == (5, None)
+
+
+def test_a_size_from_a_checkpoint_stays() -> None:
+    micro = MicroBatch(settled=12)
+    micro.record(12, 1.0)
+    assert (micro.size(), micro.searching) == (12, False)
+
+
+def test_leases_that_are_cut_evenly_count_as_the_size_they_come_near() -> None:
+    """Six samples at a micro-batch of 4 are computed as 3 and 3, and never as 4."""
+    micro = MicroBatch(limit=16)
+    for _ in range(60):
+        if not micro.searching:
+            break
+        parts = -(-6 // micro.size())
+        micro.record(6 // parts, gpu(6 // parts))
+    assert micro.settled == 8
+
+
+def test_leases_too_small_for_a_larger_size_end_the_search() -> None:
+    micro = MicroBatch(limit=64)
+    for _ in range(60):
+        if not micro.searching:
+            break
+        size = min(2, micro.size())
+        micro.record(size, gpu(size))
+    assert micro.settled == 2
+
+
+def test_larger_ones_than_asked_for_say_nothing() -> None:
+    """The common batch of a parity check can have more samples than this machine computes at once so far."""
+    micro = MicroBatch()
+    for _ in range(20):
+        micro.record(4, 0.01)
+    assert micro.size() == 1
+    assert micro.searching
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    sizes=st.lists(st.integers(-1, 70), max_size=200),
+    times=st.randoms(use_true_random=False),
+    limit=st.integers(1, 64),
+)
+def test_it_always_ends_within_its_limits(sizes: list[int], times: object, limit: int) -> None:
+    micro = MicroBatch(limit=limit, free_bytes=10_000)
+    for size in sizes:
+        micro.record(size, times.random() + 1e-3, 10 * max(size, 0))  # type: ignore[attr-defined]
+        assert 1 <= micro.size() <= limit
+    search(micro, lambda size: times.random() + 1e-3)  # type: ignore[attr-defined]
+    assert not micro.searching
+    assert 1 <= micro.size() <= limit
