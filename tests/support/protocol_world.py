@@ -72,6 +72,8 @@ class World:
                     self.sent[action.guest].append(action)
                 case act.SendSamples():
                     self.of_lease[action.lease] += action.positions
+                case act.SendReplica():
+                    self.members[action.guest].feed.open = True
                 case act.Decode():
                     self.decoding.append(action)
                 case act.CompareSketch():

@@ -97,7 +97,7 @@ def test_nearest_names_all() -> None:
 
 def test_the_words_under_a_field_are_its_help() -> None:
     assert field_docs(Example) == {"depth": "How deep.", "lr": "Optional,\nover two lines.", "mode": "One of two."}
-    assert field_docs(RunConfig).keys() == {f for f in RunConfig.__slots__}
+    assert field_docs(RunConfig).keys() == set(RunConfig.__slots__)
 
 
 def test_the_defaults_of_a_run_are_sound() -> None:

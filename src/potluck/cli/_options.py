@@ -88,12 +88,14 @@ def run_options(command: Command) -> Command:
 
 
 def view_option(command: Command) -> Command:
-    return click.option(
+    as_json = click.option("--json", "view", flag_value="json", help="The same as --view json.")
+    view = click.option(
         "--view",
         type=click.Choice(["auto", "live", "plain", "json", "quiet"]),
         default="auto",
         help="auto: live on a terminal, plain lines in a pipe. json: events, one a line.",
-    )(command)
+    )
+    return view(as_json(command))
 
 
 def host_options(command: Command) -> Command:

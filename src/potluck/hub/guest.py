@@ -84,6 +84,8 @@ class GuestHub:
         self._early: dict[int, dict[int, Any]] = {}
         """Samples that came before their lease did (they travel on the other connection)."""
         self._incoming: deque[Message] = deque()
+        self._applying = False
+        """The worker is changing weights at this moment."""
         self._to_code: deque[tuple[Work, int, bool]] = deque()
         self._coded: set[int] = set()
         self._finite = True
@@ -129,6 +131,7 @@ class GuestHub:
     def enter(self, work: Work) -> None:
         """The training thread now computes at the work's version."""
         with self._changed:
+            self._changed.wait_for(lambda: not self._applying)
             self._active = work
             self._coded = set()
             self._finite = True
@@ -150,12 +153,17 @@ class GuestHub:
     def wait_for_pieces(self, work: Work, pieces: Iterable[int]) -> float:
         """Wait until these pieces are at the work's version (or the work is over); the seconds it took."""
         have, version = self._have, work.step
-        if all(have[i] == version for i in pieces) or work.over:
+        if all(have[i] == version for i in pieces):
             return 0.0
         started = time.monotonic()
         with self._changed:
+            # Work that is over is computed to its end, for nothing, on weights that nobody changes meanwhile.
             self._changed.wait_for(
-                lambda: all(have[i] == version for i in pieces) or work.over or self._done_waiting()
+                lambda: (
+                    all(have[i] == version for i in pieces)
+                    or (work.over and not self._applying)
+                    or self._done_waiting()
+                )
             )
         return time.monotonic() - started
 
@@ -326,9 +334,13 @@ class GuestHub:
             else:
                 work, index, clear = _NO_WORK, 0, False
                 message = self._incoming.popleft()
+                self._applying = True
         with torch.no_grad():
             if message is not None:
                 self._apply(message)
+                with self._changed:
+                    self._applying = False
+                    self._changed.notify_all()
             elif clear:
                 if self._residual is not None:
                     self._residual.zero_()
@@ -342,10 +354,12 @@ class GuestHub:
         message, active = self._incoming[0], self._active
         if active is None:
             return True
-        if message.kind == "tensor":
+        # Work that is over passes its gates: what came for it must not change weights between its forward and
+        # its backward.
+        if message.kind == "tensor" or active.over:
             return False
         version = int(message.fields["version"])
-        if version > active.step and not active.over and not active.check:
+        if version > active.step and not active.check:
             active.over = True  # the host has gone on: this work can no longer count
             self._changed.notify_all()
         return version <= active.step

@@ -223,7 +223,9 @@ class HostHub:
     def _flush(self) -> None:
         while self._outbox:
             peer, frames = self._outbox.popleft()
-            self._socket.send(peer, frames)
+            if not self._socket.send(peer, frames):
+                with self._changed:
+                    self._do(self._protocol.unreachable(peer[:-1].hex()))
 
     def _coder_says(self, result: Answer | Decoded | Coded | Failed) -> None:
         if isinstance(result, Failed):

@@ -356,6 +356,11 @@ class HostProtocol:
                 )
         return actions
 
+    def unreachable(self, guest: str) -> list[Action]:
+        """Nothing can be sent to this guest any more: its process has ended, or it takes nothing."""
+        member = self.members.get(guest)
+        return [] if member is None else self._remove(member, "guest_lost", "its connection is gone")
+
     def synced(self, pieces: Sequence[PieceState]) -> list[Member]:
         """Guests that hold the replica (whether checked already or not)."""
         return [m for m in self.members.values() if m.state != JOINING and m.feed.current(pieces)]

@@ -1,0 +1,173 @@
+"""One step as the user's loop sees it: gradients weighted by samples, and mistakes in the loop named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from potluck.errors import LoopError
+from potluck.train.step import SavedBytes, Step
+
+
+class Loop:
+    """A trainer in small: hands out these batches, and counts what comes back."""
+
+    def __init__(self, *sizes: int, loss_is: str = "mean") -> None:
+        self.sizes = sizes
+        self.samples: list[int] = []
+        self.completed = False
+        self.step = Step(7, self.batches, self.samples.append, loss_is)
+
+    def batches(self, step: Step) -> Iterator[Any]:
+        for size in self.sizes:
+            step.hand_out(size)
+            yield torch.arange(float(size)) + 1
+            step.check_done()
+        self.completed = True
+
+
+def run(step: Step, *losses: tuple[Any, ...]) -> None:
+    """A user's loop that calls backward with these losses for each batch in turn."""
+    for number, _ in enumerate(step):
+        for loss in losses[number]:
+            step.backward(loss)
+
+
+@pytest.fixture
+def weight() -> nn.Parameter:
+    return nn.Parameter(torch.tensor(2.0))
+
+
+@pytest.mark.parametrize("sizes", [(6,), (1, 5), (2, 2, 2), (4, 1, 1)])
+@pytest.mark.parametrize("loss_is", ["mean", "sum"])
+def test_unequal_micro_batches_sum_to_the_same_gradient(
+    sizes: tuple[int, ...], loss_is: str, weight: nn.Parameter
+) -> None:
+    """Whatever the cut: the gradient is the sum over all samples, to be divided once at the end."""
+    loop = Loop(*sizes, loss_is=loss_is)
+    values = []
+    for batch in loop.step:
+        losses = (weight * batch) ** 2
+        loop.step.backward(losses.mean() if loss_is == "mean" else losses.sum())
+        values += batch.tolist()
+    assert loop.samples == list(sizes)
+    assert loop.completed
+    assert loop.step.finished
+    assert weight.grad is not None
+    assert weight.grad.item() == pytest.approx(sum(2 * 2.0 * v * v for v in values))
+    assert loop.step.loss_sum() == pytest.approx(sum((2.0 * v) ** 2 for v in values))
+    assert loop.step.index == 7
+
+
+def test_the_loss_can_be_of_low_precision_and_one_dimension(weight: nn.Parameter) -> None:
+    loop = Loop(3)
+    for _ in loop.step:
+        loop.step.backward((weight * torch.ones(1)).bfloat16())
+    assert loop.step.loss_sum() == 6.0
+    loop.step.reset_loss()
+    assert loop.step.loss_sum() == 0.0
+
+
+def test_a_batch_without_backward_is_named(weight: nn.Parameter) -> None:
+    loop = Loop(2, 2)
+    with pytest.raises(LoopError, match=r"a batch of step 7 came back without step\.backward") as caught:
+        run(loop.step, (weight * 1.0,), ())
+    assert caught.value.step == 7
+    assert "lose its samples" in caught.value.hint
+    assert not loop.step.finished
+
+
+def test_backward_twice_for_one_batch_is_named(weight: nn.Parameter) -> None:
+    loop = Loop(2)
+    with pytest.raises(LoopError, match="without a batch, or twice"):
+        run(loop.step, (weight * 1.0, weight * 1.0))
+    assert loop.samples == [2]
+
+
+def test_backward_without_a_batch_is_named(weight: nn.Parameter) -> None:
+    with pytest.raises(LoopError, match="without a batch"):
+        Loop(2).step.backward(weight * 1.0)
+    loop = Loop(1)
+    run(loop.step, (weight * 1.0,))
+    with pytest.raises(LoopError, match="without a batch"):
+        loop.step.backward(weight * 1.0)
+
+
+def test_a_second_loop_over_a_step_is_named(weight: nn.Parameter) -> None:
+    loop = Loop(1)
+    run(loop.step, (weight * 1.0,))
+    with pytest.raises(LoopError, match="iterated over twice"):
+        next(iter(loop.step))
+
+
+@pytest.mark.parametrize("wrong", ["per sample", "number", "detached"])
+def test_what_is_no_loss_is_named(wrong: str, weight: nn.Parameter) -> None:
+    losses: dict[str, Any] = {
+        "per sample": weight * torch.ones(3),
+        "number": 1.5,
+        "detached": (weight * 1.0).detach(),
+    }
+    loop = Loop(3)
+    with pytest.raises(LoopError, match="needs the loss") as caught:
+        run(loop.step, (losses[wrong],))
+    assert 'loss_is="sum"' in caught.value.hint
+    assert loop.samples == []
+
+
+def test_a_step_that_is_left_early_is_not_finished(weight: nn.Parameter) -> None:
+    loop = Loop(1, 1)
+    for _ in loop.step:
+        loop.step.backward(weight * 1.0)
+        break
+    assert not loop.step.finished
+    assert not loop.completed
+
+
+class TestSavedBytes:
+    """What autograd keeps is what a larger micro-batch would need more of."""
+
+    def measure(self, model: nn.Module, x: Tensor) -> int:
+        saved = SavedBytes()
+        saved.start()
+        loss = model(x).sum()
+        count = saved.stop()
+        loss.backward()
+        return count
+
+    def test_twice_the_samples_keep_twice_as_much(self) -> None:
+        model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.Tanh())
+        one, two, four = (self.measure(model, torch.randn(n, 8)) for n in (8, 16, 32))
+        assert four - two == 2 * (two - one) > 0
+
+    def test_the_same_memory_is_counted_once(self) -> None:
+        x = torch.randn(100, requires_grad=True)
+        saved = SavedBytes()
+        saved.start()
+        y = x * x + x.view(10, 10).view(-1) * x
+        assert saved.stop() == 400
+        y.sum().backward()
+
+    def test_gradients_are_what_they_are_without_it(self) -> None:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid(), nn.Softmax(-1))
+        x = torch.randn(4, 8)
+        model(x).square().sum().backward()
+        plain = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        model.zero_grad()
+        saved = SavedBytes()
+        saved.start()
+        loss = model(x).square().sum()
+        saved.stop()
+        loss.backward()
+        assert all(torch.equal(a, p.grad) for a, p in zip(plain, model.parameters()) if p.grad is not None)
+
+    def test_nothing_is_counted_after_the_end(self) -> None:
+        saved = SavedBytes()
+        saved.start()
+        saved.stop()
+        x = torch.randn(10, requires_grad=True)
+        (x * x).sum().backward()
+        assert saved.stop() == 0
