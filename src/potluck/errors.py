@@ -6,7 +6,8 @@
     │   ├── DataError          a data set that is not there or cannot be read
     │   ├── TokenError         a token that is damaged or of another version
     │   ├── RunFolderError     a run folder that is missing, damaged or not writable
-    │   └── LoopError          the training loop used in a way that cannot work
+    │   ├── LoopError          the training loop used in a way that cannot work
+    │   └── ScriptError        the user's script raised an exception of its own: exit status 1
     ├── NetworkError           a machine or a link: exit status 3
     │   ├── PortTakenError     the port is held by another process (a user's choice: exit status 2)
     │   ├── HostGoneError      the host stayed silent past the deadline
@@ -66,6 +67,11 @@ class RunFolderError(UserError):
 
 class LoopError(UserError):
     code = "bad-loop"
+
+
+class ScriptError(UserError):
+    code = "script-failed"
+    exit_status = 1
 
 
 class NetworkError(PotluckError):

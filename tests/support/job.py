@@ -6,6 +6,8 @@ It owns a model, a data set and a loop, and writes the final weights; it must no
 from __future__ import annotations
 
 import argparse
+import random
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,9 +25,9 @@ class Data:
     """Points with a label, from a fixed seed."""
 
     def __init__(self) -> None:
-        random = torch.Generator().manual_seed(7)
-        self.points = torch.randn(SAMPLES, FEATURES, generator=random)
-        rule = torch.randn(FEATURES, CLASSES, generator=random)
+        numbers = torch.Generator().manual_seed(7)
+        self.points = torch.randn(SAMPLES, FEATURES, generator=numbers)
+        rule = torch.randn(FEATURES, CLASSES, generator=numbers)
         self.labels = (self.points @ rule).argmax(dim=1)
 
     def __len__(self) -> int:
@@ -63,6 +65,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--clip", type=float, default=0.5)
+    parser.add_argument("--jitter", type=float, default=0.0, help="guests stall so long now and then, in seconds")
     parser.add_argument("--data", default="sent")
     parser.add_argument("--marks", type=Path, help="a folder: whoever opens the data set leaves a file there")
     parser.add_argument("--out", type=Path, help="where the host writes the final weights")
@@ -88,7 +91,10 @@ def main(words: Sequence[str] | None = None) -> None:
         data=options.data,
     ):
         for points, labels in step:
-            step.backward(F.cross_entropy(model(points), labels))
+            loss = F.cross_entropy(model(points), labels)
+            if run.is_guest and options.jitter:
+                time.sleep(random.expovariate(1 / options.jitter))
+            step.backward(loss)
         if options.until is not None and run.is_host and options.until.exists():
             break
     if options.out is not None:

@@ -252,6 +252,16 @@ def test_every_piece_leaves_once_and_only_when_it_is_final(make: Callable[[], nn
     bench.check_final()
 
 
+def test_every_lease_begins_anew() -> None:
+    bench = Bench(Plain()).watch()
+    for _ in range(3):
+        bench.ready.clear()
+        bench.zero()
+        bench.compute()
+        assert sorted(bench.ready) == list(range(len(bench.layout.pieces)))
+        bench.check_final()
+
+
 def test_pieces_leave_while_the_backward_still_runs() -> None:
     bench = Bench(Plain(layers=4), size=WIDTH).watch()
     bench.compute()

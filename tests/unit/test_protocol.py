@@ -224,6 +224,7 @@ def test_who_goes_while_decoding_goes_when_that_has_ended(go: Any, reason: str, 
     if go is not fall_silent:
         world.say("a", "alive")
         world.say("a", "grad", b"x", lease=1, piece=77)
+    assert len(refusals(world, "a")) == (go is talk_nonsense), "it is told once"
     world.decode(why_not)
     world.do(world.protocol.tick(world.now))
     assert world.members == {}

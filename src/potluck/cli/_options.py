@@ -56,9 +56,7 @@ def run_options(command: Command) -> Command:
                 "--device",
                 help="cpu, cuda, cuda:1, mps, paced:SECONDS (a sample); default: the best there is.",
             ),
-            click.option(
-                "--threads", type=click.IntRange(1), help="CPU threads; default: the physical cores."
-            ),
+            click.option("--threads", type=click.IntRange(1), help="CPU threads; default: the physical cores."),
             click.option("--name", help="What this machine is called; default: its host name."),
             click.option(
                 "--micro-batch",
@@ -71,9 +69,7 @@ def run_options(command: Command) -> Command:
                 type=click.IntRange(0),
                 help="Steps between checkpoints (default 50; 0: only at the end).",
             ),
-            click.option(
-                "--runs", type=click.Path(path_type=Path), help="Where run folders go (default: runs)."
-            ),
+            click.option("--runs", type=click.Path(path_type=Path), help="Where run folders go (default: runs)."),
             click.option(
                 "--resume",
                 type=click.Path(path_type=Path),
@@ -110,9 +106,7 @@ def host_options(command: Command) -> Command:
             click.option(
                 "--port", type=click.IntRange(0, 65535), help="Listen on this port (default: a free one)."
             ),
-            click.option(
-                "--wait-for", type=click.IntRange(0), help="Guests to wait for before the first step."
-            ),
+            click.option("--wait-for", type=click.IntRange(0), help="Guests to wait for before the first step."),
             click.option("--wait-s", type=float, help="How long to wait for them (default 120)."),
         ]
     ):
@@ -136,10 +130,11 @@ def pairs(more: Sequence[str]) -> dict[str, str]:
     return table
 
 
-def read_config_file(path: Path | None, recipe: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The tables [run] and [recipe] of a TOML file."""
+def read_config_file(path: Path | None, recipe: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The tables [run] and [recipe] of a TOML file (a script has only [run])."""
     if path is None:
         return {}, {}
+    means = f"[run] and [{recipe}]" if recipe else "[run]"
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -148,14 +143,14 @@ def read_config_file(path: Path | None, recipe: str) -> tuple[dict[str, Any], di
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{path} is not a TOML file: {error}", hint=f"lines such as steps = 100 below [run] or [{recipe}]"
+            f"{path} is not a TOML file: {error}", hint=f"lines such as seed = 1 below {means}"
         ) from error
     for name, table in tables.items():
         if name not in ("run", recipe) or not isinstance(table, dict):
             raise ConfigError(
-                f"{path} has {name!r}, which means nothing here", hint=f"tables: [run] and [{recipe}]"
+                f"{path} has {name!r}, which means nothing here", hint=f"tables: {means}"
             )
-    return tables.get("run", {}), tables.get(recipe, {})
+    return tables.get("run", {}), tables.get(recipe or "", {})
 
 
 def run_config(table: dict[str, Any], flags: dict[str, Any]) -> RunConfig:
@@ -164,4 +159,6 @@ def run_config(table: dict[str, Any], flags: dict[str, Any]) -> RunConfig:
 
     config = build(RunConfig, {**table, **given(flags, (*RUN_FLAGS, *HOST_FLAGS))})
     codec.get(config.codec)
+    if config.codec_down is not None:
+        codec.get(config.codec_down)
     return config

@@ -7,14 +7,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from potluck.errors import PotluckError, UserError
-
-
-class ScriptError(UserError):
-    """The user's script raised an exception of its own; its traceback has been shown."""
-
-    code = "script-failed"
-    exit_status = 1
+from potluck.errors import PotluckError, ScriptError
 
 
 @contextmanager
@@ -27,9 +20,7 @@ def running(name: str) -> Iterator[None]:
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         inner = [
-            f
-            for f in frames
-            if "runpy" not in f.filename and "potluck/cli" not in f.filename.replace("\\", "/")
+            f for f in frames if "runpy" not in f.filename and "potluck/cli" not in f.filename.replace("\\", "/")
         ]
         print("Traceback (most recent call last):", file=sys.stderr)
         sys.stderr.writelines(traceback.format_list(inner))

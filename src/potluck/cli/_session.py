@@ -5,13 +5,15 @@ Owns the order in which these are opened and closed. What is trained is a functi
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import shlex
 import shutil
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +23,7 @@ import click
 
 from potluck.cli._app import Settings
 from potluck.device import pick
+from potluck.errors import ConfigError
 from potluck.launch.local import LocalGuests
 from potluck.report.view import View, make_view
 from potluck.spec.config import RunConfig
@@ -85,7 +88,8 @@ def _session_in(folder: RunFolder, settings: Settings, plan: Plan) -> Iterator[L
         threads=plan.config.threads or settings.environment.threads or _threads_beside(plan.guests),
     )
     view = make_view(plan.view)  # type: ignore[arg-type]
-    log = EventLog(folder.events, view.event)
+    joined: dict[str, dict[str, Any]] = {}
+    log = EventLog(folder.events, lambda event: _seen(event, joined, view))
     launch = Launch(
         role=plan.role,
         config=plan.config,
@@ -101,12 +105,12 @@ def _session_in(folder: RunFolder, settings: Settings, plan: Plan) -> Iterator[L
     guests = LocalGuests(folder.path)
     try:
         if plan.role != ALONE:
-            token = _open_door(launch, folder)
-            if plan.role == HOST and not plan.guests:
+            token = _open_door(launch, folder, only_here=plan.guests > 0)
+            if not plan.guests and plan.view != "quiet":
                 _tell_token(token, plan.view)
         _write_manifest(launch, plan, folder)
         if plan.guests:
-            guests.start(plan.guests, token=token, threads=_threads_beside(plan.guests) or 1)
+            guests.start(plan.guests, token=token, config=plan.config, threads=_threads_beside(plan.guests) or 1)
         with _stop_on_signals(launch, view):
             set_launch(launch)
             try:
@@ -119,9 +123,25 @@ def _session_in(folder: RunFolder, settings: Settings, plan: Plan) -> Iterator[L
         set_launch(None)
         if launch.socket is not None:
             launch.socket.close()
-        guests.close()
+        for words in guests.close():
+            log.emit({"event": "note", "text": words})
         view.close()
         log.close()
+        if joined:
+            _add_machines(folder, joined)
+
+
+def _seen(event: dict[str, Any], joined: dict[str, dict[str, Any]], view: View) -> None:
+    """Show an event, and remember who took part."""
+    if event["event"] == "guest_joined":
+        joined[event["machine"]] = {"name": event["machine"], "role": "guest", "device": event["device"]}
+    view.event(event)
+
+
+def _add_machines(folder: RunFolder, joined: dict[str, dict[str, Any]]) -> None:
+    content = folder.read_manifest()
+    known = [m for m in content["machines"] if m["name"] not in joined]
+    folder.write_manifest({**content, "machines": [*known, *joined.values()]})
 
 
 def _threads_beside(guests: int) -> int | None:
@@ -129,8 +149,8 @@ def _threads_beside(guests: int) -> int | None:
     return max(1, (os.cpu_count() or 1) // (1 + guests)) if guests else None
 
 
-def _open_door(launch: Launch, folder: RunFolder) -> str:
-    """Bind the port and make (or find again) the token."""
+def _open_door(launch: Launch, folder: RunFolder, *, only_here: bool) -> str:
+    """Bind the port and make (or find again) the token; `only_here`: for guests on this machine."""
     config = launch.config
     port = config.port
     if folder.keys.exists():
@@ -139,7 +159,7 @@ def _open_door(launch: Launch, folder: RunFolder) -> str:
     else:
         keys = new_keys()
         save_keys(folder.keys, keys)
-    bind = config.bind or next(iter(local_addresses()), LOOPBACK)
+    bind = LOOPBACK if only_here else _checked_bind(config.bind) or next(iter(local_addresses()), LOOPBACK)
     launch.socket = HostSocket(bind=bind, port=port, keys=keys, on_denied=_denied(launch))
     addresses = local_addresses() if bind == "0.0.0.0" else (bind,)
     token = encode(
@@ -153,6 +173,18 @@ def _open_door(launch: Launch, folder: RunFolder) -> str:
     )
     _write_private(folder.token, token + "\n")
     return token
+
+
+def _checked_bind(bind: str | None) -> str | None:
+    if bind is None:
+        return None
+    try:
+        return str(ipaddress.IPv4Address(LOOPBACK if bind == "localhost" else bind))
+    except ValueError:
+        raise ConfigError(
+            f"--bind takes an IPv4 address of this machine, not {bind!r}",
+            hint=f"this machine has: {', '.join((*local_addresses(), LOOPBACK))}; 0.0.0.0 listens on all",
+        ) from None
 
 
 def _denied(launch: Launch) -> Callable[[str], None]:
@@ -172,6 +204,7 @@ def _denied(launch: Launch) -> Callable[[str], None]:
 def _write_private(path: Path, text: str) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        path.chmod(0o600)  # also where an older file was more open
         file.write(text)
 
 
@@ -197,7 +230,7 @@ def _stop_on_signals(launch: Launch, view: View) -> Iterator[None]:
     launch.stop_requested = asked.is_set
 
     def on_signal(number: int, frame: Any) -> None:
-        if asked.is_set():
+        if asked.is_set() or not launch.began:
             raise KeyboardInterrupt
         asked.set()
         view.event({"event": "note", "text": "stopping: saving first (once more Ctrl-C to stop at once)"})
@@ -211,5 +244,6 @@ def _stop_on_signals(launch: Launch, view: View) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def say_resume(folder: RunFolder, command: str) -> None:
-    print(f"stopped; go on with: potluck {command} --resume {folder.path}", file=sys.stderr)
+def say_resume(folder: RunFolder, command: str, arguments: Sequence[str] = ()) -> None:
+    end = f" -- {shlex.join(arguments)}" if arguments else ""
+    print(f"stopped; go on with: potluck {command} --resume {folder.path}{end}", file=sys.stderr)

@@ -46,9 +46,7 @@ def host(
         run_script(settings, Path(what), arguments, send, flags)
         return
     if arguments:
-        raise UserError(
-            "arguments are for scripts; a recipe has settings", hint="for example --set warmup=50"
-        )
+        raise UserError("arguments are for scripts; a recipe has settings", hint="for example --set warmup=50")
     plan = recipe_plan(settings, what, flags, command="host")
     run_recipe(settings, plan, command="host")
 
@@ -67,9 +65,9 @@ def run_script(
     if unused or flags["more"]:
         names = ", ".join(f"--{n.replace('_', '-')}" for n in unused) or "--set"
         raise UserError(f"{names} is for recipes", hint="what your script trains is said in the script")
-    resume = find_run(flags["resume"], settings) if flags["resume"] is not None else None
-    in_run, _ = options.read_config_file(flags["config_file"], "script")
-    before = open_folder(resume).read_manifest()["config"] if resume is not None else {}
+    resume = find_run(flags, settings) if flags["resume"] is not None else None
+    in_run, _ = options.read_config_file(flags["config_file"], None)
+    before = {**open_folder(resume).read_manifest()["config"], "wait_for": 0} if resume is not None else {}
     plan = _session.Plan(
         role=HOST,
         config=options.run_config({**before, **in_run}, flags),
@@ -86,7 +84,8 @@ def run_script(
             run_file(path, arguments)
     except Interrupted:
         assert folder is not None
-        _session.say_resume(folder, f"host {path}")
+        words = [str(path), *(f"--send {f}" for f in send)]
+        _session.say_resume(folder, f"host {' '.join(words)}", arguments)
         raise
     if plan.view != "quiet":
         assert folder is not None

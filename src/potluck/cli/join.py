@@ -14,20 +14,16 @@ import click
 
 from potluck.cli._app import Settings
 from potluck.cli._options import view_option
-from potluck.errors import PotluckError, TokenError
+from potluck.errors import LoopError, TokenError
 
 
 @click.command()
 @click.argument("token", required=False)
 @click.option("--token-file", type=click.Path(path_type=Path), help="Read the token from a file.")
-@click.option(
-    "--device", help="cpu, cuda, cuda:1, mps, paced:SECONDS (a sample); default: the best there is."
-)
+@click.option("--device", help="cpu, cuda, cuda:1, mps, paced:SECONDS (a sample); default: the best there is.")
 @click.option("--threads", type=click.IntRange(1), help="CPU threads; default: the physical cores.")
 @click.option("--name", help="What this machine is called; default: its host name.")
-@click.option(
-    "--micro-batch", type=click.IntRange(1), help="Samples computed at once; default: found by trying."
-)
+@click.option("--micro-batch", type=click.IntRange(1), help="Samples computed at once; default: found by trying.")
 @click.option(
     "--script",
     type=click.Path(path_type=Path),
@@ -110,6 +106,7 @@ def _serve(settings: Settings, token: Any, flags: dict[str, Any]) -> None:
     hello = {"name": name, "device": device.label, "platform": sys.platform, **versions()}
     link = GuestLink(token, hello, give_up_s=0.0 if flags["parent"] is not None else flags["patience"])
     view = GuestView(flags["view"])
+    link.waiting = view.waiting
     welcome = link.connect(flags["wait_s"])
     fields = welcome.fields
     view.joined(
@@ -131,7 +128,9 @@ def _serve(settings: Settings, token: Any, flags: dict[str, Any]) -> None:
     set_launch(launch)
     try:
         _run_work(welcome, flags["script"], view)
-        raise PotluckError("the host's script ended without training", hint="does it reach run.training()?")
+        if not launch.began:
+            raise LoopError("the host's script ended without training", hint="does it reach run.training()?")
+        view.ended("the script left its loop")
     except GuestDone as done:
         view.ended(f"the run is over: {done}")
     except KeyboardInterrupt:

@@ -12,7 +12,7 @@ import click
 
 from potluck.cli import _options as options
 from potluck.cli._app import Settings
-from potluck.errors import RunFolderError
+from potluck.errors import RunFolderError, UserError
 from potluck.spec.config import RunConfig, build
 
 
@@ -39,14 +39,12 @@ def train(settings: Settings, /, recipe: str, **flags: Any) -> None:
       potluck train cnn                    handwritten digits
       potluck train --resume runs/ID       go on where it stopped
     """
-    from potluck.cli import _session
     from potluck.train.launch import ALONE, HOST
 
     plan = recipe_plan(settings, recipe, flags, command="train")
     if flags["guests"] is not None:
         plan.guests = flags["guests"]
     plan.role = HOST if plan.guests else ALONE
-    plan.config = dataclasses.replace(plan.config, bind=_session.LOOPBACK)
     run_recipe(settings, plan, command="train")
 
 
@@ -85,7 +83,14 @@ def resumed_plan(settings: Settings, flags: dict[str, Any], command: str) -> Any
     from potluck.train.folder import open_folder
     from potluck.train.launch import HOST
 
-    folder = open_folder(find_run(flags["resume"], settings))
+    fixed = [n for n in options.RECIPE_FLAGS if n != "steps" and flags.get(n) is not None]
+    fixed += [n for n in ("config_file", "more") if flags.get(n)]
+    if fixed:
+        names = ", ".join(
+            "--" + {"config_file": "config", "more": "set"}.get(n, n.replace("_", "-")) for n in fixed
+        )
+        raise UserError(f"{names} cannot change in a run that goes on", hint="only --steps can; or start a new run")
+    folder = open_folder(find_run(flags, settings))
     manifest = folder.read_manifest()
     recipe = manifest.get("recipe") or {}
     if not recipe:
@@ -94,7 +99,7 @@ def resumed_plan(settings: Settings, flags: dict[str, Any], command: str) -> Any
         )
     if flags.get("steps") is not None:
         recipe["config"]["steps"] = flags["steps"]
-    run = {**manifest["config"], **options.given(flags, (*options.RUN_FLAGS, *options.HOST_FLAGS))}
+    run = {**manifest["config"], "wait_for": 0, **options.given(flags, (*options.RUN_FLAGS, *options.HOST_FLAGS))}
     return Plan(
         role=HOST,
         config=build(RunConfig, run),
@@ -107,9 +112,10 @@ def resumed_plan(settings: Settings, flags: dict[str, Any], command: str) -> Any
     )
 
 
-def find_run(run: Path, settings: Settings) -> Path:
+def find_run(flags: dict[str, Any], settings: Settings) -> Path:
     """A run by its folder, or by its id inside the folder of runs."""
-    inside = (settings.environment.runs or Path("runs")) / run
+    run: Path = flags["resume"]
+    inside = (flags["runs"] or settings.environment.runs or Path("runs")) / run
     return inside if not run.is_dir() and inside.is_dir() else run
 
 
@@ -147,9 +153,7 @@ def run_recipe(settings: Settings, plan: Any, *, command: str) -> None:
     )
 
 
-def show_end(
-    folder: Path, steps: list[int], values: list[float], words: str, validation: float | None
-) -> None:
+def show_end(folder: Path, steps: list[int], values: list[float], words: str, validation: float | None) -> None:
     """The loss curve, what the model can do now, and where everything lies."""
     from potluck.report.curve import loss_curve_text
     from potluck.report.summary import read_events, summarize

@@ -30,9 +30,7 @@ class AloneHub:
 
     def end_step(self) -> tuple[StepResult, float]:
         samples = self._ledger.close_step()
-        result = StepResult(
-            samples=samples, wait_s=0.0, dropped_samples=0, taken_back_samples=0, predicted_s=None
-        )
+        result = StepResult(samples=samples, wait_s=0.0, dropped_samples=0, taken_back_samples=0, predicted_s=None)
         return result, 0.0
 
     @contextmanager

@@ -9,6 +9,9 @@ lead to v may be applied (its gates wait for them), later ones are held until it
 
 from __future__ import annotations
 
+import itertools
+import math
+import struct
 import threading
 import time
 from collections import deque
@@ -70,13 +73,11 @@ class RunOver(Exception):
 class GuestHub:
     """Between `open` and `close`: a replica that follows the host's, and one piece of work at a time."""
 
-    def __init__(
-        self, link: GuestLink, tensors: ModelTensors, *, down: Codec, up: Codec, device: Device
-    ) -> None:
+    def __init__(self, link: GuestLink, tensors: ModelTensors, *, down: Codec, up: Codec, device: Device) -> None:
         self._link, self._tensors, self._device = link, tensors, device
         self._down, self._up = down, up
         self._layout = tensors.layout
-        self._changed = threading.Condition()
+        self._changed = threading.Condition(threading.RLock())
         self._have = [NOTHING] * len(self._layout.pieces)
         self._active: Work | None = None
         """What the training thread computes now."""
@@ -84,10 +85,13 @@ class GuestHub:
         self._early: dict[int, dict[int, Any]] = {}
         """Samples that came before their lease did (they travel on the other connection)."""
         self._incoming: deque[Message] = deque()
-        self._applying = False
-        """The worker is changing weights at this moment."""
-        self._to_code: deque[tuple[Work, int, bool]] = deque()
+        self._busy = False
+        """The worker is reading gradients or changing weights at this moment."""
+        self._to_code: deque[tuple[Work, int]] = deque()
+        self._final: set[int] = set()
+        """Pieces of the active work's gradient that were handed over to be coded."""
         self._coded: set[int] = set()
+        self._clear_residual = False
         self._finite = True
         self._residual: Tensor | None = None
         self._scratch: Tensor | None = None
@@ -131,11 +135,22 @@ class GuestHub:
     def enter(self, work: Work) -> None:
         """The training thread now computes at the work's version."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._applying)
+            self._changed.wait_for(lambda: not self._busy)
+            if any(have > work.step for have in self._have):
+                work.over = True  # the weights have gone on before this could begin
             self._active = work
-            self._coded = set()
+            self._coded, self._final = set(), set()
             self._finite = True
             self._changed.notify_all()
+
+    def let_go(self, work: Work) -> None:
+        """From here on the worker does not look at the work's gradients: they may be freed.
+
+        torch does not bear that one thread holds a gradient in Python while another takes it off its parameter.
+        """
+        with self._changed:
+            self._to_code = deque(job for job in self._to_code if job[0] is not work)
+            self._changed.wait_for(lambda: not self._busy)
 
     def leave(self) -> None:
         """The training thread is done with its work: later weights may be applied."""
@@ -161,7 +176,7 @@ class GuestHub:
             self._changed.wait_for(
                 lambda: (
                     all(have[i] == version for i in pieces)
-                    or (work.over and not self._applying)
+                    or (work.over and not self._busy)
                     or self._done_waiting()
                 )
             )
@@ -176,23 +191,21 @@ class GuestHub:
     def code(self, work: Work, pieces: Iterable[int]) -> None:
         """These pieces of the gradient are final: code and send them."""
         with self._changed:
-            self._to_code.extend((work, index, False) for index in pieces)
+            fresh = [index for index in pieces if index not in self._final]
+            self._final.update(fresh)
+            self._to_code.extend((work, index) for index in fresh)
             self._changed.notify_all()
 
     def finish(self, work: Work, *, count: int, loss_sum: float, compute_s: float) -> None:
         """The gradient is complete: code what is left of it, and say so."""
         with self._changed:
-            started = {i for _, i, _ in self._to_code} | self._coded
-            self._to_code.extend((work, i, False) for i in range(len(self._have)) if i not in started)
-            self._changed.notify_all()
-            self._changed.wait_for(
-                lambda: len(self._coded) == len(self._have) or work.over or self._done_waiting()
-            )
+            self.code(work, range(len(self._have)))
+            self._changed.wait_for(lambda: len(self._coded) == len(self._have) or work.over or self._done_waiting())
             self._raise_end()
             if work.over:
                 self._tell_stopped(work, count, compute_s)
                 return
-            finite = self._finite
+            finite = self._finite and math.isfinite(loss_sum)
         fields = {
             "lease": work.id,
             "count": count,
@@ -203,10 +216,9 @@ class GuestHub:
         }
         self._link.data(Message(kind="done", fields=fields))
 
-    def send_sketch(
-        self, work: Work, *, values: memoryview, count: int, loss: float, compute_s: float
-    ) -> None:
-        fields = {"check": work.id, "count": count, "loss": loss, "compute_s": compute_s}
+    def send_sketch(self, work: Work, *, values: memoryview, count: int, loss: float, compute_s: float) -> None:
+        fields: dict[str, Any] = {"check": work.id, "count": count, "compute_s": compute_s}
+        fields["loss"] = loss if math.isfinite(loss) else None
         self._link.data(Message(kind="sketch", fields=fields, frames=(values,)))
 
     def stopped(self, work: Work, computed: int, compute_s: float) -> None:
@@ -224,7 +236,7 @@ class GuestHub:
 
     def _tell_stopped(self, work: Work, computed: int, compute_s: float) -> None:
         self._to_code.clear()
-        self._link.control("stopped", lease=work.id, computed=computed, compute_s=compute_s)
+        self._link.control("stopped", lease=work.key, computed=computed, compute_s=compute_s)
 
     def _done_waiting(self) -> bool:
         ended = self._over is not None or self._failure is not None or self._link.failure is not None
@@ -267,17 +279,17 @@ class GuestHub:
             elif kind == "samples":
                 self._samples(message)
             elif kind in ("lease", "check"):
-                self._new_work(kind, fields)
+                self._new_work(message)
             elif kind == "revoke":
                 self._revoke(int(fields["lease"]))
             elif kind == "dropped":
-                self._to_code.append((_NO_WORK, 0, True))
+                self._clear_residual = True
             elif kind == "bye":
                 self._over = str(fields.get("reason", "finished"))
             self._changed.notify_all()
 
-    def _new_work(self, kind: str, fields: dict[str, Any]) -> None:
-        check = kind == "check"
+    def _new_work(self, message: Message) -> None:
+        fields, check = message.fields, message.kind == "check"
         work = Work(
             id=int(fields["check" if check else "lease"]),
             check=check,
@@ -286,8 +298,10 @@ class GuestHub:
             received=time.monotonic(),
             within_s=float(fields.get("within_s", 0.0)),
             host_sample_s=float(fields.get("host_sample_s", 0.0)),
-            samples=fields.get("samples"),
         )
+        if message.frames:
+            samples = iter(struct.unpack(f"<{sum(work.sizes)}q", message.frames[0]))
+            work.samples = [list(itertools.islice(samples, size)) for size in work.sizes]
         work.batches.update(self._early.pop(work.key, {}))
         self._early.clear()
         self._works.append(work)
@@ -319,7 +333,7 @@ class GuestHub:
                 pass
         except BaseException as error:
             with self._changed:
-                self._failure = error
+                self._failure, self._busy = error, False
                 self._changed.notify_all()
 
     def _turn(self) -> bool:
@@ -328,24 +342,20 @@ class GuestHub:
             self._changed.wait_for(lambda: self._stop or self._to_code or self._can_apply())
             if self._stop:
                 return False
-            if self._to_code:
-                work, index, clear = self._to_code.popleft()
-                message = None
-            else:
-                work, index, clear = _NO_WORK, 0, False
-                message = self._incoming.popleft()
-                self._applying = True
+            job = self._to_code.popleft() if self._to_code else None
+            message = self._incoming.popleft() if job is None else None
+            clear, self._clear_residual = self._clear_residual, False
+            self._busy = True
         with torch.no_grad():
+            if clear and self._residual is not None:
+                self._residual.zero_()
             if message is not None:
                 self._apply(message)
-                with self._changed:
-                    self._applying = False
-                    self._changed.notify_all()
-            elif clear:
-                if self._residual is not None:
-                    self._residual.zero_()
-            elif not work.over:
-                self._code(work, index)
+            elif job is not None and not job[0].over:
+                self._code(*job)
+        with self._changed:
+            self._busy = False
+            self._changed.notify_all()
         return True
 
     def _can_apply(self) -> bool:
@@ -359,7 +369,9 @@ class GuestHub:
         if message.kind == "tensor" or active.over:
             return False
         version = int(message.fields["version"])
-        if version > active.step and not active.check:
+        # A check that has all its weights may take its time; one that lacks some will not get them any more.
+        complete = active.check and all(have == active.step for have in self._have)
+        if version > active.step and not complete:
             active.over = True  # the host has gone on: this work can no longer count
             self._changed.notify_all()
         return version <= active.step
@@ -394,7 +406,6 @@ class GuestHub:
         payload = encode_with_feedback(self._up, values, residual)
         if not self._up.finite(payload, piece.count):
             self._finite = False
-            residual.zero_()
         frame = raw_bytes(self._device.to_host(payload))
         self._link.data(Message(kind="grad", fields={"lease": work.id, "piece": index}, frames=(frame,)))
         with self._changed:
@@ -405,6 +416,3 @@ class GuestHub:
         if self._scratch is None or self._scratch.numel() < count:
             self._scratch = torch.empty(count, device=self._device.torch_device)
         return self._scratch[:count]
-
-
-_NO_WORK = Work(id=0, check=False, step=-1, sizes=(), received=0.0, over=True)

@@ -46,8 +46,6 @@ class HubParts:
     fetch: Callable[[Sequence[int]], Any]
     """The collated batch of these samples of the data set."""
     emit: Callable[[Event], None]
-    loose_parity: bool = False
-    """The model draws random numbers (dropout): gradients agree only roughly."""
 
 
 class HostHub:
@@ -334,6 +332,7 @@ class HostHub:
         tensors = self._parts.tensors
         if self._hashes is None:
             self._hashes = tensors.hashes()
+        self._hashes.update(tensors.buffer_hashes())  # unlike frozen parameters, they change
         parts = []
         for name, digest in self._hashes.items():
             if action.hashes.get(name) == digest:
@@ -360,7 +359,7 @@ class HostHub:
             action.sketch,
             action.loss,
             names=self._parts.tensors.layout.tensors,
-            loose=self._parts.loose_parity,
+            loose=reference.random,
         )
         with self._changed:
             self._do(self._protocol.compared(action.guest, cosine, why_not))

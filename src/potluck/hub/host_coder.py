@@ -71,9 +71,7 @@ class HostCoder:
         self.results: deque[Answer | Decoded | Coded | Failed] = deque()
         self.version = 0
         """The version of the weights: the number of updates made."""
-        self.state = [
-            PieceState(NOTHING, NOTHING, down.nbytes(p.count), 4 * p.count) for p in self._layout.pieces
-        ]
+        self.state = [PieceState(NOTHING, NOTHING, down.nbytes(p.count), 4 * p.count) for p in self._layout.pieces]
         self._replica: Tensor | None = None
         self._sum: Tensor | None = None
         self._sum_used = False
@@ -117,7 +115,9 @@ class HostCoder:
             part = self._sum[offset : offset + parameter.numel()].view_as(parameter)
             offset += parameter.numel()
             if parameter.grad is None:
-                parameter.grad = part.to(parameter.dtype, copy=True)
+                # Nobody used it: as on one machine, the optimizer must not see it at all.
+                if bool(part.any()):
+                    parameter.grad = part.to(parameter.dtype, copy=True)
             else:
                 parameter.grad.add_(part)
         self._sum_used = False
@@ -168,9 +168,7 @@ class HostCoder:
     def _turn(self) -> bool:
         """One piece of work; False when the thread should end."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._stop or self._contributions or self._to_code or self._requests
-            )
+            self._changed.wait_for(lambda: self._stop or self._contributions or self._to_code or self._requests)
             if self._stop:
                 return False
             contribution = self._contributions.popleft() if self._contributions else None

@@ -19,6 +19,8 @@ from potluck.wire.transport import GuestSocket
 HEARTBEAT_S = 1.0
 SILENCE_S = 10.0
 """A host that says nothing for this long is gone for now."""
+ATTEMPT_S = 6.0
+"""For one attempt to connect: the host ends a handshake that takes longer than 5 s."""
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 10.0
 LAST_WORDS_S = 0.5
@@ -46,6 +48,8 @@ class GuestLink:
         self._stop = False
         self._last_heard = 0.0
         self.failure: PotluckError | None = None
+        self.waiting: Callable[[NetworkError], None] = lambda error: None
+        """Called when the host did not answer and is asked again."""
         self.lost: Callable[[], None] = lambda: None
         """Called when the host is lost, before the link tries again."""
         self.back: Callable[[Message], None] = lambda welcome: None
@@ -57,8 +61,22 @@ class GuestLink:
     # -- any thread -------------------------------------------------------------------------------------
 
     def connect(self, timeout_s: float = 15.0) -> Message:
-        """Connect and say hello; the host's welcome. Errors are for the person at this machine."""
-        self._open(timeout_s)
+        """Connect and say hello; the host's welcome. Errors are for the person at this machine.
+
+        A host that is still preparing its run does not answer yet: until the time is over, it is asked again.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                self._open(max(0.5, min(ATTEMPT_S, deadline - time.monotonic())))
+                break
+            except RefusedError:
+                raise
+            except NetworkError as error:
+                if time.monotonic() + FIRST_BACKOFF_S > deadline:
+                    raise
+                self.waiting(error)
+                time.sleep(FIRST_BACKOFF_S)
         self._thread.start()
         if not self._welcomed.wait(timeout_s) and self.failure is None:
             self.failure = HostGoneError(
@@ -183,7 +201,7 @@ class GuestLink:
         if message.kind == "refuse":
             raise RefusedError(
                 f"the host refused this machine: {message.fields.get('reason', '?')}",
-                hint="both machines need the same model (without --script the host's own runs) and the same potluck",
+                hint="both need the same model (without --script the host's own is run) and the same potluck",
             )
         if message.kind == "welcome":
             first = self._welcome is None

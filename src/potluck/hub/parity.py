@@ -31,9 +31,13 @@ class Sketch:
     values: np.ndarray
     tensors: int
     loss: float
+    random: bool = False
+    """The batch was computed with random numbers (dropout): another machine's gradient agrees only roughly."""
 
 
-def sketch(gradients: Sequence[Tensor | None], sizes: Sequence[int], loss: float) -> Sketch:
+def sketch(
+    gradients: Sequence[Tensor | None], sizes: Sequence[int], loss: float, *, random: bool = False
+) -> Sketch:
     stride = max(1, sum(sizes) // SKETCH_VALUES)
     norms, values = [], []
     for gradient, size in zip(gradients, sizes):
@@ -44,7 +48,7 @@ def sketch(gradients: Sequence[Tensor | None], sizes: Sequence[int], loss: float
         flat = gradient.detach().reshape(-1)
         norms.append(flat.float().norm().reshape(1).cpu())
         values.append(flat[::stride].float().cpu())
-    return Sketch(values=torch.cat(norms + values).numpy(), tensors=len(sizes), loss=loss)
+    return Sketch(values=torch.cat(norms + values).numpy(), tensors=len(sizes), loss=loss, random=random)
 
 
 def compare(

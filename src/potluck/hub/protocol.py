@@ -28,7 +28,7 @@ from potluck.hub.actions import (
 from potluck.hub.feed import Feed, PieceState
 from potluck.hub.ledger import Ledger
 from potluck.hub.members import CHECKING, COMPUTING, JOINING, SYNCING, Member
-from potluck.hub.stepping import Stepping
+from potluck.hub.stepping import Stepping, pack_samples
 from potluck.spec.layout import TensorSpec, fingerprint_from_json, first_difference
 from potluck.wire.frames import load_json
 
@@ -164,9 +164,7 @@ class HostProtocol:
             return self.put_out(member, reason, refused=True)
         return self._refuse(guest, "a guest", address, reason)
 
-    def _ready(
-        self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float
-    ) -> list[Action]:
+    def _ready(self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float) -> list[Action]:
         """The guest has built its model: compare fingerprints, then bring it the weights."""
         if member.state != JOINING:
             raise WireError("a second 'ready'")
@@ -180,9 +178,7 @@ class HostProtocol:
         member.feed.open = True
         return [SendReplica(guest=member.id, hashes=hashes), Wake()]
 
-    def _taken(
-        self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float
-    ) -> list[Action]:
+    def _taken(self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float) -> list[Action]:
         count = int(fields["bytes"])
         member.feed.taken(count)
         if member.state == SYNCING:
@@ -191,16 +187,12 @@ class HostProtocol:
             return [Pump(guest=member.id), Wake()]
         return [Pump(guest=member.id)]
 
-    def _leave(
-        self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float
-    ) -> list[Action]:
+    def _leave(self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float) -> list[Action]:
         return self._remove(member, "guest_left", str(fields.get("reason", ""))[:200] or "left")
 
     # -- contributions ----------------------------------------------------------------------------------
 
-    def _closing(
-        self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float
-    ) -> list[Action]:
+    def _closing(self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float) -> list[Action]:
         return self.stepping.closing(
             member,
             lease=int(fields["lease"]),
@@ -209,18 +201,14 @@ class HostProtocol:
             now=now,
         )
 
-    def _grad(
-        self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float
-    ) -> list[Action]:
+    def _grad(self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float) -> list[Action]:
         index = int(fields["piece"])
         if not 0 <= index < self.terms.pieces or len(frames) != 1:
             raise WireError(f"a gradient for piece {index}, which does not exist")
         self.stepping.piece(member, lease=int(fields["lease"]), index=index, payload=frames[0])
         return []
 
-    def _done(
-        self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float
-    ) -> list[Action]:
+    def _done(self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float) -> list[Action]:
         lease, count = int(fields["lease"]), int(fields["count"])
         compute_s, loss_sum = float(fields["compute_s"]), float(fields["loss_sum"])
         member.micro_batch = max(1, int(fields["micro_batch"]))
@@ -234,9 +222,7 @@ class HostProtocol:
             why_not = "its gradient is not finite"
         if why_not is not None:
             return self.stepping.drop(member, reason=why_not, now=now)
-        return [
-            Decode(guest=member.id, lease=lease, pieces=member.lease.pieces, loss_sum=loss_sum, count=count)
-        ]
+        return [Decode(guest=member.id, lease=lease, pieces=member.lease.pieces, loss_sum=loss_sum, count=count)]
 
     def decoded(self, guest: str, lease: int, why_not: str | None, now: float) -> list[Action]:
         """The coder has added a contribution to the sum, or says why it must not count."""
@@ -251,12 +237,15 @@ class HostProtocol:
             actions += self._remove(member, *member.leaving)
         return actions
 
-    def _stopped(
-        self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float
-    ) -> list[Action]:
+    def _stopped(self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float) -> list[Action]:
+        lease = int(fields["lease"])
+        if lease < 0:  # a check: its weights had gone on before the guest could begin
+            if member.state == CHECKING and member.check == -lease:
+                member.state, member.check = SYNCING, None
+            return [Wake()]
         self.stepping.stopped(
             member,
-            lease=int(fields["lease"]),
+            lease=lease,
             computed=int(fields["computed"]),
             compute_s=float(fields["compute_s"]),
             now=now,
@@ -294,16 +283,13 @@ class HostProtocol:
                 continue
             member.state, member.check = CHECKING, check.id
             fields: dict[str, Any] = {"check": check.id, "step": check.step, "sizes": [len(positions)]}
-            if self.terms.local_data:
-                fields["samples"] = [self.ledger.samples_of(positions)]
-            actions.append(Send(guest=guest, channel=CONTROL, kind="check", fields=fields))
+            frames = (pack_samples(self.ledger.samples_of(positions)),) if self.terms.local_data else ()
+            actions.append(Send(guest=guest, channel=CONTROL, kind="check", fields=fields, frames=frames))
             if not self.terms.local_data:
                 actions.append(SendSamples(guest=guest, lease=-check.id, batch=0, positions=positions))
         return check.id, actions
 
-    def _sketch(
-        self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float
-    ) -> list[Action]:
+    def _sketch(self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float) -> list[Action]:
         if member.check is None or int(fields["check"]) != member.check or len(frames) != 1:
             raise WireError("a gradient sketch that nobody asked for")
         count, compute_s = int(fields["count"]), float(fields["compute_s"])
@@ -351,9 +337,7 @@ class HostProtocol:
         for member in list(self.members.values()):
             limit = self.terms.joining_silence_s if member.state == JOINING else self.terms.silence_s
             if now - member.last_heard > limit and not self._decoding(member):
-                actions += self._remove(
-                    member, "guest_lost", f"sent nothing for {now - member.last_heard:.1f} s"
-                )
+                actions += self._remove(member, "guest_lost", f"sent nothing for {now - member.last_heard:.1f} s")
         return actions
 
     def unreachable(self, guest: str) -> list[Action]:
@@ -393,7 +377,7 @@ class HostProtocol:
                 machine=member.name,
                 address=member.address,
                 reason=reason,
-                step=lease.step if lease else self.ledger.step,
+                step=1 + (lease.step if lease else self.ledger.step),
                 samples_taken_back=back,
             ),
             Forget(guest=member.id),

@@ -18,7 +18,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-
 ABSURD = 1e12
 """Rates and overheads from here on are no measurements, and their products would not be finite."""
 

@@ -9,6 +9,7 @@ a lease is still out, it waits at most as long as those samples would cost it, t
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,8 @@ from potluck.hub.members import (
 )
 from potluck.hub.quota import Estimate, Quotas, quotas, split_evenly
 
+MOST_MICRO_BATCHES = 512
+"""A lease has no more: they are all on the wire at once, and named in one header."""
 SILENT_S = 2.5
 """A guest that said nothing for this long gets no patience at the end of a step."""
 
@@ -55,9 +58,7 @@ class StepResult:
 class Stepping:
     """Deals one step after the other."""
 
-    def __init__(
-        self, *, ledger: Ledger, members: dict[str, Member], host_name: str, local_data: bool
-    ) -> None:
+    def __init__(self, *, ledger: Ledger, members: dict[str, Member], host_name: str, local_data: bool) -> None:
         self.ledger = ledger
         self.members = members
         self.host_name = host_name
@@ -96,9 +97,7 @@ class Stepping:
         ready = [
             self.members[guest]
             for guest in able.guests
-            if (m := self.members[guest]).lease is None
-            and m.feed.current(pieces)
-            and not m.feed.in_flight_bytes
+            if (m := self.members[guest]).lease is None and m.feed.current(pieces) and not m.feed.in_flight_bytes
         ]
         shares = self._shares(ready, host_keeps)
         for guest, count in shares.guests.items():
@@ -155,13 +154,10 @@ class Stepping:
         if member.overhead.value is not None:
             member.overhead.value *= 0.7
             member.overhead.spread *= 0.7
-        return (
-            []
-            if told
-            else [_event("guest_sits_out", machine=member.name, step=self.ledger.step, reason=reason)]
-        )
+        return [] if told else [_event("guest_sits_out", machine=member.name, step=self.ledger.step + 1, reason=reason)]
 
     def _lease(self, member: Member, count: int, step_s: float, host_s: float, now: float) -> list[Action]:
+        count = min(count, member.micro_batch * MOST_MICRO_BATCHES)
         lease = self.ledger.lease(member.name, count)
         member.lease = OpenLease(id=lease.id, step=lease.step, count=count, started=now)
         member.state, member.reason = COMPUTING, ""
@@ -177,9 +173,10 @@ class Stepping:
             "within_s": step_s,
             "host_sample_s": host_s,
         }
-        if self.local_data:
-            fields["samples"] = [self.ledger.samples_of(b) for b in batches]
-        actions: list[Action] = [Send(guest=member.id, channel=CONTROL, kind="lease", fields=fields)]
+        frames = (pack_samples(self.ledger.samples_of(lease.positions)),) if self.local_data else ()
+        actions: list[Action] = [
+            Send(guest=member.id, channel=CONTROL, kind="lease", fields=fields, frames=frames)
+        ]
         if not self.local_data:
             actions += [
                 SendSamples(guest=member.id, lease=lease.id, batch=number, positions=positions)
@@ -266,7 +263,7 @@ class Stepping:
                 "lease_taken_back",
                 machine=member.name,
                 address=member.address,
-                step=lease.step,
+                step=lease.step + 1,
                 samples=count,
                 reason=reason,
             ),
@@ -291,7 +288,7 @@ class Stepping:
             _event(
                 "guest_sits_out",
                 machine=member.name,
-                step=self.ledger.step,
+                step=self.ledger.step + 1,
                 reason=f"{reason}; tries again at step {member.rests_until_step + 1}",
             )
         ]
@@ -342,9 +339,7 @@ class Stepping:
         member.lease = None
         if not own.revoked:
             member.late_in_a_row += 1
-        event = _event(
-            "contribution_dropped", machine=member.name, step=own.step, samples=own.count, reason=reason
-        )
+        event = _event("contribution_dropped", machine=member.name, step=own.step + 1, samples=own.count, reason=reason)
         actions: list[Action] = [
             Send(guest=member.id, channel=CONTROL, kind="dropped", fields={"lease": own.id}),
             event,
@@ -380,6 +375,11 @@ class Stepping:
         self._taken_back += back
         member.lease = None
         return back
+
+
+def pack_samples(samples: Sequence[int]) -> bytes:
+    """The data set's indices for a guest that has the data itself: too many for a header."""
+    return struct.pack(f"<{len(samples)}q", *samples)
 
 
 def _event(kind: str, **fields: Any) -> Emit:

@@ -37,11 +37,12 @@ class ModelTensors:
             self.fixed[name] = buffer
             specs.append(_spec(name, buffer, "buffer"))
         if not self.trained:
-            raise LoopError(
-                "no parameter of the model requires a gradient", hint="unfreeze what should be trained"
-            )
+            raise LoopError("no parameter of the model requires a gradient", hint="unfreeze what should be trained")
         self.fingerprint = tuple(specs)
         self.layout: Layout = make_layout([s for s in specs if s.role == "trained"])
+
+    def buffer_hashes(self) -> dict[str, str]:
+        return {s.name: tensor_hash(self.fixed[s.name]) for s in self.fingerprint if s.role == "buffer"}
 
     def hashes(self) -> dict[str, str]:
         """What the fixed tensors hold, so that a guest which has them already is not sent them."""
@@ -76,9 +77,7 @@ def from_bytes(buffer: memoryview | bytes, dtype: torch.dtype = torch.uint8) -> 
     return torch.from_numpy(array).view(dtype)
 
 
-def read_piece(
-    piece: Piece, tensors: Sequence[Tensor] | Mapping[int, Tensor | None], out: Tensor
-) -> Tensor:
+def read_piece(piece: Piece, tensors: Sequence[Tensor] | Mapping[int, Tensor | None], out: Tensor) -> Tensor:
     """Copy a piece's values into `out` (float32, on the tensors' device); a missing tensor reads as zeros."""
     at = 0
     for span in piece.spans:

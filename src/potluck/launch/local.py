@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from potluck.errors import PotluckError
+from potluck.spec.config import RunConfig
 
 
 class LocalGuests:
@@ -21,12 +21,14 @@ class LocalGuests:
         self._folder = folder
         self._processes: list[subprocess.Popen[bytes]] = []
 
-    def start(self, count: int, *, token: str, threads: int, device: str | None = None) -> None:
+    def start(self, count: int, *, token: str, threads: int, config: RunConfig) -> None:
         for number in range(1, count + 1):
             command = [sys.executable, "-m", "potluck", "join", "--name", f"guest-{number}"]
             command += ["--threads", str(threads), "--parent", str(os.getpid()), "--view", "plain"]
-            if device:
-                command += ["--device", device]
+            if config.device:
+                command += ["--device", config.device]
+            if config.micro_batch:
+                command += ["--micro-batch", str(config.micro_batch)]
             environment = {**os.environ, "POTLUCK_TOKEN": token}
             with open(self._folder / f"guest-{number}.log", "wb") as log:
                 self._processes.append(
@@ -41,21 +43,20 @@ class LocalGuests:
                     )
                 )
 
-    def check(self) -> None:
-        """Raise if a guest has failed, with the end of what it said."""
-        for number, process in enumerate(self._processes, 1):
-            if process.poll() not in (None, 0):
-                log = self._folder / f"guest-{number}.log"
-                tail = "\n".join(log.read_text(errors="replace").splitlines()[-5:])
-                raise PotluckError(f"guest-{number} ended with status {process.returncode}: {tail}")
-
-    def close(self, patience_s: float = 5.0) -> None:
-        """Wait for them to go home; whoever has not by then is killed."""
+    def close(self, patience_s: float = 5.0) -> list[str]:
+        """Wait for them to go home, kill whoever has not by then; what went wrong with any, in words."""
         deadline = time.monotonic() + patience_s
-        for process in self._processes:
+        failed = []
+        for number, process in enumerate(self._processes, 1):
             try:
-                process.wait(max(0.1, deadline - time.monotonic()))
+                status = process.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+                continue
+            if status:
+                log = self._folder / f"guest-{number}.log"
+                tail = " | ".join(log.read_text(errors="replace").splitlines()[-3:])
+                failed.append(f"guest-{number} ended with status {status}: {tail} (see {log})")
         self._processes.clear()
+        return failed

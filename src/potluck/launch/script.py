@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from potluck.errors import UserError, WireError
 
 MAX_SCRIPT_BYTES = 4 << 20
+MAX_FILES = 48
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,8 @@ class Script:
 
 def read_script(path: Path, also: Sequence[Path] = (), arguments: Sequence[str] = ()) -> Script:
     """Read a script and its companions (which must lie beside or below it)."""
+    if len(also) > MAX_FILES - 1:
+        raise UserError(f"{len(also)} files beside the script; at most {MAX_FILES - 1} travel")
     names, contents = [], []
     base = path.resolve().parent
     for file in (path, *also):

@@ -24,6 +24,13 @@ class GuestView:
         self._last = 0.0
         self._samples = 0
         self._line = ""
+        self._waited = False
+
+    def waiting(self, error: Exception) -> None:
+        """The host did not answer: say so once."""
+        if not self._waited:
+            self._waited = True
+            self._say(f"no answer yet ({error}); trying again")
 
     def joined(self, *, host: str, address: str, run: str, name: str, device: str) -> None:
         self._say(f"joined run {run} of {host} ({address}) as {name}, on {device}")

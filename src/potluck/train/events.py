@@ -6,6 +6,7 @@ Owns the file and the order of its lines. It knows nothing of what events mean.
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -26,6 +27,8 @@ class EventLog:
 
     def emit(self, event: Event) -> None:
         stamped = {"t_s": round(time.monotonic() - self._started, 4), **event}
+        # JSON knows no NaN: a value that is not finite is null.
+        stamped = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in stamped.items()}
         with self._lock:
             if self._file is not None:
                 self._file.write(json.dumps(stamped, default=str) + "\n")

@@ -93,6 +93,7 @@ class GuestTrainer:
             yield from self._check(step, work) if work.check else self._lease(step, work)
         finally:
             self._overlap.idle()
+            self._hub.let_go(work)
             self._zero_gradients()
             self._hub.leave()
 
@@ -181,9 +182,11 @@ class GuestTrainer:
         """The common batch, twice: once for the gradient that is compared, once for the time it takes."""
         size = work.sizes[0]
         batch = self._fetch(work, 0)
-        if batch is None:
+        if batch is not None:
+            self._hub.wait_for_all(work)
+        if batch is None or work.over:
+            self._hub.stopped(work, 0, 0.0)  # the host went on before its weights were here: another time
             return
-        self._hub.wait_for_all(work)
         self._overlap.watch()
         yield from self._compute(step, work, batch, size, last=False)
         self._overlap.conclude(self._p.model)

@@ -122,10 +122,9 @@ class HostTrainer:
             if not positions:
                 break
             self._began = time.monotonic()
-            batch = to_device(
-                self._p.loader.fetch(self._hub.samples_of(positions)), self._device.torch_device
-            )
+            batch = to_device(self._p.loader.fetch(self._hub.samples_of(positions)), self._device.torch_device)
             loss_before = step.loss_sum() if check else 0.0
+            chances = self._device.rng_state() if check else {}
             step.hand_out(len(positions))
             if self._p.micro.searching:
                 self._saved_bytes = SavedBytes()
@@ -134,7 +133,8 @@ class HostTrainer:
             yield batch
             step.check_done()
             if check:
-                self._check_computed(positions, (step.loss_sum() - loss_before) / len(positions))
+                loss = (step.loss_sum() - loss_before) / len(positions)
+                self._check_computed(positions, loss, random=_differ(chances, self._device.rng_state()))
             seconds = time.monotonic() - self._began
             self._hub.computed(positions, seconds)
             self._telemetry.computed(len(positions), seconds)
@@ -146,11 +146,11 @@ class HostTrainer:
         self._saved_bytes = None
         self._p.micro.record(samples, seconds, saved)
 
-    def _check_computed(self, positions: tuple[int, ...], loss: float) -> None:
+    def _check_computed(self, positions: tuple[int, ...], loss: float, *, random: bool) -> None:
         """The step's first micro-batch is the one on which newcomers are checked."""
         assert isinstance(self._hub, HostHub)
-        sizes = [p.numel() for p in self._trained]
-        self._hub.check_computed(positions, sketch([p.grad for p in self._trained], sizes, loss))
+        gradients, sizes = [p.grad for p in self._trained], [p.numel() for p in self._trained]
+        self._hub.check_computed(positions, sketch(gradients, sizes, loss, random=random))
 
     def _update(self, step: Step) -> None:
         computed = time.monotonic()
@@ -217,6 +217,11 @@ class HostTrainer:
         self._p.launch.log.emit(
             {"event": "checkpoint", "step": step, "path": str(path), "seconds": round(seconds, 3)}
         )
+
+
+def _differ(before: dict[str, Tensor], after: dict[str, Tensor]) -> bool:
+    """Whether random numbers were drawn between the two states."""
+    return any(not torch.equal(before[kind], after[kind]) for kind in before)
 
 
 def _newest_step(checkpoints: Any) -> int | None:

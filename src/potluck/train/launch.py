@@ -41,6 +41,8 @@ class Launch:
     keys: HostKeys | None = None
     link: GuestLink | None = None
     welcome: Message | None = None
+    began: bool = False
+    """Whether the script has reached its training loop."""
     stop_requested: Callable[[], bool] = lambda: False
     """Whether the person asked for an end (Ctrl-C): looked at between micro-batches."""
     end_training: Callable[[str], None] = lambda reason: None

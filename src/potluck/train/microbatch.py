@@ -30,14 +30,15 @@ class MicroBatch:
     free_bytes: int | None = None
     """The device's free memory before the first micro-batch."""
     settled: int | None = None
-    _now: int = 1
+    _now: int = 2
+    """The search begins here: some layers (BatchNorm) cannot train on a single sample."""
     _seconds: dict[int, list[float]] = field(default_factory=dict)
     _bytes_per_sample: float = 0.0
     _warm: bool = False
     _missed: int = 0
 
     def size(self) -> int:
-        return self.fixed or self.settled or self._now
+        return self.fixed or self.settled or min(self._now, self.limit)
 
     @property
     def searching(self) -> bool:

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from potluck import codec as codecs
+from potluck import env
 from potluck.device import pick
-from potluck.errors import LoopError
+from potluck.errors import ConfigError, LoopError
 from potluck.hub.alone import AloneHub
 from potluck.hub.guest import GuestHub
 from potluck.hub.host import HostHub, HubParts
@@ -86,6 +87,7 @@ class Run:
         if self._used:
             raise LoopError("run.training() was called twice", hint="a run has one training loop")
         self._used = True
+        self._launch.began = True
         options = make_options(global_batch, keywords)
         tensors = ModelTensors(model)
         if self.is_guest:
@@ -110,6 +112,11 @@ class Run:
         restored = restore(launch, options, model, optimizer, objects)
         loader = Loader(dataset, options.collate)
         step = restored.step if restored is not None else 0
+        if restored is not None and restored.extra.get("samples", loader.samples) != loader.samples:
+            raise ConfigError(
+                f"the run was started with {restored.extra['samples']} samples, now there are {loader.samples}",
+                hint="a resumed run continues at the very sample: give it the same data, or start a new run",
+            )
         ledger = Ledger(
             samples=loader.samples,
             global_batch=options.global_batch,
@@ -157,9 +164,6 @@ class Run:
                 welcome=self._welcome,
                 fetch=parts.loader.fetch,
                 emit=launch.log.emit,
-                loose_parity=any(
-                    isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in parts.model.modules()
-                ),
             )
         )
         hub.start()
@@ -188,9 +192,7 @@ class Run:
 
     # -- guest ------------------------------------------------------------------------------------------
 
-    def _guest(
-        self, options: Options, model: nn.Module, dataset: Any, tensors: ModelTensors
-    ) -> Iterator[Step]:
+    def _guest(self, options: Options, model: nn.Module, dataset: Any, tensors: ModelTensors) -> Iterator[Step]:
         launch = self._launch
         assert launch.link is not None and launch.welcome is not None
         fields = launch.welcome.fields
@@ -235,12 +237,12 @@ def start() -> Run:
     """
     launch = current()
     if launch is None:
-        config = RunConfig()
+        environment = env.read()
         launch = Launch(
             role=ALONE,
-            config=config,
-            device=pick(),
-            name=socket.gethostname(),
+            config=RunConfig(),
+            device=pick(environment.device, threads=environment.threads),
+            name=environment.name or socket.gethostname(),
             log=EventLog(None),
             what=sys.argv[0],
         )
@@ -253,8 +255,7 @@ def manifest(launch: Launch, recipe: dict[str, Any]) -> dict[str, Any]:
         "what": launch.what,
         "config": dataclasses.asdict(launch.config),
         "recipe": recipe,
-        "source": {k: v for k, v in launch.source.items() if k != "files"}
-        | {"files": launch.source.get("files")},
+        "source": {k: v for k, v in launch.source.items() if k != "files"} | {"files": launch.source.get("files")},
         "versions": versions(),
         "machines": [{"name": launch.name, "role": launch.role, "device": launch.device.label}],
     }

@@ -47,9 +47,7 @@ class Step:
 
     def __iter__(self) -> Iterator[Any]:
         if self._started:
-            raise LoopError(
-                f"step {self.index} was iterated over twice", hint="use one `for batch in step` loop"
-            )
+            raise LoopError(f"step {self.index} was iterated over twice", hint="use one `for batch in step` loop")
         self._started = True
         yield from self._batches(self)
         self.finished = True

@@ -46,8 +46,10 @@ ENOUGH_BYTES_PER_CALL = 4 * 1024 * 1024
 """What one receive() returns at most, or a message more: so that the caller gets to its timers, and so that the
 memory of large frames is used again while it is still in the cache."""
 
-QUEUE_MESSAGES = 128
-"""Messages queued for one peer on each side; then send() says False."""
+QUEUE_MESSAGES = 1024
+"""Messages queued for one peer before send() says False; the sender's own credit ends long before."""
+UNREAD_MESSAGES = 64
+"""Messages of one peer kept before they are read; then its connection stops taking more."""
 
 _HANDSHAKE_S = 5.0
 _GREETING_S = 1.0
@@ -374,7 +376,7 @@ class _Waker:
 
 def _set_common_options(target: zmq.Socket[bytes]) -> None:
     target.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
-    target.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
+    target.setsockopt(zmq.RCVHWM, UNREAD_MESSAGES)
     target.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + _CURVE_OVERHEAD_BYTES)
     target.setsockopt(zmq.HANDSHAKE_IVL, int(_HANDSHAKE_S * 1000))
     # A machine that lost its power or its cable says nothing: let the system find out, and free what it held.

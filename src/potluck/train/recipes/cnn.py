@@ -16,12 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset
 
 from potluck.errors import ConfigError
 from potluck.train.recipes import idx
 from potluck.train.recipes.modes import Precision, evaluating, precision
+from potluck.train.recipes.schedule import warmup_cosine
 
 if TYPE_CHECKING:
     from potluck.train.recipes import Recipe
@@ -146,10 +147,9 @@ class CnnRecipe:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         return torch.optim.AdamW(trained, lr=config.lr, weight_decay=config.weight_decay)
 
-    def scheduler(self, optimizer: torch.optim.Optimizer, config: CnnConfig) -> OneCycleLR:
+    def scheduler(self, optimizer: torch.optim.Optimizer, config: CnnConfig) -> LambdaLR:
         """Up over a tenth of the run, then down to nearly nothing."""
-        # One step more than the run has: the schedule is moved on after the last update, too.
-        return OneCycleLR(optimizer, max_lr=config.lr, total_steps=config.steps + 1, pct_start=0.1)
+        return warmup_cosine(optimizer, steps=config.steps, warmup=config.steps // 10, floor=0.001)
 
     def dataset(self, config: CnnConfig) -> Digits:
         return _load(config.data)[0]

@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from potluck.errors import ConfigError
 from potluck.train.recipes import corpus
 from potluck.train.recipes.modes import Precision, evaluating, precision
+from potluck.train.recipes.schedule import warmup_cosine
 
 if TYPE_CHECKING:
     from potluck.train.recipes import Recipe
@@ -196,15 +197,7 @@ class GptRecipe:
 
     def scheduler(self, optimizer: torch.optim.Optimizer, config: GptConfig) -> LambdaLR:
         """Up in a straight line over `warmup` steps, then down a cosine to a tenth at the last step."""
-        warmup = min(config.warmup, config.steps // 5)
-
-        def factor(step: int) -> float:
-            if step < warmup:
-                return (step + 1) / (warmup + 1)
-            done = min(1.0, (step - warmup) / (config.steps - warmup))
-            return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
-
-        return LambdaLR(optimizer, factor)
+        return warmup_cosine(optimizer, steps=config.steps, warmup=config.warmup)
 
     def dataset(self, config: GptConfig) -> corpus.Windows:
         """The windows of the text but for its tail."""
