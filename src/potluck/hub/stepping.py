@@ -154,7 +154,11 @@ class Stepping:
         if member.overhead.value is not None:
             member.overhead.value *= 0.7
             member.overhead.spread *= 0.7
-        return [] if told else [_event("guest_sits_out", machine=member.name, step=self.ledger.step + 1, reason=reason)]
+        return (
+            []
+            if told
+            else [_event("guest_sits_out", machine=member.name, step=self.ledger.step + 1, reason=reason)]
+        )
 
     def _lease(self, member: Member, count: int, step_s: float, host_s: float, now: float) -> list[Action]:
         count = min(count, member.micro_batch * MOST_MICRO_BATCHES)
@@ -174,9 +178,7 @@ class Stepping:
             "host_sample_s": host_s,
         }
         frames = (pack_samples(self.ledger.samples_of(lease.positions)),) if self.local_data else ()
-        actions: list[Action] = [
-            Send(guest=member.id, channel=CONTROL, kind="lease", fields=fields, frames=frames)
-        ]
+        actions: list[Action] = [Send(guest=member.id, channel=CONTROL, kind="lease", fields=fields, frames=frames)]
         if not self.local_data:
             actions += [
                 SendSamples(guest=member.id, lease=lease.id, batch=number, positions=positions)
@@ -339,7 +341,9 @@ class Stepping:
         member.lease = None
         if not own.revoked:
             member.late_in_a_row += 1
-        event = _event("contribution_dropped", machine=member.name, step=own.step + 1, samples=own.count, reason=reason)
+        event = _event(
+            "contribution_dropped", machine=member.name, step=own.step + 1, samples=own.count, reason=reason
+        )
         actions: list[Action] = [
             Send(guest=member.id, channel=CONTROL, kind="dropped", fields={"lease": own.id}),
             event,
