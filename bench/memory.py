@@ -33,7 +33,8 @@ def main() -> None:
         out = Path(scratch)
         subprocess.run([sys.executable, str(JOB), str(out)], check=True)
         command = [sys.executable, "-m", "potluck", "host", str(JOB), "--bind", "127.0.0.1", "--view", "quiet"]
-        command += ["--codec", options.codec, "--wait-for", "1", "--checkpoint-every", "0", "--runs", str(out / "runs")]
+        command += ["--codec", options.codec, "--wait-for", "1", "--checkpoint-every", "0"]
+        command += ["--runs", str(out / "runs")]
         host = subprocess.Popen([*command, "--device", "paced:0.05", "--", str(out)], stdout=subprocess.DEVNULL)
         while not (tokens := list(out.glob("runs/*/token"))):
             time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""The job of bench/memory.py: a model that is nearly all parameters; notes this process's memory after each step."""
+"""The job of bench/memory.py: a model that is nearly all parameters; notes its process's memory each step."""
 
 import sys
 from pathlib import Path

@@ -15,7 +15,7 @@ from support.processes import Processes
 BAD_INPUT = 2
 DAMAGED = "A" * 80
 ON_THEIR_OWN = ("no such recipe", "port taken", "damaged token", "absent script", "no such variable")
-"""Mistakes that get a process of their own, as from a shell. The others share one: importing torch takes seconds."""
+"""They get a process each, as from a shell. The others share one: importing torch takes seconds."""
 ONE_AFTER_THE_OTHER = """
 import contextlib, io, json, sys
 from potluck.cli._app import run

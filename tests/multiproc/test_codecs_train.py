@@ -16,9 +16,7 @@ DEVICE = ["--device", "paced:0.01", "--micro-batch", "4"]
 
 
 def start(fleet: Fleet, codec: str, out: Path) -> list[TestProcess]:
-    host = fleet.host(
-        JOB, "--wait-for", "1", "--codec", codec, *DEVICE, arguments=["--steps", STEPS, "--out", out]
-    )
+    host = fleet.host(JOB, "--wait-for", "1", "--codec", codec, *DEVICE, arguments=["--steps", STEPS, "--out", out])
     return [host, fleet.guest("ann", *DEVICE)]
 
 

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
-from torch.nn import functional as F
 
 from support import job
 from support.fleet import JOB, Fleet
@@ -19,37 +15,14 @@ GUESTS = {"ann": 1, "bob": 3, "cai": 5}
 """Their micro-batch sizes; the host's is 4."""
 
 
-def order_of(epoch: int) -> list[int]:
-    """As the docs promise it: a permutation from the seed (0) and the epoch's number."""
-    return list(np.random.Generator(np.random.PCG64([0, epoch])).permutation(job.SAMPLES))
-
-
-def trained_by_hand() -> tuple[dict[str, Tensor], list[float]]:
-    """The same training without a line of potluck: whole batches, torch's own update; and each step's loss."""
-    data, model = job.Data(), job.build(256)
-    optimizer = job.make_optimizer(model)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 50))
-    samples = [index for epoch in range(2) for index in order_of(epoch)]
-    losses = []
-    for step in range(STEPS):
-        chosen = samples[step * BATCH : (step + 1) * BATCH]
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(data.points[chosen]), data.labels[chosen])
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        scheduler.step()
-        losses.append(loss.item())
-    return model.state_dict(), losses
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_three_guests_with_their_own_micro_batches_change_nothing(tmp_path: Path) -> None:
-    out = tmp_path / "weights.safetensors"
+    out, marks = tmp_path / "weights.safetensors", tmp_path / "marks"
+    marks.mkdir()
     options = ["--wait-for", "3", "--codec", "none", "--device", "paced:0.03", "--micro-batch", "4"]
     with Fleet(tmp_path) as fleet:
-        words = ["--steps", STEPS, "--batch", BATCH, "--clip", CLIP, "--out", out]
+        words = ["--steps", STEPS, "--batch", BATCH, "--clip", CLIP, "--out", out, "--marks", marks]
         host = fleet.host(JOB, *options, arguments=words)
         guests = [
             fleet.guest(name, "--device", "paced:0.03", "--micro-batch", str(size)) for name, size in GUESTS.items()
@@ -63,7 +36,8 @@ def test_three_guests_with_their_own_micro_batches_change_nothing(tmp_path: Path
         fleet.assert_nothing_left()
         losses = [e["loss"] for e in fleet.steps()]
 
-    expected, expected_losses = trained_by_hand()
+    assert [p.name for p in marks.iterdir()] == ["host"], "a guest opened the data set, though samples are sent"
+    expected, expected_losses = job.trained_by_hand(STEPS, BATCH, CLIP)
     found = load_file(out)
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():

@@ -11,10 +11,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.lr_scheduler import LambdaLR
 
 import potluck
 
@@ -53,8 +55,33 @@ def build(width: int, dropout: float = 0.0) -> nn.Module:
     )
 
 
-def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+def make_optimizer(model: nn.Module) -> tuple[torch.optim.Optimizer, LambdaLR]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    return optimizer, LambdaLR(optimizer, lambda step: 1 / (1 + step / 50))
+
+
+def order_of(epoch: int) -> list[int]:
+    """The samples' order as the docs promise it: a permutation from the seed (0) and the epoch's number."""
+    return list(np.random.Generator(np.random.PCG64([0, epoch])).permutation(SAMPLES))
+
+
+def trained_by_hand(steps: int, batch: int, clip: float) -> tuple[dict[str, Tensor], list[float]]:
+    """The same training without a line of potluck: whole batches, torch's own update; and each step's loss."""
+    data, model = Data(), build(256)
+    optimizer, scheduler = make_optimizer(model)
+    epochs = -(-steps * batch // SAMPLES)
+    samples = [index for epoch in range(epochs) for index in order_of(epoch)]
+    losses = []
+    for step in range(steps):
+        chosen = samples[step * batch : (step + 1) * batch]
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(data.points[chosen]), data.labels[chosen])
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        scheduler.step()
+        losses.append(loss.item())
+    return model.state_dict(), losses
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -78,8 +105,7 @@ def main(words: Sequence[str] | None = None) -> None:
         return Data()
 
     model = build(options.width, options.dropout).to(run.device)
-    optimizer = make_optimizer(model)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 50))
+    optimizer, scheduler = make_optimizer(model)
     for step in run.training(
         model,
         optimizer,

@@ -39,7 +39,7 @@ def test_it_doubles_while_that_pays() -> None:
     micro = MicroBatch(limit=64)
     tried = search(micro, gpu)
     assert micro.settled == 32  # as fast as 16, and it overlaps better
-    assert tried == [1, 1, 1, 2, 2, 4, 4, 8, 8, 16, 16, 32, 32]
+    assert tried == [2, 2, 2, 4, 4, 8, 8, 16, 16, 32, 32]
 
 
 def test_it_stops_where_doubling_brings_nothing() -> None:
@@ -130,12 +130,21 @@ def test_leases_too_small_for_a_larger_size_end_the_search() -> None:
     assert micro.settled == 2
 
 
+def test_leases_of_one_sample_say_nothing_about_larger_ones() -> None:
+    micro = MicroBatch(limit=64)
+    for _ in range(60):
+        micro.record(1, 0.01)
+    assert (micro.size(), micro.searching) == (2, True)
+    search(micro, gpu)
+    assert micro.settled == 32
+
+
 def test_larger_ones_than_asked_for_say_nothing() -> None:
     """The common batch of a parity check can have more samples than this machine computes at once so far."""
     micro = MicroBatch()
     for _ in range(20):
         micro.record(4, 0.01)
-    assert micro.size() == 1
+    assert micro.size() == 2
     assert micro.searching
 
 

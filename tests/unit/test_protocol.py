@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
 import pytest
@@ -166,6 +167,26 @@ def test_the_common_batch_suits_the_smallest_micro_batch() -> None:
     assert world.protocol.check_samples == 0
 
 
+def test_a_check_that_came_too_late_is_made_again() -> None:
+    """The host went on before the guest had the check's weights; it says so, and is checked at another step."""
+    world = World(samples=100)
+    world.join("a")
+    world.code()
+    world.take_all("a")
+    world.begin()
+    world.take()
+    world.compute()
+    assert world.members["a"].state == CHECKING
+    world.say("a", "stopped", lease=-7, computed=0, compute_s=0.0)
+    assert world.members["a"].state == CHECKING
+    world.say("a", "stopped", lease=-1, computed=0, compute_s=0.0)
+    assert world.members["a"].state == SYNCING
+    world.finish()
+    world.take_all("a")
+    world.whole_step()
+    assert world.members["a"].state == COMPUTING
+
+
 def test_local_data_is_named_in_lease_and_check() -> None:
     world = World(batch=6, samples=100, local_data=True)
     world.join("a")
@@ -175,7 +196,7 @@ def test_local_data_is_named_in_lease_and_check() -> None:
     world.take()
     world.compute()
     (check,) = [s for s in world.sent["a"] if s.kind == "check"]
-    assert check.fields["samples"] == [world.ledger.samples_of([0, 1])]
+    assert struct.unpack("<2q", *check.frames) == tuple(world.ledger.samples_of([0, 1]))
     assert world.of_lease == {}
 
 
@@ -195,7 +216,13 @@ def talk_nonsense(world: World) -> None:
     world.say("a", "grad", b"x", lease=1, piece=99)
 
 
+def be_unreachable(world: World) -> None:
+    world.do(world.protocol.unreachable("a"))
+    assert world.protocol.unreachable("nobody") == []
+
+
 WAYS = [(leave, "the lid was closed"), (fall_silent, "sent nothing for 6.0 s"), (talk_nonsense, "piece 99")]
+WAYS += [(be_unreachable, "its connection is gone")]
 
 
 @pytest.mark.parametrize(("go", "reason"), WAYS)
@@ -206,7 +233,7 @@ def test_a_lease_comes_back_when_its_guest_goes(go: Any, reason: str) -> None:
     assert world.members == {}
     (event,) = of_kind(world, "guest_left") + of_kind(world, "guest_lost")
     assert reason in event["reason"]
-    assert (event["machine"], event["step"], event["samples_taken_back"]) == ("a", 1, 3)
+    assert (event["machine"], event["step"], event["samples_taken_back"]) == ("a", 2, 3)
     result = world.finish()
     assert result.samples == {"host": 6}
     assert result.taken_back_samples == 3

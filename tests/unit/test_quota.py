@@ -48,9 +48,7 @@ def test_quotas_sum_to_the_batch_and_none_is_negative(
 @example(batch=8, host=1.0, values=[(1e300, 1e300)])
 @example(batch=8, host=1.0, values=[(math.inf, 0.0), (1.0, math.inf)])
 @example(batch=8, host=0.0, values=[(1.0, 0.0)])
-def test_absurd_measurements_do_no_harm(
-    batch: int, host: float, values: list[tuple[float, float]]
-) -> None:
+def test_absurd_measurements_do_no_harm(batch: int, host: float, values: list[tuple[float, float]]) -> None:
     """A guest says what it likes about its speed: the step must still be dealt."""
     result = quotas(batch, host, {str(i): speed(r, o) for i, (r, o) in enumerate(values)}, 1)
     assert result.host + sum(result.guests.values()) == batch
@@ -94,9 +92,7 @@ def test_a_guest_sits_out_exactly_when_its_quota_is_under_one(batch: int, host: 
 def brute_force(batch: int, host: float, guests: dict[str, Speed], keeps: int) -> float:
     """The shortest step over all ways to deal it to these guests."""
     ways = itertools.product(range(batch - keeps + 1), repeat=len(guests))
-    return min(
-        makespan(batch, host, guests, dict(zip(guests, way))) for way in ways if sum(way) <= batch - keeps
-    )
+    return min(makespan(batch, host, guests, dict(zip(guests, way))) for way in ways if sum(way) <= batch - keeps)
 
 
 @settings(max_examples=100, deadline=None)

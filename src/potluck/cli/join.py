@@ -130,13 +130,16 @@ def _serve(settings: Settings, token: Any, flags: dict[str, Any]) -> None:
         _run_work(welcome, flags["script"], view)
         if not launch.began:
             raise LoopError("the host's script ended without training", hint="does it reach run.training()?")
+        launch.end_training("its script left the loop")
         view.ended("the script left its loop")
     except GuestDone as done:
         view.ended(f"the run is over: {done}")
     except KeyboardInterrupt:
+        launch.end_training("stopped by the person there")
         view.ended("left the run")
         raise
     finally:
+        launch.end_training("its script failed")
         set_launch(None)
         link.close("left")
         view.close()

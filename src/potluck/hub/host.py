@@ -127,7 +127,7 @@ class HostHub:
         """The host's gradient of the common batch: guests are measured against it."""
         with self._lock:
             check, actions = self._protocol.check_computed(positions)
-            self._references = {check: sketch, **dict(list(self._references.items())[-3:])}
+            self._references = {**dict(list(self._references.items())[-3:]), check: sketch}
             self._do(actions)
 
     def end_step(self) -> tuple[StepResult, float]:
@@ -346,6 +346,7 @@ class HostHub:
             member = self._protocol.members.get(action.guest)
             if member is not None and member.state != JOINING:
                 member.feed.tensors.extend(parts)
+                member.feed.open = True
                 self._coder.code_change()
                 self._pump(member)
 
@@ -353,6 +354,8 @@ class HostHub:
         with self._lock:
             reference = self._references.get(action.check)
         if reference is None:
+            with self._changed:
+                self._protocol.check_void(action.guest, action.check)
             return
         cosine, why_not = compare(
             reference,

@@ -190,12 +190,13 @@ class HostCoder:
         if self._update_wanted:
             return
         with self._weights:
-            version = self.version
+            version, old = self.version, self.state[index]
+            if old.version == version:
+                return  # asked for twice: a second change of the same version would reach nobody
             target = read_piece(piece, self._tensors.trained, self._buffer(piece.count))
             if self._replica is None:
                 self._replica = torch.empty(self._layout.count, device=self._device.torch_device)
             replica = self._replica[piece.offset : piece.offset + piece.count]
-            old = self.state[index]
             change = None
             if old.version == NOTHING:
                 replica.copy_(target)

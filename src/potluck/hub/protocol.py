@@ -27,7 +27,7 @@ from potluck.hub.actions import (
 )
 from potluck.hub.feed import Feed, PieceState
 from potluck.hub.ledger import Ledger
-from potluck.hub.members import CHECKING, COMPUTING, JOINING, SYNCING, Member
+from potluck.hub.members import CHECKING, COMPUTING, JOINING, LONGEST_BENCH_STEPS, SYNCING, Member
 from potluck.hub.stepping import Stepping, pack_samples
 from potluck.spec.layout import TensorSpec, fingerprint_from_json, first_difference
 from potluck.wire.frames import load_json
@@ -175,7 +175,6 @@ class HostProtocol:
         member.micro_batch = max(1, int(fields["micro_batch"]))
         hashes = {str(k): str(v) for k, v in dict(about["hashes"]).items()}
         member.state, member.sync_started = SYNCING, now
-        member.feed.open = True
         return [SendReplica(guest=member.id, hashes=hashes), Wake()]
 
     def _taken(self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float) -> list[Action]:
@@ -240,8 +239,7 @@ class HostProtocol:
     def _stopped(self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float) -> list[Action]:
         lease = int(fields["lease"])
         if lease < 0:  # a check: its weights had gone on before the guest could begin
-            if member.state == CHECKING and member.check == -lease:
-                member.state, member.check = SYNCING, None
+            self.check_void(member.id, -lease)
             return [Wake()]
         self.stepping.stopped(
             member,
@@ -257,7 +255,11 @@ class HostProtocol:
     def begin_step(self, now: float, pieces: Sequence[PieceState], host_keeps: int) -> list[Action]:
         """Open the step: leases for those who count, a common batch for those to be checked."""
         self._check = None
-        new = [m for m in self.members.values() if m.state == SYNCING and m.feed.current(pieces)]
+        new = [
+            m
+            for m in self.members.values()
+            if m.state == SYNCING and m.feed.current(pieces) and self.ledger.step >= m.rests_until_step
+        ]
         if new:
             self._checks += 1
             self._check = _Check(id=self._checks, step=self.ledger.step, guests=[m.id for m in new])
@@ -304,6 +306,15 @@ class HostProtocol:
         check, member.check = member.check, None
         return [CompareSketch(guest=member.id, check=check, sketch=frames[0], loss=loss)]
 
+    def check_void(self, guest: str, check: int) -> None:
+        """The weights or the reference of a check were gone before its answer: check again, less and less often."""
+        member = self.members.get(guest)
+        if member is not None and member.state == CHECKING and member.check in (check, None):
+            member.state, member.check = SYNCING, None
+            member.reason = "a step is over before its weights are there"
+            member.rests_until_step = self.ledger.step + min(2**member.rests, LONGEST_BENCH_STEPS)
+            member.rests += 1
+
     def compared(self, guest: str, cosine: float, why_not: str | None) -> list[Action]:
         """The outcome of a parity check."""
         member = self.members.get(guest)
@@ -314,7 +325,7 @@ class HostProtocol:
             return self.put_out(
                 member, f"its gradient differs from the host's on the same batch: {why_not}", refused=True
             )
-        member.state, member.reason = COMPUTING, ""
+        member.state, member.reason, member.rests = COMPUTING, "", 0
         return [
             _event(
                 "guest_joined",

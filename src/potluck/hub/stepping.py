@@ -151,9 +151,13 @@ class Stepping:
         # Who has helped before may only have had a hiccup: it is asked again soon, then less and less often.
         steps = None if member.samples else QUOTA_RETRY_STEPS * 2**member.rests
         member.rest(self.ledger.step, reason, steps=steps)
+        # Estimates grow old while it rests: a little hope each time, or a passing slowness would last for ever.
+        if member.samples and member.rate.value is not None:
+            member.rate.value *= 1.2
         if member.overhead.value is not None:
             member.overhead.value *= 0.7
             member.overhead.spread *= 0.7
+        member.rate.spread *= 0.7
         return (
             []
             if told

@@ -25,6 +25,12 @@ class ModelTensors:
         self.fixed: dict[str, Tensor] = {}
         """Frozen parameters and buffers: they travel once."""
         specs: list[TensorSpec] = []
+        for name, module in model.named_modules():
+            if getattr(module, "sparse", False) is True:
+                raise LoopError(
+                    f"{name or 'the model'} makes sparse gradients, which do not travel",
+                    hint="build it with sparse=False",
+                )
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 if not parameter.is_floating_point():

@@ -56,10 +56,12 @@ class GuestTrainer:
         self._saved_bytes: SavedBytes | None = None
         self._samples = 0
         self._seconds = 0.0
+        self._ended = False
+        parts.launch.end_training = self._end
 
     def steps(self) -> Iterator[Step]:
         self._hub.open(self._p.micro.size)
-        reason = "failed"
+        reason = "stopped by the person there"
         try:
             while True:
                 self._work = self._hub.next_work()
@@ -77,11 +79,18 @@ class GuestTrainer:
             reason = "its script left the loop"
             raise
         finally:
-            self._overlap.remove()
-            self._hub.close("stopped by the person there" if reason == "failed" else reason)
-            self._p.launch.log.emit(
-                {"event": "guest_end", "samples": self._samples, "compute_s": round(self._seconds, 3)}
-            )
+            self._end(reason)
+
+    def _end(self, reason: str) -> None:
+        """Say goodbye, if there is a reason to; only the first call does anything."""
+        if self._ended:
+            return
+        self._ended = True
+        self._overlap.remove()
+        self._hub.close(reason)
+        self._p.launch.log.emit(
+            {"event": "guest_end", "samples": self._samples, "compute_s": round(self._seconds, 3)}
+        )
 
     def _batches(self, step: Step) -> Iterator[Any]:
         work = self._work
@@ -91,6 +100,10 @@ class GuestTrainer:
         self._hub.enter(work)
         try:
             yield from self._check(step, work) if work.check else self._lease(step, work)
+        except RunOver as over:
+            # This is raised into the user's loop, where `steps` does not see it.
+            self._end("")
+            raise GuestDone(str(over)) from None
         finally:
             self._overlap.idle()
             self._hub.let_go(work)

@@ -37,8 +37,11 @@ class MicroBatch:
     _warm: bool = False
     _missed: int = 0
 
+    def __post_init__(self) -> None:
+        self._now = min(self._now, self.limit)
+
     def size(self) -> int:
-        return self.fixed or self.settled or min(self._now, self.limit)
+        return self.fixed or self.settled or self._now
 
     @property
     def searching(self) -> bool:
@@ -57,7 +60,7 @@ class MicroBatch:
             return
         if 2 * size <= self._now:
             self._missed += 1
-            if self._missed >= MISSES:
+            if self._missed >= MISSES and self._seconds:
                 self._settle()
             return
         # A lease cut into equal parts rarely has the very size that was asked for.

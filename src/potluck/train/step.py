@@ -112,7 +112,8 @@ class SavedBytes:
         return self.bytes
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, torch.nn.Parameter):
+        owner = tensor if tensor._base is None else tensor._base  # a layer keeps its weight as a view
+        if not isinstance(owner, torch.nn.Parameter):
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in self._seen:
                 self._seen.add(storage.data_ptr())

@@ -1,0 +1,185 @@
+"""A host's coder and a guest's hub on either side of the feed's rules, without a socket between them.
+
+It owns the pumping that the I/O thread does in a run. It knows no lease and no step.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from potluck.codec import get
+from potluck.device import Device, pick
+from potluck.hub.feed import Feed, Item
+from potluck.hub.guest import GuestHub
+from potluck.hub.host_coder import Answer, Coded, Decoded, HostCoder
+from potluck.hub.tensors import ModelTensors
+from potluck.wire.frames import Message
+
+DEADLINE_S = 20.0
+
+
+class Net(nn.Module):
+    """Weights of several types, one of them tied, one frozen, and a buffer."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(24, 40, dtype=dtype)
+        self.middle = nn.Linear(40, 40)
+        self.frozen = nn.Linear(40, 8)
+        self.head = nn.Linear(24, 40, bias=False)
+        self.head.weight = self.embedding.weight
+        self.frozen.requires_grad_(False)
+        self.register_buffer("scale", torch.rand(5))
+
+
+class FakeLink:
+    """The guest's connection, without one: what it says is kept, what it should hear is given to `hear`."""
+
+    def __init__(self) -> None:
+        self.failure = None
+        self.lost: Callable[[], None]
+        self.back: Callable[[Message], None]
+        self.ended: Callable[[], None]
+        self.said: list[tuple[str, dict[str, Any]]] = []
+        self.sent: list[Message] = []
+
+    def handle(self, handler: Callable[[str, Message], None]) -> None:
+        self.hear = handler
+
+    def control(self, kind: str, *frames: bytes, **fields: Any) -> None:
+        self.said.append((kind, fields))
+
+    def data(self, message: Message) -> None:
+        self.sent.append(message)
+
+    def close(self, reason: str = "") -> None:
+        pass
+
+
+class Pair:
+    """A host's coder and a guest's hub, with the rules of the feed between them and no socket."""
+
+    def __init__(self, codec: str, dtype: torch.dtype = torch.float32, device: Device | None = None) -> None:
+        torch.manual_seed(1)
+        self.device = device or pick("cpu")
+        self.model = Net(dtype)
+        theirs = copy.deepcopy(self.model)
+        with torch.no_grad():
+            for tensor in (*theirs.parameters(), *theirs.buffers()):
+                tensor.copy_(torch.rand_like(tensor))
+        self.model.to(self.device.torch_device)
+        self.tensors, self.theirs = ModelTensors(self.model), ModelTensors(theirs)
+        self.pieces = len(self.tensors.layout.pieces)
+        assert self.pieces > 4
+        self.said = threading.Event()
+        self.coder = HostCoder(
+            self.tensors, down=get(codec), up=get(codec), device=self.device, notify=self.said.set
+        )
+        self.feed = Feed(pieces=self.pieces, window_bytes=2000)
+        self.feed.open = True
+        self.link = FakeLink()
+        self.guest = GuestHub(self.link, self.theirs, down=get(codec), up=get(codec), device=pick("cpu"))  # type: ignore[arg-type]
+        self.decoded: list[Decoded] = []
+        self.probed: dict[int, Tensor] = {}
+        self.changes = self.wholes = 0
+
+    @contextmanager
+    def running(self) -> Iterator[Pair]:
+        self.coder.start()
+        self.guest.open(lambda: 1)
+        try:
+            yield self
+        finally:
+            self.guest.close()
+            self.coder.close()
+
+    # -- the I/O thread's part
+
+    def pump(self) -> None:
+        state = list(self.coder.state)
+        while (item := self.feed.next(state)) is not None:
+            if item.kind == "change":
+                self.changes += 1
+                piece = state[item.index]
+                fields = {"piece": item.index, "base": piece.base, "version": piece.version}
+                frames = (bytes(piece.change),)  # type: ignore[call-overload]
+                self.link.hear("data", Message(kind="change", fields=fields, frames=frames))
+                self.feed.change_sent(item, piece.version)
+            else:
+                part = self.feed.tensors[0] if item.kind == "tensor" else None
+                self.feed.asked(item)
+                self.coder.ask("guest", item, part)
+
+    def turn(self) -> None:
+        while self.coder.results:
+            result = self.coder.results.popleft()
+            if isinstance(result, Decoded):
+                self.decoded.append(result)
+            elif isinstance(result, Answer) and result.guest == "probe":
+                self.probed[result.item.index] = torch.frombuffer(bytearray(result.payload), dtype=torch.float32)
+            elif isinstance(result, Answer):
+                self.answer(result)
+            else:
+                assert isinstance(result, Coded), result
+        while self.link.said:
+            kind, fields = self.link.said.pop(0)
+            if kind == "taken":
+                self.feed.taken(fields["bytes"])
+        self.pump()
+
+    def answer(self, answer: Answer) -> None:
+        frames = (bytes(answer.payload),)
+        if answer.part is not None:
+            fields: dict[str, Any] = {"name": answer.part.name, "start": answer.part.start}
+            self.link.hear("data", Message(kind="tensor", fields=fields, frames=frames))
+        else:
+            self.wholes += 1
+            fields = {"piece": answer.item.index, "version": answer.version}
+            self.link.hear("data", Message(kind="whole", fields=fields, frames=frames))
+        self.feed.answered(answer.item, answer.version)
+
+    def until(self, done: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            self.turn()
+            if done():
+                return
+            assert time.monotonic() < deadline, "nothing happens any more"
+            time.sleep(0.0005)
+
+    # -- what tests do
+
+    def update(self, size: float = 1e-2) -> None:
+        with self.coder.updating(), torch.no_grad():
+            for parameter in self.tensors.trained:
+                parameter.add_((torch.randn(parameter.shape) * size).to(parameter))
+
+    def sync(self) -> None:
+        """Code the weights as they are and wait until the guest has taken everything."""
+        self.coder.code_change()
+        self.until(lambda: all(s.version == self.coder.version for s in self.coder.state))
+        self.until(lambda: self.feed.current(self.coder.state) and not self.feed.in_flight_bytes)
+
+    def replica(self) -> Tensor:
+        self.probed.clear()
+        for piece in self.tensors.layout.pieces:
+            self.coder.ask("probe", Item("whole", piece.index, 0), None)
+        self.until(lambda: len(self.probed) == self.pieces)
+        return torch.cat([self.probed[i] for i in range(self.pieces)])
+
+    def check_same_bits(self) -> Tensor:
+        replica = self.replica()
+        assert torch.equal(replica, flat(self.theirs)), "the guest's weights are not the replica"
+        return replica
+
+
+def flat(tensors: ModelTensors) -> Tensor:
+    return torch.cat([p.detach().cpu().reshape(-1).float() for p in tensors.trained])

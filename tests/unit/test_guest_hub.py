@@ -1,0 +1,228 @@
+"""The guest's two threads: weights never change under a computation, gradients are never freed under the coder."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from potluck.codec import Codec, get
+from potluck.device import pick
+from potluck.hub.guest import GuestHub, Work
+from potluck.hub.tensors import ModelTensors
+from potluck.spec import layout as layouts
+from potluck.wire.frames import Message
+
+DEADLINE_S = 10.0
+A_WHILE_S = 0.2
+"""Long enough for a thread to do what it should not."""
+
+
+class FakeLink:
+    """Keeps what the guest says; the test speaks as the host."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[str, dict[str, Any]]] = []
+        self.failure: BaseException | None = None
+        self.hear: Callable[[str, Message], None] = lambda channel, message: None
+
+    def handle(self, handler: Callable[[str, Message], None]) -> None:
+        self.hear = handler
+
+    def control(self, kind: str, *frames: bytes, **fields: Any) -> None:
+        self.said.append((kind, fields))
+
+    def data(self, message: Message) -> None:
+        self.said.append((message.kind, message.fields))
+
+    def close(self, reason: str = "") -> None:
+        self.said.append(("closed", {"reason": reason}))
+
+
+class Held:
+    """A codec whose work stands still, once it has begun, until the test lets it go on."""
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        self.go_on.set()
+
+    def hold(self) -> None:
+        self.begun.clear()
+        self.go_on.clear()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._codec, name)
+
+    def _wait(self) -> None:
+        self.begun.set()
+        assert self.go_on.wait(DEADLINE_S)
+
+    def decode(self, *args: Any, **kwargs: Any) -> Tensor:
+        self._wait()
+        return self._codec.decode(*args, **kwargs)
+
+    def encode(self, *args: Any, **kwargs: Any) -> Tensor:
+        self._wait()
+        return self._codec.encode(*args, **kwargs)
+
+
+class Guest:
+    """A hub over a small model of several pieces, spoken to as the host would."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+        self.tensors = ModelTensors(self.model)
+        self.link = FakeLink()
+        self.codec = Held(get("none"))
+        codec: Any = self.codec
+        self.hub = GuestHub(self.link, self.tensors, down=codec, up=codec, device=pick("cpu", threads=1))  # type: ignore[arg-type]
+        self.hub.open(lambda: 1)
+        self.pieces = self.tensors.layout.pieces
+        assert len(self.pieces) > 2
+
+    def weights(self) -> Tensor:
+        return torch.cat([p.detach().flatten() for p in self.tensors.trained]).clone()
+
+    def brings(self, kind: str, index: int, version: int, value: float = 1.0) -> None:
+        """The host sends a piece, whole or its change from the version before."""
+        payload = torch.full((self.pieces[index].count,), value).numpy().tobytes()
+        fields = {"piece": index, "version": version, "base": version - 1}
+        self.link.hear("data", Message(kind=kind, fields=fields, frames=(payload,)))
+
+    def brings_all(self, kind: str, version: int) -> None:
+        for piece in self.pieces:
+            self.brings(kind, piece.index, version)
+
+    def asks(self, kind: str, step: int) -> Work:
+        """The host asks for work; it is begun."""
+        fields = {"lease": 7, "check": 7, "step": step, "sizes": [1]}
+        self.link.hear("control", Message(kind=kind, fields=fields))
+        work = self.hub.next_work()
+        self.hub.enter(work)
+        return work
+
+    def revokes(self) -> None:
+        self.link.hear("control", Message(kind="revoke", fields={"lease": 7}))
+
+    def ends(self, work: Work) -> None:
+        self.hub.let_go(work)
+        self.hub.leave()
+
+    def eventually(self, found: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not found():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def guest(monkeypatch: pytest.MonkeyPatch) -> Iterator[Guest]:
+    monkeypatch.setattr(layouts, "SMALLEST_PIECE", 256)
+    guest = Guest()
+    guest.brings_all("whole", 0)
+    guest.eventually(lambda: bool((guest.weights() == 1.0).all()))
+    yield guest
+    guest.codec.go_on.set()
+    guest.hub.close()
+
+
+def in_thread(work: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_weights_stand_still_under_work_that_is_over(guest: Guest) -> None:
+    work = guest.asks("lease", step=1)
+    guest.brings("change", 0, 1)
+    guest.hub.wait_for_pieces(work, [0])
+    guest.revokes()
+    loss = guest.model(torch.ones(2, 16)).sum()
+    before = guest.weights()
+    guest.brings("change", 1, 1)
+    guest.hub.wait_for_pieces(work, [1])  # does not wait for it: nobody needs the result
+    time.sleep(A_WHILE_S)
+    assert torch.equal(guest.weights(), before)
+    loss.backward()  # torch raises here if a weight has changed since the forward
+    guest.ends(work)
+    guest.eventually(lambda: not torch.equal(guest.weights(), before))
+
+
+def test_a_gate_opens_only_after_the_change_under_way(guest: Guest) -> None:
+    work = guest.asks("lease", step=1)
+    guest.codec.hold()
+    guest.brings("change", 0, 1)
+    assert guest.codec.begun.wait(DEADLINE_S)
+    guest.revokes()
+    passes = in_thread(lambda: guest.hub.wait_for_pieces(work, [1]))
+    passes.join(A_WHILE_S)
+    assert passes.is_alive(), "a forward would begin while a weight is being changed"
+    guest.codec.go_on.set()
+    passes.join(DEADLINE_S)
+    assert not passes.is_alive()
+
+
+def test_work_begins_only_after_the_change_under_way(guest: Guest) -> None:
+    guest.codec.hold()
+    guest.brings("change", 0, 1)
+    assert guest.codec.begun.wait(DEADLINE_S)
+    begins = in_thread(lambda: guest.asks("lease", step=0))
+    begins.join(A_WHILE_S)
+    assert begins.is_alive()
+    guest.codec.go_on.set()
+    begins.join(DEADLINE_S)
+    assert not begins.is_alive()
+
+
+def test_gradients_stay_until_the_coder_has_let_go_of_them(guest: Guest) -> None:
+    work = guest.asks("lease", step=0)
+    guest.model(torch.ones(2, 16)).sum().backward()
+    guest.codec.hold()
+    guest.hub.code(work, range(len(guest.pieces)))
+    assert guest.codec.begun.wait(DEADLINE_S)
+    guest.revokes()
+    lets_go = in_thread(lambda: guest.hub.let_go(work))
+    lets_go.join(A_WHILE_S)
+    assert lets_go.is_alive(), "the gradient would be freed while the coder reads it"
+    guest.codec.go_on.set()
+    lets_go.join(DEADLINE_S)
+    assert not lets_go.is_alive()
+    sent = [fields["piece"] for kind, fields in guest.link.said if kind == "grad"]
+    assert sent == [0], "the others were not begun any more"
+
+
+def test_a_check_whose_weights_have_gone_on_is_given_back(guest: Guest) -> None:
+    guest.brings("change", 0, 1)
+    guest.eventually(lambda: bool((guest.weights()[:100] == 2.0).all()))
+    work = guest.asks("check", step=0)
+    assert work.over
+    guest.hub.stopped(work, 0, 0.0)
+    # By its number as a check, so that the host does not take it for a lease.
+    assert ("stopped", {"lease": -7, "computed": 0, "compute_s": 0.0}) in guest.link.said
+
+
+def test_a_check_is_over_when_its_weights_will_not_come_any_more(guest: Guest) -> None:
+    work = guest.asks("check", step=1)
+    guest.brings("change", 0, 1)
+    guest.brings("whole", 1, 2)
+    guest.hub.wait_for_all(work)
+    assert work.over
+
+
+def test_a_check_with_all_its_weights_takes_its_time(guest: Guest) -> None:
+    work = guest.asks("check", step=1)
+    guest.brings_all("change", 1)
+    guest.hub.wait_for_all(work)
+    guest.brings("change", 0, 2)
+    time.sleep(A_WHILE_S)
+    assert not work.over
+    assert bool((guest.weights() == 2.0).all())
+    guest.ends(work)
+    guest.eventually(lambda: bool((guest.weights()[:100] == 3.0).all()))
