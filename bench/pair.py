@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from typing import Any
 from potluck.lab.netns import Pair, Place, why_not
 
 WARM_UP_STEPS = 4
+QUIET = ["--threads", "1", "--view", "quiet", "--checkpoint-every", "0"]
 MODEL = ["--depth", "4", "--sequence", "128", "--batch-tokens", "4096"]
 
 
@@ -58,15 +60,13 @@ def environment() -> dict[str, str]:
 
 
 def alone(seconds_per_sample: float, steps: int, out: Path) -> list[dict[str, Any]]:
-    command = potluck("train", "--guests", "0", "--device", f"paced:{seconds_per_sample}", "--threads", "1", *MODEL)
-    command += ["--micro-batch", "2", "--steps", str(steps), "--runs", str(out), "--view", "quiet", "--checkpoint-every", "0"]
+    command = potluck("train", "--guests", "0", "--device", f"paced:{seconds_per_sample}", *MODEL, *QUIET)
+    command += ["--micro-batch", "2", "--steps", str(steps), "--runs", str(out)]
     subprocess.run(command, check=True, env=environment())
     return steps_of(out)
 
 
 def wait_for_token(runs: Path, host: subprocess.Popen[bytes]) -> Path:
-    import time
-
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and host.poll() is None:
         if tokens := list(runs.glob("*/token")):
@@ -77,22 +77,20 @@ def wait_for_token(runs: Path, host: subprocess.Popen[bytes]) -> Path:
 
 def together(case: Case, host_s: float, steps: int, out: Path, number: int) -> list[dict[str, Any]]:
     with Pair(case.link_mbit, number=number) as pair:
-        host = start_host(pair, pair.host, host_s, steps, out)
+        processes = [start_host(pair, pair.host, host_s, steps, out)]
         try:
-            token = wait_for_token(out, host)
-            guest = pair.start(
-                pair.guest,
-                potluck("join", "--token-file", str(token), "--device", f"paced:{case.guest_s}", "--name", "guest",
-                        "--threads", "1", "--micro-batch", str(case.micro_batch), "--view", "plain"),
-                env=environment(),
-                stdout=open(out / "guest.log", "wb"),
-                stderr=subprocess.STDOUT,
-            )
-            if host.wait(timeout=60 + 3 * steps * host_s * 32) != 0:
+            token = wait_for_token(out, processes[0])
+            join = potluck("join", "--token-file", str(token), "--device", f"paced:{case.guest_s}")
+            join += ["--name", "guest", "--threads", "1", "--micro-batch", str(case.micro_batch)]
+            with open(out / "guest.log", "wb") as log:
+                processes.append(
+                    pair.start(pair.guest, join, env=environment(), stdout=log, stderr=subprocess.STDOUT)
+                )
+            if processes[0].wait(timeout=180 + 3 * steps * host_s * 32) != 0:
                 raise SystemExit("the host failed")
-            guest.wait(timeout=20)
+            processes[1].wait(timeout=20)
         finally:
-            for process in (host, guest):
+            for process in processes:
                 if process.poll() is None:
                     process.kill()
                     process.wait()
@@ -100,14 +98,14 @@ def together(case: Case, host_s: float, steps: int, out: Path, number: int) -> l
 
 
 def start_host(pair: Pair, place: Place, host_s: float, steps: int, out: Path) -> subprocess.Popen[bytes]:
-    command = potluck("host", "--device", f"paced:{host_s}", "--threads", "1", "--name", "host", *MODEL)
+    command = potluck("host", "--device", f"paced:{host_s}", "--name", "host", *MODEL, *QUIET)
     command += ["--micro-batch", "2", "--steps", str(steps), "--bind", place.address, "--wait-for", "1"]
-    command += ["--runs", str(out), "--view", "quiet", "--checkpoint-every", "0"]
+    command += ["--runs", str(out)]
     return pair.start(place, command, env=environment())
 
 
 def median_step(steps: list[dict[str, Any]]) -> float:
-    return statistics.mean(s["step_s"] for s in steps)
+    return statistics.median(s["step_s"] for s in steps)
 
 
 def main() -> None:

@@ -67,9 +67,9 @@ class Held:
         self._wait()
         return self._codec.decode(*args, **kwargs)
 
-    def encode(self, *args: Any, **kwargs: Any) -> Tensor:
-        self._wait()
-        return self._codec.encode(*args, **kwargs)
+    def finite(self, *args: Any) -> bool:
+        self._wait()  # asked of every piece of the gradient that has been coded
+        return self._codec.finite(*args)
 
 
 class Guest:
