@@ -19,7 +19,7 @@ from torch.nn import functional as F
 import potluck
 from potluck.train.recipes.gpt import GPT
 
-SEQUENCE, BATCH = 48, 16
+SEQUENCE, BATCH = 32, 16
 
 
 class Windows:
