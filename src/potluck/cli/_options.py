@@ -147,9 +147,7 @@ def read_config_file(path: Path | None, recipe: str | None) -> tuple[dict[str, A
         ) from error
     for name, table in tables.items():
         if name not in ("run", recipe) or not isinstance(table, dict):
-            raise ConfigError(
-                f"{path} has {name!r}, which means nothing here", hint=f"tables: {means}"
-            )
+            raise ConfigError(f"{path} has {name!r}, which means nothing here", hint=f"tables: {means}")
     return tables.get("run", {}), tables.get(recipe or "", {})
 
 

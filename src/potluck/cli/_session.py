@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ import click
 
 from potluck.cli._app import Settings
 from potluck.device import pick
+from potluck.device.limits import usable_cores
 from potluck.errors import ConfigError
 from potluck.launch.local import LocalGuests
 from potluck.report.view import View, make_view
@@ -103,7 +104,13 @@ def _session_in(folder: RunFolder, settings: Settings, plan: Plan) -> Iterator[L
         files=plan.files,
     )
     guests = LocalGuests(folder.path)
-    try:
+    with ExitStack() as closing:  # in reverse order, each whatever happens to the others
+        closing.callback(lambda: _add_machines(folder, joined) if joined else None)
+        closing.callback(log.close)
+        closing.callback(view.close)
+        closing.callback(_send_home, guests, log)
+        closing.callback(lambda: launch.socket.close() if launch.socket is not None else None)
+        closing.callback(set_launch, None)
         if plan.role != ALONE:
             token = _open_door(launch, folder, only_here=plan.guests > 0)
             if not plan.guests and plan.view != "quiet":
@@ -119,16 +126,11 @@ def _session_in(folder: RunFolder, settings: Settings, plan: Plan) -> Iterator[L
                 launch.end_training("failed")
                 raise
             launch.end_training("finished")
-    finally:
-        set_launch(None)
-        if launch.socket is not None:
-            launch.socket.close()
-        for words in guests.close():
-            log.emit({"event": "note", "text": words})
-        view.close()
-        log.close()
-        if joined:
-            _add_machines(folder, joined)
+
+
+def _send_home(guests: LocalGuests, log: EventLog) -> None:
+    for words in guests.close():
+        log.emit({"event": "note", "text": words})
 
 
 def _seen(event: dict[str, Any], joined: dict[str, dict[str, Any]], view: View) -> None:
@@ -146,7 +148,7 @@ def _add_machines(folder: RunFolder, joined: dict[str, dict[str, Any]]) -> None:
 
 def _threads_beside(guests: int) -> int | None:
     """CPU threads for each process when several share this machine; None: the device's own choice."""
-    return max(1, (os.cpu_count() or 1) // (1 + guests)) if guests else None
+    return max(1, usable_cores() // (1 + guests)) if guests else None
 
 
 def _open_door(launch: Launch, folder: RunFolder, *, only_here: bool) -> str:
@@ -233,9 +235,11 @@ def _stop_on_signals(launch: Launch, view: View) -> Iterator[None]:
         if asked.is_set() or not launch.began:
             raise KeyboardInterrupt
         asked.set()
-        view.event({"event": "note", "text": "stopping: saving first (once more Ctrl-C to stop at once)"})
+        note = {"event": "note", "text": "stopping: saving first (once more Ctrl-C to stop at once)"}
+        # In a thread: the signal may have come while this very thread holds the view's lock.
+        threading.Thread(target=view.event, args=(note,), daemon=True).start()
 
-    numbers = [signal.SIGINT, signal.SIGTERM]
+    numbers = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
     before = {n: signal.signal(n, on_signal) for n in numbers}
     try:
         yield

@@ -79,6 +79,8 @@ class GuestHub:
         self._layout = tensors.layout
         self._changed = threading.Condition(threading.RLock())
         self._have = [NOTHING] * len(self._layout.pieces)
+        self._handed: Work | None = None
+        """What `next_work` has given to the training thread, until it enters it."""
         self._active: Work | None = None
         """What the training thread computes now."""
         self._works: deque[Work] = deque()
@@ -93,6 +95,7 @@ class GuestHub:
         self._coded: set[int] = set()
         self._clear_residual = False
         self._finite = True
+        self._hashes: dict[str, str] = {}
         self._residual: Tensor | None = None
         self._scratch: Tensor | None = None
         self._over: str | None = None
@@ -106,6 +109,7 @@ class GuestHub:
     def open(self, micro_batch: Callable[[], int]) -> None:
         """Tell the host that the model is built, and start to follow it."""
         self._micro_batch = micro_batch
+        self._hashes = self._tensors.hashes()  # once: what is frozen does not change, and may be large
         self._worker.start()
         self._link.lost = self._lost
         self._link.back = lambda welcome: self._say_ready()
@@ -117,7 +121,7 @@ class GuestHub:
         # Names and hashes of a large model are too many for a header: they go in a frame of their own.
         about = {
             "fingerprint": fingerprint_to_json(self._tensors.fingerprint),
-            "hashes": self._tensors.hashes(),
+            "hashes": {**self._hashes, **self._tensors.buffer_hashes()},
         }
         self._link.control("ready", dump_json(about), micro_batch=self._micro_batch())
 
@@ -125,10 +129,11 @@ class GuestHub:
         """Wait for the next lease or check. Raises RunOver, or the link's failure."""
         with self._changed:
             while True:
-                self._changed.wait_for(lambda: self._works or self._done_waiting())
+                self._wait(lambda: bool(self._works) or self._done_waiting())
                 self._raise_end()
                 work = self._works.popleft()
                 if not work.over:
+                    self._handed = work
                     return work
                 self._tell_stopped(work, 0, 0.0)
 
@@ -138,7 +143,7 @@ class GuestHub:
             self._changed.wait_for(lambda: not self._busy)
             if any(have > work.step for have in self._have):
                 work.over = True  # the weights have gone on before this could begin
-            self._active = work
+            self._active, self._handed = work, None
             self._coded, self._final = set(), set()
             self._finite = True
             self._changed.notify_all()
@@ -161,7 +166,7 @@ class GuestHub:
     def batch(self, work: Work, number: int) -> Any | None:
         """The samples of one micro-batch, or None when the work is over."""
         with self._changed:
-            self._changed.wait_for(lambda: number in work.batches or work.over or self._done_waiting())
+            self._wait(lambda: number in work.batches or work.over or self._done_waiting())
             self._raise_end()
             return None if work.over else work.batches.pop(number)
 
@@ -173,7 +178,7 @@ class GuestHub:
         started = time.monotonic()
         with self._changed:
             # Work that is over is computed to its end, for nothing, on weights that nobody changes meanwhile.
-            self._changed.wait_for(
+            self._wait(
                 lambda: (
                     all(have[i] == version for i in pieces)
                     or (work.over and not self._busy)
@@ -236,7 +241,14 @@ class GuestHub:
 
     def _tell_stopped(self, work: Work, computed: int, compute_s: float) -> None:
         self._to_code.clear()
+        if work is self._active and self._final:
+            self._clear_residual = True  # parts of it have left, and will not count
         self._link.control("stopped", lease=work.key, computed=computed, compute_s=compute_s)
+
+    def _wait(self, condition: Callable[[], bool]) -> None:
+        """Wait, but look up twice a second: not every system lets Ctrl-C end a wait for a lock."""
+        while not self._changed.wait_for(condition, timeout=0.5):
+            pass
 
     def _done_waiting(self) -> bool:
         ended = self._over is not None or self._failure is not None or self._link.failure is not None
@@ -265,11 +277,12 @@ class GuestHub:
                 work.over = True
             self._incoming.clear()
             self._early.clear()
+            self._clear_residual = True
             self._have = [NOTHING] * len(self._have)
             self._changed.notify_all()
 
     def _open_works(self) -> list[Work]:
-        return [*self._works, *([self._active] if self._active is not None else [])]
+        return [*self._works, *(w for w in (self._handed, self._active) if w is not None)]
 
     def _message(self, channel: str, message: Message) -> None:
         with self._changed:

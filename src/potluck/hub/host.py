@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from potluck.errors import GuestsMissingError, WireError
+from potluck.errors import GuestsMissingError, LoopError, WireError
 from potluck.hub import actions as act
 from potluck.hub.feed import TensorPart
 from potluck.hub.host_coder import Answer, Coded, Decoded, Failed, HostCoder
@@ -63,6 +63,8 @@ class HostHub:
         self._hashes: dict[str, str] | None = None
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="potluck-loader")
         self._stop = False
+        self._step_open = True
+        """Whether the weights are those of a version: in a step, and before the first one."""
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="potluck-io", daemon=True)
 
@@ -96,6 +98,7 @@ class HostHub:
         """The weights are at the step's version: deal the step and send the change to those who take part."""
         with self._changed:
             self._raise_failure()
+            self._step_open = True
             self._guest_loss = 0.0
             self._bytes_up = self._bytes_down = 0
             self._do(self._protocol.begin_step(time.monotonic(), self._coder.state, host_keeps=1))
@@ -134,6 +137,7 @@ class HostHub:
         """Close a full step and add the contributions to the gradients; also the guests' summed loss."""
         with self._lock:
             result = self._protocol.stepping.end()
+            self._step_open = False
             loss = self._guest_loss
         self._coder.collect()
         return result, loss
@@ -167,7 +171,7 @@ class HostHub:
         self._socket.wake()
         if self._thread.is_alive():
             self._thread.join(5.0)
-        self._loader.shutdown(wait=True, cancel_futures=True)
+        self._loader.shutdown(wait=False, cancel_futures=True)
         self._coder.close()
         self._socket.close()
 
@@ -316,10 +320,21 @@ class HostHub:
 
     def _load(self, action: act.SendSamples) -> None:
         with self._lock:
-            if action.guest not in self._protocol.members:
-                return
+            member = self._protocol.members.get(action.guest)
+            if member is None or (action.lease > 0 and not member.holds(action.lease)):
+                return  # nobody waits for these any more
             samples = self._protocol.ledger.samples_of(action.positions)
-        spec, frames = pack_tree(self._parts.fetch(samples))
+        batch = self._parts.fetch(samples)
+        try:
+            spec, frames = pack_tree(batch)
+        except LoopError as error:
+            # The guest cannot help with such batches; the training itself is fine.
+            with self._changed:
+                member = self._protocol.members.get(action.guest)
+                if member is not None:
+                    reason = f"the samples cannot be sent: {error}"
+                    self._do(self._protocol.put_out(member, reason, refused=True))
+            return
         fields = {"lease": action.lease, "batch": action.batch, "tree": spec}
         with self._lock:
             member = self._protocol.members.get(action.guest)
@@ -347,7 +362,10 @@ class HostHub:
             if member is not None and member.state != JOINING:
                 member.feed.tensors.extend(parts)
                 member.feed.open = True
-                self._coder.code_change()
+                # Between two steps the user's code may have other weights in the model (an evaluation): then
+                # the next step will code them.
+                if self._step_open:
+                    self._coder.code_change()
                 self._pump(member)
 
     def _compare(self, action: act.CompareSketch) -> None:

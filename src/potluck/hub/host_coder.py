@@ -197,15 +197,19 @@ class HostCoder:
             if self._replica is None:
                 self._replica = torch.empty(self._layout.count, device=self._device.torch_device)
             replica = self._replica[piece.offset : piece.offset + piece.count]
-            change = None
+            change, base = None, old.version
             if old.version == NOTHING:
                 replica.copy_(target)
             else:
                 payload = encode_change(self._down, target, replica)
-                round_to_types(piece, self._tensors.trained, replica)
-                change = raw_bytes(self._device.to_host(payload))
+                if self._down.finite(payload, piece.count):
+                    round_to_types(piece, self._tensors.trained, replica)
+                    change = raw_bytes(self._device.to_host(payload))
+                else:
+                    replica.copy_(target)
+                    base = NOTHING  # goes out whole, or it would stay broken for ever
         with self._changed:
-            self.state[index] = PieceState(old.version, version, old.change_bytes, old.whole_bytes, change)
+            self.state[index] = PieceState(base, version, old.change_bytes, old.whole_bytes, change)
         self.results.append(Coded(index))
 
     def _answer(self, guest: str, item: Item, part: TensorPart | None) -> None:

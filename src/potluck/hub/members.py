@@ -89,6 +89,9 @@ class Member:
         rate = max(self.rate.value - 0.5 * self.rate.spread, 0.5 * self.rate.value)
         return Speed(rate_samples_per_s=rate, overhead_s=max(0.0, overhead))
 
+    def holds(self, lease: int) -> bool:
+        return self.lease is not None and self.lease.id == lease and not self.lease.revoked
+
     def rest(self, step: int, reason: str, *, steps: int | None = None) -> None:
         """Sit out for a number of steps that doubles each time in a row."""
         length = steps if steps is not None else 2 ** (self.rests + 1)

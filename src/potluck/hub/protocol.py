@@ -6,6 +6,7 @@ no tensor; what a step does with its members is `stepping`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,8 +47,8 @@ class HostTerms:
     versions: dict[str, str]
     fingerprint: tuple[TensorSpec, ...]
     pieces: int
-    coded_bytes: int
-    """One whole model's worth of the run's codec."""
+    piece_bytes: tuple[int, ...]
+    """The length of each piece's gradient in the run's codec."""
     window_bytes: int = 4 << 20
     heartbeat_s: float = 1.0
     silence_s: float = 5.0
@@ -196,7 +197,7 @@ class HostProtocol:
             member,
             lease=int(fields["lease"]),
             keep=int(fields["keep"]),
-            eta_s=float(fields["eta_s"]),
+            eta_s=_real(fields, "eta_s"),
             now=now,
         )
 
@@ -204,12 +205,14 @@ class HostProtocol:
         index = int(fields["piece"])
         if not 0 <= index < self.terms.pieces or len(frames) != 1:
             raise WireError(f"a gradient for piece {index}, which does not exist")
+        if len(frames[0]) != self.terms.piece_bytes[index]:
+            raise WireError(f"{len(frames[0])} bytes for piece {index}, not {self.terms.piece_bytes[index]}")
         self.stepping.piece(member, lease=int(fields["lease"]), index=index, payload=frames[0])
         return []
 
     def _done(self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float) -> list[Action]:
         lease, count = int(fields["lease"]), int(fields["count"])
-        compute_s, loss_sum = float(fields["compute_s"]), float(fields["loss_sum"])
+        compute_s, loss_sum = _real(fields, "compute_s"), _real(fields, "loss_sum")
         member.micro_batch = max(1, int(fields["micro_batch"]))
         if member.lease is None or member.lease.id != lease:
             return []  # it answers no lease that is open
@@ -245,7 +248,7 @@ class HostProtocol:
             member,
             lease=lease,
             computed=int(fields["computed"]),
-            compute_s=float(fields["compute_s"]),
+            compute_s=_real(fields, "compute_s"),
             now=now,
         )
         return [Wake()]
@@ -294,15 +297,15 @@ class HostProtocol:
     def _sketch(self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float) -> list[Action]:
         if member.check is None or int(fields["check"]) != member.check or len(frames) != 1:
             raise WireError("a gradient sketch that nobody asked for")
-        count, compute_s = int(fields["count"]), float(fields["compute_s"])
+        count, compute_s = int(fields["count"]), _real(fields, "compute_s")
         if count > 0 and compute_s > 0:
             member.rate.add(count / compute_s)
         synced_s = member.sync_ended - member.sync_started
         if member.sync_bytes:
             # A first guess, until its contributions tell: both directions of one coded message, unhidden.
-            member.overhead.add(2 * self.terms.coded_bytes * synced_s / member.sync_bytes)
+            member.overhead.add(2 * sum(self.terms.piece_bytes) * synced_s / member.sync_bytes)
         # A loss that is not finite cannot be said in a header: it comes as null.
-        loss = float("nan") if fields["loss"] is None else float(fields["loss"])
+        loss = float("nan") if fields["loss"] is None else _real(fields, "loss")
         check, member.check = member.check, None
         return [CompareSketch(guest=member.id, check=check, sketch=frames[0], loss=loss)]
 
@@ -404,6 +407,14 @@ class HostProtocol:
         while name in taken:
             name, number = f"{wanted}-{number}", number + 1
         return name
+
+
+def _real(fields: dict[str, Any], key: str) -> float:
+    """A finite number that a guest sent; a string such as "Infinity" is none."""
+    value = fields[key]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise WireError(f"{key} {value!r}, which is no finite number")
+    return float(value)
 
 
 def _event(kind: str, **fields: Any) -> Emit:

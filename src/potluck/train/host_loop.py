@@ -21,6 +21,7 @@ from potluck.hub.ledger import Ledger
 from potluck.hub.parity import sketch
 from potluck.hub.stepping import StepResult
 from potluck.hub.tensors import ModelTensors
+from potluck.train.beginning import Beginning
 from potluck.train.checkpoint import CheckpointWriter, Loaded, Snapshot, load_latest
 from potluck.train.data import Loader, to_device
 from potluck.train.launch import Interrupted, Launch
@@ -59,9 +60,11 @@ class HostTrainer:
         self._saved_bytes: SavedBytes | None = None
         self._began = 0.0
         self._waited_on_disk_s = 0.0
-        self._rng_at_start: dict[str, Tensor] = {}
+        self._beginning: Beginning | None = None
+        self._checkpoint_due = False
         self._loss: float | None = None
         self._interrupted = False
+        self._saved_step = parts.restored.step if parts.restored is not None else None
         self._ended = False
         parts.launch.end_training = self._end
 
@@ -111,7 +114,12 @@ class HostTrainer:
 
     def _batches(self, step: Step) -> Iterator[Any]:
         """This machine's micro-batches of the step; then the update."""
-        self._rng_at_start = self._device.rng_state()
+        if self._checkpoint_due:
+            # Not at the end of the last step: between steps the user's code may have other weights in the model.
+            self._checkpoint_due = False
+            self._checkpoint()
+        if self._writer is not None:
+            self._beginning = Beginning(self._device, self._p.model)
         self._telemetry.step_begins()
         self._hub.begin_step()
         for parameter in self._trained:
@@ -173,8 +181,7 @@ class HostTrainer:
 
     def _finished(self, result: StepResult, update_s: float) -> None:
         every = self._p.launch.config.checkpoint_every
-        if self._writer is not None and every and self._p.ledger.step % every == 0:
-            self._checkpoint()
+        self._checkpoint_due = self._writer is not None and every > 0 and self._p.ledger.step % every == 0
         assert self._loss is not None
         self._telemetry.step_ended(self._p.ledger.step, self._loss, result, update_s)
 
@@ -183,7 +190,8 @@ class HostTrainer:
     def _stop_if_asked(self) -> None:
         if self._p.launch.stop_requested():
             # The step under way is abandoned: a resumed run begins it again, from the same random numbers.
-            self._device.set_rng_state(self._rng_at_start)
+            if self._beginning is not None:
+                self._beginning.undo()
             self._interrupted = True
             raise Interrupted
 
@@ -193,7 +201,7 @@ class HostTrainer:
             self._writer.wait()
         p = self._p
         state = p.ledger.state()
-        if wait and p.launch.folder and _newest_step(p.launch.folder.checkpoints) == state.step:
+        if wait and self._saved_step == state.step:
             return
         self._writer.start(
             Snapshot(
@@ -214,6 +222,7 @@ class HostTrainer:
             self._writer.wait()
 
     def _saved(self, step: int, path: Any, seconds: float) -> None:
+        self._saved_step = step
         self._p.launch.log.emit(
             {"event": "checkpoint", "step": step, "path": str(path), "seconds": round(seconds, 3)}
         )
@@ -222,11 +231,6 @@ class HostTrainer:
 def _differ(before: dict[str, Tensor], after: dict[str, Tensor]) -> bool:
     """Whether random numbers were drawn between the two states."""
     return any(not torch.equal(before[kind], after[kind]) for kind in before)
-
-
-def _newest_step(checkpoints: Any) -> int | None:
-    steps = [int(p.name.split("-")[1]) for p in checkpoints.glob("step-????????") if p.is_dir()]
-    return max(steps, default=None)
 
 
 def restore(

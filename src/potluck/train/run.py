@@ -109,8 +109,8 @@ class Run:
         objects = dict(options.also_save)
         if options.scheduler is not None:
             objects["scheduler"] = options.scheduler
-        restored = restore(launch, options, model, optimizer, objects)
         loader = Loader(dataset, options.collate)
+        restored = restore(launch, options, model, optimizer, objects)
         step = restored.step if restored is not None else 0
         if restored is not None and restored.extra.get("samples", loader.samples) != loader.samples:
             raise ConfigError(
@@ -152,7 +152,7 @@ class Run:
             versions={**versions(), "protocol": str(PROTOCOL)},
             fingerprint=tensors.fingerprint,
             pieces=len(tensors.layout.pieces),
-            coded_bytes=sum(up.nbytes(p.count) for p in tensors.layout.pieces),
+            piece_bytes=tuple(up.nbytes(p.count) for p in tensors.layout.pieces),
             local_data=parts.options.data == "local",
         )
         hub = HostHub(

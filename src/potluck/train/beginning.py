@@ -1,0 +1,39 @@
+"""The state in which a step began, so that one that is abandoned leaves no trace.
+
+Owns random numbers and buffers; weights and optimizer state do not change before a step's end.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from potluck.device import Device
+
+MOST_BUFFER_BYTES = 4 << 20
+"""Larger buffers (masks, tables) are constants; a copy in every step would only cost time."""
+
+
+class Beginning:
+    """Taken when a step begins; `undo` puts everything back."""
+
+    def __init__(self, device: Device, model: nn.Module) -> None:
+        self._device = device
+        self._device_rng = device.rng_state()
+        self._python: Any = random.getstate()
+        self._numpy: Any = np.random.get_state()
+        buffers = list(model.buffers())
+        small = sum(b.nbytes for b in buffers) <= MOST_BUFFER_BYTES
+        self._buffers: list[tuple[Tensor, Tensor]] = [(b, b.clone()) for b in buffers] if small else []
+
+    def undo(self) -> None:
+        self._device.set_rng_state(self._device_rng)
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        with torch.no_grad():
+            for buffer, before in self._buffers:
+                buffer.copy_(before)
