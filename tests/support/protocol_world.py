@@ -18,7 +18,7 @@ from potluck.spec.layout import TensorSpec, fingerprint_to_json
 from potluck.train.data import epoch_order
 from potluck.wire.frames import Message, dump_json, pack
 
-PIECES, HOST_S = 2, 0.1
+PIECES, GRADIENT_BYTES, HOST_S = 2, 10, 0.1
 MODEL = (TensorSpec(name="w", shape=(4, 2), dtype="float32", role="trained"),)
 VERSIONS = {"potluck": "1", "torch": "2", "python": "3", "protocol": "1"}
 KINDS = ["hello", "alive", "ready", "taken", "closing", "grad", "done", "stopped", "sketch", "leave", "nonsense"]
@@ -33,8 +33,7 @@ def new_protocol(batch: int, samples: int, **terms: Any) -> HostProtocol:
             name="host",
             versions=VERSIONS,
             fingerprint=MODEL,
-            pieces=PIECES,
-            coded_bytes=20,
+            piece_bytes=(GRADIENT_BYTES,) * PIECES,
             window_bytes=100,
             **terms,
         ),
@@ -146,7 +145,7 @@ class World:
         lease = self.members[guest].lease
         assert lease is not None
         for index in range(pieces):
-            self.say(guest, "grad", b"x", lease=lease.id, piece=index)
+            self.say(guest, "grad", bytes(GRADIENT_BYTES), lease=lease.id, piece=index)
         fields = {"compute_s": lease.count * HOST_S, "loss_sum": 1.0, "finite": finite, "micro_batch": 2}
         return self.say(guest, "done", lease=lease.id, count=lease.count + wrong, **fields)
 

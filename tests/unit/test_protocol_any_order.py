@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from potluck.hub import actions as act
 from potluck.hub.members import JOINING, SYNCING, Member
 from potluck.wire.frames import dump_json
-from support.protocol_world import ABOUT, KINDS, PIECES, World, joined, refusals
+from support.protocol_world import ABOUT, GRADIENT_BYTES, KINDS, PIECES, World, joined, refusals
 
 NEVER = 10**6
 """The number of a lease that is never given."""
@@ -273,7 +273,7 @@ def about_lease(world: World, what: str, guest: str, number: int) -> None:
     elif what == "stop":
         world.say(guest, "stopped", lease=lease.id, computed=number, compute_s=number / 10)
     elif what == "grad":
-        world.say(guest, "grad", b"x", lease=lease.id, piece=number % PIECES)
+        world.say(guest, "grad", bytes(GRADIENT_BYTES), lease=lease.id, piece=number % PIECES)
     elif what == "other lease":
         fields = {"compute_s": 0.1, "loss_sum": 1.0, "finite": True, "micro_batch": 2}
         world.say(guest, "done", lease=lease.id - 1 if number else NEVER, count=lease.count, **fields)

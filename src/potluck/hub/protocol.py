@@ -46,7 +46,6 @@ class HostTerms:
     name: str
     versions: dict[str, str]
     fingerprint: tuple[TensorSpec, ...]
-    pieces: int
     piece_bytes: tuple[int, ...]
     """The length of each piece's gradient in the run's codec."""
     window_bytes: int = 4 << 20
@@ -56,6 +55,10 @@ class HostTerms:
     """Building a model may keep a machine busy for long."""
     max_guests: int = 64
     local_data: bool = False
+
+    @property
+    def pieces(self) -> int:
+        return len(self.piece_bytes)
 
 
 @dataclass(slots=True)

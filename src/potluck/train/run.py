@@ -151,7 +151,6 @@ class Run:
             name=launch.name,
             versions={**versions(), "protocol": str(PROTOCOL)},
             fingerprint=tensors.fingerprint,
-            pieces=len(tensors.layout.pieces),
             piece_bytes=tuple(up.nbytes(p.count) for p in tensors.layout.pieces),
             local_data=parts.options.data == "local",
         )
