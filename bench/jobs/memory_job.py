@@ -1,4 +1,4 @@
-"""The job of bench/memory.py: a model that is nearly all parameters; notes its process's memory each step."""
+"""The job of bench/memory.py: a model that is nearly all parameters; notes its process's memory."""
 
 import sys
 from pathlib import Path
@@ -19,5 +19,5 @@ data = torch.utils.data.TensorDataset(torch.randn(256, WIDTH))
 for step in run.training(model, optimizer, data, global_batch=32, steps=STEPS, micro_batch=4):
     for (x,) in step:
         step.backward(model(x).square().mean())
-    parameters = sum(p.numel() for p in model.parameters())
-    out.write_text(f"{parameters} {psutil.Process().memory_info().rss}")
+        parameters = sum(p.numel() for p in model.parameters())
+        out.write_text(f"{parameters} {psutil.Process().memory_info().rss}")

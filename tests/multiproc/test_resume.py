@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from pathlib import Path
 
@@ -105,6 +106,23 @@ def test_a_resumed_run_alone_is_bit_for_bit_the_uninterrupted_one(tmp_path: Path
     assert expected.keys() == found.keys()
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), f"{name} differs"
+
+
+def test_ctrl_c_while_waiting_for_guests_ends_at_once(tmp_path: Path) -> None:
+    with Fleet(tmp_path) as fleet:
+        host = fleet.host(JOB, "--wait-for", "1", arguments=["--steps", 5])
+        # Its hub is open once a stranger is turned away: from then on it waits.
+        fleet.wait_for(host, lambda: speaks(fleet.port) and fleet.events("refused_stranger"), "an open door")
+        host.interrupt()
+        host.exits_with(INTERRUPTED, deadline_s=10)
+        assert "Traceback" not in host.stderr()
+        fleet.assert_nothing_left()
+
+
+def speaks(port: int) -> bool:
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    return True
 
 
 def saved_steps(fleet: Fleet) -> list[int]:

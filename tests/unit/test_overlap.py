@@ -329,6 +329,20 @@ def test_a_compiled_model_is_waited_for_as_a_whole(how: str) -> None:
     assert "compiled" in bench.overlap.reason
 
 
+@pytest.mark.parametrize("what", ["the model", "a function around it"])
+def test_what_is_compiled_can_be_computed_with_the_hooks_in_place(what: str) -> None:
+    model = Plain()
+    compiled = torch.compile(model if what == "the model" else lambda x: model(x), backend="eager")
+    tensors = ModelTensors(model)
+    waited: list[int] = []
+    overlap = Overlap(compiled if what == "the model" else model, tensors.trained, tensors.layout)
+    overlap.computing(wait=waited.extend, ready=None)
+    compiled(torch.ones(2, WIDTH)).sum().backward()
+    # A compiled model is waited for up front; its layers' hooks are not there to be traced.
+    assert bool(waited) == (what != "the model")
+    overlap.remove()
+
+
 def test_nothing_is_called_when_nothing_is_computed() -> None:
     bench = Bench(Plain()).watch()
     bench.compute()

@@ -492,3 +492,21 @@ def test_a_resting_guest_is_brought_up_to_date_before_its_next_lease() -> None:
     member.feed.have = [1]
     assert sends(table.begin(), "lease")
     assert member.state == COMPUTING
+
+
+# -- the tail
+
+
+def test_a_guest_is_told_how_long_the_end_of_its_gradient_takes() -> None:
+    table = Table("ann")
+    for _ in range(12):
+        (lease,) = sends(table.begin(), "lease")
+        member = table.members["ann"]
+        # It says when it will have delivered, by what it was told; in truth it takes 0.3 s longer than computing.
+        eta_s = 0.2 + lease.fields["tail_s"]
+        table.stepping.closing(member, lease=lease.fields["lease"], keep=99, eta_s=eta_s, now=table.now)
+        table.now += 0.2 + 0.3
+        table.deliver("ann")
+        table.compute_all()
+        table.stepping.end()
+    assert lease.fields["tail_s"] == pytest.approx(0.3, rel=0.05)

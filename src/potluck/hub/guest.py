@@ -55,6 +55,8 @@ class Work:
     received: float
     within_s: float = 0.0
     host_sample_s: float = 0.0
+    tail_s: float = 0.0
+    """What it takes from the last backward to the arrival at the host, as the host has measured it."""
     samples: list[list[int]] | None = None
     batches: dict[int, Any] = field(default_factory=dict)
     over: bool = False
@@ -311,6 +313,7 @@ class GuestHub:
             received=time.monotonic(),
             within_s=float(fields.get("within_s", 0.0)),
             host_sample_s=float(fields.get("host_sample_s", 0.0)),
+            tail_s=float(fields.get("tail_s", 0.0)),
         )
         if message.frames:
             samples = iter(struct.unpack(f"<{sum(work.sizes)}q", message.frames[0]))

@@ -37,6 +37,8 @@ class OpenLease:
     revoked: bool = False
     arrived: bool = False
     """All of its contribution is here and being decoded: it can no longer be taken back."""
+    tail_s: float = 0.0
+    """What the guest was told to reckon with between its last backward and the arrival of its contribution."""
     closing_at: float | None = None
     """When the guest expects to have delivered, by the host's clock."""
     pieces: dict[int, object] = field(default_factory=dict)
@@ -65,6 +67,8 @@ class Member:
     cosine: float | None = None
     rate: Estimate = field(default_factory=Estimate)
     overhead: Estimate = field(default_factory=Estimate)
+    tail: Estimate = field(default_factory=Estimate)
+    """Seconds from the end of its last backward to the arrival of the contribution."""
     late_in_a_row: int = 0
     rests: int = 0
     rests_until_step: int = 0

@@ -42,11 +42,14 @@ class Overlap:
         self.early = False
         """Whether pieces of the gradient may leave during the backward."""
         self.reason = "no batch was watched yet"
-        # Before all other hooks: some of them (weight_norm) read the module's parameters.
+        compiled = any(_is_compiled(m) for m in model.modules())
+        # Before all other hooks: some of them (weight_norm) read the module's parameters. Not in a compiled model,
+        # which would be traced through them; where a function around the model is compiled, it stops for them.
+        before_forward = torch.compiler.disable(self._before_forward)
         self._handles = [
-            module.register_forward_pre_hook(self._before_forward, prepend=True)
+            module.register_forward_pre_hook(before_forward, prepend=True)
             for module, pieces in self._pieces_of_module.items()
-            if pieces
+            if pieces and not compiled
         ]
         self._handles += [p.register_post_accumulate_grad_hook(self._after_gradient) for p in trained]
 
@@ -62,9 +65,8 @@ class Overlap:
         """Decide what may overlap, from the batch that was watched."""
         self._watching = False
         reached = {i for m in self._called for i in self._owned(m)}
-        compiled = any(_is_compiled(m) for m in model.modules())
         late = [i for i in range(len(self._layout.tensors)) if i not in reached]
-        if compiled:
+        if any(_is_compiled(m) for m in model.modules()):
             self.reason = "the model is compiled: its layers cannot be held one by one"
             return
         self.up_front = tuple(sorted({p for i in late for p in self._layout.pieces_of[i]}))

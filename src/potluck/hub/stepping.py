@@ -29,6 +29,8 @@ from potluck.hub.members import (
 )
 from potluck.hub.quota import Estimate, Quotas, quotas, split_evenly
 
+FIRST_TAIL_S = 0.05
+"""A guess of what it takes a guest to deliver the end of its gradient, until its first contribution tells."""
 MOST_MICRO_BATCHES = 512
 """A lease has no more: they are all on the wire at once, and named in one header."""
 SILENT_S = 2.5
@@ -167,7 +169,8 @@ class Stepping:
     def _lease(self, member: Member, count: int, step_s: float, host_s: float, now: float) -> list[Action]:
         count = min(count, member.micro_batch * MOST_MICRO_BATCHES)
         lease = self.ledger.lease(member.name, count)
-        member.lease = OpenLease(id=lease.id, step=lease.step, count=count, started=now)
+        tail_s = FIRST_TAIL_S if member.tail.value is None else member.tail.value
+        member.lease = OpenLease(id=lease.id, step=lease.step, count=count, started=now, tail_s=tail_s)
         member.state, member.reason = COMPUTING, ""
         sizes = split_evenly(count, member.micro_batch)
         batches, start = [], 0
@@ -180,6 +183,7 @@ class Stepping:
             "sizes": list(sizes),
             "within_s": step_s,
             "host_sample_s": host_s,
+            "tail_s": tail_s,
         }
         frames = (pack_samples(self.ledger.samples_of(lease.positions)),) if self.local_data else ()
         actions: list[Action] = [Send(guest=member.id, channel=CONTROL, kind="lease", fields=fields, frames=frames)]
@@ -331,8 +335,12 @@ class Stepping:
         return None
 
     def learn(self, member: Member, *, count: int, compute_s: float, now: float) -> None:
-        if member.lease is not None:
-            since = now - member.lease.started
+        own = member.lease
+        if own is not None:
+            since = now - own.started
+            if own.closing_at is not None and not own.revoked:
+                # How far the guest's own prediction was off is how far the tail was; no two clocks are compared.
+                member.tail.add(max(0.0, own.tail_s + now - own.closing_at))
             member.delivered(count=count, compute_s=compute_s, since_start_s=since)
 
     def drop(self, member: Member, *, reason: str, now: float) -> list[Action]:

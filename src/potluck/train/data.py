@@ -32,7 +32,9 @@ class Loader:
     """Fetches and collates samples; host and guests' leases share it, one at a time."""
 
     def __init__(self, dataset: Any, collate: Collate | None) -> None:
-        self._dataset = dataset() if callable(dataset) and not hasattr(dataset, "__getitem__") else dataset
+        # A class is a function that returns a data set, though it has the data set's attributes.
+        makes_one = isinstance(dataset, type) or (callable(dataset) and not hasattr(dataset, "__getitem__"))
+        self._dataset = dataset() if makes_one else dataset
         self._collate = collate or default_collate
         self._lock = threading.Lock()
         if not hasattr(self._dataset, "__getitem__") or not hasattr(self._dataset, "__len__"):

@@ -23,9 +23,6 @@ from potluck.train.microbatch import MicroBatch
 from potluck.train.options import Options
 from potluck.train.step import SavedBytes, Step
 
-TAIL_S = 0.05
-"""A guess of what it takes to deliver the end of a gradient once the backward is over."""
-
 
 @dataclass(slots=True, kw_only=True)
 class GuestParts:
@@ -62,6 +59,7 @@ class GuestTrainer:
     def steps(self) -> Iterator[Step]:
         self._hub.open(self._p.micro.size)
         reason = "stopped by the person there"
+        step: Step | None = None
         try:
             while True:
                 self._work = self._hub.next_work()
@@ -76,7 +74,7 @@ class GuestTrainer:
             reason = ""
             raise GuestDone(str(over)) from None
         except GeneratorExit:
-            reason = "its script left the loop"
+            reason = "its script left the loop" if step is None or step.finished else "stopped in the middle of a step"
             raise
         finally:
             self._end(reason)
@@ -121,7 +119,7 @@ class GuestTrainer:
             following = work.sizes[number + 1] if number + 1 < len(work.sizes) else 0
             last = not following or self._too_late_for(work, size, following)
             if last:
-                self._hub.closing(work, done + size, size * self._sample_s + TAIL_S)
+                self._hub.closing(work, done + size, size * self._sample_s + work.tail_s)
             yield from self._compute(step, work, batch, size, last=last)
             done += size
             if work.over:
@@ -178,7 +176,7 @@ class GuestTrainer:
         if not self._sample_s:
             return False
         elapsed = time.monotonic() - work.received
-        late_s = elapsed + (size + following) * self._sample_s + TAIL_S - work.within_s
+        late_s = elapsed + (size + following) * self._sample_s + work.tail_s - work.within_s
         return late_s > following * work.host_sample_s
 
     def _fetch(self, work: Work, number: int) -> Any | None:

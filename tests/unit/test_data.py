@@ -1,0 +1,49 @@
+"""How the loop gets at its samples: data sets and functions that make them, and the order of an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from potluck.errors import DataError
+from potluck.train.data import Loader, epoch_order
+
+
+class Squares:
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(index * index)
+
+
+class Callable5(Squares):
+    """A data set that can be called for something else is still a data set."""
+
+    def __call__(self) -> None:
+        raise AssertionError("this was not to be called")
+
+
+@pytest.mark.parametrize("dataset", [Squares(), Squares, lambda: Squares(), Callable5(), [0, 1, 4, 9, 16]])
+def test_a_data_set_or_what_makes_one(dataset: Any) -> None:
+    loader = Loader(dataset, None)
+    assert loader.samples == 5
+    assert loader.fetch([3, 1]).tolist() == [9, 1]
+
+
+@pytest.mark.parametrize("dataset", [lambda: iter([1, 2]), 7])
+def test_what_cannot_be_indexed_is_refused(dataset: Any) -> None:
+    with pytest.raises(DataError) as error:
+        Loader(dataset, None)
+    assert "map-style" in error.value.hint
+
+
+def test_an_epoch_has_every_sample_once_and_depends_on_seed_and_number_only() -> None:
+    order: Callable[[int], Any] = epoch_order(100, seed=3)
+    assert sorted(order(0)) == list(range(100))
+    assert list(order(1)) == list(epoch_order(100, seed=3)(1))
+    assert list(order(0)) != list(order(1))
+    assert list(order(0)) != list(epoch_order(100, seed=4)(0))
