@@ -331,6 +331,7 @@ def test_a_compiled_model_is_waited_for_as_a_whole(how: str) -> None:
 
 @pytest.mark.parametrize("what", ["the model", "a function around it"])
 def test_what_is_compiled_can_be_computed_with_the_hooks_in_place(what: str) -> None:
+    torch._dynamo.reset()  # what it has compiled without hooks would be used again with them
     model = Plain()
     compiled = torch.compile(model if what == "the model" else lambda x: model(x), backend="eager")
     tensors = ModelTensors(model)

@@ -74,7 +74,8 @@ class GuestTrainer:
             reason = ""
             raise GuestDone(str(over)) from None
         except GeneratorExit:
-            reason = "its script left the loop" if step is None or step.finished else "stopped in the middle of a step"
+            between = step is None or step.finished
+            reason = "its script left the loop" if between else "stopped in the middle of a step"
             raise
         finally:
             self._end(reason)
