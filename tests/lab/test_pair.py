@@ -30,12 +30,10 @@ def namespaces() -> list[str]:
 def test_a_guest_behind_a_thin_link_makes_the_host_faster(tmp_path: Path) -> None:
     before = namespaces()
     with Pair(20.0, number=7) as pair:
-        host = pair.start(
-            pair.host,
-            [sys.executable, "-m", "potluck", "host", "--depth", "2", "--batch-tokens", str(BATCH * 128)]
-            + ["--device", f"paced:{HOST_S}", "--steps", str(STEPS), "--bind", pair.host.address, "--wait-for", "1"]
-            + ["--name", "host", "--runs", str(tmp_path), "--view", "quiet", "--checkpoint-every", "0", *COMMON],
-        )
+        command = [sys.executable, "-m", "potluck", "host", "--depth", "2", "--batch-tokens", str(BATCH * 128)]
+        command += ["--device", f"paced:{HOST_S}", "--steps", str(STEPS), "--bind", pair.host.address]
+        command += ["--wait-for", "1", "--name", "host", "--runs", str(tmp_path), "--view", "quiet"]
+        host = pair.start(pair.host, [*command, "--checkpoint-every", "0", *COMMON])
         processes = [host]
         try:
             deadline = time.monotonic() + 60
