@@ -84,14 +84,14 @@ def assert_nobody_waited_for(fleet: Fleet, event: Event, alone_s: float) -> None
 @pytest.mark.timeout(150)
 def test_guests_that_stall_now_and_then_lose_leases_and_nothing_else(tmp_path: Path) -> None:
     with Fleet(tmp_path) as fleet:
-        words = ["--batch", BATCH, "--steps", 100, "--jitter", 0.02]
+        words = ["--batch", BATCH, "--steps", 70, "--jitter", 0.02]
         device = ["--device", "paced:0.003", "--micro-batch", "2"]
         host = fleet.host(JOB, "--wait-for", "2", *device, arguments=words)
         guests = [fleet.guest(name, *device) for name in ("ann", "bob")]
         host.succeeds(deadline_s=90)
         for guest in guests:
             guest.succeeds(deadline_s=20)
-        fleet.assert_every_step_is_full(global_batch=BATCH, steps=100)
+        fleet.assert_every_step_is_full(global_batch=BATCH, steps=70)
         assert len(fleet.events("lease_taken_back")) > 3
         for name in ("ann", "bob"):
             assert fleet.steps_with(name), f"{name} contributed nothing"

@@ -12,7 +12,6 @@ It knows the command line and the files a run leaves, nothing of the code behind
 from __future__ import annotations
 
 import json
-import os
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -158,13 +157,3 @@ def still_running(processes: Sequence[psutil.Process], within_s: float) -> list[
     for process in alive:
         process.kill()
     return alive
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def is_root() -> bool:
-    return hasattr(os, "geteuid") and os.geteuid() == 0
