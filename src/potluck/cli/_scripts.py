@@ -19,9 +19,8 @@ def running(name: str) -> Iterator[None]:
         raise
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
-        inner = [
-            f for f in frames if "runpy" not in f.filename and "potluck/cli" not in f.filename.replace("\\", "/")
-        ]
+        ours = ("runpy", "potluck/cli", "potluck/launch")
+        inner = [f for f in frames if not any(part in f.filename.replace("\\", "/") for part in ours)]
         print("Traceback (most recent call last):", file=sys.stderr)
         sys.stderr.writelines(traceback.format_list(inner))
         sys.stderr.writelines(traceback.format_exception_only(error))

@@ -87,6 +87,3 @@ def run_script(
         words = [str(path), *(f"--send {f}" for f in send)]
         _session.say_resume(folder, f"host {' '.join(words)}", arguments)
         raise
-    if plan.view != "quiet":
-        assert folder is not None
-        click.echo(f"run folder: {folder.path}", err=plan.view == "json")
