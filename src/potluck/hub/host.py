@@ -100,7 +100,6 @@ class HostHub:
             self._raise_failure()
             self._step_open = True
             self._guest_loss = 0.0
-            self._bytes_up = self._bytes_down = 0
             self._do(self._protocol.begin_step(time.monotonic(), self._coder.state, host_keeps=1))
             if any(m.feed.open for m in self._protocol.members.values()):
                 self._coder.code_change()
@@ -151,8 +150,11 @@ class HostHub:
             return self._protocol.ledger.samples_of(positions)
 
     def traffic(self) -> tuple[int, int]:
-        """Bytes received and sent since the step began."""
-        return self._bytes_up, self._bytes_down
+        """Bytes received and sent since this was last asked."""
+        with self._lock:
+            counted = self._bytes_up, self._bytes_down
+            self._bytes_up = self._bytes_down = 0
+            return counted
 
     def host_sample_s(self) -> float | None:
         with self._lock:
