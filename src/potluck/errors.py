@@ -36,6 +36,8 @@ class PotluckError(Exception):
         self.hint = hint
         self.machine = machine
         self.step = step
+        if hint:
+            self.add_note(f"hint: {hint}")  # for whoever sees the traceback: under plain python nobody else says it
 
     def __str__(self) -> str:
         where = "".join(

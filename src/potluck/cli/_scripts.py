@@ -9,9 +9,15 @@ from contextlib import contextmanager
 
 from potluck.errors import PotluckError, ScriptError
 
+HINT = "the traceback above is the script's own"
+GUEST_HINT = (
+    "the script runs here up to its loop: give the data set as a function (it is not called on guests), "
+    "and send modules along with `potluck host SCRIPT --send FILE`"
+)
+
 
 @contextmanager
-def running(name: str) -> Iterator[None]:
+def running(name: str, *, guest: bool = False) -> Iterator[None]:
     """Around a script: what it raises is told as the script's, with its traceback."""
     try:
         yield
@@ -25,5 +31,5 @@ def running(name: str) -> Iterator[None]:
         sys.stderr.writelines(traceback.format_list(inner))
         sys.stderr.writelines(traceback.format_exception_only(error))
         raise ScriptError(
-            f"{name} failed with {type(error).__name__}", hint="the traceback above is the script's own"
+            f"{name} failed with {type(error).__name__}: {error}", hint=GUEST_HINT if guest else HINT
         ) from error

@@ -14,7 +14,7 @@ import click
 
 from potluck.cli._app import Settings
 from potluck.cli._options import view_option
-from potluck.errors import LoopError, TokenError
+from potluck.errors import LoopError, ScriptError, TokenError
 
 
 @click.command()
@@ -138,6 +138,11 @@ def _serve(settings: Settings, token: Any, flags: dict[str, Any]) -> None:
         launch.end_training("stopped by the person there")
         view.ended("left the run")
         raise
+    except ScriptError as error:
+        reason = str(error)[:200]
+        launch.end_training(reason)
+        link.close(reason)  # the person at the host is the one who can mend it
+        raise
     finally:
         launch.end_training("its script failed")
         set_launch(None)
@@ -168,7 +173,7 @@ def _run_work(welcome: Any, local: Path | None, view: Any) -> None:
     contents = [bytes(f) for f in welcome.frames]
     script = received_script(names, contents, arguments, str(source["sha256"]))
     view.runs(f"{names[0]} from the host (sha256 {script.sha256[:16]}…)")
-    with running(names[0]):
+    with running(names[0], guest=True):
         run_received(script)
 
 

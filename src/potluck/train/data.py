@@ -39,8 +39,9 @@ class Loader:
         self._lock = threading.Lock()
         if not hasattr(self._dataset, "__getitem__") or not hasattr(self._dataset, "__len__"):
             raise DataError(
-                f"the data set is a {type(self._dataset).__name__} without len() and indexing",
-                hint="give a map-style data set (with __len__ and __getitem__), or a function that returns one",
+                f"the data set is a {type(self._dataset).__name__} that cannot be indexed",
+                hint="give the data set itself, not a DataLoader: something with len() and [index], or a function "
+                "that returns it",
             )
         self.samples = len(self._dataset)
 

@@ -66,6 +66,8 @@ class HostTrainer:
         self._interrupted = False
         self._saved_step = parts.restored.step if parts.restored is not None else None
         self._ended = False
+        self._updating = False
+        parts.optimizer.register_step_pre_hook(self._only_ours)
         parts.launch.end_training = self._end
 
     # -- the run ----------------------------------------------------------------------------------------
@@ -76,6 +78,9 @@ class HostTrainer:
         reason = "failed"
         step: Step | None = None
         self._telemetry.started(ledger.step, self._p.tensors)
+        if options.steps is not None and ledger.step >= options.steps:
+            text = f"nothing left to do: {ledger.step} steps are done, steps is {options.steps}"
+            self._p.launch.log.emit({"event": "note", "text": text})
         try:
             while options.steps is None or ledger.step < options.steps:
                 step = Step(ledger.step, self._batches, self._after_backward, options.loss_is)
@@ -165,6 +170,11 @@ class HostTrainer:
         result, guests_loss = self._hub.end_step()
         options, model, optimizer = self._p.options, self._p.model, self._p.optimizer
         gradients = [p.grad for p in self._trained if p.grad is not None]
+        if not gradients:
+            raise LoopError(
+                f"step {step.index} ended without any gradient",
+                hint="Potluck clears and steps: take optimizer.zero_grad() and optimizer.step() out of the loop",
+            )
         torch._foreach_mul_(gradients, 1.0 / options.global_batch)
         if options.before_update is not None:
             options.before_update(model)
@@ -173,7 +183,9 @@ class HostTrainer:
         if self._writer is not None:
             self._waited_on_disk_s = self._writer.before_update()
         with self._hub.updating():
+            self._updating = True
             optimizer.step()
+            self._updating = False
         if options.scheduler is not None:
             options.scheduler.step()
         self._loss = step.loss = (step.loss_sum() + guests_loss) / options.global_batch
@@ -184,6 +196,13 @@ class HostTrainer:
         self._checkpoint_due = self._writer is not None and every > 0 and self._p.ledger.step % every == 0
         assert self._loss is not None
         self._telemetry.step_ended(self._p.ledger.step, self._loss, result, update_s)
+
+    def _only_ours(self, *ignored: Any) -> None:
+        if not self._updating and not self._ended:
+            raise LoopError(
+                "optimizer.step() was called in the loop; Potluck makes the update itself when the step is full",
+                hint="take optimizer.step() and optimizer.zero_grad() out of the loop",
+            )
 
     # -- stopping and saving ----------------------------------------------------------------------------
 
