@@ -94,7 +94,7 @@ def _serve(settings: Settings, token: Any, flags: dict[str, Any]) -> None:
     from potluck.report.guest_view import GuestView
     from potluck.spec.config import RunConfig
     from potluck.train.events import EventLog
-    from potluck.train.launch import GUEST, GuestDone, Launch, set_launch
+    from potluck.train.launch import GUEST, Launch, set_launch
     from potluck.train.telemetry import versions
 
     config = RunConfig(name=flags["name"], micro_batch=flags["micro_batch"])
@@ -126,8 +126,16 @@ def _serve(settings: Settings, token: Any, flags: dict[str, Any]) -> None:
         welcome=welcome,
     )
     set_launch(launch)
+    _compute(launch, flags["script"], view)
+
+
+def _compute(launch: Any, script: Path | None, view: Any) -> None:
+    """Run what the host sends until the run is over, and go in order, whatever ends it."""
+    from potluck.train.launch import GuestDone, set_launch
+
+    link = launch.link
     try:
-        _run_work(welcome, flags["script"], view)
+        _run_work(launch.welcome, script, view)
         if not launch.began:
             raise LoopError("the host's script ended without training", hint="does it reach run.training()?")
         launch.end_training("its script left the loop")

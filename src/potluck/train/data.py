@@ -40,8 +40,7 @@ class Loader:
         if not hasattr(self._dataset, "__getitem__") or not hasattr(self._dataset, "__len__"):
             raise DataError(
                 f"the data set is a {type(self._dataset).__name__} that cannot be indexed",
-                hint="give the data set itself, not a DataLoader: something with len() and [index], or a function "
-                "that returns it",
+                hint="give a map-style data set (len() and [index]; no DataLoader), or a function that returns one",
             )
         self.samples = len(self._dataset)
 
