@@ -50,7 +50,7 @@ class GptConfig:
     batch_tokens: int = 4096
     """Bytes that one step learns from, on all machines together."""
 
-    steps: int = 800
+    steps: int = 600
     """Optimizer updates in the run."""
 
     lr: float | None = None
