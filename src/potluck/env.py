@@ -21,6 +21,7 @@ VARIABLES: Mapping[str, str] = {
     "POTLUCK_RUNS": "the folder that holds run folders",
     "POTLUCK_DEBUG": "1 shows tracebacks, 0 does not",
     "POTLUCK_NAME": "this machine's name, as the other machines see it",
+    "POTLUCK_TRACE": "a file that gets a line for every interval in which this process computed",
 }
 
 _YES = frozenset({"1", "true", "yes", "on"})
@@ -40,6 +41,7 @@ class Environment:
     runs: Path | None = None
     debug: bool = False
     name: str | None = None
+    trace: Path | None = None
 
 
 def read(environ: Mapping[str, str] | None = None) -> Environment:
@@ -56,6 +58,7 @@ def read(environ: Mapping[str, str] | None = None) -> Environment:
         runs=_runs(given["POTLUCK_RUNS"]),
         debug=_flag("POTLUCK_DEBUG", given["POTLUCK_DEBUG"]),
         name=_name(given["POTLUCK_NAME"]),
+        trace=_trace(given["POTLUCK_TRACE"]),
     )
 
 
@@ -121,3 +124,14 @@ def _name(value: str) -> str | None:
     if len(value) > _MAX_NAME or not value.isprintable():
         raise _wrong("POTLUCK_NAME", value, f"use at most {_MAX_NAME} printable characters")
     return value or None
+
+
+def _trace(value: str) -> Path | None:
+    if not value:
+        return None
+    path = Path(value).expanduser()
+    if path.is_dir():
+        raise _wrong("POTLUCK_TRACE", value, "this is a folder; name a file (it is made when missing)")
+    if not path.parent.is_dir():
+        raise _wrong("POTLUCK_TRACE", value, f"there is no folder {path.parent}; make it first")
+    return path

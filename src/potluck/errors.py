@@ -28,9 +28,7 @@ class PotluckError(Exception):
     code = "internal"
     exit_status = 1
 
-    def __init__(
-        self, what: str, *, hint: str = "", machine: str | None = None, step: int | None = None
-    ) -> None:
+    def __init__(self, what: str, *, hint: str = "", machine: str | None = None, step: int | None = None) -> None:
         super().__init__(what)
         self.what = what
         self.hint = hint

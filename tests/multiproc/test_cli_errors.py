@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from potluck.wire.frames import PROTOCOL
 from support.processes import Processes
 
 BAD_INPUT = 2
@@ -64,7 +65,7 @@ MISTAKES = {
     "resume of no run": Mistake("train --resume {0}/no-run", "no-run is not a run"),
     "resume of nothing": Mistake("host --resume {0}/absent", "absent"),
     "resume of a script's run": Mistake("train --resume {0}/script-run", "script"),
-    "damaged token": Mistake(f"join potluck1-{DAMAGED}", "damaged"),
+    "damaged token": Mistake(f"join potluck{PROTOCOL}-{DAMAGED}", "damaged"),
     "token of another version": Mistake(f"join potluck9-{DAMAGED}", "protocol 9"),
     "no token": Mistake("join", "no token"),
     "absent token file": Mistake("join --token-file {0}/absent", "absent"),

@@ -94,7 +94,7 @@ class Pair:
     @contextmanager
     def running(self) -> Iterator[Pair]:
         self.coder.start()
-        self.guest.open(lambda: 1)
+        self.guest.open(lambda: (1, 1))
         try:
             yield self
         finally:

@@ -20,9 +20,12 @@ from potluck.wire.frames import Message, dump_json, pack
 
 PIECES, GRADIENT_BYTES, HOST_S = 2, 10, 0.1
 MODEL = (TensorSpec(name="w", shape=(4, 2), dtype="float32", role="trained"),)
-VERSIONS = {"potluck": "1", "torch": "2", "python": "3", "protocol": "1"}
+VERSIONS = {"potluck": "1", "torch": "2", "python": "3", "protocol": "2"}
 KINDS = ["hello", "alive", "ready", "taken", "closing", "grad", "done", "stopped", "sketch", "leave", "nonsense"]
 """Whatever a guest can say, and something that it cannot."""
+SIZES: dict[str, Any] = {"micro_batch": 2, "largest_micro_batch": 2}
+DONE: dict[str, Any] = {"compute_s": 0.1, "loss_sum": 1.0, "finite": True, "receive_s": 0.0, **SIZES}
+"""What a contribution ends with, beside its lease and its count."""
 ABOUT = {"fingerprint": fingerprint_to_json(MODEL), "hashes": {"b": "0"}}
 
 
@@ -120,7 +123,7 @@ class World:
         self.say(guest, "hello", name=guest, device="cpu", potluck="1", torch="2")
 
     def ready(self, guest: str) -> None:
-        self.say(guest, "ready", dump_json(ABOUT), micro_batch=2)
+        self.say(guest, "ready", dump_json(ABOUT), **SIZES)
 
     def take_all(self, guest: str) -> None:
         """Everything that is under way to a guest arrives there."""
@@ -141,12 +144,12 @@ class World:
     def compare(self, why_not: str | None = None) -> None:
         self.do(self.protocol.compared(self.comparing.pop(0).guest, 1.0, why_not))
 
-    def deliver(self, guest: str, *, wrong: int = 0, finite: bool = True, pieces: int = PIECES) -> list[act.Action]:
+    def deliver(self, guest: str, *, wrong: int = 0, pieces: int = PIECES, **about: Any) -> list[act.Action]:
         lease = self.members[guest].lease
         assert lease is not None
         for index in range(pieces):
             self.say(guest, "grad", bytes(GRADIENT_BYTES), lease=lease.id, piece=index)
-        fields = {"compute_s": lease.count * HOST_S, "loss_sum": 1.0, "finite": finite, "micro_batch": 2}
+        fields = {**DONE, "compute_s": lease.count * HOST_S, **about}
         return self.say(guest, "done", lease=lease.id, count=lease.count + wrong, **fields)
 
     # -- the training thread

@@ -93,9 +93,7 @@ def test_debug_shows_the_traceback_wherever_it_stands(
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_debug_by_variable(
-    verb: Verb, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_debug_by_variable(verb: Verb, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POTLUCK_DEBUG", "1")
     verb(raises(RuntimeError("x")))
     _app.run(["try"])

@@ -85,6 +85,48 @@ def test_a_micro_batch_takes_its_time_a_third_of_it_forward(clock: Clock) -> Non
     assert forward_s == pytest.approx(6 * S / 3)
 
 
+def test_the_time_is_linear_in_the_samples(clock: Clock) -> None:
+    device, model = PacedDevice(S), layers()
+    device.attach(model)
+    for samples in (1, 2, 3, 10):
+        forward_s, computed_s = train(device, model, samples=samples)
+        assert computed_s == pytest.approx(samples * S)
+        assert forward_s == pytest.approx(samples * S / 3)
+
+
+def test_the_pace_changes_with_the_steps(clock: Clock) -> None:
+    device, model = paced.make(f"{S},3={4 * S},5={2 * S}"), layers()
+    device.attach(model)
+    paces = []
+    for step in (1, 2, 3, 4, 5, 6, 90):
+        device.at_step(step)
+        forward_s, computed_s = train(device, model, samples=2)
+        assert forward_s == pytest.approx(computed_s / 3)
+        paces.append(computed_s / 2 / S)
+    assert paces == pytest.approx([1, 1, 4, 4, 2, 2, 2])
+    device.at_step(1)  # a run that resumes from before
+    assert train(device, model, samples=2)[1] == pytest.approx(2 * S)
+
+
+def test_the_pace_of_a_micro_batch_is_that_of_its_beginning(clock: Clock) -> None:
+    device, model = paced.make(f"{S},2={4 * S}"), layers()
+    device.attach(model)
+    device.at_step(1)
+    device.begin(2)
+    loss = model(torch.randn(2, 4)).sum()
+    device.at_step(2)
+    loss.backward()
+    assert device.end() == pytest.approx(2 * S)
+
+
+def test_without_changes_steps_mean_nothing(clock: Clock) -> None:
+    device, model = PacedDevice(S), layers()
+    device.attach(model)
+    for step in (1, 5, 1000):
+        device.at_step(step)
+        assert train(device, model)[1] == pytest.approx(4 * S)
+
+
 def test_layers_take_shares_by_their_elements(clock: Clock) -> None:
     device, model = PacedDevice(S), layers()
     device.attach(model)

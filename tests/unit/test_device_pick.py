@@ -96,6 +96,36 @@ def test_a_paced_device_says_its_pace() -> None:
     assert device.label == "paced 0.15 s/sample on cpu"
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *("9", "0.3", "", "9=", "9=0", "9=fast", "=0.3", "x=0.3", "0=0.3", "1=0.3", "-2=0.3", "2.5=0.3"),
+        *("9=0.3,9=0.4", "9=0.3,5=0.4", "9=0.3,", "9=0.3=0.4"),
+    ],
+)
+def test_changes_of_pace_need_later_and_later_steps_and_their_pace(changes: str) -> None:
+    with pytest.raises(ConfigError, match="paced device") as caught:
+        pick(f"paced:0.6,{changes}")
+    assert "--device paced:0." in caught.value.hint
+
+
+def test_a_paced_device_that_changes_says_so() -> None:
+    assert pick("paced:0.6,9=0.3,17=0.6").label == "paced 0.6 s/sample on cpu, changing"
+    assert pick(" Paced:0.6, 9 = 0.3 ").label == "paced 0.6 s/sample on cpu, changing"
+
+
+def test_no_trace_is_written_unless_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert pick("cpu").trace is None
+    monkeypatch.setenv("POTLUCK_TRACE", str(tmp_path / "trace"))
+    device = pick("cpu")
+    monkeypatch.delenv("POTLUCK_TRACE")
+    assert device.trace is not None
+    device.begin(3)
+    device.end()
+    device.trace.close()
+    assert '"samples": 3}\n' in (tmp_path / "trace").read_text()
+
+
 def test_names_are_read_leniently() -> None:
     assert pick(" CPU ").kind == "cpu"
 

@@ -22,6 +22,7 @@ def test_every_variable_is_read() -> None:
         "POTLUCK_RUNS": "/data/runs",
         "POTLUCK_DEBUG": "1",
         "POTLUCK_NAME": "the tower",
+        "POTLUCK_TRACE": "/trace.jsonl",
     }
     assert set(given) == set(env.VARIABLES)
     assert env.read(given) == env.Environment(
@@ -31,6 +32,7 @@ def test_every_variable_is_read() -> None:
         runs=Path("/data/runs"),
         debug=True,
         name="the tower",
+        trace=Path("/trace.jsonl"),
     )
 
 
@@ -83,6 +85,13 @@ def test_runs_must_not_be_a_file(tmp_path: Path) -> None:
     file.write_text("")
     with pytest.raises(ConfigError, match="POTLUCK_RUNS"):
         env.read({"POTLUCK_RUNS": str(file)})
+
+
+@pytest.mark.parametrize("where", [".", "missing/trace.jsonl"])
+def test_the_trace_must_be_a_file_in_a_folder_that_exists(tmp_path: Path, where: str) -> None:
+    with pytest.raises(ConfigError, match="POTLUCK_TRACE") as caught:
+        env.read({"POTLUCK_TRACE": str(tmp_path / where)})
+    assert caught.value.hint
 
 
 def test_the_token_is_never_shown() -> None:

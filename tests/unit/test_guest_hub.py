@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from potluck.codec import Codec, get
 from potluck.device import pick
-from potluck.hub.guest import GuestHub, Work
+from potluck.hub.guest import GuestHub, Work, _Arrivals
 from potluck.hub.tensors import ModelTensors
 from potluck.spec import layout as layouts
 from potluck.wire.frames import Message
@@ -83,7 +83,7 @@ class Guest:
         self.codec = Held(get("none"))
         codec: Any = self.codec
         self.hub = GuestHub(self.link, self.tensors, down=codec, up=codec, device=pick("cpu", threads=1))  # type: ignore[arg-type]
-        self.hub.open(lambda: 1)
+        self.hub.open(lambda: (1, 4))
         self.pieces = self.tensors.layout.pieces
         assert len(self.pieces) > 2
 
@@ -102,7 +102,7 @@ class Guest:
 
     def asks(self, kind: str, step: int) -> Work:
         """The host asks for work; it is begun."""
-        fields = {"lease": 7, "check": 7, "step": step, "sizes": [1]}
+        fields = {"lease": 7, "check": 7, "step": step, "sizes": [1, 2], "quota": 1, "within_s": 0.5}
         self.link.hear("control", Message(kind=kind, fields=fields))
         work = self.hub.next_work()
         self.hub.enter(work)
@@ -226,3 +226,79 @@ def test_a_check_with_all_its_weights_takes_its_time(guest: Guest) -> None:
     assert bool((guest.weights() == 2.0).all())
     guest.ends(work)
     guest.eventually(lambda: bool((guest.weights()[:100] == 3.0).all()))
+
+
+# -- what it tells the host about itself
+
+
+def delivers(guest: Guest, work: Work) -> dict[str, Any]:
+    """A contribution leaves; what it ends with."""
+    guest.hub.wait_for_all(work)
+    guest.model(torch.ones(2, 16)).sum().backward()
+    guest.hub.finish(work, count=1, loss_sum=1.0, compute_s=0.1)
+    guest.ends(work)
+    (fields,) = [fields for kind, fields in guest.link.said if kind == "done"]
+    return fields
+
+
+def test_it_says_how_many_samples_it_computes_at_once_and_could_at_most(guest: Guest) -> None:
+    (ready,) = [fields for kind, fields in guest.link.said if kind == "ready"]
+    assert ready == {"micro_batch": 1, "largest_micro_batch": 4}
+    guest.hub._micro_batch = lambda: (2, 8)  # it has found out more since
+    done = delivers(guest, guest.asks("lease", step=0))
+    assert (done["micro_batch"], done["largest_micro_batch"]) == (2, 8)
+
+
+def test_it_says_how_long_the_weights_took_to_arrive(guest: Guest) -> None:
+    work = guest.asks("lease", step=1)
+    started = time.monotonic()
+    for piece in guest.pieces:
+        guest.brings("change", piece.index, 1)
+        time.sleep(0.02)
+    took_s = time.monotonic() - started
+    done = delivers(guest, work)
+    gaps = len(guest.pieces) - 1
+    assert 0.02 * len(guest.pieces) <= done["receive_s"] <= took_s * len(guest.pieces) / gaps
+
+
+def test_it_says_nothing_of_weights_that_came_otherwise(guest: Guest) -> None:
+    """Whole, because it had missed some: larger, and no measure of a change."""
+    work = guest.asks("lease", step=1)
+    guest.brings("whole", 0, 1)
+    for piece in guest.pieces[1:]:
+        guest.brings("change", piece.index, 1)
+    assert delivers(guest, work)["receive_s"] == 0.0
+
+
+def test_a_lease_says_how_many_of_its_samples_the_host_reckons_with(guest: Guest) -> None:
+    work = guest.asks("lease", step=0)
+    assert (work.sizes, work.quota, work.within_s) == ((1, 2), 1, 0.5)
+
+
+def test_the_clock_starts_with_the_first_piece_and_counts_it_in() -> None:
+    arrivals = _Arrivals()
+    assert arrivals.seconds(1, 4) == 0.0
+    for number in range(4):
+        assert arrivals.seconds(1, 4) == 0.0  # not all are here
+        arrivals.note(1, 10.0 + 0.5 * number)
+    assert arrivals.seconds(1, 4) == pytest.approx(2.0)  # three gaps between four pieces
+    assert arrivals.seconds(0, 4) == arrivals.seconds(2, 4) == 0.0
+    arrivals.note(2, 20.0)  # the next version: the clock starts anew
+    assert arrivals.seconds(1, 4) == 0.0
+    for number in range(1, 4):
+        arrivals.note(2, 20.0 + number)
+    assert arrivals.seconds(2, 4) == pytest.approx(4.0)
+
+
+def test_one_piece_alone_has_no_duration() -> None:
+    arrivals = _Arrivals()
+    arrivals.note(1, 10.0)
+    assert arrivals.seconds(1, 1) == 0.0
+
+
+def test_more_pieces_than_there_are_say_nothing() -> None:
+    """After a reconnection some come again."""
+    arrivals = _Arrivals()
+    for number in range(3):
+        arrivals.note(1, float(number))
+    assert arrivals.seconds(1, 2) == 0.0

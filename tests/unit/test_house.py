@@ -42,6 +42,8 @@ PURE = [
     *(path for part in ("spec", "plan", "doctor") for path in sorted((SOURCE / part).rglob("*.py"))),
     *(SOURCE / "hub" / name for name in ("ledger.py", "quota.py", "protocol.py")),
     SOURCE / "dist" / "schedules.py",
+    SOURCE / "wire" / "shaping.py",
+    *(SOURCE / "lab" / name for name in ("network.py", "shares.py")),
 ]
 IMPURE = {"torch", "time", "random", "secrets", "socket", "zmq", "threading", "asyncio", "subprocess"}
 

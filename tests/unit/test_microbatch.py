@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from potluck.train.microbatch import MEMORY_PART, SAME, MicroBatch
+from potluck.train.microbatch import MEMORY_PART, MOST, SAME, MicroBatch
 
 Seconds = Callable[[int], float]
 
@@ -162,3 +162,48 @@ def test_it_always_ends_within_its_limits(sizes: list[int], times: object, limit
     search(micro, lambda size: times.random() + 1e-3)  # type: ignore[attr-defined]
     assert not micro.searching
     assert 1 <= micro.size() <= limit
+
+
+# -- the most at once
+
+
+def test_a_size_that_was_asked_for_is_also_the_most() -> None:
+    micro = MicroBatch(fixed=5, free_bytes=10**12)
+    micro.record(5, 1.0, 500)
+    assert micro.most() == 5
+
+
+def test_the_most_is_what_fits() -> None:
+    micro = MicroBatch(limit=64, free_bytes=10_000)
+    assert micro.most() == micro.size() == 2  # nobody knows yet what a sample takes
+    micro.record(2, 0.01, 200)
+    assert micro.most() == MEMORY_PART * 10_000 / 100 == 50
+    micro.record(2, 0.01, 400)  # the largest that was seen counts
+    assert micro.most() == 25
+
+
+def test_where_the_memory_is_unknown_the_most_is_the_usual() -> None:
+    micro = MicroBatch(limit=64)
+    search(micro, gpu, bytes_a_sample=100)
+    assert micro.most() == micro.size() == 32
+    without = MicroBatch(limit=64, free_bytes=10**12)
+    search(without, gpu)  # what a sample takes is unknown
+    assert without.most() == without.size() == 32
+
+
+def test_the_most_has_a_limit_and_is_never_below_the_usual() -> None:
+    micro = MicroBatch(limit=64, free_bytes=10**12)
+    search(micro, gpu, bytes_a_sample=1)
+    assert (micro.size(), micro.most()) == (32, MOST)
+    micro.free_bytes = 10  # what is free now says nothing about what has been computed already
+    assert micro.most() == 32
+
+
+@given(free=st.integers(0, 10**12), saved=st.integers(0, 10**12), settled=st.none() | st.integers(1, 300))
+def test_the_most_never_asks_for_more_memory_than_it_may(free: int, saved: int, settled: int | None) -> None:
+    micro = MicroBatch(free_bytes=free)
+    micro.record(2, 0.1, saved)
+    micro.settled = settled
+    assert micro.size() <= micro.most() <= max(MOST, micro.size())
+    if micro.most() > micro.size():
+        assert micro.most() * saved / 2 <= MEMORY_PART * free * (1 + 1e-9)

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import math
 import struct
+import time
 from typing import Any
 
 import pytest
 
 from potluck.hub import actions as act
 from potluck.hub.members import CHECKING, COMPUTING, JOINING, SYNCING
+from potluck.hub.protocol import LARGEST_MICRO_BATCH
 from potluck.spec.layout import TensorSpec, fingerprint_to_json
 from potluck.wire.frames import dump_json
-from support.protocol_world import ABOUT, KINDS, MODEL, World, joined, of_kind, refusals
+from support.protocol_world import (
+    ABOUT,
+    DONE,
+    GRADIENT_BYTES,
+    HOST_S,
+    KINDS,
+    MODEL,
+    PIECES,
+    SIZES,
+    World,
+    joined,
+    of_kind,
+    refusals,
+)
 
 NEVER = 10**6
 """The number of a lease that is never given."""
@@ -91,7 +107,7 @@ def test_another_model_is_refused_and_the_difference_named(theirs: TensorSpec | 
     world = World()
     world.hello("a")
     model = fingerprint_to_json([theirs] if theirs else [])
-    world.say("a", "ready", dump_json({"fingerprint": model, "hashes": {}}), micro_batch=1)
+    world.say("a", "ready", dump_json({"fingerprint": model, "hashes": {}}), **SIZES)
     assert world.members == {}
     assert "a different model" in refusals(world, "a")[0]
     assert reason in refusals(world, "a")[0]
@@ -102,7 +118,7 @@ def test_another_protocol_version_is_refused_whether_known_or_not() -> None:
     world = joined("a")
     for guest in "ax":
         world.do(world.protocol.wrong_version(guest, 9, "1.2.3.4"))
-        assert refusals(world, guest) == ["it speaks protocol 9, this host speaks 1"]
+        assert refusals(world, guest) == ["it speaks protocol 9, this host speaks 2"]
     assert world.members == {}
 
 
@@ -154,7 +170,7 @@ def test_the_common_batch_suits_the_smallest_micro_batch() -> None:
     world = World(batch=12, samples=100)
     for guest, size in (("a", 9), ("b", 3)):
         world.hello(guest)
-        world.say(guest, "ready", dump_json(ABOUT), micro_batch=size)
+        world.say(guest, "ready", dump_json(ABOUT), micro_batch=size, largest_micro_batch=size)
         world.take_all(guest)
     world.code()
     for guest in "ab":
@@ -275,10 +291,9 @@ def test_the_same_contribution_twice_is_counted_once_and_its_guest_put_out() -> 
 def test_an_answer_to_another_lease_touches_nothing() -> None:
     world = joined("a")
     world.begin()
-    fields = {"count": 3, "compute_s": 0.1, "loss_sum": 1.0, "finite": True, "micro_batch": 2}
-    assert world.say("a", "done", lease=NEVER, **fields) == []
+    assert world.say("a", "done", lease=NEVER, count=3, **DONE) == []
     world.deliver("a")
-    assert world.say("a", "done", lease=NEVER, **fields) == []
+    assert world.say("a", "done", lease=NEVER, count=3, **DONE) == []
     world.decode()
     assert world.finish().samples == {"host": 3, "a": 3}
 
@@ -332,6 +347,124 @@ def test_a_message_without_its_fields_puts_the_guest_out(kind: str, state: str) 
     if state == "decoding":
         world.decode()
     assert guest not in world.members
+
+
+# -- what guests say about themselves
+
+
+@pytest.mark.parametrize("field", ["micro_batch", "largest_micro_batch"])
+def test_a_guest_that_is_ready_must_say_its_sizes(field: str) -> None:
+    world = World()
+    world.hello("a")
+    world.say("a", "ready", dump_json(ABOUT), **{k: v for k, v in SIZES.items() if k != field})
+    assert world.members == {}
+    assert field in refusals(world, "a")[0]
+
+
+@pytest.mark.parametrize("field", ["receive_s", "micro_batch", "largest_micro_batch", "compute_s", "finite"])
+def test_a_contribution_that_lacks_a_field_puts_its_guest_out(field: str) -> None:
+    world = joined("a")
+    world.begin()
+    for index in range(PIECES):
+        world.say("a", "grad", bytes(GRADIENT_BYTES), lease=1, piece=index)
+    world.say("a", "done", lease=1, count=3, **{k: v for k, v in DONE.items() if k != field})
+    assert world.members == {}
+    assert field in refusals(world, "a")[0]
+    assert world.finish().samples == {"host": 6}
+
+
+NO_NUMBERS = [None, "x", "Infinity", [], [1.0], {}, math.nan, math.inf, -math.inf]
+
+
+@pytest.mark.parametrize("value", [*NO_NUMBERS, True, "1"], ids=repr)
+def test_a_time_that_is_no_number_puts_its_guest_out(value: Any) -> None:
+    world = joined("a")
+    world.begin()
+    world.say("a", "done", lease=1, count=3, **{**DONE, "receive_s": value})
+    assert "receive_s" in refusals(world, "a")[0]
+    assert world.finish().samples == {"host": 6}
+
+
+@pytest.mark.parametrize("value", NO_NUMBERS, ids=repr)
+@pytest.mark.parametrize("field", ["micro_batch", "largest_micro_batch"])
+def test_a_size_that_is_no_number_puts_its_guest_out(field: str, value: Any) -> None:
+    world = joined("a")
+    world.begin()
+    world.say("a", "done", lease=1, count=3, **{**DONE, field: value})
+    assert refusals(world, "a")
+    world.hello("b")
+    world.say("b", "ready", dump_json(ABOUT), **{**SIZES, field: value})
+    assert refusals(world, "b")
+    assert world.finish().samples == {"host": 6}
+
+
+@pytest.mark.parametrize("value", [0, -1, -(10**400), 10**400, 10**6, 1e308, -1e308, 5e-324, 1e-9], ids=str)
+@pytest.mark.parametrize("field", ["receive_s", "micro_batch", "largest_micro_batch"])
+def test_an_absurd_number_hurts_nobody(field: str, value: Any) -> None:
+    """It is refused, or its guest gets what the host can answer for: steps are full, and every lease can be dealt."""
+    world = joined("a", "b", batch=12)
+    started = time.process_time()
+    for _ in range(6):
+        world.begin()
+        for guest, member in list(world.members.items()):
+            world.take_all(guest)
+            if (lease := member.lease) is None:
+                continue
+            for index in range(PIECES):
+                world.say(guest, "grad", bytes(GRADIENT_BYTES), lease=lease.id, piece=index)
+            about = {**DONE, "compute_s": lease.count * HOST_S, **({field: value} if guest == "a" else {})}
+            world.say(guest, "done", lease=lease.id, count=lease.count, **about)
+        while world.decoding:
+            world.decode()
+        samples = world.finish().samples
+        assert samples["b"] >= 1
+        assert samples["host"] >= 1
+    for member in world.members.values():
+        assert 1 <= member.micro_batch <= member.largest_micro_batch <= LARGEST_MICRO_BATCH
+    assert time.process_time() - started < 5.0
+
+
+def test_how_long_the_weights_took_to_arrive_is_learned() -> None:
+    world = joined("a", batch=12)
+    member = world.members["a"]
+    first = member.transfer.value
+    assert first is not None  # a guess, from its first copy of the weights
+    for _ in range(4):
+        world.begin()
+        world.take_all("a")
+        world.deliver("a", receive_s=0.02)
+        world.decode()
+        world.finish()
+    assert member.transfer.value == pytest.approx(0.02)
+    world.begin()
+    world.take_all("a")
+    world.deliver("a", receive_s=0.0)  # it has not seen all of them
+    assert member.transfer.value == pytest.approx(0.02)
+
+
+def test_a_contribution_may_overtake_the_word_that_it_will_be_smaller() -> None:
+    """They travel on two connections; what is not in it is computed by the host."""
+    world = joined("a")
+    world.begin()
+    assert world.members["a"].lease is not None
+    actions = world.deliver("a", wrong=-1)
+    assert act.Wake() in actions
+    assert [d.count for d in world.decoding] == [2]
+    assert world.say("a", "closing", lease=1, keep=2, eta_s=0.1) == []
+    world.decode()
+    assert world.say("a", "closing", lease=1, keep=2, eta_s=0.1) == []
+    assert world.finish().samples == {"host": 4, "a": 2}
+
+
+@pytest.mark.parametrize("wrong", [1, -1])
+def test_a_contribution_that_differs_from_what_was_announced_is_dropped(wrong: int) -> None:
+    world = joined("a", batch=8)
+    world.begin()
+    world.say("a", "closing", lease=1, keep=3, eta_s=0.1)
+    world.deliver("a", wrong=wrong)
+    assert not world.decoding
+    assert "where 3 were leased" in of_kind(world, "contribution_dropped")[0]["reason"]
+    assert world.finish().samples == {"host": 8}
 
 
 def test_the_fingerprint_of_these_tests_is_read_as_it_was_written() -> None:

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from potluck.hub import actions as act
 from potluck.hub.members import JOINING, SYNCING, Member
 from potluck.wire.frames import dump_json
-from support.protocol_world import ABOUT, GRADIENT_BYTES, KINDS, PIECES, World, joined, refusals
+from support.protocol_world import ABOUT, DONE, GRADIENT_BYTES, KINDS, PIECES, World, joined, refusals
 
 NEVER = 10**6
 """The number of a lease that is never given."""
@@ -20,7 +20,7 @@ NEVER = 10**6
 
 
 NAMES = ["lease", "keep", "eta_s", "piece", "count", "compute_s", "loss_sum", "finite", "micro_batch"]
-NAMES += ["computed", "check", "loss", "bytes", "name", "reason"]
+NAMES += ["largest_micro_batch", "receive_s", "computed", "check", "loss", "bytes", "name", "reason"]
 values = st.one_of(
     st.none(),
     st.booleans(),
@@ -275,8 +275,7 @@ def about_lease(world: World, what: str, guest: str, number: int) -> None:
     elif what == "grad":
         world.say(guest, "grad", bytes(GRADIENT_BYTES), lease=lease.id, piece=number % PIECES)
     elif what == "other lease":
-        fields = {"compute_s": 0.1, "loss_sum": 1.0, "finite": True, "micro_batch": 2}
-        world.say(guest, "done", lease=lease.id - 1 if number else NEVER, count=lease.count, **fields)
+        world.say(guest, "done", lease=lease.id - 1 if number else NEVER, count=lease.count, **DONE)
     elif what == "malformed":
         world.say(guest, "grad", b"x", lease=lease.id, piece=PIECES + number)
 
@@ -320,7 +319,7 @@ def test_every_step_is_full_whatever_happens_in_it(steps: list[list[tuple[str, s
 @example(
     guest="b",
     kind="ready",
-    fields={"micro_batch": 1},
+    fields={"micro_batch": 1, "largest_micro_batch": 1},
     frames=[dump_json({**ABOUT, "fingerprint": LONG_NAME})],
     decoding=False,
 )

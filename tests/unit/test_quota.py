@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from potluck.hub.quota import Estimate, Quotas, Speed, ideal, quotas, split_evenly
+from potluck.hub.quota import Estimate, Quotas, Speed, ideal, lease_sizes, quotas, split_evenly
 
 rates = st.floats(1e-3, 1e4)
 overheads = st.floats(0, 100)
@@ -43,16 +43,28 @@ def test_quotas_sum_to_the_batch_and_none_is_negative(
 @given(
     batch=st.integers(1, 100),
     host=st.floats(0, math.inf),
-    values=st.lists(st.tuples(st.floats(0, math.inf), st.floats(0, math.inf)), max_size=5),
+    values=st.lists(st.tuples(*[st.floats(0, math.inf)] * 3, st.integers(1, 2**20)), max_size=5),
 )
-@example(batch=8, host=1.0, values=[(1e300, 1e300)])
-@example(batch=8, host=1.0, values=[(math.inf, 0.0), (1.0, math.inf)])
-@example(batch=8, host=0.0, values=[(1.0, 0.0)])
-def test_absurd_measurements_do_no_harm(batch: int, host: float, values: list[tuple[float, float]]) -> None:
+@example(batch=8, host=1.0, values=[(1e300, 1e300, 0.0, 1)])
+@example(batch=8, host=1.0, values=[(math.inf, 0.0, 0.0, 1), (1.0, math.inf, 0.0, 1), (1.0, 0.0, math.inf, 1)])
+@example(batch=8, host=0.0, values=[(1.0, 0.0, 0.0, 1)])
+@example(batch=8, host=5e-324, values=[(1.0, 0.0, 1.0, 1)])
+@example(batch=8, host=5e-324, values=[(1.0, 0.0, math.inf, 1)])
+@example(batch=8, host=5e-324, values=[(5e-324, 0.0, 1.0, 1)])
+@example(batch=8, host=1.0, values=[(1e11, 0.0, 9e11, 2**20)])
+def test_absurd_measurements_do_no_harm(
+    batch: int, host: float, values: list[tuple[float, float, float, int]]
+) -> None:
     """A guest says what it likes about its speed: the step must still be dealt."""
-    result = quotas(batch, host, {str(i): speed(r, o) for i, (r, o) in enumerate(values)}, 1)
+    fleet = {
+        str(i): Speed(rate_samples_per_s=rate, overhead_s=overhead, transfer_s=transfer, usual=1, most=most)
+        for i, (rate, overhead, transfer, most) in enumerate(values)
+    }
+    result = quotas(batch, host, fleet, 1)
     assert result.host + sum(result.guests.values()) == batch
     assert result.host >= 1
+    for guest, count in result.guests.items():
+        assert sum(lease_sizes(count, fleet[guest])) == count
 
 
 @quick
@@ -113,7 +125,8 @@ def test_rounding_takes_the_neighbour_with_the_smaller_makespan(
     helping = {g: fleet[g] for g in wanted}
     assert result.step_s == pytest.approx(brute_force(batch, host, helping, 0))
     for guest, q in wanted.items():
-        assert math.floor(q) <= result.guests.get(guest, 0) <= math.floor(q) + 1
+        # What rounding down leaves over, less than a sample of each, may all be best with one of them.
+        assert math.floor(q) <= result.guests.get(guest, 0) <= math.floor(q) + len(wanted)
 
 
 def test_the_next_sample_goes_to_the_guest_that_is_done_first() -> None:
@@ -193,3 +206,55 @@ def test_an_estimate_follows_and_knows_its_spread() -> None:
     estimate.add(30.0)
     assert estimate.value == pytest.approx(24.0, abs=1e-3)
     assert estimate.spread == pytest.approx(4.0, abs=1e-2)
+
+
+# -- doubts
+
+
+def doubting(*measured: float) -> Estimate:
+    estimate = Estimate(doubts=True)
+    for value in measured:
+        estimate.add(value)
+    return estimate
+
+
+@given(st.floats(0, 1e6))
+@example(0.0)
+@example(1e300)
+def test_one_measurement_far_off_changes_nothing(odd: float) -> None:
+    steady = [10.0, 11.0, 9.0, 10.0] * 3
+    before, estimate = doubting(*steady), doubting(*steady, odd)
+    assert before.value is not None
+    if abs(odd - before.value) > 4 * before.spread + 0.25 * before.value:
+        assert (estimate.value, estimate.spread) == (before.value, before.spread)
+    else:
+        assert estimate.value == pytest.approx(before.value + 0.4 * (odd - before.value))
+
+
+@pytest.mark.parametrize(("odd", "again", "believed"), [(50, 40, 40), (40, 50, 40), (1, 2, 2), (2, 1, 2)])
+def test_the_second_one_like_it_is_believed_and_the_milder_counts(odd: int, again: int, believed: int) -> None:
+    assert doubting(10, 10, odd, again).value == believed
+
+
+def test_two_that_contradict_each_other_are_no_truth() -> None:
+    estimate = doubting(10, 10, 50, 1)
+    assert estimate.value == 10
+    estimate.add(2)
+    assert estimate.value == 2  # the last two agree
+
+
+def test_a_usual_one_in_between_ends_the_doubt() -> None:
+    assert doubting(10, 10, 50, 10, 50, 10, 50).value == 10
+
+
+def test_a_change_that_lasts_is_followed() -> None:
+    estimate = doubting(10, *[100.0] * 4)
+    assert estimate.value == 100
+    assert doubting(0.0, *[0.3] * 4).value == pytest.approx(0.3)
+
+
+def test_who_does_not_doubt_follows_at_once() -> None:
+    estimate = Estimate()
+    estimate.add(10)
+    estimate.add(20)
+    assert estimate.value == 14

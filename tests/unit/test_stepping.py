@@ -3,107 +3,17 @@
 from __future__ import annotations
 
 import struct
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from potluck.hub.actions import Action, Emit, Send, SendSamples, Wake
-from potluck.hub.feed import Feed, PieceState
+from potluck.hub.actions import SendSamples, Wake
 from potluck.hub.ledger import Ledger
-from potluck.hub.members import COMPUTING, GAIN_WINDOW, LATE, QUOTA_RETRY_STEPS, SITTING_OUT, SYNCING, Member
-from potluck.hub.stepping import SILENT_S, Stepping, Take
+from potluck.hub.members import COMPUTING, GAIN_WINDOW, LATE, QUOTA_RETRY_STEPS, SITTING_OUT, SYNCING
+from potluck.hub.stepping import SILENT_S, Stepping
 from potluck.train.data import epoch_order
-
-HOST_S = 0.1
-"""Seconds that a sample takes the host of these tests."""
-STATE = [PieceState(0, 1, 10, 80)]
-
-
-class Table:
-    """A host with a clock that tests turn, and guests as they want them."""
-
-    def __init__(self, *guests: str, batch: int = 20, rate: float = 10.0, local_data: bool = False) -> None:
-        self.ledger = Ledger(samples=1000, global_batch=batch, order=epoch_order(1000, 0))
-        self.members: dict[str, Member] = {}
-        self.stepping = Stepping(ledger=self.ledger, members=self.members, host_name="host", local_data=local_data)
-        self.now = 100.0
-        for guest in guests:
-            self.join(guest, rate)
-        self.begin()
-        self.compute_all()  # the first step shows how fast the host is
-        self.stepping.end()
-
-    def join(self, name: str, rate: float = 10.0, overhead: float = 0.0) -> Member:
-        feed = Feed(pieces=1, window_bytes=100)
-        feed.have, feed.open = [1], True
-        member = Member(
-            id=name, name=name, address="", device="", about={}, last_heard=self.now, joined_at=0.0, feed=feed
-        )
-        member.state = COMPUTING
-        member.rate.add(rate)
-        member.overhead.add(overhead)
-        self.members[name] = member
-        return member
-
-    def begin(self) -> list[Action]:
-        return self.stepping.begin(self.now, STATE, 1)
-
-    def take(self, count: int = 1) -> Take:
-        return self.stepping.take(count, self.now)[0]
-
-    def compute(self, take: Take) -> None:
-        self.now += HOST_S * len(take.positions)
-        self.stepping.host_computed(take.positions, HOST_S * len(take.positions))
-
-    def compute_all(self) -> Take:
-        """The host's own share, until there is nothing in the pool; guests keep saying that they are alive."""
-        while True:
-            for member in self.members.values():
-                member.last_heard = self.now
-            take, self.actions = self.stepping.take(4, self.now)
-            if not take.positions:
-                return take
-            self.compute(take)
-
-    def deliver(self, name: str, count: int | None = None) -> list[Action]:
-        """All of a contribution arrives and is decoded."""
-        member = self.members[name]
-        assert member.lease is not None
-        lease = member.lease
-        self.stepping.piece(member, lease=lease.id, index=0, payload=b"")
-        count = lease.count if count is None else count
-        self.stepping.learn(member, count=count, compute_s=count / 10, now=self.now)
-        why_not = self.stepping.complete(member, lease=lease.id, count=count, pieces=1)
-        if why_not is not None:
-            return self.stepping.drop(member, reason=why_not, now=self.now)
-        return self.stepping.counted(member)
-
-    def step(self, *late: str) -> dict[str, int]:
-        """A whole step in which everybody delivers in time but those named."""
-        self.begin()
-        self.compute_all()
-        for name, member in self.members.items():
-            if member.lease is not None and not member.lease.revoked and name not in late:
-                self.deliver(name)
-        while not (take := self.compute_all()).full:
-            assert take.wait_until is not None
-            self.now = max(self.now + 0.001, take.wait_until)
-        result = self.stepping.end()
-        for name in late:
-            if self.members[name].lease is not None:
-                self.actions = self.deliver(name)
-        return result.samples
-
-
-def events(actions: list[Action], kind: str) -> list[dict[str, Any]]:
-    return [a.event for a in actions if isinstance(a, Emit) and a.event["event"] == kind]
-
-
-def sends(actions: list[Action], kind: str) -> list[Send]:
-    return [a for a in actions if isinstance(a, Send) and a.kind == kind]
-
+from support.stepping_table import HOST_S, STATE, Table, events, freeze, sends
 
 # -- leases
 
@@ -123,13 +33,14 @@ def test_an_equal_guest_gets_half_and_the_samples_of_its_micro_batches() -> None
     table.members["g"].micro_batch = 4
     actions = table.begin()
     (lease,) = sends(actions, "lease")
-    assert lease.fields["sizes"] == [4, 3, 3]
+    assert lease.fields["sizes"] == [4, 3, 3, 1]  # the last one is beyond its quota
+    assert lease.fields["quota"] == 10
     assert lease.fields["step"] == 1
     assert lease.fields["host_sample_s"] == pytest.approx(HOST_S)
     assert lease.fields["within_s"] == pytest.approx(1.0)
     batches = [a.positions for a in actions if isinstance(a, SendSamples)]
-    assert [p for b in batches for p in b] == list(range(30, 40))
-    assert [len(b) for b in batches] == [4, 3, 3]
+    assert [p for b in batches for p in b] == list(range(29, 40))
+    assert [len(b) for b in batches] == [4, 3, 3, 1]
 
 
 def test_local_samples_are_named_and_not_sent() -> None:
@@ -349,7 +260,7 @@ def test_a_contribution_must_be_whole(count: int, pieces: int, reason: str) -> N
 
 def test_a_late_contribution_is_dropped_reported_and_never_counted() -> None:
     table = Table("g")
-    table.members["g"].overhead.weight = 0.0
+    freeze(table.members["g"].overhead)
     assert table.step("g") == {"host": 20}
     (event,) = events(table.actions, "contribution_dropped")
     assert (event["machine"], event["step"], event["samples"]) == ("g", 2, 10)
@@ -390,7 +301,7 @@ def test_a_guest_that_goes_gives_its_samples_back() -> None:
 def test_two_late_in_a_row_sit_out_with_a_reason_and_try_again() -> None:
     table = Table("g")
     member = table.members["g"]
-    member.overhead.weight = 0.0  # this test is about lateness, not about what is learned of it
+    freeze(member.overhead)  # this test is about lateness, not about what is learned of it
     table.step("g")
     assert member.state == LATE
     table.step("g")
@@ -409,7 +320,7 @@ def test_two_late_in_a_row_sit_out_with_a_reason_and_try_again() -> None:
 def test_one_on_time_clears_the_record() -> None:
     table = Table("g")
     member = table.members["g"]
-    member.overhead.weight = 0.0
+    freeze(member.overhead)
     for late in (("g",), (), ("g",), (), ("g",)):
         table.step(*late)
         assert member.state != SITTING_OUT
@@ -462,7 +373,7 @@ def test_one_bad_measurement_does_not_shut_a_guest_out_for_good(of: str) -> None
 def test_a_guest_that_costs_more_waiting_than_it_brings_sits_out() -> None:
     table = Table("g")
     member = table.members["g"]
-    member.overhead.weight = member.rate.weight = 0.0
+    freeze(member.overhead, member.rate)
     for _ in range(GAIN_WINDOW):
         assert member.state == COMPUTING
         table.begin()

@@ -129,7 +129,7 @@ def test_a_header_as_large_as_allowed_is_taken_and_one_byte_more_is_not() -> Non
         pack(Message(kind="a", fields={"x": "y" * (room + 1)}))
 
 
-@pytest.mark.parametrize("theirs", [0, 2, 255])
+@pytest.mark.parametrize("theirs", [0, wire.PROTOCOL - 1, wire.PROTOCOL + 1, 255])
 def test_another_version_is_told_apart_even_when_its_header_means_nothing_here(theirs: int) -> None:
     with pytest.raises(VersionError, match=f"protocol {theirs}.*speaks {wire.PROTOCOL}") as caught:
         unpack([header(b"\x80 no json", version=theirs)])

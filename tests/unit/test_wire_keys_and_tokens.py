@@ -22,6 +22,7 @@ from potluck.wire.keys import HostKeys, load_keys, new_keys, public_of, save_key
 from potluck.wire.token import MAX_ADDRESSES, Token, decode, encode, local_addresses
 
 KEYS = new_keys()
+PREFIX = f"potluck{PROTOCOL}-"
 TOKEN = Token(
     protocol=PROTOCOL,
     addresses=("192.168.1.5", "100.101.102.103", "studio.local"),
@@ -167,7 +168,7 @@ def test_every_single_wrong_character_is_found() -> None:
                 decode(text[:at] + text[at + 1] + text[at] + text[at + 2 :])
 
 
-@given(st.text(max_size=200) | st.text("potluck1-_AZaz", max_size=60).map(lambda tail: "potluck1-" + tail))
+@given(st.text(max_size=200) | st.text(PREFIX + "_AZaz", max_size=60).map(lambda tail: PREFIX + tail))
 @settings(deadline=None)
 def test_other_texts_are_token_errors_with_a_hint(text: str) -> None:
     with pytest.raises(TokenError) as caught:
@@ -181,8 +182,8 @@ def test_the_three_kinds_of_bad_token_are_told_apart() -> None:
         decode("hello")
     with pytest.raises(TokenError, match="damaged"):
         decode(text[:40])
-    with pytest.raises(TokenError, match=f"protocol 2, this machine speaks {PROTOCOL}"):
-        decode(encode(dataclasses.replace(TOKEN, protocol=2)))
+    with pytest.raises(TokenError, match=f"protocol {PROTOCOL - 1}, this machine speaks {PROTOCOL}"):
+        decode(encode(dataclasses.replace(TOKEN, protocol=PROTOCOL - 1)))
 
 
 def test_what_people_copy_along_is_forgiven() -> None:

@@ -37,6 +37,7 @@ VERBS: dict[str, Verb] = {
     "host": Verb("potluck.cli.host:host", "Start a run that guests can join; prints the token."),
     "join": Verb("potluck.cli.join:join", "Bring this machine to a run."),
     "report": Verb("potluck.cli.report:report", "What happened in a run."),
+    "lab": Verb("potluck.cli.lab:lab", "A whole fleet on one box, strategies side by side."),
 }
 
 
@@ -51,11 +52,15 @@ class Settings:
 class LazyGroup(click.Group):
     """A group that imports a command only to run it or to show that command's own help."""
 
+    def __init__(self, *args: Any, verbs: dict[str, Verb], **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
+        self._verbs = verbs
+
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(VERBS)
+        return list(self._verbs)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        verb = VERBS.get(cmd_name)
+        verb = self._verbs.get(cmd_name)
         if verb is None:
             return None
         module, _, attribute = verb.target.partition(":")
@@ -68,17 +73,17 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and args[0] not in VERBS and not args[0].startswith("-"):
+        if args and args[0] not in self._verbs and not args[0].startswith("-"):
             import difflib  # slow to import, and rarely needed
 
-            close = difflib.get_close_matches(args[0], VERBS, n=1)
-            advice = f"Did you mean {close[0]!r}?" if close else f"There are: {', '.join(VERBS)}."
+            close = difflib.get_close_matches(args[0], self._verbs, n=1)
+            advice = f"Did you mean {close[0]!r}?" if close else f"There are: {', '.join(self._verbs)}."
             raise click.UsageError(f"no command {args[0]!r}. {advice}", ctx)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, verb.help) for name, verb in VERBS.items()])
+            formatter.write_dl([(name, verb.help) for name, verb in self._verbs.items()])
 
 
 def _debug_option() -> click.Option:
@@ -86,7 +91,7 @@ def _debug_option() -> click.Option:
     return click.Option(["--debug"], is_flag=True, expose_value=False, help=_DEBUG_HELP)
 
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=LazyGroup, verbs=VERBS, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="potluck", message="%(prog)s %(version)s")
 @click.option("--debug", is_flag=True, expose_value=False, help=_DEBUG_HELP)
 @click.pass_context

@@ -166,7 +166,6 @@ def _open_door(launch: Launch, folder: RunFolder, *, only_here: bool) -> str:
     addresses = local_addresses() if bind == "0.0.0.0" else (bind,)
     token = encode(
         Token(
-            protocol=1,
             addresses=addresses or (LOOPBACK,),
             port=launch.socket.port,
             host_public=keys.public,

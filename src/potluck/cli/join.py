@@ -55,7 +55,7 @@ def join(settings: Settings, /, token: str | None, token_file: Path | None, **fl
 
     \b
     Examples:
-      potluck join potluck1-…
+      potluck join potluck2-…
       potluck join --token-file token.txt --device cpu --threads 4
     """
     from potluck.wire.token import decode

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from potluck.device.trace import Trace
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
@@ -34,6 +36,8 @@ class Device(ABC):
         """For people, such as NVIDIA GeForce RTX 4070 12 GB."""
         self.reason = "asked for by name"
         """Why this one was chosen."""
+        self.trace: Trace | None = None
+        """Where the intervals of computing are written, if anybody wants them."""
         self._began_s: float | None = None
         self._waited_s = 0.0
 
@@ -57,19 +61,26 @@ class Device(ABC):
     def attach(self, model: nn.Module) -> None:  # noqa: B027 - only the paced device needs to see the model
         """Called once with the model to be trained, before anyone else hooks its parameters."""
 
+    def at_step(self, step: int) -> None:  # noqa: B027 - only the paced device changes with the steps
+        """The work that follows belongs to this step, counted from 1."""
+
     def begin(self, samples: int) -> None:
         """A micro-batch of so many samples starts: call before the forward. One not ended is forgotten."""
         self.synchronize()  # what was queued before is not this micro-batch's work
         self._waited_s = 0.0
         self._began_s = time.perf_counter()
+        if self.trace is not None:
+            self.trace.begin(samples)
 
     def waited(self, seconds: float) -> None:
-        """So much of the time since begin() was spent waiting for the network: it is not computing.
+        """The last so many seconds were spent waiting for the network: they are not computing.
 
-        A device that works on while its thread waits is credited with too little; what end() returns is then
-        a lower bound.
+        Called right after the waiting, between begin() and end(). A device that works on while its thread waits
+        is credited with too little; what end() returns is then a lower bound.
         """
         self._waited_s += seconds
+        if self.trace is not None:
+            self.trace.waited(seconds)
 
     def end(self) -> float:
         """The micro-batch's backward is over: wait for the device; returns the seconds of computing."""
@@ -77,6 +88,8 @@ class Device(ABC):
         self.synchronize()
         computed_s = time.perf_counter() - self._began_s - self._waited_s
         self._began_s = None
+        if self.trace is not None:
+            self.trace.end()
         return max(0.0, computed_s)
 
     def rng_state(self) -> dict[str, Tensor]:

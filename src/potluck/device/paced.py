@@ -7,6 +7,8 @@ The micro-batch's emulated time is a line that starts at begin(): a third for th
 the backward, spread over the layers by their numbers of elements. Hooks on the layers hold the computation
 back to the point of the line that it has reached. Points are absolute: real work that was slow and sleeps
 that were long are made up for by the shares that follow. Waiting for the network moves the whole line.
+
+The speed may change from step to step, as that of a machine that gets hot or has other work does.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -26,14 +29,19 @@ FORWARD_PART = 1 / 3
 
 
 class PacedDevice(CpuDevice):
-    """The CPU, held back to `seconds_per_sample`; as fast as the CPU where that is slower."""
+    """The CPU, held back to `seconds_per_sample`; as fast as the CPU where that is slower.
+
+    `changes`: (step, seconds a sample from that step on), steps counted from 1 and rising.
+    """
 
     kind = "paced"
 
-    def __init__(self, seconds_per_sample: float) -> None:
+    def __init__(self, seconds_per_sample: float, changes: Sequence[tuple[int, float]] = ()) -> None:
         super().__init__()
         self.seconds_per_sample = seconds_per_sample
-        self.label = f"paced {seconds_per_sample:g} s/sample on cpu"
+        """Of the step under way."""
+        self._speeds = [(1, seconds_per_sample), *changes]
+        self.label = f"paced {seconds_per_sample:g} s/sample on cpu" + (", changing" if changes else "")
         self._hooks: list[RemovableHandle] = []
         self._forward_work: dict[nn.Module, int] = {}  # what a call of the module concludes, in elements
         self._backward_work: dict[Tensor, int] = {}  # what the arrival of the parameter's gradient concludes
@@ -58,9 +66,11 @@ class PacedDevice(CpuDevice):
         self._backward_work, self._backward_total = _backward_work(model)
         self._hooks = [module.register_forward_hook(self._after_forward) for module in self._forward_work]
         self._hooks += [
-            parameter.register_post_accumulate_grad_hook(self._after_gradient)
-            for parameter in self._backward_work
+            parameter.register_post_accumulate_grad_hook(self._after_gradient) for parameter in self._backward_work
         ]
+
+    def at_step(self, step: int) -> None:
+        self.seconds_per_sample = [seconds for first, seconds in self._speeds if first <= max(1, step)][-1]
 
     def begin(self, samples: int) -> None:
         super().begin(samples)
@@ -150,14 +160,31 @@ def _backward_work(model: nn.Module) -> tuple[dict[Tensor, int], int]:
 
 
 def make(argument: str) -> PacedDevice:
-    """The device that "paced:<seconds a sample>" names."""
+    """The device that "paced:0.6" names, or "paced:0.6,9=0.3" where the speed is another one from step 9 on."""
+    first, *rest = argument.split(",")
+    words = [word.partition("=") for word in rest]
+    steps = [_step(step) for step, _, _ in words]
+    if steps != sorted(set(steps)) or any(step < 2 for step in steps):
+        raise ConfigError(
+            f"a paced device changes its speed at later and later steps, not as in {argument!r}",
+            hint="for example --device paced:0.6,9=0.3,17=0.6: steps from 2 on, each with its seconds a sample",
+        )
+    return PacedDevice(_seconds(first), list(zip(steps, [_seconds(seconds) for _, _, seconds in words])))
+
+
+def _step(word: str) -> int:
+    """The step's number; 0, which no step has, where there is none."""
+    word = word.strip()
+    return int(word) if word.isascii() and word.isdecimal() and len(word) <= 9 else 0
+
+
+def _seconds(word: str) -> float:
     try:
-        seconds = float(argument)
+        seconds = float(word)
     except ValueError:
         seconds = math.nan
     if not (math.isfinite(seconds) and seconds > 0):
         raise ConfigError(
-            f"a paced device needs its seconds a sample, not {argument!r}",
-            hint="for example --device paced:0.15",
+            f"a paced device needs its seconds a sample, not {word!r}", hint="for example --device paced:0.15"
         )
-    return PacedDevice(seconds)
+    return seconds

@@ -9,10 +9,12 @@ from collections.abc import Callable
 
 import torch
 
+from potluck import env
 from potluck.device import cuda, mps, paced
 from potluck.device.base import Device
 from potluck.device.cpu import CpuDevice
 from potluck.device.limits import usable_cores
+from potluck.device.trace import Trace
 from potluck.errors import ConfigError
 
 Factory = Callable[[str], Device]
@@ -40,17 +42,23 @@ def register(kind: str, factory: Factory) -> None:
 
 
 def pick(name: str | None = None, *, threads: int | None = None) -> Device:
-    """The device to compute on; also sets torch's CPU threads.
+    """The device to compute on; also sets torch's CPU threads, and traces where POTLUCK_TRACE says so.
 
     `name`: None or "auto" (CUDA, then MPS, then the CPU), "cpu", "cuda", "cuda:1", "mps", "paced:0.15"
-    (seconds a sample, on the CPU). `threads`: None for one on each physical core this process may use,
-    whatever OMP_NUM_THREADS says, since launchers set that to 1.
+    (seconds a sample, on the CPU), "paced:0.6,9=0.3" (0.6, and 0.3 from step 9 on). `threads`: None for one on
+    each physical core this process may use, whatever OMP_NUM_THREADS says, since launchers set that to 1.
     """
     if threads is not None and threads < 1:
         raise ConfigError(f"{threads} threads cannot compute", hint="use --threads 1 or more")
     torch.set_num_threads(usable_cores() if threads is None else threads)
-    if name is None or name == "auto":
-        return _pick_best()
+    device = _pick_best() if name is None or name == "auto" else _make(name)
+    trace = env.read().trace
+    if trace is not None:
+        device.trace = Trace(trace)
+    return device
+
+
+def _make(name: str) -> Device:
     kind, _, argument = name.strip().lower().partition(":")
     if kind not in _factories:
         raise ConfigError(

@@ -53,7 +53,10 @@ class Work:
     step: int
     sizes: tuple[int, ...]
     received: float
+    quota: int = 0
+    """How many of its samples the host reckons with."""
     within_s: float = 0.0
+    """When the host is done if that many are delivered; each one fewer costs it `host_sample_s` more."""
     host_sample_s: float = 0.0
     tail_s: float = 0.0
     """What it takes from the last backward to the arrival at the host, as the host has measured it."""
@@ -66,6 +69,29 @@ class Work:
     def key(self) -> int:
         """Under which number its samples travel: a check's are negative."""
         return -self.id if self.check else self.id
+
+
+@dataclass(slots=True)
+class _Arrivals:
+    """When the changes of the newest version came."""
+
+    version: int = NOTHING
+    first: float = 0.0
+    last: float = 0.0
+    count: int = 0
+
+    def note(self, version: int, now: float) -> None:
+        if version != self.version:
+            self.version, self.first, self.count = version, now, 0
+        self.last = now
+        self.count += 1
+
+    def seconds(self, version: int, pieces: int) -> float:
+        """How long all pieces of a version took to arrive; 0 where not all were seen."""
+        if version != self.version or self.count != pieces or pieces < 2:
+            return 0.0
+        # The clock starts when the first piece is here already.
+        return (self.last - self.first) * pieces / (pieces - 1)
 
 
 class RunOver(Exception):
@@ -103,13 +129,17 @@ class GuestHub:
         self._over: str | None = None
         self._stop = False
         self._failure: BaseException | None = None
-        self._micro_batch: Callable[[], int] = lambda: 1
+        self._arrivals = _Arrivals()
+        self._micro_batch: Callable[[], tuple[int, int]] = lambda: (1, 1)
         self._worker = threading.Thread(target=self._run, name="potluck-coder", daemon=True)
 
     # -- the training thread ----------------------------------------------------------------------------
 
-    def open(self, micro_batch: Callable[[], int]) -> None:
-        """Tell the host that the model is built, and start to follow it."""
+    def open(self, micro_batch: Callable[[], tuple[int, int]]) -> None:
+        """Tell the host that the model is built, and start to follow it.
+
+        `micro_batch` says how many samples this machine computes at once, and how many it could at most.
+        """
         self._micro_batch = micro_batch
         self._hashes = self._tensors.hashes()  # once: what is frozen does not change, and may be large
         self._worker.start()
@@ -125,7 +155,8 @@ class GuestHub:
             "fingerprint": fingerprint_to_json(self._tensors.fingerprint),
             "hashes": {**self._hashes, **self._tensors.buffer_hashes()},
         }
-        self._link.control("ready", dump_json(about), micro_batch=self._micro_batch())
+        usual, most = self._micro_batch()
+        self._link.control("ready", dump_json(about), micro_batch=usual, largest_micro_batch=most)
 
     def next_work(self) -> Work:
         """Wait for the next lease or check. Raises RunOver, or the link's failure."""
@@ -213,13 +244,16 @@ class GuestHub:
                 self._tell_stopped(work, count, compute_s)
                 return
             finite = self._finite and math.isfinite(loss_sum)
+        usual, most = self._micro_batch()
         fields = {
             "lease": work.id,
             "count": count,
             "loss_sum": loss_sum if finite else 0.0,
             "compute_s": compute_s,
             "finite": finite,
-            "micro_batch": self._micro_batch(),
+            "receive_s": self._arrivals.seconds(work.step, len(self._have)),
+            "micro_batch": usual,
+            "largest_micro_batch": most,
         }
         self._link.data(Message(kind="done", fields=fields))
 
@@ -290,6 +324,8 @@ class GuestHub:
         with self._changed:
             kind, fields = message.kind, message.fields
             if kind in ("change", "whole", "tensor"):
+                if kind == "change":
+                    self._arrivals.note(int(fields["version"]), time.monotonic())
                 self._incoming.append(message)
             elif kind == "samples":
                 self._samples(message)
@@ -311,6 +347,7 @@ class GuestHub:
             step=int(fields["step"]),
             sizes=tuple(int(n) for n in fields["sizes"]),
             received=time.monotonic(),
+            quota=int(fields.get("quota", 0)),
             within_s=float(fields.get("within_s", 0.0)),
             host_sample_s=float(fields.get("host_sample_s", 0.0)),
             tail_s=float(fields.get("tail_s", 0.0)),

@@ -22,6 +22,7 @@ LATE_BEFORE_BENCH = 2
 """This many contributions in a row that came too late, and a guest sits out for a while."""
 LONGEST_BENCH_STEPS = 64
 QUOTA_RETRY_STEPS = 4
+RATE_MARGIN = 0.1
 GAIN_WINDOW = 6
 """Leases over which a guest must have brought more time than waiting for it cost."""
 
@@ -33,6 +34,7 @@ class OpenLease:
     id: int
     step: int
     count: int
+    """Samples in it; less once the guest has said how many it keeps."""
     started: float
     revoked: bool = False
     arrived: bool = False
@@ -62,12 +64,16 @@ class Member:
     state: str = JOINING
     reason: str = ""
     micro_batch: int = 1
+    largest_micro_batch: int = 1
     lease: OpenLease | None = None
     check: int | None = None
     cosine: float | None = None
-    rate: Estimate = field(default_factory=Estimate)
-    overhead: Estimate = field(default_factory=Estimate)
-    tail: Estimate = field(default_factory=Estimate)
+    # A wrong speed is mended within the step (leases are lent generously and cut short), so the newest counts most.
+    rate: Estimate = field(default_factory=lambda: Estimate(weight=0.7, jumps=True))
+    overhead: Estimate = field(default_factory=lambda: Estimate(doubts=True))
+    transfer: Estimate = field(default_factory=lambda: Estimate(doubts=True))
+    """Seconds that the weights' change takes to arrive; the gradient, which is as large, takes about as long."""
+    tail: Estimate = field(default_factory=lambda: Estimate(doubts=True))
     """Seconds from the end of its last backward to the arrival of the contribution."""
     late_in_a_row: int = 0
     rests: int = 0
@@ -90,8 +96,20 @@ class Member:
             return None
         overhead = (self.overhead.value or 0.0) + self.overhead.spread
         # Half its spread off the rate: a lease a little too small costs little, one too large a wait.
-        rate = max(self.rate.value - 0.5 * self.rate.spread, 0.5 * self.rate.value)
-        return Speed(rate_samples_per_s=rate, overhead_s=max(0.0, overhead))
+        # But not for long after a change of speed: the newest measurement is then all that is known.
+        rate = self.rate.value - min(0.5 * self.rate.spread, RATE_MARGIN * self.rate.value)
+        return Speed(
+            rate_samples_per_s=rate,
+            overhead_s=max(0.0, overhead),
+            transfer_s=max(0.0, self.transfer.value or 0.0),
+            usual=self.micro_batch,
+            most=max(self.micro_batch, self.largest_micro_batch),
+        )
+
+    @property
+    def unsteadiness(self) -> float:
+        """By what part of it the rate changes from lease to lease."""
+        return self.rate.spread / self.rate.value if self.rate.value else 0.0
 
     def holds(self, lease: int) -> bool:
         return self.lease is not None and self.lease.id == lease and not self.lease.revoked
@@ -109,5 +127,7 @@ class Member:
         """A contribution arrived, in time or not: learn from its times."""
         if compute_s > 0 and count > 0:
             self.rate.add(count / compute_s)
-            self.overhead.add(max(0.0, since_start_s - compute_s))
+            speed = self.speed
+            unhidden_s = speed.unhidden_s(count) if speed is not None else 0.0
+            self.overhead.add(max(0.0, since_start_s - compute_s - unhidden_s))
             self.busy_s = compute_s

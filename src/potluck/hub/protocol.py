@@ -35,6 +35,8 @@ from potluck.wire.frames import load_json
 
 CHECK_SAMPLES = 4
 """At most this many samples in the common batch of the parity check."""
+LARGEST_MICRO_BATCH = 1 << 20
+"""Nobody computes more samples at once, whatever a guest says."""
 LONGEST_REASON = 500
 """Reasons quote what a guest sent, and must fit into a header whatever that was."""
 
@@ -176,7 +178,7 @@ class HostProtocol:
         difference = first_difference(self.terms.fingerprint, fingerprint_from_json(about["fingerprint"]))
         if difference is not None:
             return self.put_out(member, f"a different model: {difference}", refused=True)
-        member.micro_batch = max(1, int(fields["micro_batch"]))
+        _micro_batches(member, fields)
         hashes = {str(k): str(v) for k, v in dict(about["hashes"]).items()}
         member.state, member.sync_started = SYNCING, now
         return [SendReplica(guest=member.id, hashes=hashes), Wake()]
@@ -216,18 +218,26 @@ class HostProtocol:
     def _done(self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float) -> list[Action]:
         lease, count = int(fields["lease"]), int(fields["count"])
         compute_s, loss_sum = _real(fields, "compute_s"), _real(fields, "loss_sum")
-        member.micro_batch = max(1, int(fields["micro_batch"]))
+        receive_s, finite = _real(fields, "receive_s"), bool(fields["finite"])
+        _micro_batches(member, fields)
         if member.lease is None or member.lease.id != lease:
             return []  # it answers no lease that is open
         if member.lease.arrived:
             raise WireError(f"lease {lease} twice")
+        if receive_s > 0:
+            member.transfer.add(receive_s)
         self.stepping.learn(member, count=count, compute_s=compute_s, now=now)
+        actions: list[Action] = []
+        if member.lease.closing_at is None:
+            # Its 'closing' travels on the other connection, and this may overtake it.
+            actions += self.stepping.closing(member, lease=lease, keep=count, eta_s=0.0, now=now)
         why_not = self.stepping.complete(member, lease=lease, count=count, pieces=self.terms.pieces)
-        if why_not is None and not fields["finite"]:
+        if why_not is None and not finite:
             why_not = "its gradient is not finite"
         if why_not is not None:
-            return self.stepping.drop(member, reason=why_not, now=now)
-        return [Decode(guest=member.id, lease=lease, pieces=member.lease.pieces, loss_sum=loss_sum, count=count)]
+            return actions + self.stepping.drop(member, reason=why_not, now=now)
+        pieces = member.lease.pieces
+        return [*actions, Decode(guest=member.id, lease=lease, pieces=pieces, loss_sum=loss_sum, count=count)]
 
     def decoded(self, guest: str, lease: int, why_not: str | None, now: float) -> list[Action]:
         """The coder has added a contribution to the sum, or says why it must not count."""
@@ -305,8 +315,8 @@ class HostProtocol:
             member.rate.add(count / compute_s)
         synced_s = member.sync_ended - member.sync_started
         if member.sync_bytes:
-            # A first guess, until its contributions tell: both directions of one coded message, unhidden.
-            member.overhead.add(2 * sum(self.terms.piece_bytes) * synced_s / member.sync_bytes)
+            # A first guess, until the weights' changes tell.
+            member.transfer.add(sum(self.terms.piece_bytes) * synced_s / member.sync_bytes)
         # A loss that is not finite cannot be said in a header: it comes as null.
         loss = float("nan") if fields["loss"] is None else _real(fields, "loss")
         check, member.check = member.check, None
@@ -422,3 +432,9 @@ def _real(fields: dict[str, Any], key: str) -> float:
 
 def _event(kind: str, **fields: Any) -> Emit:
     return Emit(event={"event": kind, **fields})
+
+
+def _micro_batches(member: Member, fields: dict[str, Any]) -> None:
+    usual, largest = int(fields["micro_batch"]), int(fields["largest_micro_batch"])
+    member.micro_batch = max(1, min(usual, LARGEST_MICRO_BATCH))
+    member.largest_micro_batch = max(member.micro_batch, min(largest, LARGEST_MICRO_BATCH))

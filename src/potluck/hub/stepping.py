@@ -27,7 +27,7 @@ from potluck.hub.members import (
     Member,
     OpenLease,
 )
-from potluck.hub.quota import Estimate, Quotas, quotas, split_evenly
+from potluck.hub.quota import Estimate, Quotas, extra_samples, lease_sizes, quotas, split_evenly
 
 FIRST_TAIL_S = 0.05
 """A guess of what it takes a guest to deliver the end of its gradient, until its first contribution tells."""
@@ -55,6 +55,19 @@ class StepResult:
     dropped_samples: int
     taken_back_samples: int
     predicted_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Lot:
+    """What a step has for one guest."""
+
+    quota: int
+    spare: int
+    """Samples of the host's own share that may be lent beyond the quota."""
+    lent: int
+    """Samples of the host's own share that are lent already."""
+    step_s: float
+    host_sample_s: float
 
 
 class Stepping:
@@ -102,8 +115,13 @@ class Stepping:
             if (m := self.members[guest]).lease is None and m.feed.current(pieces) and not m.feed.in_flight_bytes
         ]
         shares = self._shares(ready, host_keeps)
-        for guest, count in shares.guests.items():
-            actions += self._lease(self.members[guest], count, shares.step_s, seconds, now)
+        lent = 0
+        # There is little to lend: whoever's speed changes most comes first.
+        for guest in sorted(shares.guests, key=lambda g: self.members[g].unsteadiness, reverse=True):
+            lot = Lot(shares.guests[guest], shares.host - host_keeps - lent, lent, shares.step_s, seconds)
+            extra, leasing = self._lease(self.members[guest], lot, now)
+            lent += extra
+            actions += leasing
         self._predicted = shares.step_s
         return actions
 
@@ -145,9 +163,10 @@ class Stepping:
         """The quota is under one sample: sit out, and try again later with fresh hope."""
         speed = member.speed
         assert speed is not None
+        link_s = speed.overhead_s + speed.unhidden_s(1)
         reason = (
-            f"cannot deliver one sample within a step: {1 / speed.rate_samples_per_s:.2f} s to compute it and "
-            f"{speed.overhead_s:.2f} s for the link, where the step takes {host_s * self.ledger.global_batch:.2f} s"
+            f"cannot deliver one sample within a step: {speed.sample_s:.2f} s to compute it and {link_s:.2f} s for "
+            f"the link, where the step takes {host_s * self.ledger.global_batch:.2f} s"
         )
         told = member.state == SITTING_OUT
         # Who has helped before may only have had a hiccup: it is asked again soon, then less and less often.
@@ -156,9 +175,10 @@ class Stepping:
         # Estimates grow old while it rests: a little hope each time, or a passing slowness would last for ever.
         if member.samples and member.rate.value is not None:
             member.rate.value *= 1.2
-        if member.overhead.value is not None:
-            member.overhead.value *= 0.7
-            member.overhead.spread *= 0.7
+        for estimate in (member.overhead, member.transfer):
+            if estimate.value is not None:
+                estimate.value *= 0.7
+                estimate.spread *= 0.7
         member.rate.spread *= 0.7
         return (
             []
@@ -166,13 +186,21 @@ class Stepping:
             else [_event("guest_sits_out", machine=member.name, step=self.ledger.step + 1, reason=reason)]
         )
 
-    def _lease(self, member: Member, count: int, step_s: float, host_s: float, now: float) -> list[Action]:
-        count = min(count, member.micro_batch * MOST_MICRO_BATCHES)
+    def _lease(self, member: Member, lot: Lot, now: float) -> tuple[int, list[Action]]:
+        """Hand a lease out; also how many samples beyond the quota it has."""
+        most = member.micro_batch * MOST_MICRO_BATCHES
+        quota = min(lot.quota, most)
+        speed = member.speed
+        assert speed is not None
+        spare = min(lot.spare, most - quota)
+        extra = extra_samples(quota, speed, lot.host_sample_s, lent=lot.lent, spare=spare)
+        count = quota + extra
         lease = self.ledger.lease(member.name, count)
         tail_s = FIRST_TAIL_S if member.tail.value is None else member.tail.value
         member.lease = OpenLease(id=lease.id, step=lease.step, count=count, started=now, tail_s=tail_s)
         member.state, member.reason = COMPUTING, ""
-        sizes = split_evenly(count, member.micro_batch)
+        # Cut where the quota ends: as a rule the guest stops there, and then nothing is left half used.
+        sizes = lease_sizes(quota, speed) + split_evenly(extra, member.micro_batch)
         batches, start = [], 0
         for size in sizes:
             batches.append(lease.positions[start : start + size])
@@ -181,8 +209,9 @@ class Stepping:
             "lease": lease.id,
             "step": lease.step,
             "sizes": list(sizes),
-            "within_s": step_s,
-            "host_sample_s": host_s,
+            "quota": quota,
+            "within_s": lot.step_s,
+            "host_sample_s": lot.host_sample_s,
             "tail_s": tail_s,
         }
         frames = (pack_samples(self.ledger.samples_of(lease.positions)),) if self.local_data else ()
@@ -192,7 +221,7 @@ class Stepping:
                 SendSamples(guest=member.id, lease=lease.id, batch=number, positions=positions)
                 for number, positions in enumerate(batches)
             ]
-        return actions
+        return extra, actions
 
     # -- the host's own work ----------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ class LocalGuests:
             if config.micro_batch:
                 command += ["--micro-batch", str(config.micro_batch)]
             environment = {**os.environ, "POTLUCK_TOKEN": token}
+            environment.pop("POTLUCK_TRACE", None)  # the file is the host's
             with open(self._folder / f"guest-{number}.log", "wb") as log:
                 self._processes.append(
                     subprocess.Popen(

@@ -23,10 +23,11 @@ class EventLog:
         self._lock = threading.Lock()
         self._file: TextIO | None = open(path, "a", encoding="utf-8") if path is not None else None  # noqa: SIM115
         self._show = show
-        self._started = time.monotonic()
+        self.started = time.monotonic()
+        """The clock at t_s = 0."""
 
     def emit(self, event: Event) -> None:
-        stamped = {"t_s": round(time.monotonic() - self._started, 4), **event}
+        stamped = {"t_s": round(time.monotonic() - self.started, 4), **event}
         # JSON knows no NaN: a value that is not finite is null.
         stamped = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in stamped.items()}
         with self._lock:

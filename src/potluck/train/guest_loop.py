@@ -57,7 +57,7 @@ class GuestTrainer:
         parts.launch.end_training = self._end
 
     def steps(self) -> Iterator[Step]:
-        self._hub.open(self._p.micro.size)
+        self._hub.open(lambda: (self._p.micro.size(), self._p.micro.most()))
         reason = "stopped by the person there"
         step: Step | None = None
         try:
@@ -95,6 +95,7 @@ class GuestTrainer:
         work = self._work
         assert work is not None
         self._compute_s = 0.0
+        self._device.at_step(work.step + 1)
         self._zero_gradients()
         self._hub.enter(work)
         try:
@@ -118,7 +119,7 @@ class GuestTrainer:
             if batch is None:
                 break
             following = work.sizes[number + 1] if number + 1 < len(work.sizes) else 0
-            last = not following or self._too_late_for(work, size, following)
+            last = not following or self._too_late_for(work, done, size, following)
             if last:
                 self._hub.closing(work, done + size, size * self._sample_s + work.tail_s)
             yield from self._compute(step, work, batch, size, last=last)
@@ -172,13 +173,14 @@ class GuestTrainer:
         self._saved_bytes = None
         self._p.micro.record(samples, self._last_s, saved)
 
-    def _too_late_for(self, work: Work, size: int, following: int) -> bool:
+    def _too_late_for(self, work: Work, done: int, size: int, following: int) -> bool:
         """Whether the micro-batch after this one would cost the host more waiting than computing it itself."""
         if not self._sample_s:
             return False
         elapsed = time.monotonic() - work.received
-        late_s = elapsed + (size + following) * self._sample_s + work.tail_s - work.within_s
-        return late_s > following * work.host_sample_s
+        delivered_s = elapsed + (size + following) * self._sample_s + work.tail_s
+        host_done_s = work.within_s + (work.quota - done - size) * work.host_sample_s
+        return delivered_s > host_done_s
 
     def _fetch(self, work: Work, number: int) -> Any | None:
         if work.samples is not None:

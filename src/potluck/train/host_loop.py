@@ -125,6 +125,7 @@ class HostTrainer:
             self._checkpoint()
         if self._writer is not None:
             self._beginning = Beginning(self._device, self._p.model)
+        self._device.at_step(step.index + 1)
         self._telemetry.step_begins()
         self._hub.begin_step()
         for parameter in self._trained:

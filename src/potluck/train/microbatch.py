@@ -15,6 +15,8 @@ TRIALS = 2
 """Measurements of each size; the fastest counts."""
 MISSES = 8
 """After so many micro-batches in a row of half the size or less the search ends: leases are no larger."""
+MOST = 256
+"""No machine is asked for more at once, however much memory it has."""
 MEMORY_PART = 0.5
 """Activations may fill this part of what is free."""
 
@@ -42,6 +44,12 @@ class MicroBatch:
 
     def size(self) -> int:
         return self.fixed or self.settled or self._now
+
+    def most(self) -> int:
+        """The largest size that fits, where a large one hides more of the network than it costs."""
+        if self.fixed is not None or self.free_bytes is None or not self._bytes_per_sample:
+            return self.size()
+        return max(self.size(), min(MOST, int(MEMORY_PART * self.free_bytes / self._bytes_per_sample)))
 
     @property
     def searching(self) -> bool:

@@ -49,6 +49,7 @@ class Telemetry:
         self._launch.log.emit(
             {
                 "event": "run_start",
+                "clock_s": launch.log.started,
                 "run_id": launch.folder.id if launch.folder else "",
                 "folder": str(launch.folder.path) if launch.folder else "",
                 "recipe": launch.what,

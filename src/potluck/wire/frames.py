@@ -17,7 +17,7 @@ from typing import Any
 
 from potluck.errors import WireError
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 MAX_HEADER_BYTES = 64 * 1024
 MAX_FRAME_BYTES = 16 * 1024 * 1024

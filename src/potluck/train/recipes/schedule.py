@@ -9,9 +9,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 
-def warmup_cosine(
-    optimizer: torch.optim.Optimizer, *, steps: int, warmup: int, floor: float = 0.1
-) -> LambdaLR:
+def warmup_cosine(optimizer: torch.optim.Optimizer, *, steps: int, warmup: int, floor: float = 0.1) -> LambdaLR:
     """Up in a straight line over `warmup` steps, then down a cosine to `floor` at the last step."""
     warmup = min(warmup, steps // 5)
 

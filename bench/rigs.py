@@ -1,0 +1,126 @@
+"""The README's table: every built-in rig, every strategy, each measured on an emulated fleet on this box.
+
+    .venv/bin/python bench/rigs.py [--rigs home-pair,twins] [--out bench/results] [--steps N] [--write]
+
+Linux, with user namespaces or root. About 45 minutes for all. Writes each rig's figures, logs and plots under
+--out, prints one table with the bars that potluck must reach, and ends with status 1 where one is missed. --write
+puts the table into README.md and docs/performance.md; --only-table makes it from the figures of an earlier run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from potluck.lab import rigs
+
+ROOT = Path(__file__).resolve().parents[1]
+BEGIN, END = "<!-- bench/rigs.py: begin -->", "<!-- bench/rigs.py: end -->"
+BARS: dict[str, tuple[str, float]] = {
+    "home-pair": ("efficiency", 0.97),
+    "desk-and-mac": ("speedup", 1.105),
+    "i9-i5": ("efficiency", 0.96),
+    "twins": ("efficiency", 0.95),
+    "three-friends": ("efficiency", 0.93),
+    "wifi": ("speedup", 1.10),
+    "moody": ("efficiency", 0.90),
+    "hopeless": ("speedup", 0.99),
+}
+WORDS = {"efficiency": "efficiency", "speedup": "speed-up"}
+STRATEGIES = ("ddp", "ddp-balanced", "potluck")
+TOO_LONG = {("hopeless", "ddp")}
+"""Half of the samples on a guest 50 times slower: two and a half minutes a step tell nobody anything."""
+
+
+def bench(rig: str, folder: Path, steps: int | None) -> None:
+    chosen = [s for s in STRATEGIES if (rig, s) not in TOO_LONG]
+    command = [sys.executable, "-m", "potluck", "lab", "bench", rig, "--out", str(folder)]
+    command += [word for strategy in chosen for word in ("--strategy", strategy)]
+    command += ["--steps", str(steps)] if steps else []
+    subprocess.run(command, check=True)
+
+
+def row_of(results: dict[str, Any], strategy: str) -> dict[str, Any]:
+    return next((row for row in results["rows"] if row["strategy"] == strategy), {})
+
+
+def passed(rig: str, results: dict[str, Any]) -> bool:
+    name, bar = BARS[rig]
+    value = row_of(results, "potluck").get(name)
+    # To the digits that the bar is given in: 0.9696 is not 0.97.
+    return value is not None and value >= bar
+
+
+def number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def table(found: dict[str, dict[str, Any]]) -> str:
+    """The table in Markdown, one line a rig."""
+    lines = [
+        "| rig | host alone | DDP | DDP, balanced by hand | **potluck** | ideal | efficiency | recovery | bar |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for rig, results in found.items():
+        row = row_of(results, "potluck")
+        name, bar = BARS[rig]
+        cells = [
+            rig,
+            f"{number(row_of(results, 'solo').get('step_s'), 2)} s",
+            *(f"{number(row_of(results, s).get('speedup'), 2) or '—'}" for s in ("ddp", "ddp-balanced")),
+            f"**{number(row.get('speedup'), 3)}**",
+            number(results["ideal_speedup"], 3),
+            f"**{number(row.get('efficiency'), 3)}**",
+            number(row.get("recovery"), 2),
+            f"{WORDS[name]} ≥ {bar:g}{'' if passed(rig, results) else ' (missed)'}",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def write(text: str) -> None:
+    for path in (ROOT / "README.md", ROOT / "docs" / "performance.md"):
+        old = path.read_text(encoding="utf-8")
+        if BEGIN in old and END in old:
+            before, rest = old.split(BEGIN, 1)
+            path.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.split(END, 1)[1]}", encoding="utf-8")
+            print(f"written into {path.relative_to(ROOT)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rigs", default=",".join(rigs.NAMES))
+    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results")
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--only-table", action="store_true")
+    options = parser.parse_args()
+    names = options.rigs.split(",")
+    for name in names:
+        if name not in BARS:
+            parser.error(f"no rig {name!r}; there are {', '.join(BARS)}")
+    if not options.only_table:
+        for name in names:
+            print(f"\n== {name}", flush=True)
+            bench(name, options.out / name, options.steps)
+    found = {}
+    for name in rigs.NAMES:
+        file = options.out / name / "results.json"
+        if file.exists():
+            found[name] = json.loads(file.read_text())
+    text = table(found)
+    print(f"\nSpeed-ups are against the host alone on the same rig.\n\n{text}")
+    if options.write:
+        write(text)
+    missed = [name for name in names if not passed(name, found[name])]
+    if missed:
+        print(f"missed: {', '.join(missed)}", file=sys.stderr)
+    sys.exit(bool(missed))
+
+
+if __name__ == "__main__":
+    main()

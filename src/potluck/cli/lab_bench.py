@@ -1,0 +1,143 @@
+"""`potluck lab bench`: the strategies on a rig, side by side. Parses, runs the bench and renders what it found."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from potluck.lab.bench import Measured
+    from potluck.lab.stage import Progress, Report
+
+
+@click.command()
+@click.argument("rig")
+@click.option(
+    "--strategy",
+    "strategies",
+    multiple=True,
+    metavar="S",
+    help="solo, ddp, ddp-balanced, potluck, hivemind, torchft; may be repeated. Default: the first four.",
+)
+@click.option("--steps", type=click.IntRange(2), help="Updates that each strategy makes (default: the rig's).")
+@click.option("--json", "json_file", metavar="FILE", help="Write the figures here; - for stdout.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder for plots, figures and logs (default: runs/lab/RIG-TIME).",
+)
+@click.option("--loopback", is_flag=True, help="127.0.0.1 and a shaping proxy: no root, any system.")
+@click.option("--no-plots", is_flag=True, help="Write no pictures.")
+def bench(
+    rig: str,
+    strategies: tuple[str, ...],
+    steps: int | None,
+    json_file: str | None,
+    out: Path | None,
+    loopback: bool,
+    no_plots: bool,
+) -> None:
+    """Run each strategy on the same RIG, a built-in name or a TOML file, and compare them.
+
+    \b
+    Examples:
+      potluck lab bench home-pair                       all four strategies, about 8 minutes
+      potluck lab bench home-pair --strategy potluck    only potluck (and the host alone), 3 minutes
+      potluck lab bench my-rig.toml --steps 8 --json results.json
+      potluck lab bench home-pair --loopback            without namespaces (macOS; no DDP)
+    """
+    from potluck.lab import rigs
+    from potluck.lab.bench import bench as run
+    from potluck.lab.bench import check_strategies
+    from potluck.spec.figures import to_json
+
+    fleet = rigs.load(rig)
+    if steps is not None:
+        fleet = fleet.with_steps(steps)
+    names = check_strategies(strategies)
+    if loopback and not strategies:
+        names = ["solo", "potluck"]  # the others connect machines directly, past the proxy
+    folder = out or Path("runs") / "lab" / f"{fleet.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder.mkdir(parents=True, exist_ok=True)
+    with make_box(fleet, loopback=loopback) as box, progress() as report:
+        measured = run(fleet, names, box, folder.resolve(), report)
+    table = to_json(measured.results)
+    (folder / "results.json").write_text(json.dumps(table, indent=1) + "\n")
+    pictures = [] if no_plots else write_plots(folder, measured)
+    if json_file == "-":
+        click.echo(json.dumps(table, indent=1))
+    else:
+        if json_file is not None:
+            Path(json_file).write_text(json.dumps(table, indent=1) + "\n")
+        show(measured)
+    where = sys.stderr if json_file == "-" else sys.stdout
+    click.echo(f"figures, logs{' and plots' if pictures else ''}: {folder}", file=where)
+    if measured.failed:
+        sys.exit(1)
+
+
+def make_box(fleet: Any, *, loopback: bool) -> Any:
+    if loopback:
+        from potluck.lab.loopback import LoopbackBox
+
+        return LoopbackBox(fleet)
+    from potluck.lab.namespaces import NamespaceBox
+
+    return NamespaceBox(fleet)
+
+
+def show(measured: Measured) -> None:
+    from potluck.report.lab_table import show_results
+
+    show_results(measured.results, sys.stdout)
+
+
+def write_plots(folder: Path, measured: Measured) -> list[Path]:
+    from potluck.errors import UserError
+    from potluck.report import lab_plots
+
+    try:
+        return lab_plots.write(folder, measured.results, measured.outcomes)
+    except UserError as error:
+        click.echo(f"no plots: {error} (hint: {error.hint})", err=True)
+        return []
+
+
+@contextmanager
+def progress() -> Iterator[Report]:
+    """Bars on a terminal; elsewhere a line when a strategy begins and when it ends."""
+    if not sys.stderr.isatty():
+        yield _lines
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    with Progress(
+        TextColumn("{task.description:20}"),
+        BarColumn(bar_width=24),
+        TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+        TextColumn("{task.fields[step_s]}"),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+    ) as bars:
+        tasks: dict[str, Any] = {}
+
+        def report(now: Any) -> None:
+            if now.strategy not in tasks:
+                tasks[now.strategy] = bars.add_task(now.strategy, total=now.steps, step_s="")
+            took = f"{now.step_s:.2f} s" if now.step_s is not None else ""
+            bars.update(tasks[now.strategy], completed=now.step, step_s=took)
+
+        yield report
+
+
+def _lines(now: Progress) -> None:
+    if now.step in (1, now.steps) and now.step_s is not None:
+        click.echo(f"{now.strategy}: step {now.step} of {now.steps}, {now.step_s:.2f} s", err=True)

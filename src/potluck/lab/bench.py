@@ -1,0 +1,105 @@
+"""A rig and its strategies, one after the other, on one box: outcomes out, figures made of them.
+
+Owns the order of things and what is measured alone. How a strategy runs is `strategies.py`'s affair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from potluck.errors import ConfigError, PotluckError
+from potluck.lab import peers
+from potluck.lab.box import Box
+from potluck.lab.stage import Report
+from potluck.lab.strategies import (
+    DDP,
+    DDP_BALANCED,
+    PEERS,
+    POTLUCK,
+    SOLO,
+    STRATEGIES,
+    Arena,
+    distributed,
+    potluck,
+    solo,
+)
+from potluck.lab.strategies import alone as measure_alone
+from potluck.spec.config import nearest
+from potluck.spec.figures import Results, mean_step_s, results
+from potluck.spec.outcome import Outcome
+from potluck.spec.rig import Rig
+
+WARM_UP_STEPS = 4
+"""Steps that count for nothing: guests are not measured yet when the first begins."""
+PATIENCE = 2
+"""A strategy may take so many times as long as the host alone; then it makes fewer steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What a bench has found."""
+
+    results: Results
+    outcomes: tuple[Outcome, ...]
+    failed: dict[str, str]
+    """Strategies that did not come to their end, and why."""
+
+
+def warm_up_of(steps: int) -> int:
+    return min(WARM_UP_STEPS, steps // 3)
+
+
+def check_strategies(names: Sequence[str]) -> list[str]:
+    """The strategies in the order in which they are run, the host alone first; none named: all but the peers."""
+    known = [*STRATEGIES, *PEERS]
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"there is no strategy {name!r}", hint=nearest(name, known))
+        reason = peers.available()[name] if name in PEERS else None
+        if reason is not None:
+            raise ConfigError(
+                f"{name} cannot run here: {reason}", hint='install the extra: pip install -e ".[peers]"'
+            )
+    chosen = set(names) or set(STRATEGIES)
+    return [name for name in known if name in chosen | {SOLO}]
+
+
+def bench(rig: Rig, strategies: Sequence[str], box: Box, folder: Path, report: Report) -> Measured:
+    """Run the strategies on a box that is up."""
+    arena = Arena(rig=rig, box=box, folder=folder, report=report)
+    outcomes = [solo(arena)]
+    warm_up = warm_up_of(rig.workload.steps)
+    host_step_s = mean_step_s(outcomes[0], warm_up)
+    if host_step_s is None:
+        raise PotluckError("the host alone made no step", hint=f"see {folder}", machine=rig.host.name)
+    alone = {rig.host.name: rig.workload.global_batch / host_step_s}
+    with ThreadPoolExecutor(max_workers=max(1, len(rig.guests))) as pool:
+        # Paced machines sleep most of the time, so that they can be measured at once.
+        alone |= zip((m.name for m in rig.guests), pool.map(lambda m: measure_alone(arena, m), rig.guests))
+    arena = Arena(
+        rig=rig,
+        box=box,
+        folder=folder,
+        report=report,
+        most_s=PATIENCE * host_step_s * rig.workload.steps,
+    )
+    failed: dict[str, str] = {}
+    for name in strategies:
+        if name == SOLO:
+            continue
+        try:
+            outcomes.append(potluck(arena) if name == POTLUCK else distributed(arena, name))
+        except PotluckError as error:
+            failed[name] = str(error)
+            outcomes.append(Outcome(strategy=name, started_at=0.0, steps=[], note=f"failed: {error}"))
+    return Measured(
+        results=results(rig, outcomes, alone, host_step_s, warm_up, box.kind),
+        outcomes=tuple(outcomes),
+        failed=failed,
+    )
+
+
+__all__ = ["DDP", "DDP_BALANCED", "POTLUCK", "SOLO", "Measured", "bench", "check_strategies", "warm_up_of"]

@@ -1,0 +1,44 @@
+"""What an emulated fleet offers to whoever runs something on it, whichever way it is emulated.
+
+Owns the contract and nothing else: `namespaces.py` and `loopback.py` fulfil it.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+
+class Box(Protocol):
+    """A rig that is up. Leaving the `with` block takes it down and ends what still runs on it."""
+
+    kind: str
+    """For people: "network namespaces" or "loopback"."""
+    peers_connect: bool
+    """Whether any two machines can connect to each other directly (torch.distributed needs it)."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def address(self, machine: str) -> str:
+        """Where the machine can bind and where the others reach it."""
+
+    def start(
+        self, machine: str, command: Sequence[str], *, env: Mapping[str, str], log: Path
+    ) -> subprocess.Popen[bytes]:
+        """Start a command on a machine, `env` its whole environment, its output into `log`.
+
+        It dies with this process, even by kill -9. Call it from a thread that lives as long as the command.
+        """
+
+    def traffic(self, machine: str) -> tuple[int, int]:
+        """Bytes that have crossed the machine's own link so far: (sent, received)."""
+
+    def token_file(self, machine: str, host_token: Path) -> Path:
+        """The token with which this machine reaches the host: the host's own, or one that leads through a proxy."""

@@ -1,0 +1,306 @@
+"""One machine of the strategies `ddp` and `ddp-balanced`: stock DistributedDataParallel on gloo, a rank a process.
+
+    python -m potluck.lab.ddp_worker --spec FILE --rank R
+
+It trains what Potluck would, on the same samples in the same order with the same optimizer, and shares with it only
+that: no hub, no codec. It does not know how its machine is emulated; what it is to do stands in the spec, a JSON
+file that all ranks read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from potluck import env
+from potluck.device import Device, pick
+from potluck.errors import ConfigError, NetworkError, PotluckError
+from potluck.hub.ledger import Ledger
+from potluck.hub.quota import split_evenly
+from potluck.spec.config import build
+from potluck.train import recipes
+from potluck.train.data import Loader, epoch_order, to_device
+
+TIMEOUT = timedelta(minutes=10)
+"""Of every collective: longer than any rig's step."""
+
+
+# -- the spec -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One machine, one rank."""
+
+    name: str
+    device: str
+    micro_batch: int
+    share: int
+    """Its samples of every step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spec:
+    """What all ranks do together."""
+
+    recipe: str
+    config: dict[str, Any]
+    members: tuple[Member, ...]
+    steps: int
+    seed: int
+    """Of the order of the samples."""
+    master_address: str
+    master_port: int
+    interface: str
+    """The network interface that gloo uses."""
+    out: Path
+    """Where rank 0 appends a line for every step."""
+    threads: int
+    bucket_mb: float | None = None
+    """DDP's bucket_cap_mb; stock (25, the first one 1) when not given."""
+    weights: Path | None = None
+    """Where rank 0 writes the final weights, as safetensors."""
+
+
+def read_spec(path: Path) -> Spec:
+    """The spec in a file; keys that are other workers' are left out."""
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+        machines, shares = list(table["machines"]), [int(share) for share in table["shares"]]
+        if len(machines) != len(shares) or min(shares, default=0) < 1:
+            raise ConfigError(
+                f"{path} has {len(machines)} machines and the shares {shares}",
+                hint="every machine needs a share of at least 1; leave the others out",
+            )
+        members = tuple(
+            Member(name=m["name"], device=m["device"], micro_batch=int(m["micro_batch"]), share=share)
+            for m, share in zip(machines, shares)
+        )
+        return Spec(
+            recipe=table["recipe"]["name"],
+            config=dict(table["recipe"]["config"]),
+            members=members,
+            steps=int(table["steps"]),
+            seed=int(table["seed"]),
+            master_address=table["master_address"],
+            master_port=int(table["master_port"]),
+            interface=table["interface"],
+            out=Path(table["out"]),
+            threads=int(table.get("threads", 1)),
+            bucket_mb=table.get("bucket_mb"),
+            weights=Path(table["weights"]) if table.get("weights") else None,
+        )
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}", hint="--spec takes a file") from error
+    except KeyError as error:
+        raise ConfigError(f"{path} has no {error.args[0]}", hint="write it as the bench does") from error
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{path} is no spec: {error}", hint="write it as the bench does") from error
+
+
+# -- computing ------------------------------------------------------------------------------------------
+
+
+class Timed:
+    """A device's micro-batch that ends with the last gradient, not when backward() returns.
+
+    The last backward of a step returns when DDP has exchanged the gradients, and waiting for that is no computing.
+    The hook here runs before DDP's own of the same gradient (theirs follow the whole accumulation), so that no
+    bucket leaves before a paced device could have filled it: make it after `device.attach`.
+    """
+
+    def __init__(self, device: Device, trained: Sequence[nn.Parameter]) -> None:
+        self._device, self._count = device, len(trained)
+        self._left = 0
+        for parameter in trained:
+            parameter.register_post_accumulate_grad_hook(self._arrived)
+
+    def begin(self, samples: int) -> None:
+        self._left = self._count
+        self._device.begin(samples)
+
+    def after_backward(self) -> None:
+        """For a model of which a part had no gradient."""
+        if self._left:
+            self._left = 0
+            self._device.end()
+
+    def _arrived(self, parameter: Tensor) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self._device.end()
+
+
+class Worker:
+    """One rank, from its device to its last step."""
+
+    def __init__(self, spec: Spec, rank: int) -> None:
+        if not 0 <= rank < len(spec.members):
+            raise ConfigError(f"there is no rank {rank}", hint=f"ranks go from 0 to {len(spec.members) - 1}")
+        self._spec, self._rank = spec, rank
+        self._me = spec.members[rank]
+        self._recipe = recipes.get(spec.recipe)
+        self._config = build(self._recipe.Config, spec.config)
+        self._batch: int = self._config.global_batch
+        shared = sum(member.share for member in spec.members)
+        if shared != self._batch:
+            raise ConfigError(f"the shares sum to {shared}, the batch is {self._batch}", hint="make them equal")
+        self._device = pick(self._me.device, threads=spec.threads)
+        self._loader = Loader(lambda: self._recipe.dataset(self._config), None)
+        order = epoch_order(self._loader.samples, spec.seed)
+        self._ledger = Ledger(samples=self._loader.samples, global_batch=self._batch, order=order)
+        self._model = self._recipe.model(self._config).to(self._device.torch_device)
+        self._trained = [p for p in self._model.parameters() if p.requires_grad]
+        self.step = 0
+        """The step under way, counted from 1; 0 before the first."""
+
+    def run(self) -> None:
+        """Meet the others, train, and leave together."""
+        self._connect()
+        self._device.attach(self._model)
+        self._timed = Timed(self._device, self._trained)
+        stock: dict[str, Any] = {}
+        if self._spec.bucket_mb is not None:
+            stock["bucket_cap_mb"] = self._spec.bucket_mb
+        self._ddp = DistributedDataParallel(self._model, **stock)
+        self._optimizer = self._recipe.optimizer(self._model, self._config)
+        self._scheduler = self._recipe.scheduler(self._optimizer, self._config)
+        with open(self._spec.out, "ab", buffering=0) if self._rank == 0 else nullcontext() as out:
+            self._train(out)
+        if self._rank == 0 and self._spec.weights is not None:
+            save_file(self._model.state_dict(), self._spec.weights)
+        dist.barrier()
+        dist.destroy_process_group()
+
+    def _connect(self) -> None:
+        os.environ["GLOO_SOCKET_IFNAME"] = self._spec.interface
+        dist.init_process_group(
+            "gloo",
+            init_method=f"tcp://{self._spec.master_address}:{self._spec.master_port}",  # a TCPStore at rank 0
+            rank=self._rank,
+            world_size=len(self._spec.members),
+            timeout=TIMEOUT,
+        )
+
+    def _train(self, out: BinaryIO | None) -> None:
+        dist.barrier()
+        ended = time.monotonic()
+        while self.step < self._spec.steps:
+            self.step += 1
+            self._device.at_step(self.step)
+            self._optimizer.zero_grad()
+            loss_sum = torch.tensor([self._compute()], dtype=torch.float64)
+            # The others' losses travel while this rank updates.
+            losses = dist.all_reduce(loss_sum, async_op=True)
+            if self._config.clip_norm:
+                nn.utils.clip_grad_norm_(self._trained, self._config.clip_norm)
+            self._optimizer.step()
+            if self._scheduler is not None:
+                self._scheduler.step()
+            losses.wait()
+            began, ended = ended, time.monotonic()
+            if out is not None:
+                line = {
+                    "step": self.step,
+                    "ended_at": round(ended, 6),
+                    "step_s": round(ended - began, 6),
+                    "loss": loss_sum.item() / self._batch,
+                    "samples": {member.name: member.share for member in self._spec.members},
+                }
+                out.write(json.dumps(line).encode() + b"\n")
+
+    def _compute(self) -> float:
+        """This rank's share of the step; gradients are exchanged in its last backward. The sum of its losses.
+
+        DDP takes the mean of the ranks' gradients. What a rank adds is therefore scaled by their number, and the
+        result is exactly the mean over the samples of the whole batch, whatever the shares.
+        """
+        loss_sum = 0.0
+        sizes = split_evenly(self._me.share, self._me.micro_batch)
+        for number, (size, batch) in enumerate(zip(sizes, self._batches(sizes)), 1):
+            with nullcontext() if number == len(sizes) else self._ddp.no_sync():
+                self._timed.begin(size)
+                loss = self._recipe.loss(self._ddp, batch, self._config)
+                (loss * (size * len(self._spec.members) / self._batch)).backward()
+                self._timed.after_backward()
+            loss_sum += loss.item() * size
+        return loss_sum
+
+    def _batches(self, sizes: Sequence[int]) -> Iterator[Any]:
+        """This rank's part of the step's samples, the one after those of the ranks before it."""
+        self._ledger.open_step()
+        positions = self._ledger.take(self._batch)
+        self._ledger.host_computed(positions, self._me.name)
+        self._ledger.close_step()
+        first = sum(member.share for member in self._spec.members[: self._rank])
+        for size in sizes:
+            samples = self._ledger.samples_of(positions[first : first + size])
+            first += size
+            yield to_device(self._loader.fetch(samples), self._device.torch_device)
+
+
+# -- the process ----------------------------------------------------------------------------------------
+
+
+def work(spec: Spec, rank: int) -> None:
+    """Be one rank until all steps are done; what goes wrong is told with the machine and the step."""
+    worker = Worker(spec, rank)
+    try:
+        worker.run()
+    except RuntimeError as error:  # torch's for whatever happens to the process group
+        raise NetworkError(
+            f"DDP failed: {_first_sentence(str(error))}",
+            machine=spec.members[rank].name,
+            step=worker.step or None,
+        ) from error
+
+
+def _first_sentence(text: str) -> str:
+    """Of what torch says, without the source file that gloo puts before it."""
+    line = next(iter(text.strip().splitlines()), "no reason was given")
+    return re.sub(r"^\[[^]]*\] ", "", line).split(". ")[0].rstrip(".")
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Returns the exit status, having said on stderr what went wrong."""
+    parser = argparse.ArgumentParser(prog="python -m potluck.lab.ddp_worker", description="One rank of DDP.")
+    parser.add_argument("--spec", type=Path, required=True, help="a JSON file that the bench has written")
+    parser.add_argument("--rank", type=int, required=True, help="which of its machines this is, from 0")
+    options = parser.parse_args(words)
+    try:
+        debug = env.read().debug
+    except ConfigError as error:
+        return _failed(error)
+    try:
+        work(read_spec(options.spec), options.rank)
+    except PotluckError as error:
+        if debug:
+            raise
+        return _failed(error)
+    return 0
+
+
+def _failed(error: PotluckError) -> int:
+    hint = f" (hint: {error.hint})" if error.hint else ""
+    print(f"error: {error}{hint}", file=sys.stderr, flush=True)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

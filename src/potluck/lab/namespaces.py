@@ -1,0 +1,306 @@
+"""A rig emulated with network namespaces: one for each machine, and one for the switch between them.
+
+Owns how a rig is brought up, shared and left, and how commands are started on its machines. What its network looks
+like is `network.py`'s affair; what runs on it is not known here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from potluck.errors import UserError
+from potluck.lab import enter, permission, state
+from potluck.lab.box import Box
+from potluck.lab.network import needs_netem, wiring
+from potluck.lab.permission import why_not
+from potluck.lab.supervisor import Request
+from potluck.spec.rig import Rig
+
+__all__ = ["NamespaceBox", "why_not"]
+
+GRACE_S = 1.5
+"""A shared rig stays this long after its last user, so that one `exec` after another finds it up."""
+UP_S = 60.0
+DOWN_S = 10.0
+PATIENCE_S = 3.0
+_MOST_NAME = 40
+_SOURCE = str(Path(__file__).resolve().parents[2])
+
+
+class NamespaceBox(Box):
+    """A rig that is up. A shared one is the same for everybody who asks for the same rig."""
+
+    kind = "network namespaces"
+    peers_connect = True
+
+    def __init__(self, rig: Rig, *, shared: bool = False) -> None:
+        self._rig = rig
+        self._wiring = wiring(rig)
+        self._limits = {m.name: m.cpu_limit for m in rig.machines if m.cpu_limit is not None}
+        self._addresses = {port.machine: port.address for port in self._wiring.ports}
+        self._shared = shared
+        self._id = ""
+        self._lock: int | None = None
+        self._state: state.State | None = None
+        self._supervisor: subprocess.Popen[bytes] | None = None
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Self:
+        before = permission.require(netem=needs_netem(self._rig))
+        folder = state.folder()
+        self._id = self._make_id()
+        try:
+            with state.starting(folder):
+                state.sweep(folder)
+                if not self._join(folder):
+                    self._bring_up(folder, before)
+        except BaseException:
+            self._leave()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            _end_groups([process for process in self._started if process.poll() is None])
+        finally:
+            self._leave()
+
+    def address(self, machine: str) -> str:
+        self._rig.machine(machine)
+        return self._addresses[machine]
+
+    def start(
+        self, machine: str, command: Sequence[str], *, env: Mapping[str, str], log: Path
+    ) -> subprocess.Popen[bytes]:
+        """Start a command with exactly this environment; what it says is added to `log`.
+
+        It is in a session of its own, so that Ctrl-C is for this process alone. It dies with the thread that
+        calls this, even by kill -9: call it from one that stays.
+        """
+        with open(log, "ab") as file:
+            process = subprocess.Popen(
+                self._entering(machine, command, signal.SIGKILL),
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._started.append(process)
+        return process
+
+    def run(
+        self, machine: str, command: Sequence[str], *, env: Mapping[str, str], files: Sequence[int] = ()
+    ) -> int:
+        """Run a command in the foreground, on this terminal; its exit status, as a shell counts it.
+
+        `files`: open ones that it inherits.
+        """
+        process: subprocess.Popen[bytes] | None = None
+
+        def pass_on(number: int, frame: object) -> None:
+            if process is not None:
+                process.send_signal(number)
+
+        # The terminal sends Ctrl-C and Ctrl-\ to the command, too: it decides what they mean. A function, not
+        # SIG_IGN: to ignore would be inherited.
+        handlers: dict[int, Any] = dict.fromkeys(enter.HELD_BACK, pass_on)
+        handlers |= dict.fromkeys((signal.SIGINT, signal.SIGQUIT), lambda number, frame: None)
+        # None is lost while the command is not there yet; enter.py lets them through.
+        signal.pthread_sigmask(signal.SIG_BLOCK, enter.HELD_BACK)
+        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        try:
+            try:
+                entering = self._entering(machine, command, signal.SIGHUP)
+                process = subprocess.Popen(entering, env=dict(env), pass_fds=files)
+                for number in signal.sigpending() & {signal.SIGINT, signal.SIGQUIT}:
+                    process.send_signal(number)  # it may have come before the command was there to get it
+            finally:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, enter.HELD_BACK)
+            status = process.wait()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        return status if status >= 0 else 128 - status
+
+    def traffic(self, machine: str) -> tuple[int, int]:
+        for line in Path(f"/proc/{self._holder(machine).pid}/net/dev").read_text().splitlines():
+            name, _, counts = line.partition(":")
+            if name.strip() == "eth0":
+                numbers = counts.split()
+                return int(numbers[8]), int(numbers[0])
+        raise self._is_gone(machine)
+
+    def token_file(self, machine: str, host_token: Path) -> Path:
+        return host_token
+
+    def _make_id(self) -> str:
+        """The name of its files: a shared one's follows from what is emulated, and where processes' ids hold."""
+        name = "".join(c if c.isascii() and c.isalnum() else "-" for c in self._rig.name)[:_MOST_NAME]
+        if not self._shared:
+            return f"{name}-{os.getpid()}-{secrets.token_hex(4)}"
+        content = json.dumps(
+            [self._rig.name, self._wiring.to_dict(), self._limits, os.readlink("/proc/self/ns/pid")]
+        )
+        return f"{name}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
+
+    def _join(self, folder: Path) -> bool:
+        """Use the rig that is up, if there is one."""
+        path = state.lock_path(folder, self._id)
+        deadline = time.monotonic() + DOWN_S
+        while (found := state.read(folder, self._id)) is not None and not found.supervisor.gone:
+            # It may be on its way up, or down, and then it holds the lock for itself until it is gone.
+            with contextlib.suppress(FileNotFoundError):
+                self._lock = state.open_lock(path, create=False)
+                if found.ready and state.try_lock(self._lock, alone=False) and state.is_at(self._lock, path):
+                    self._state = found
+                    return True
+                os.close(self._lock)
+            self._lock = None
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"the rig {self._rig.name} has been on its way up or down for more than {DOWN_S:.0f} s",
+                    hint=f"look at the process {found.supervisor.pid}, and end it",
+                )
+            time.sleep(state.POLL_S)
+        state.sweep(folder)
+        return False
+
+    def _bring_up(self, folder: Path, before: Sequence[str]) -> None:
+        self._lock = state.open_lock(state.lock_path(folder, self._id), create=True)
+        if not state.try_lock(self._lock, alone=False):
+            raise UserError(f"somebody else holds {state.lock_path(folder, self._id)}", hint="try again")
+        request = Request(
+            rig=self._id,
+            folder=str(folder),
+            wiring=self._wiring,
+            limits=self._limits,
+            grace_s=GRACE_S if self._shared else 0.0,
+        )
+        try:
+            self._supervisor = subprocess.Popen(
+                [*before, sys.executable, "-S", "-m", "potluck.lab.supervisor"],
+                env={**permission.environment(), "PYTHONPATH": _SOURCE},
+                cwd="/",
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            self._state = _ask(self._supervisor, request)
+        except BaseException:
+            if self._supervisor is not None:
+                _end_supervisor(self._supervisor)
+            state.remove(folder, self._id)
+            raise
+
+    def _leave(self) -> None:
+        """Stop using the rig. A shared one ends by itself when nobody is left; ours ends now."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            os.close(lock)
+        supervisor, self._supervisor = self._supervisor, None
+        if supervisor is not None and not self._shared:
+            _end_supervisor(supervisor)
+        self._state = None
+
+    def _holder(self, machine: str) -> state.Process:
+        self._rig.machine(machine)
+        if self._state is None:
+            raise UserError(f"the rig {self._rig.name} is not up", hint="use it inside its `with` block")
+        holder = self._state.holders[machine]
+        if not holder.lives:
+            raise self._is_gone(machine)
+        return holder
+
+    def _is_gone(self, machine: str) -> UserError:
+        return UserError(
+            f"the emulated machine {machine} is gone: somebody ended the process that held it",
+            hint=f"leave the rig {self._rig.name} everywhere, then begin again",
+        )
+
+    def _entering(self, machine: str, command: Sequence[str], death_signal: int) -> list[str]:
+        holder = self._holder(machine)
+        assert self._state is not None
+        cgroup = self._state.limited.get(machine, "")
+        python = [sys.executable, "-I", "-S", enter.__file__]
+        return [*python, str(holder.pid), str(os.getpid()), str(int(death_signal)), cgroup, "--", *command]
+
+
+def _ask(supervisor: subprocess.Popen[bytes], request: Request) -> state.State:
+    """Tell a supervisor what to bring up, and wait until it has."""
+    assert supervisor.stdin is not None
+    assert supervisor.stdout is not None
+    with contextlib.suppress(BrokenPipeError):  # then it says why
+        supervisor.stdin.write(request.to_json().encode())
+        supervisor.stdin.close()
+    text = b""
+    deadline = time.monotonic() + UP_S
+    while not text.endswith(b"\n"):
+        ready, _, _ = select.select([supervisor.stdout], [], [], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise UserError(f"the rig is not up after {UP_S:.0f} s", hint="is this box very busy?")
+        if not (part := os.read(supervisor.stdout.fileno(), 1 << 16)):
+            break
+        text += part
+    supervisor.stdout.close()
+    try:
+        answer = json.loads(text)
+    except ValueError:
+        words = " ".join(text.decode(errors="replace").split())[-500:]
+        raise UserError(
+            f"the rig cannot be brought up: {words or 'its process died'}", hint=permission.hint()
+        ) from None
+    if "error" in answer:
+        raise UserError(answer["error"], hint=answer["hint"])
+    return state.State.from_dict(answer["state"])
+
+
+def _end_supervisor(supervisor: subprocess.Popen[bytes]) -> None:
+    """It ends what runs on its machines first."""
+    for pipe in (supervisor.stdin, supervisor.stdout):
+        if pipe is not None:
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+    supervisor.terminate()
+    try:
+        supervisor.wait(DOWN_S)
+    except subprocess.TimeoutExpired:
+        supervisor.kill()
+        supervisor.wait()
+
+
+def _end_groups(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End processes and what they started in their sessions: politely, then not."""
+    deadline = time.monotonic() + PATIENCE_S
+    try:
+        for process in processes:
+            _signal_group(process, signal.SIGTERM)
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                _signal_group(process, signal.SIGKILL)
+                process.wait()
+
+
+def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)

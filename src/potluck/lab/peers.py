@@ -1,0 +1,54 @@
+"""The reference strategies of the extra `peers`: whether each can run here, and how its worker is started.
+
+Owns the reasons in words. It imports no peer system and no torch: the workers do.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import sys
+from pathlib import Path
+
+from potluck.errors import ConfigError
+
+HIVEMIND = "hivemind"
+TORCHFT = "torchft"
+NAMES = (HIVEMIND, TORCHFT)
+INSTALL = "pip install 'potluck[peers]'"
+
+_NOTES = {
+    HIVEMIND: "averages in fp16; each machine computes until all together have the global batch, so that the "
+    "samples are not exactly those of the others",
+    TORCHFT: "shares by the true speeds, exactly weighted; averages in fp32 over gloo, with no computing meanwhile",
+}
+
+
+def available() -> dict[str, str | None]:
+    """For each strategy None where it can be used, else the reason in words."""
+    return {name: _why_not(name) for name in NAMES}
+
+
+def command(strategy: str, spec: Path, rank: int) -> list[str]:
+    """The words after the Python interpreter that start a strategy's worker on one machine."""
+    if strategy not in NAMES:
+        raise ConfigError(f"there is no peer strategy {strategy!r}", hint=f"there are: {', '.join(NAMES)}")
+    reason = _why_not(strategy)
+    if reason is not None:
+        raise ConfigError(f"{strategy} cannot run here: {reason}", hint=f"leave it out, or: {INSTALL}")
+    return ["-m", f"potluck.lab.{strategy}_worker", "--spec", str(spec), "--rank", str(rank)]
+
+
+def note(strategy: str) -> str:
+    """What a reader of the strategy's row should know."""
+    return _NOTES[strategy]
+
+
+def _why_not(name: str) -> str | None:
+    if sys.platform != "linux":
+        return "it runs in network namespaces, which need Linux"
+    if importlib.util.find_spec(name) is not None:
+        return None
+    if name == TORCHFT and platform.machine() != "x86_64":
+        return f"torchft is published for x86-64 only, this is {platform.machine()}"
+    return f"{name} is not installed"

@@ -1,0 +1,56 @@
+"""The rigs that come with Potluck, and how a rig is found by name or by path. It emulates nothing.
+
+    home-pair       a host and a guest a quarter as fast
+    desk-and-mac    the question everyone asks
+    i9-i5           two CPU machines
+    twins           two equal machines
+    three-friends   three guests on the host's one link
+    wifi            a thin link
+    moody           speeds change, a guest leaves and returns
+    hopeless        a guest that cannot help
+
+Each is a TOML file beside this one, with its scaling worked out in a comment.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from importlib import resources
+from pathlib import Path
+
+from potluck.codec import names as codecs
+from potluck.errors import ConfigError
+from potluck.spec import rig as rigs
+from potluck.spec.rig import Rig
+
+NAMES = ("home-pair", "desk-and-mac", "i9-i5", "twins", "three-friends", "wifi", "moody", "hopeless")
+
+
+def load(name_or_path: str) -> Rig:
+    """The built-in rig of this name, or the one that a TOML file describes."""
+    return check(rigs.loads(text(name_or_path), name_or_path), name_or_path)
+
+
+def check(rig: Rig, where: str) -> Rig:
+    """The rig, if all it names exists."""
+    try:
+        codecs.parse(rig.workload.codec)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: workload: {error.what}", hint=error.hint) from error
+    return rig
+
+
+def text(name_or_path: str) -> str:
+    """The rig's file, as it was written."""
+    if name_or_path in NAMES:
+        return resources.files(__name__).joinpath(f"{name_or_path}.toml").read_text(encoding="utf-8")
+    looks_like_a_path = name_or_path.endswith(".toml") or "/" in name_or_path or os.sep in name_or_path
+    if not looks_like_a_path and not Path(name_or_path).is_file():
+        near = difflib.get_close_matches(name_or_path, NAMES, n=1, cutoff=0.5)
+        advice = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(
+            f"there is no rig {name_or_path!r}",
+            hint=f"{advice}rigs: {', '.join(NAMES)}; or the path of a TOML file",
+        )
+    return rigs.read_text(Path(name_or_path))

@@ -1,0 +1,49 @@
+"""Ends what a box started when its owner is gone, even by kill -9: a process of its own, one for each box.
+
+    python -m potluck.lab.warden FOLDER
+
+Owns their end and must not know what they do: each line of its stdin is the id of a process that has just been
+started. When stdin ends, because the owner closed it or died, those that still run are killed, with the groups that
+they lead, and the box's private FOLDER is removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Iterable
+
+import psutil
+
+
+def watch(lines: Iterable[str], folder: str) -> None:
+    """Remember who is named until the lines end; then end them."""
+    known: list[psutil.Process] = []
+    for line in lines:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it was quick
+            known.append(psutil.Process(int(line)))
+    for process in known:
+        end(process)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def end(process: psutil.Process) -> None:
+    """Kill a process and the group it leads, unless its id is another's by now."""
+    if not process.is_running() and psutil.pid_exists(process.pid):
+        return
+    if os.name == "posix":
+        # The group may outlive its leader, and keeps the id from being given to somebody else.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        return
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in (*process.children(recursive=True), process):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+
+
+if __name__ == "__main__":
+    watch(sys.stdin, sys.argv[1])

@@ -1,0 +1,41 @@
+"""A rig's workload in the words of a recipe, and a rig's machine in the words of a device.
+
+Owns that translation, so that every strategy trains the same thing. It runs nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from potluck.spec.rig import Machine, Workload
+
+GPT_SEQUENCE = 128
+
+
+def recipe_settings(workload: Workload, *, steps: int | None = None, batch: int | None = None) -> dict[str, Any]:
+    """The recipe's settings; `steps` and `batch` where they differ from the workload's own."""
+    samples = batch or workload.global_batch
+    settings: dict[str, Any] = {"steps": steps or workload.steps, "seed": workload.seed}
+    if workload.recipe == "gpt":
+        sequence = workload.sequence or GPT_SEQUENCE
+        settings |= {"sequence": sequence, "batch_tokens": samples * sequence}
+        if workload.depth is not None:
+            settings["depth"] = workload.depth
+    else:
+        settings["global_batch"] = samples
+    return settings
+
+
+def recipe_flags(settings: dict[str, Any]) -> list[str]:
+    """The same as words of a command line."""
+    return [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+
+
+def device_name(machine: Machine, *, steady: bool = False) -> str:
+    """What `--device` is told; `steady`: without the changes of speed."""
+    if machine.seconds_per_sample is None:
+        return "cpu"
+    changes = () if steady else machine.speed_changes
+    return ",".join(
+        [f"paced:{machine.seconds_per_sample:g}", *(f"{c.at_step}={c.seconds_per_sample:g}" for c in changes)]
+    )

@@ -1,0 +1,146 @@
+"""What the strategies reached on a rig, as a table for the terminal, for a pipe and for markdown.
+
+It is pure: results in, lines out. It does not know how anything was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TextIO
+
+from potluck.report.line import Line
+from potluck.report.screen import columns, paragraph, show
+from potluck.report.text import clean
+from potluck.spec.figures import Results, Row
+from potluck.units import UNKNOWN, rate_text
+
+_LABEL = "dim"
+_BEST = "bold green"
+_GAP = 2
+_INDENT = 14
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    header: str
+    text: Callable[[Row], str]
+    right: bool = True
+
+
+_COLUMNS = (
+    _Column("strategy", lambda row: clean(row.strategy, 24), right=False),
+    _Column("s/step", lambda row: _number(row.step_s, 2 if (row.step_s or 0) >= 10 else 3)),
+    _Column("samples/s", lambda row: _number(row.samples_per_s, 2)),
+    _Column("speed-up", lambda row: _number(row.speedup, 3)),
+    _Column("efficiency", lambda row: _number(row.efficiency, 3)),
+    _Column("recovery", lambda row: _number(row.recovery, 2)),
+    _Column("MB/step", lambda row: _number(None if row.bytes_per_step is None else row.bytes_per_step / 1e6, 2)),
+    _Column("loss", lambda row: _number(row.loss, 3)),
+)
+_MEANINGS = (
+    ("speed-up", "the time of a step of the host alone ÷ the strategy's"),
+    ("efficiency", "samples/s ÷ the sum of what each machine reaches alone"),
+    ("recovery", "(speed-up − 1) ÷ (ideal − 1): how much of the guests' speed arrived"),
+)
+
+
+def show_results(results: Results, stream: TextIO) -> None:
+    """Write the table: colours on a terminal, plain text in a pipe."""
+    show(results_lines(results, columns()), stream)
+
+
+def results_text(results: Results, width: int = 80) -> str:
+    """The table as plain text."""
+    return "\n".join(line.plain.rstrip() for line in results_lines(results, width))
+
+
+def results_lines(results: Results, width: int) -> list[Line]:
+    """The table and what a reader of it should know."""
+    cells = [[column.text(row) for column in _COLUMNS] for row in results.rows]
+    widths = [max([len(c.header), *(len(row[i]) for row in cells)]) for i, c in enumerate(_COLUMNS)]
+    best = best_row(results.rows)
+    lines = [_title(results, width), Line()]
+    lines.append(_row([c.header for c in _COLUMNS], widths, _LABEL))
+    lines.append(Line("─" * (sum(widths) + _GAP * (len(widths) - 1)), _LABEL))
+    for row, texts in zip(results.rows, cells):
+        lines.append(_row(texts, widths, _BEST if row is best else ""))
+    lines.append(Line())
+    for label, text in _below(results, best):
+        lines += paragraph(text, width, label=label, indent=_INDENT)
+    lines.append(Line())
+    for label, text in _MEANINGS:
+        lines += paragraph(text, width, _LABEL, label=label, indent=_INDENT)
+    return [line.trimmed().cropped(max(width, 80)) for line in lines]
+
+
+def best_row(rows: Sequence[Row]) -> Row | None:
+    """The one with the largest speed-up; None where nobody was faster than another."""
+    known = [row for row in rows if row.speedup is not None]
+    return max(known, key=lambda row: row.speedup or 0.0) if len(known) > 1 else None
+
+
+def results_markdown(results: Results) -> str:
+    """The table in markdown, the best row in bold."""
+    best = best_row(results.rows)
+    lines = ["| " + " | ".join(c.header for c in _COLUMNS) + " |"]
+    lines.append("|" + "|".join("---:" if c.right else "---" for c in _COLUMNS) + "|")
+    for row in results.rows:
+        texts = [column.text(row) for column in _COLUMNS]
+        texts = [f"**{text}**" if row is best and text != UNKNOWN else text for text in texts]
+        lines.append("| " + " | ".join(texts) + " |")
+    facts = [f"*{label}* {text}" for label, text in _below(results, None)]
+    return "\n".join([*lines, "", f"`{clean(results.rig.name)}`: " + "; ".join(facts) + "."])
+
+
+def _title(results: Results, width: int) -> Line:
+    rig = results.rig
+    title = Line(clean(rig.name, 40), "bold").add(f"   {rig.workload.steps} steps of {rig.workload.global_batch}")
+    title.add(f" samples on {len(rig.machines)} machines")
+    return title.add(f", {clean(results.box)}") if results.box else title
+
+
+def _below(results: Results, best: Row | None) -> list[tuple[str, str]]:
+    facts = []
+    if best is not None and best.speedup is not None:
+        facts.append(("best", f"{clean(best.strategy)}, {_faster(best.speedup)}"))
+    if results.ideal_speedup is not None:
+        facts.append(("ideal", f"speed-up {results.ideal_speedup:.3f}, if every machine computed all the time"))
+    if results.alone:
+        rates = (f"{clean(name)} {rate_text(rate, 'samples')}" for name, rate in results.alone.items())
+        facts.append(("alone", f"measured: {', '.join(rates)}"))
+    facts.append(("warm-up", f"the first {_steps(results.warm_up_steps)} of each strategy not counted"))
+    batch = results.rig.workload.global_batch
+    for row in results.rows:
+        span = row.samples_per_step
+        if span is not None and span != (batch, batch):
+            counted = f"{span[0]}" if span[0] == span[1] else f"{span[0]} to {span[1]}"
+            facts.append((clean(row.strategy), f"{counted} samples a step, not {batch}"))
+    facts += [(clean(strategy), clean(note)) for strategy, note in results.notes.items()]
+    return facts
+
+
+def _faster(speedup: float) -> str:
+    if speedup < 0.995:
+        return f"{speedup:.2f} times as fast as the host alone: nothing is gained here"
+    return (
+        f"{(speedup - 1) * 100:.0f} % faster than the host alone"
+        if speedup > 1.005
+        else "as fast as the host alone"
+    )
+
+
+def _steps(count: int) -> str:
+    return "step" if count == 1 else f"{count} steps"
+
+
+def _row(texts: Sequence[str], widths: Sequence[int], style: str) -> Line:
+    line = Line()
+    for column, text, width in zip(_COLUMNS, texts, widths):
+        line.cell(text, width, style, right=column.right).add(" " * _GAP)
+    return line.trimmed()
+
+
+def _number(value: float | None, digits: int) -> str:
+    # What is not a number is unequal to itself.
+    return UNKNOWN if value is None or value != value else f"{round(value, digits) + 0.0:.{digits}f}"

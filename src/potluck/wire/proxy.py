@@ -1,0 +1,353 @@
+"""A TCP proxy in user space that moves bytes as described links would: slowly, late, or wrongly.
+
+It owns where connections come in and where they lead, and its life as a process; `flow.py` moves the bytes. It must
+not know what they mean. One thread, one selector, the standard library: it works wherever Python does, without any
+rights. `Proxy` runs in a thread of the caller's; `ProxyProcess` is one in a process of its own:
+
+    python -m potluck.wire.proxy SPEC.json
+
+    {"links": [{"name": "laptop", "rate_bytes_per_s": 5e6, "latency_s": 0.005}], "shared": null, "counters": PATH,
+     "routes": [{"link": "laptop", "host": "127.0.0.1", "port": 5555}]}
+
+It prints {"ports": [...]}, the port of each route, then one line of JSON for each that comes on its stdin, and ends
+when that ends: {"do": "open", "link", "host", "port"} or {"do": "faults", "link", "faults": [...]}.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import queue
+import selectors
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from potluck.errors import ConfigError, NetworkError, PotluckError
+from potluck.wire.flow import Connection, Flow, hang_up, prepare
+from potluck.wire.shaping import Bucket, Direction, Fault, Link, LinkSpec, faults_from, link_from
+
+MOST_CONNECTIONS = 200
+"""Two sockets each: Windows lets select() look at 512."""
+MOST_ROUTES = 100
+COUNTER_BYTES = 8
+
+_ANSWER_S = 20.0
+_LONGEST_SLEEP_S = 60.0
+
+T = TypeVar("T")
+
+
+class Proxy:
+    """Listens, connects and moves bytes, in whatever thread calls run()."""
+
+    def __init__(
+        self,
+        links: Sequence[LinkSpec],
+        *,
+        shared: LinkSpec | None = None,
+        listen: str = "127.0.0.1",
+        counters: list[int] | memoryview | None = None,
+    ) -> None:
+        """All links' bytes cross `shared` too; its faults strike them all.
+
+        `counters` holds, for each link in turn, the bytes that went up and those that went down.
+        """
+        now = time.monotonic()
+        shared = shared or LinkSpec(name="shared")
+        buckets: dict[Direction, Bucket] = {d: Bucket(shared.rate_bytes_per_s) for d in ("up", "down")}
+        specs = [
+            replace(spec, latency_s=spec.latency_s + shared.latency_s, faults=spec.faults + shared.faults)
+            for spec in links
+        ]
+        self._links = {spec.name: Link(spec, number, buckets, now) for number, spec in enumerate(specs)}
+        self.counters = [0] * (2 * len(links)) if counters is None else counters
+        self.flow = Flow(self.counters)
+        self.refused = 0
+        """Connections that were one too many."""
+        self._listen = listen
+        self._listeners: list[socket.socket] = []
+        self._asked: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._stopped = False
+        self._waker, self._wake = socket.socketpair()
+        for end in (self._waker, self._wake):
+            end.setblocking(False)
+        self.flow.selector.register(self._waker, selectors.EVENT_READ, self._answer)
+
+    # -- from any thread -------------------------------------------------------------------------------------
+
+    def ask(self, what: Callable[[], T], timeout_s: float = _ANSWER_S) -> T:
+        """Have the thread of run() call something, and wait for its result."""
+        answers: queue.SimpleQueue[tuple[T, None] | tuple[None, Exception]] = queue.SimpleQueue()
+
+        def answer() -> None:
+            try:
+                answers.put((what(), None))
+            except Exception as error:
+                answers.put((None, error))
+
+        self._asked.put(answer)
+        self._nudge()
+        try:
+            result, error = answers.get(timeout=timeout_s)
+        except queue.Empty:
+            raise NetworkError(f"the proxy did not answer within {timeout_s:g} s") from None
+        if error is not None:
+            raise error
+        return result  # type: ignore[return-value]
+
+    def stop(self) -> None:
+        """Make run() return."""
+        self._stopped = True
+        self._nudge()
+
+    def _nudge(self) -> None:
+        # Full means that it is awake already, closed that it has stopped.
+        with contextlib.suppress(OSError):
+            self._wake.send(b"\0")
+
+    # -- from the thread of run(), or before it --------------------------------------------------------------
+
+    def open(self, link: str, target: tuple[str, int], port: int = 0) -> int:
+        """Listen for connections that lead over a link to a target; on which port (0: a free one)."""
+        crossed = self._link(link)
+        if len(self._listeners) >= MOST_ROUTES:
+            raise NetworkError(f"the proxy has {MOST_ROUTES} routes already")
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            target = (socket.gethostbyname(target[0]), target[1])
+            prepare(listener)
+            listener.bind((self._listen, port))
+            listener.listen(MOST_CONNECTIONS)
+        except OSError as error:
+            listener.close()
+            raise NetworkError(f"no way from {self._listen} port {port} to {target[0]}: {error}") from error
+        listener.setblocking(False)
+        self._listeners.append(listener)
+        self.flow.selector.register(
+            listener, selectors.EVENT_READ, lambda _: self._accept(listener, crossed, target)
+        )
+        return int(listener.getsockname()[1])
+
+    def add_faults(self, link: str, faults: Sequence[Fault]) -> None:
+        """Put faults on a link's schedule, their times counted from now."""
+        self._link(link).add_faults(faults, time.monotonic())
+
+    def _link(self, name: str) -> Link:
+        if name not in self._links:
+            raise ConfigError(f"there is no link {name!r}", hint="links: " + ", ".join(self._links))
+        return self._links[name]
+
+    # -- the loop --------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Move bytes until stop(); then every socket is closed."""
+        try:
+            while not self._stopped:
+                wake_at = self._turn(time.monotonic())
+                for key, mask in self.flow.selector.select(max(0.0, wake_at - time.monotonic())):
+                    key.data(mask)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Close every socket; run() does it, so this is for whoever never called that."""
+        self.flow.close()
+        for member in (*self._listeners, self._waker, self._wake):
+            member.close()
+
+    def _turn(self, now: float) -> float:
+        wake_at = now + _LONGEST_SLEEP_S
+        for link in self._links.values():
+            if link.resets_now(now):
+                self.flow.reset(link)
+            wake_at = min(wake_at, link.next_reset)
+        return min(wake_at, self.flow.turn(now))
+
+    def _accept(self, listener: socket.socket, link: Link, target: tuple[str, int]) -> None:
+        try:
+            accepted, _ = listener.accept()
+        except OSError:  # gone again, or too many files are open
+            return
+        full = len(self.flow.connections) >= MOST_CONNECTIONS
+        self.refused += full
+        if full or time.monotonic() < link.resets_until:
+            hang_up(accepted, reset=True)
+        else:
+            self.flow.connections.add(Connection(self.flow, link, accepted, target))
+
+    def _answer(self, mask: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._waker.recv(4096)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._asked.get_nowait()()
+
+
+class ProxyProcess:
+    """A proxy in a process of its own, as its owner sees it: it ends with its owner, whatever ends that.
+
+    Leaves its files in `folder`, which the owner removes.
+    """
+
+    def __init__(self, links: Sequence[LinkSpec], *, shared: LinkSpec | None = None, folder: Path) -> None:
+        self._numbers = {link.name: number for number, link in enumerate(links)}
+        spec, counters, self._log = (folder / f"proxy.{end}" for end in ("json", "counters", "log"))
+        counters.write_bytes(bytes(2 * COUNTER_BYTES * max(1, len(links))))
+        content = {
+            "links": [asdict(link) for link in links],
+            "shared": asdict(shared) if shared is not None else None,
+            "counters": str(counters),
+        }
+        spec.write_text(json.dumps(content), encoding="utf-8")
+        with open(counters, "r+b") as file:
+            self._counters: mmap.mmap | bytes = mmap.mmap(file.fileno(), 0)
+        with open(self._log, "wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "potluck.wire.proxy", str(spec)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C is for the owner
+            )
+        self._lock = threading.Lock()
+        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._listen, name="potluck-proxy-answers", daemon=True)
+        self._reader.start()
+        try:
+            self._next_answer()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def open(self, link: str, target: tuple[str, int]) -> int:
+        """Open a way over a link to a target; the port of 127.0.0.1 where it begins."""
+        return int(self._order({"do": "open", "link": link, "host": target[0], "port": target[1]})["port"])
+
+    def add_faults(self, link: str, faults: Sequence[Fault]) -> None:
+        """Put faults on a link's schedule, their times counted from now."""
+        self._order({"do": "faults", "link": link, "faults": [asdict(fault) for fault in faults]})
+
+    def traffic(self, link: str) -> tuple[int, int]:
+        """The bytes that a link has carried, up and down. From any thread, and never waits."""
+        with memoryview(self._counters) as view, view.cast("Q") as numbers:
+            at = 2 * self._numbers[link]
+            return numbers[at], numbers[at + 1]
+
+    def close(self) -> None:
+        """End it; what traffic() said last stays."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(2.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._reader.join()
+        self._process.stdout.close()
+        # The file could not be removed, on Windows, while it is mapped.
+        mapped, self._counters = self._counters, bytes(self._counters)
+        if isinstance(mapped, mmap.mmap):
+            with contextlib.suppress(BufferError):  # somebody reads just now
+                mapped.close()
+
+    def _order(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        with self._lock:
+            with contextlib.suppress(OSError):  # it is gone: the missing answer says so
+                self._process.stdin.write(json.dumps(order).encode() + b"\n")
+                self._process.stdin.flush()
+            answer = self._next_answer()
+        if "error" in answer:
+            raise NetworkError(answer["error"], hint=answer.get("hint", ""))
+        return answer
+
+    def _next_answer(self) -> dict[str, Any]:
+        try:
+            line = self._lines.get(timeout=_ANSWER_S)
+        except queue.Empty:
+            raise NetworkError(f"the proxy did not answer within {_ANSWER_S:g} s") from None
+        if not line:
+            self._lines.put(line)
+            said = self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-1:]
+            raise NetworkError("the proxy has ended: " + ("".join(said) or "it said nothing"))
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.put(line)
+        self._lines.put(b"")
+
+
+# -- inside that process ------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run what SPEC.json says until stdin ends."""
+    spec = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
+    links = [link_from(table) for table in spec["links"]]
+    shared = link_from(spec["shared"]) if spec.get("shared") else None
+    with contextlib.ExitStack() as stack:
+        counters = None
+        if spec.get("counters"):
+            file = stack.enter_context(open(spec["counters"], "r+b"))
+            mapped = stack.enter_context(mmap.mmap(file.fileno(), 0))
+            counters = stack.enter_context(stack.enter_context(memoryview(mapped)).cast("Q"))
+        proxy = Proxy(links, shared=shared, counters=counters)
+        ports = [proxy.open(r["link"], (r["host"], r["port"])) for r in spec.get("routes", ())]
+        print(json.dumps({"ports": ports}), flush=True)
+        threading.Thread(target=_obey, args=(proxy,), name="potluck-proxy-control", daemon=True).start()
+        with contextlib.suppress(KeyboardInterrupt):
+            proxy.run()
+
+
+def _obey(proxy: Proxy) -> None:
+    for line in sys.stdin:
+        try:
+            answer = _do(proxy, json.loads(line))
+        except PotluckError as error:
+            answer = {"error": error.what, "hint": error.hint}
+        except (ValueError, KeyError, TypeError) as error:
+            answer = {"error": f"not understood: {error!r}"}
+        with contextlib.suppress(OSError):  # nobody listens: stdin is about to end
+            print(json.dumps(answer), flush=True)
+    proxy.stop()
+
+
+def _do(proxy: Proxy, order: Mapping[str, Any]) -> dict[str, Any]:
+    if order["do"] == "open":
+        target = (str(order["host"]), int(order["port"]))
+        return {"port": proxy.ask(lambda: proxy.open(order["link"], target))}
+    if order["do"] == "faults":
+        faults = faults_from(order["faults"])
+        proxy.ask(lambda: proxy.add_faults(order["link"], faults))
+        return {}
+    raise ValueError(f"do is {order['do']!r}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,229 @@
+"""What a link does to the bytes that cross it: its rate, its latency, and its faults on a schedule.
+
+It decides about chunks and must not know sockets or clocks: times are given, in seconds of one monotonic clock.
+`proxy.py` asks it before it reads a chunk and tells it what it read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from potluck.errors import ConfigError
+from potluck.spec.config import build
+
+Direction = Literal["up", "down"]
+"""up: from whoever connected, towards the target; down: back."""
+
+QUANTUM_S = 0.002
+"""A chunk takes about this long, so that many connections share a thin link smoothly."""
+LEAST_QUANTUM_BYTES = 512
+MOST_QUANTUM_BYTES = 64 * 1024
+QUEUE_S = 0.1
+"""What a pipe may hold beyond the bytes that are on their way, as the queue of a switch does."""
+LEAST_ROOM_BYTES = 64 * 1024
+MOST_ROOM_BYTES = 8 * 1024 * 1024
+
+CATCH_UP_S = 0.1
+"""What was there while the computer was busy elsewhere has been sent meanwhile, as far back as this."""
+IDLE_CREDIT_S = 0.002
+"""A link with nothing to send loses its time, but for this much: a sender's short pause is no idleness."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """Something that goes wrong on a link for a while."""
+
+    kind: Literal["delay", "limit", "blackhole", "reset", "half-open", "truncate", "flip"]
+    """delay: `amount` seconds more on the way. limit: at most `amount` bytes a second. blackhole: nothing passes;
+    what was underway comes when it ends, as after retransmission. reset: connections are reset, and so are those
+    that are made meanwhile. half-open: what is sent vanishes, its end (FIN, RST) too, and a connection stays so.
+    truncate: half of a chunk passes, then the stream ends. flip: one bit of every chunk is wrong."""
+    at_s: float
+    """When it begins, after the proxy's start or after the schedule was given."""
+    for_s: float = 0.0
+    """How long it lasts; a reset may last no time at all."""
+    amount: float = 0.0
+    """Of a delay: seconds. Of a limit: bytes a second."""
+    direction: Literal["both", "up", "down"] = "both"
+    """Which way it works; a reset always works both ways."""
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.at_s < math.inf and 0 <= self.for_s < math.inf):
+            raise ConfigError(f"a fault at {self.at_s} s for {self.for_s} s", hint="both are 0 or more")
+        if not self.for_s and self.kind != "reset":
+            raise ConfigError(f"the fault {self.kind} lasts no time", hint="give for_s, in seconds")
+        if self.kind in ("delay", "limit") and not 0 < self.amount < math.inf:
+            unit = "seconds" if self.kind == "delay" else "bytes a second"
+            raise ConfigError(f"the fault {self.kind} has amount {self.amount:g}", hint=f"give its {unit}")
+
+    def active(self, now: float) -> bool:
+        return self.at_s <= now < self.at_s + self.for_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkSpec:
+    """One machine's link, or one that several share; the same in both directions."""
+
+    name: str
+    rate_bytes_per_s: float | None = None
+    """Unlimited when not given."""
+    latency_s: float = 0.0
+    """From one end to the other."""
+    faults: tuple[Fault, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        if self.rate_bytes_per_s is not None and not 0 < self.rate_bytes_per_s < math.inf:
+            raise ConfigError(f"link {self.name}: {self.rate_bytes_per_s} bytes/s", hint="give a rate above 0")
+        if not 0 <= self.latency_s < math.inf:
+            raise ConfigError(f"link {self.name}: a latency of {self.latency_s} s", hint="give 0 or more")
+
+
+def link_from(table: Mapping[str, Any]) -> LinkSpec:
+    """A link from the table that `dataclasses.asdict` makes of it."""
+    plain = build(LinkSpec, {key: value for key, value in table.items() if key != "faults"})
+    return replace(plain, faults=faults_from(table.get("faults", ())))
+
+
+def faults_from(tables: Any) -> tuple[Fault, ...]:
+    """A schedule from a list of tables."""
+    if not isinstance(tables, list | tuple) or not all(isinstance(t, Mapping) for t in tables):
+        raise ConfigError("faults is not a list of tables", hint="for example [{kind, at_s, for_s}]")
+    for table in tables:
+        if not {"kind", "at_s"} <= table.keys():
+            raise ConfigError(f"a fault without kind or at_s: {dict(table)}", hint="say what goes wrong and when")
+    return tuple(build(Fault, table) for table in tables)
+
+
+class Bucket:
+    """Keeps one direction of one link to its rate, by the time at which the link will have sent what it took."""
+
+    def __init__(self, rate_bytes_per_s: float | None) -> None:
+        self.rate_bytes_per_s = rate_bytes_per_s
+        self.free_at = -math.inf
+        """When the next bytes may be taken: a time that has passed, or one to wait for."""
+
+    def take(self, count: int, now: float, rate: float | None, since: float) -> float:
+        """Take bytes, at a rate, that have been there since a time; when the last of them has left."""
+        if rate is None:
+            return now
+        # The link began to send them when they were there and it was free, even if nobody looked just then.
+        began = max(self.free_at, min(since, now - IDLE_CREDIT_S), now - CATCH_UP_S)
+        self.free_at = began + count / rate
+        return self.free_at
+
+
+class Policy:
+    """What happens to each chunk that crosses a link in one direction.
+
+    The bucket `shared` belongs to the link that comes after this one, the same for several links.
+    """
+
+    def __init__(self, spec: LinkSpec, direction: Direction, shared: Bucket | None = None) -> None:
+        self._spec = spec
+        self._direction = direction
+        self._bucket = Bucket(spec.rate_bytes_per_s)
+        self._shared = shared or Bucket(None)
+        self._faults: list[Fault] = []
+
+    def add_faults(self, faults: Sequence[Fault], now: float) -> None:
+        """Put faults on the schedule, their times counted from now; those that are over are forgotten."""
+        mine = [f for f in faults if f.direction in ("both", self._direction) and f.kind != "reset"]
+        kept = [f for f in self._faults if f.at_s + f.for_s > now]
+        self._faults = kept + [replace(f, at_s=now + f.at_s) for f in mine]
+
+    # -- before a chunk is read ------------------------------------------------------------------------------
+
+    def held_until(self, now: float) -> float:
+        """When a blackhole ends; -inf where there is none."""
+        return max((f.at_s + f.for_s for f in self._active("blackhole", now)), default=-math.inf)
+
+    def opens_at(self, now: float) -> float:
+        """When the next chunk may be read: a time that has passed, or one to wait for."""
+        return max(self._bucket.free_at, self._shared.free_at, self.held_until(now))
+
+    def quantum_bytes(self, now: float) -> int:
+        """How much to read at once."""
+        rate = self._slowest(now)
+        if rate is None:
+            return MOST_QUANTUM_BYTES
+        return int(min(max(rate * QUANTUM_S, LEAST_QUANTUM_BYTES), MOST_QUANTUM_BYTES))
+
+    def room_bytes(self, now: float) -> int:
+        """How much one connection may have on its way."""
+        rate, latency_s = self._slowest(now), self._latency_s(now)
+        if rate is None:
+            return MOST_ROOM_BYTES
+        return int(min(max(rate * (QUEUE_S + latency_s), LEAST_ROOM_BYTES), MOST_ROOM_BYTES))
+
+    # -- after -----------------------------------------------------------------------------------------------
+
+    def due(self, count: int, now: float, since: float) -> float:
+        """When bytes that were just read, and were there since a time, arrive at the other end."""
+        left = self._bucket.take(count, now, self._rate(now), since)
+        left = max(left, self._shared.take(count, now, self._shared.rate_bytes_per_s, since))
+        return left + self._latency_s(now)
+
+    def vanishes(self, now: float) -> bool:
+        """Whether what was read never arrives."""
+        return bool(self._active("half-open", now))
+
+    def edited(self, chunk: bytes, now: float) -> tuple[bytes, bool]:
+        """The chunk as it arrives, and whether the stream ends with it."""
+        if self._active("flip", now):
+            middle = len(chunk) // 2
+            chunk = chunk[:middle] + bytes([chunk[middle] ^ 0x10]) + chunk[middle + 1 :]
+        if self._active("truncate", now):
+            return chunk[: len(chunk) // 2], True
+        return chunk, False
+
+    # -- the link at this moment -----------------------------------------------------------------------------
+
+    def _active(self, kind: str, now: float) -> list[Fault]:
+        if not self._faults:
+            return []
+        return [f for f in self._faults if f.kind == kind and f.active(now)]
+
+    def _rate(self, now: float) -> float | None:
+        rates = [f.amount for f in self._active("limit", now)]
+        if self._spec.rate_bytes_per_s is not None:
+            rates.append(self._spec.rate_bytes_per_s)
+        return min(rates, default=None)
+
+    def _slowest(self, now: float) -> float | None:
+        rates = [rate for rate in (self._rate(now), self._shared.rate_bytes_per_s) if rate is not None]
+        return min(rates, default=None)
+
+    def _latency_s(self, now: float) -> float:
+        return self._spec.latency_s + sum(f.amount for f in self._active("delay", now))
+
+
+class Link:
+    """A link's two policies, where its bytes are counted, and when it resets connections."""
+
+    def __init__(self, spec: LinkSpec, number: int, shared: Mapping[Direction, Bucket], now: float) -> None:
+        self.number = number
+        plain = replace(spec, faults=())
+        self.policies = {direction: Policy(plain, direction, bucket) for direction, bucket in shared.items()}
+        self.next_reset = math.inf
+        self.resets_until = -math.inf
+        """Until then, connections that are made are reset too."""
+        self._resets: list[tuple[float, float]] = []
+        self.add_faults(spec.faults, now)
+
+    def add_faults(self, faults: Sequence[Fault], now: float) -> None:
+        for policy in self.policies.values():
+            policy.add_faults(faults, now)
+        self._resets += [(now + f.at_s, now + f.at_s + f.for_s) for f in faults if f.kind == "reset"]
+        self.next_reset = min((start for start, _ in self._resets), default=math.inf)
+
+    def resets_now(self, now: float) -> bool:
+        """Whether connections are to be reset; says so once for each fault."""
+        if now < self.next_reset:
+            return False
+        self.resets_until = max(end for start, end in self._resets if start <= now)
+        self._resets = [(start, end) for start, end in self._resets if start > now]
+        self.next_reset = min((start for start, _ in self._resets), default=math.inf)
+        return True

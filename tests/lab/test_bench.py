@@ -1,0 +1,135 @@
+"""`potluck lab bench` from the outside: short versions of home-pair and hopeless, the JSON's shape, no leftovers.
+
+The rigs are the built-in ones with a smaller model and a faster clock: the ratios that matter are the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from potluck.lab import rigs
+from potluck.lab.namespaces import why_not
+from potluck.spec.rig import Rig, to_toml
+
+REASON = why_not()
+pytestmark = [
+    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
+    pytest.mark.slow,
+    pytest.mark.timeout(150),
+]
+FASTER = 5
+ROW = {
+    "strategy",
+    "step_s",
+    "samples_per_s",
+    "speedup",
+    "efficiency",
+    "recovery",
+    "bytes_per_step",
+    "loss",
+    "samples_per_step",
+}
+
+
+def short(name: str, steps: int) -> Rig:
+    """A built-in rig with a model a seventh as large, `FASTER` times the speed, and a link that fits both."""
+    rig = rigs.load(name)
+    machines = tuple(
+        replace(
+            m,
+            seconds_per_sample=(m.seconds_per_sample or 1.0) / FASTER,
+            link_mbit=None if m.link_mbit is None else m.link_mbit * FASTER * 0.48 / 3.3,
+        )
+        for m in rig.machines
+    )
+    return replace(rig, workload=replace(rig.workload, depth=2, sequence=32, steps=steps), machines=machines)
+
+
+def bench(folder: Path, rig: Rig, *options: str) -> dict[str, Any]:
+    file = folder / "rig.toml"
+    file.write_text(to_toml(rig))
+    command = [sys.executable, "-m", "potluck", "lab", "bench", str(file), "--json", "-"]
+    command += ["--out", str(folder / "out"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=140, check=False)
+    assert done.returncode == 0, done.stderr + done.stdout
+    return json.loads(done.stdout)
+
+
+def rows_of(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {row["strategy"]: row for row in found["rows"]}
+
+
+def test_home_pair_gains_and_its_json_has_the_shape_that_programs_read(tmp_path: Path) -> None:
+    strategies = ("--strategy", "potluck", "--strategy", "ddp-balanced")
+    found = bench(tmp_path, short("home-pair", steps=9), *strategies)
+    assert found["rig"]["name"] == "home-pair"
+    assert found["ideal_speedup"] == pytest.approx(1.25, rel=0.05)
+    rows = rows_of(found)
+    assert list(rows) == ["solo", "ddp-balanced", "potluck"]
+    for row in rows.values():
+        assert set(row) >= ROW
+        assert row["samples_per_step"] == [48, 48]
+    assert found["warm_up_steps"] == 3
+    assert rows["solo"]["speedup"] == pytest.approx(1.0)
+    # Quiet, it is 1.2; a busy machine takes some of that, but a fleet that gains nothing must fail.
+    assert rows["potluck"]["speedup"] > 1.08
+    assert rows["potluck"]["speedup"] > rows["ddp-balanced"]["speedup"]
+    assert rows["potluck"]["loss"] == pytest.approx(rows["ddp-balanced"]["loss"], abs=0.2)
+    # Two coded messages of half a byte a parameter, and little else.
+    assert 0.4e6 < rows["potluck"]["bytes_per_step"] < 1.0e6
+    for name in ("speedup", "timeline", "loss"):
+        for kind in ("png", "svg"):
+            assert (tmp_path / "out" / f"{name}.{kind}").stat().st_size > 5_000
+
+
+def test_a_hopeless_guest_costs_the_host_nothing(tmp_path: Path) -> None:
+    found = bench(tmp_path, short("hopeless", steps=8), "--strategy", "potluck", "--no-plots")
+    row = rows_of(found)["potluck"]
+    assert row["samples_per_step"] == [102, 102]
+    assert row["speedup"] > 0.95  # quiet: 0.99 and more
+
+
+def test_killed_in_the_middle_it_leaves_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "rig.toml"
+    file.write_text(to_toml(short("home-pair", steps=60)))
+    command = [sys.executable, "-m", "potluck", "lab", "bench", str(file), "--strategy", "potluck", "--no-plots"]
+    process = subprocess.Popen(
+        [*command, "--out", str(tmp_path / "out")], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob("out/solo/*/events.jsonl")) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert mentioning(str(tmp_path)), "the bench started nothing"
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    deadline = time.monotonic() + 10
+    while mentioning(str(tmp_path)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert mentioning(str(tmp_path)) == []
+
+
+def mentioning(word: str) -> list[str]:
+    """The command lines of running processes that name a path of this test."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if word in line:
+            found.append(line)
+    return found

@@ -1,0 +1,63 @@
+"""Rigs for tests: what they are made of, and what is still there of their processes and files."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from potluck.lab import cgroup, state
+from potluck.spec.rig import Rig, parse
+
+SOURCE = Path(__file__).resolve().parents[2] / "src"
+GONE_S = 5.0
+
+
+def rig(*machines: Mapping[str, Any], name: str = "test") -> Rig:
+    return parse({"name": name, "machine": list(machines)})
+
+
+def processes(runtime: Path) -> list[str]:
+    """Those that have inherited the test's mark."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if int(folder.name) != os.getpid() and f"={runtime}\0".encode() in (folder / "environ").read_bytes():
+                found.append(f"{folder.name} {(folder / 'cmdline').read_bytes().decode()!r}")
+    return found
+
+
+def files(runtime: Path) -> list[str]:
+    return sorted(path.name for path in runtime.glob("*/*") if path.name != state.START_LOCK)
+
+
+def cgroups(*names: str) -> set[str]:
+    """Those of the rigs with these names."""
+    mount = cgroup.find_mount()
+    if mount is None:
+        return set()
+    return {path.name for name in names for path in mount.root.glob(f"{cgroup.PREFIX}{name}-*")}
+
+
+def wait_until(question: Callable[[], Any], seconds: float = GONE_S) -> bool:
+    deadline = time.monotonic() + seconds
+    while not question():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def assert_nothing_is_left(runtime: Path) -> None:
+    wait_until(lambda: not processes(runtime) and not files(runtime))
+    assert processes(runtime) == []
+    assert files(runtime) == []
+
+
+def the_state(runtime: Path, name: str) -> state.State:
+    (file,) = runtime.glob(f"*/{name}-*.json")
+    return state.State.from_dict(json.loads(file.read_text()))
