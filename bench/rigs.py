@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,8 @@ TOO_LONG = {("hopeless", "ddp")}
 
 
 def bench(rig: str, folder: Path, steps: int | None) -> None:
+    if (folder / "results.json").exists():
+        shutil.rmtree(folder)  # of an earlier run
     chosen = [s for s in STRATEGIES if (rig, s) not in TOO_LONG]
     command = [sys.executable, "-m", "potluck", "lab", "bench", rig, "--out", str(folder)]
     command += [word for strategy in chosen for word in ("--strategy", strategy)]

@@ -142,10 +142,17 @@ def test_leases_of_one_sample_say_nothing_about_larger_ones() -> None:
 def test_larger_ones_than_asked_for_say_nothing() -> None:
     """The common batch of a parity check can have more samples than this machine computes at once so far."""
     micro = MicroBatch()
-    for _ in range(20):
+    for _ in range(4):
         micro.record(4, 0.01)
     assert micro.size() == 2
     assert micro.searching
+
+
+def test_where_all_are_cut_large_for_a_thin_link_the_search_ends() -> None:
+    micro = MicroBatch()
+    for _ in range(20):
+        micro.record(26, 0.01)
+    assert (micro.size(), micro.searching) == (2, False)
 
 
 @settings(max_examples=100, deadline=None)

@@ -96,7 +96,7 @@ def test_a_cut_has_all_samples_and_no_micro_batch_is_too_large_or_empty(guest: S
 @given(guest=speeds, count=st.integers(2, 60))
 @example(guest=speed(43.0, 0.0625, most=5), count=6)
 def test_no_cut_hides_more_than_rounding_costs(guest: Speed, count: int) -> None:
-    """Only the first and the last micro-batch hide anything, so no cut in three or more is better than one in two."""
+    """Only the first and the last micro-batch hide anything: three and more are no better than two."""
     ends = [(n, count - n) for n in range(1, count)] + [(count, count)]
     best = min(
         (
@@ -318,7 +318,7 @@ def test_the_host_has_work_until_what_it_lent_comes_back(
         return
     last_s = lease_sizes(quota, guest)[-1] * guest.sample_s
     assert (extra + lent) * host_s <= EXTRA_PART * last_s * CLOSE
-    # If it is computed after all, the gradient leaves behind its last micro-batch as it would have behind the quota's.
+    # If it is computed after all, the gradient leaves behind its last micro-batch.
     assert split_evenly(extra, guest.usual)[-1] >= guest.last
 
 

@@ -48,7 +48,7 @@ def bench(
 
     \b
     Examples:
-      potluck lab bench home-pair                       all four strategies, about 8 minutes
+      potluck lab bench home-pair                       all four strategies, about 9 minutes
       potluck lab bench home-pair --strategy potluck    only potluck (and the host alone), 3 minutes
       potluck lab bench my-rig.toml --steps 8 --json results.json
       potluck lab bench home-pair --loopback            without namespaces (macOS; no DDP)
@@ -65,7 +65,7 @@ def bench(
     if loopback and not strategies:
         names = ["solo", "potluck"]  # the others connect machines directly, past the proxy
     folder = out or Path("runs") / "lab" / f"{fleet.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder.mkdir(parents=True, exist_ok=True)
+    prepare(folder, json_file)
     with make_box(fleet, loopback=loopback) as box, progress() as report:
         measured = run(fleet, names, box, folder.resolve(), report)
     table = to_json(measured.results)
@@ -81,6 +81,22 @@ def bench(
     click.echo(f"figures, logs{' and plots' if pictures else ''}: {folder}", file=where)
     if measured.failed:
         sys.exit(1)
+
+
+def prepare(folder: Path, json_file: str | None) -> None:
+    """Find out now, not after ten minutes, that results cannot be written."""
+    from potluck.errors import UserError
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise UserError(f"{folder} is not empty", hint="give --out a new folder, so that logs do not mix")
+        if json_file not in (None, "-"):
+            with open(str(json_file), "a", encoding="utf-8"):
+                pass
+    except OSError as error:
+        what = f"cannot write {error.filename or folder}: {error.strerror or error}"
+        raise UserError(what, hint="give --out and --json places that you may write to") from error
 
 
 def make_box(fleet: Any, *, loopback: bool) -> Any:

@@ -14,7 +14,7 @@ SAME = 1.03
 TRIALS = 2
 """Measurements of each size; the fastest counts."""
 MISSES = 8
-"""After so many micro-batches in a row of half the size or less the search ends: leases are no larger."""
+"""After so many micro-batches in a row of another size (half, or larger) the search ends."""
 MOST = 256
 """No machine is asked for more at once, however much memory it has."""
 MEMORY_PART = 0.5
@@ -64,12 +64,13 @@ class MicroBatch:
         if not self._warm:
             self._warm = True  # the first micro-batch pays for everybody's start
             return
-        if size > self._now:
-            return
-        if 2 * size <= self._now:
+        if size > self._now or 2 * size <= self._now:
+            # Leases are too short for this size, or cut for a thin link: it will not be measured any better.
             self._missed += 1
             if self._missed >= MISSES and self._seconds:
                 self._settle()
+            elif self._missed >= MISSES and size > self._now:
+                self.settled = self._now
             return
         # A lease cut into equal parts rarely has the very size that was asked for.
         self._missed = 0
