@@ -243,6 +243,12 @@ def test_two_that_contradict_each_other_are_no_truth() -> None:
     assert estimate.value == 2  # the last two agree
 
 
+def test_hiccups_every_other_time_get_a_margin_and_one_alone_is_forgotten() -> None:
+    assert doubting(10, *[10, 30] * 4).cautious > 13
+    assert 10 < doubting(10, 10, 1000, 10).cautious <= 14  # however large it was
+    assert doubting(10, 10, 1000, *[10] * 6).cautious == pytest.approx(10, rel=0.02)
+
+
 def test_a_usual_one_in_between_ends_the_doubt() -> None:
     assert doubting(10, 10, 50, 10, 50, 10, 50).value == 10
 

@@ -94,13 +94,12 @@ class Member:
         """What the quota should count on: the mean, and the overhead with its spread as a margin."""
         if self.rate.value is None:
             return None
-        overhead = (self.overhead.value or 0.0) + self.overhead.spread
         # Half its spread off the rate: a lease a little too small costs little, one too large a wait.
         # But not for long after a change of speed: the newest measurement is then all that is known.
         rate = self.rate.value - min(0.5 * self.rate.spread, RATE_MARGIN * self.rate.value)
         return Speed(
             rate_samples_per_s=rate,
-            overhead_s=max(0.0, overhead),
+            overhead_s=max(0.0, self.overhead.cautious),
             transfer_s=max(0.0, self.transfer.value or 0.0),
             usual=self.micro_batch,
             most=max(self.micro_batch, self.largest_micro_batch),

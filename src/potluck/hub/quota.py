@@ -224,6 +224,12 @@ class Estimate:
     jumps: bool = False
     """One measurement far off is the new truth at once."""
     _doubted: float | None = None
+    _hiccup: float = 0.0
+
+    @property
+    def cautious(self) -> float:
+        """The value with a margin: its spread, and what it takes to bear hiccups that come every other time."""
+        return (self.value or 0.0) + self.spread + self._hiccup
 
     def add(self, measured: float) -> None:
         if not math.isfinite(measured):
@@ -239,8 +245,10 @@ class Estimate:
                 # The milder of the two: what both agree on.
                 self.value += min(abs(self._doubted - self.value), abs(off)) * (1 if off > 0 else -1)
             self._doubted = None if again else measured
+            self._hiccup += self.weight * (min(abs(off), abs(self.value)) - self._hiccup)
             return
         self._doubted = None
+        self._hiccup *= 1 - self.weight
         self.spread += self.weight * (abs(off) - self.spread)
         jump = self.jumps and abs(off) > DOUBT_PART * abs(self.value)
         self.value += off if jump else self.weight * off
