@@ -28,7 +28,7 @@ class Guest:
 
     def takes(self, fields: dict[str, Any], now: float, patch: pytest.MonkeyPatch) -> None:
         """What it will say about this lease, and when."""
-        names = ("step", "quota", "within_s", "host_sample_s", "tail_s")
+        names = ("step", "quota", "within_s", "host_sample_s", "transfer_s", "tail_s")
         sizes = tuple(fields["sizes"])
         work = Work(id=fields["lease"], check=False, sizes=sizes, received=now, **{n: fields[n] for n in names})
         known: Any = SimpleNamespace(_sample_s=self.sample_s)
@@ -222,3 +222,10 @@ def test_what_the_transfers_do_not_hide_is_no_overhead() -> None:
     assert member.overhead.value == pytest.approx(0.4)
     assert member.speed is not None
     assert member.speed.lease_s(30) == pytest.approx(6.4)
+
+
+def test_what_the_link_does_not_hide_is_in_the_guests_word() -> None:
+    thin = Work(id=1, check=False, step=0, sizes=(6,), received=0.0, transfer_s=4.0, tail_s=0.5)
+    assert guest_loop.last_takes_s(thin, 3.0) == 1 + 4 + 0.5
+    assert guest_loop.last_takes_s(thin, 3.0, gated=True) == 4 + 4 + 0.5
+    assert guest_loop.last_takes_s(thin, 30.0, gated=True) == 30.5

@@ -58,6 +58,8 @@ class Work:
     within_s: float = 0.0
     """When the host is done if that many are delivered; each one fewer costs it `host_sample_s` more."""
     host_sample_s: float = 0.0
+    transfer_s: float = 0.0
+    """What a coded message takes on this machine's link, each way."""
     tail_s: float = 0.0
     """What it takes from the last backward to the arrival at the host, as the host has measured it."""
     samples: list[list[int]] | None = None
@@ -350,6 +352,7 @@ class GuestHub:
             quota=int(fields.get("quota", 0)),
             within_s=float(fields.get("within_s", 0.0)),
             host_sample_s=float(fields.get("host_sample_s", 0.0)),
+            transfer_s=float(fields.get("transfer_s", 0.0)),
             tail_s=float(fields.get("tail_s", 0.0)),
         )
         if message.frames:

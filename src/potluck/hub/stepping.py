@@ -212,6 +212,7 @@ class Stepping:
             "quota": quota,
             "within_s": lot.step_s,
             "host_sample_s": lot.host_sample_s,
+            "transfer_s": speed.transfer_s,
             "tail_s": tail_s,
         }
         frames = (pack_samples(self.ledger.samples_of(lease.positions)),) if self.local_data else ()

@@ -121,7 +121,7 @@ class GuestTrainer:
             following = work.sizes[number + 1] if number + 1 < len(work.sizes) else 0
             last = not following or self._too_late_for(work, done, size, following)
             if last:
-                self._hub.closing(work, done + size, size * self._sample_s + work.tail_s)
+                self._hub.closing(work, done + size, last_takes_s(work, size * self._sample_s, gated=number == 0))
             yield from self._compute(step, work, batch, size, last=last)
             done += size
             if work.over:
@@ -178,7 +178,7 @@ class GuestTrainer:
         if not self._sample_s:
             return False
         elapsed = time.monotonic() - work.received
-        delivered_s = elapsed + (size + following) * self._sample_s + work.tail_s
+        delivered_s = elapsed + size * self._sample_s + last_takes_s(work, following * self._sample_s)
         host_done_s = work.within_s + (work.quota - done - size) * work.host_sample_s
         return delivered_s > host_done_s
 
@@ -216,3 +216,15 @@ class GuestTrainer:
     def _zero_gradients(self) -> None:
         for parameter in self._p.tensors.trained:
             parameter.grad = None
+
+
+def last_takes_s(work: Work, compute_s: float, *, gated: bool = False) -> float:
+    """Seconds from the start of the last micro-batch to the contribution's arrival at the host.
+
+    Its backward cannot be shorter than the gradient's way; where it is the first one too (`gated`), its forward
+    not shorter than the way of the weights.
+    """
+    forward_s, backward_s = compute_s / 3, 2 * compute_s / 3
+    if gated:
+        forward_s = max(forward_s, work.transfer_s)
+    return forward_s + max(backward_s, work.transfer_s) + work.tail_s
