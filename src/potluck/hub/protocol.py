@@ -224,7 +224,9 @@ class HostProtocol:
             return []  # it answers no lease that is open
         if member.lease.arrived:
             raise WireError(f"lease {lease} twice")
-        if receive_s > 0:
+        if receive_s > 0 and not member.samples:
+            member.transfer.value = receive_s  # what the first weights told was a guess
+        elif receive_s > 0:
             member.transfer.add(receive_s)
         self.stepping.learn(member, count=count, compute_s=compute_s, now=now)
         actions: list[Action] = []
