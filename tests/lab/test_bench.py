@@ -27,7 +27,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(150),
 ]
-FASTER = 5
 ROW = {
     "strategy",
     "step_s",
@@ -41,14 +40,14 @@ ROW = {
 }
 
 
-def short(name: str, steps: int) -> Rig:
-    """A built-in rig with a model a seventh as large, `FASTER` times the speed, and a link that fits both."""
+def short(name: str, steps: int, faster: float = 5) -> Rig:
+    """A built-in rig with a model a seventh as large, `faster` times the speed, and a link that fits both."""
     rig = rigs.load(name)
     machines = tuple(
         replace(
             m,
-            seconds_per_sample=(m.seconds_per_sample or 1.0) / FASTER,
-            link_mbit=None if m.link_mbit is None else m.link_mbit * FASTER * 0.48 / 3.3,
+            seconds_per_sample=(m.seconds_per_sample or 1.0) / faster,
+            link_mbit=None if m.link_mbit is None else m.link_mbit * faster * 0.48 / 3.3,
         )
         for m in rig.machines
     )
@@ -70,21 +69,19 @@ def rows_of(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def test_home_pair_gains_and_its_json_has_the_shape_that_programs_read(tmp_path: Path) -> None:
-    strategies = ("--strategy", "potluck", "--strategy", "ddp-balanced")
-    found = bench(tmp_path, short("home-pair", steps=9), *strategies)
+    found = bench(tmp_path, short("home-pair", steps=8), "--strategy", "potluck")
     assert found["rig"]["name"] == "home-pair"
     assert found["ideal_speedup"] == pytest.approx(1.25, rel=0.05)
     rows = rows_of(found)
-    assert list(rows) == ["solo", "ddp-balanced", "potluck"]
+    assert list(rows) == ["solo", "potluck"]
     for row in rows.values():
         assert set(row) >= ROW
         assert row["samples_per_step"] == [48, 48]
-    assert found["warm_up_steps"] == 3
+    assert found["warm_up_steps"] == 2
     assert rows["solo"]["speedup"] == pytest.approx(1.0)
     # Quiet, it is 1.2; a busy machine takes some of that, but a fleet that gains nothing must fail.
     assert rows["potluck"]["speedup"] > 1.08
-    assert rows["potluck"]["speedup"] > rows["ddp-balanced"]["speedup"]
-    assert rows["potluck"]["loss"] == pytest.approx(rows["ddp-balanced"]["loss"], abs=0.2)
+    assert rows["potluck"]["loss"] == pytest.approx(rows["solo"]["loss"], abs=0.2)
     # Two coded messages of half a byte a parameter, and little else.
     assert 0.4e6 < rows["potluck"]["bytes_per_step"] < 1.0e6
     for name in ("speedup", "timeline", "loss"):
@@ -93,10 +90,18 @@ def test_home_pair_gains_and_its_json_has_the_shape_that_programs_read(tmp_path:
 
 
 def test_a_hopeless_guest_costs_the_host_nothing(tmp_path: Path) -> None:
-    found = bench(tmp_path, short("hopeless", steps=8), "--strategy", "potluck", "--no-plots")
+    found = bench(tmp_path, short("hopeless", steps=7, faster=10), "--strategy", "potluck", "--no-plots")
     row = rows_of(found)["potluck"]
     assert row["samples_per_step"] == [102, 102]
     assert row["speedup"] > 0.95  # quiet: 0.99 and more
+
+
+def test_ddp_runs_between_the_machines(tmp_path: Path) -> None:
+    rig = short("home-pair", steps=3, faster=20)
+    row = rows_of(bench(tmp_path, rig, "--strategy", "ddp-balanced", "--no-plots"))["ddp-balanced"]
+    assert row["samples_per_step"] == [48, 48]
+    # Each sends the fp32 gradients and receives as many.
+    assert 2 * 4 * 0.48e6 < row["bytes_per_step"] < 3 * 4 * 0.48e6
 
 
 def test_killed_in_the_middle_it_leaves_nothing(tmp_path: Path) -> None:
