@@ -119,7 +119,7 @@ def main() -> None:
     print(f"\nSpeed-ups are against the host alone on the same rig.\n\n{text}")
     if options.write:
         write(text)
-    missed = [name for name in names if not passed(name, found[name])]
+    missed = [name for name in names if name not in found or not passed(name, found[name])]
     if missed:
         print(f"missed: {', '.join(missed)}", file=sys.stderr)
     sys.exit(bool(missed))
