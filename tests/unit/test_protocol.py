@@ -238,7 +238,7 @@ def be_unreachable(world: World) -> None:
 
 
 WAYS = [(leave, "the lid was closed"), (fall_silent, "sent nothing for 6.0 s"), (talk_nonsense, "piece 99")]
-WAYS += [(be_unreachable, "its connection is gone")]
+WAYS += [(be_unreachable, "lost its connection")]
 
 
 @pytest.mark.parametrize(("go", "reason"), WAYS)

@@ -21,7 +21,9 @@ from typing import Any
 
 import safetensors
 
+from potluck.durable import sync
 from potluck.errors import RunFolderError
+from potluck.failpoints import hit
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -51,13 +53,15 @@ def publish(folder: Path, step: int, write: Callable[[Path], Mapping[str, Any]],
             folder.mkdir(parents=True, exist_ok=True)
             sync(folder.parent)
             _tidy(folder)
+            hit("checkpoint.before-folder")
             temporary.mkdir()
             files_and_more = write(temporary)
-            (temporary / MANIFEST).write_bytes(_rendered({"format": FORMAT, "step": step, **files_and_more}))
-            sync(temporary / MANIFEST)
-            sync(temporary)
+            _write_manifest(temporary, {"format": FORMAT, "step": step, **files_and_more})
+            hit("checkpoint.before-rename")
             os.rename(temporary, final.with_suffix(".new") if final.exists() else final)
+            hit("checkpoint.renamed")
             sync(folder)
+            hit("checkpoint.published")
             _tidy(folder)
             _prune(folder, step, keep)
             return final
@@ -112,25 +116,13 @@ def fingerprint(file: Path) -> dict[str, Any]:
     return {"bytes": file.stat().st_size, "sha256": _sha256(file)}
 
 
-def sync(path: Path) -> None:
-    """Wait until a file's bytes, or a folder's entries, are on the disk."""
-    if os.name == "nt" and path.is_dir():
-        return  # Windows opens no folders
-    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
-    try:
-        _flush(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _flush(descriptor: int) -> None:
-    try:
-        import fcntl
-
-        # On macOS fsync() stops at the drive's own cache.
-        fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)  # type: ignore[attr-defined, unused-ignore]
-    except (ImportError, AttributeError, OSError):
-        os.fsync(descriptor)
+def _write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+    hit("checkpoint.before-manifest")
+    (folder / MANIFEST).write_bytes(_rendered(manifest))
+    hit("checkpoint.manifest-written")
+    sync(folder / MANIFEST)
+    hit("checkpoint.manifest-synced")
+    sync(folder)
 
 
 def _rendered(manifest: Mapping[str, Any]) -> bytes:
@@ -148,9 +140,12 @@ def _sha256(file: Path) -> str:
 def _tidy(folder: Path) -> None:
     """Remove what a save that was cut off left, and let a `.new` one take its place."""
     for spare in folder.glob("step-*.new"):
+        hit("checkpoint.before-replace")
         if spare.with_suffix("").exists():
             _remove(spare.with_suffix(""))
+        hit("checkpoint.replacing")
         os.rename(spare, spare.with_suffix(""))
+        hit("checkpoint.replaced")
     for left_over in folder.glob(f"{_TEMPORARY}*"):
         shutil.rmtree(left_over)
     sync(folder)
@@ -170,8 +165,11 @@ def _prune(folder: Path, step: int, keep: int) -> None:
 def _remove(path: Path) -> None:
     """Gone at once for every reader, whatever happens while its files are being removed."""
     hidden = path.with_name(f"{_TEMPORARY}gone-{path.name}")
+    hit("checkpoint.before-remove")
     os.rename(path, hidden)
+    hit("checkpoint.removing")
     shutil.rmtree(hidden)
+    hit("checkpoint.removed")
 
 
 def _cannot_write(folder: Path, step: int, error: Exception) -> RunFolderError:
