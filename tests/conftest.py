@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 import weakref
@@ -17,6 +18,12 @@ import zmq
 PREFIX = "POTLUCK_"
 GRACE_S = 3.0
 """Threads and processes that were told to end may take this long."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ctrl_c_works() -> None:
+    """A shell starts what it puts in the background with SIGINT ignored, and every child would inherit that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 _contexts: weakref.WeakSet[zmq.Context[Any]] = weakref.WeakSet()

@@ -125,13 +125,13 @@ def test_a_shaped_link_has_its_rate_in_both_directions_and_an_unshaped_one_is_fa
     machines = (DESK, {"name": "laptop", "link_mbit": 40}, {"name": "nas"})
     with NamespaceBox(rig(*machines)) as box:
         sent, received = box.traffic("laptop")
-        rates(box, "desk", "laptop", log=tmp_path / "up", seconds=2.2, least=36, most=40.5)
+        rates(box, "desk", "laptop", log=tmp_path / "up", seconds=2.2, least=32, most=40.5)
         # 2.2 s at 40 Mbit/s are 11 MB.
         assert box.traffic("laptop")[0] - sent > 9e6
         assert box.traffic("laptop")[1] - received < 1e6
-        rates(box, "laptop", "desk", log=tmp_path / "down", seconds=2.2, least=36, most=40.5)
+        rates(box, "laptop", "desk", log=tmp_path / "down", seconds=2.2, least=32, most=40.5)
         assert box.traffic("laptop")[1] - received > 9e6
-        rates(box, "desk", "nas", log=tmp_path / "free", seconds=0.9, least=400, most=1e6)
+        rates(box, "desk", "nas", log=tmp_path / "free", seconds=0.9, least=150, most=1e6)
     assert_nothing_is_left(runtime)
 
 

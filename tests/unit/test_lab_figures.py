@@ -161,11 +161,16 @@ class TestMissing:
         )
 
     def test_only_warm_up(self) -> None:
-        got = row(PAIR, outcome(105.0, 110.0), ALONE, HOST_STEP_S, 4)
+        got = row(PAIR, outcome(105.0), ALONE, HOST_STEP_S, 4)
         assert got.step_s is None
         assert got.speedup is None
-        assert got.loss == 3.0
         assert got.samples_per_step == (50, 50)
+
+    def test_cut_short_it_has_a_shorter_warm_up_and_no_final_loss(self) -> None:
+        """Three of the rig's steps: one to warm up, two to measure; the loss of another step is no comparison."""
+        got = row(PAIR, outcome(105.0, 115.0, 125.0), ALONE, HOST_STEP_S, 4)
+        assert got.step_s == pytest.approx(10.0)
+        assert got.loss is None
 
     @pytest.mark.parametrize("alone", [{}, {"desk": 10.0}, {"desk": 10.0, "laptop": math.nan}, {"desk": 0.0}])
     def test_a_machine_that_was_not_measured(self, alone: dict[str, float]) -> None:

@@ -61,13 +61,15 @@ def bench(
     fleet = rigs.load(rig)
     if steps is not None:
         fleet = fleet.with_steps(steps)
-    names = check_strategies(strategies)
-    if loopback and not strategies:
-        names = ["solo", "potluck"]  # the others connect machines directly, past the proxy
+    names = on_loopback(strategies) if loopback else check_strategies(strategies)
     folder = out or Path("runs") / "lab" / f"{fleet.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     prepare(folder, json_file)
-    with make_box(fleet, loopback=loopback) as box, progress() as report:
-        measured = run(fleet, names, box, folder.resolve(), report)
+    try:
+        with make_box(fleet, loopback=loopback) as box, progress() as report:
+            measured = run(fleet, names, box, folder.resolve(), report)
+    except KeyboardInterrupt:
+        click.echo(f"logs of what has run: {folder}", err=True)
+        raise
     table = to_json(measured.results)
     (folder / "results.json").write_text(json.dumps(table, indent=1) + "\n")
     pictures = [] if no_plots else write_plots(folder, measured)
@@ -83,17 +85,33 @@ def bench(
         sys.exit(1)
 
 
+def on_loopback(strategies: tuple[str, ...]) -> list[str]:
+    """What can run behind a proxy: machines of the other strategies connect to each other directly, past it."""
+    from potluck.errors import UserError
+    from potluck.lab.bench import POTLUCK, SOLO, check_strategies
+
+    able = [SOLO, POTLUCK]
+    if unable := [name for name in strategies if name in check_strategies(strategies) and name not in able]:
+        raise UserError(
+            f"{', '.join(unable)} cannot run with --loopback: its machines connect to each other, past the proxy",
+            hint="leave --loopback out (Linux with network namespaces), or choose --strategy potluck",
+        )
+    if not strategies:
+        click.echo("with --loopback only solo and potluck run: DDP's machines connect past the proxy", err=True)
+    return check_strategies(strategies or able)
+
+
 def prepare(folder: Path, json_file: str | None) -> None:
     """Find out now, not after ten minutes, that results cannot be written."""
     from potluck.errors import UserError
 
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            raise UserError(f"{folder} is not empty", hint="give --out a new folder, so that logs do not mix")
         if json_file not in (None, "-"):
             with open(str(json_file), "a", encoding="utf-8"):
                 pass
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise UserError(f"{folder} is not empty", hint="give --out a new folder, so that logs do not mix")
     except OSError as error:
         what = f"cannot write {error.filename or folder}: {error.strerror or error}"
         raise UserError(what, hint="give --out and --json places that you may write to") from error

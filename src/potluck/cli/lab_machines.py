@@ -6,6 +6,7 @@ It does not know how a machine is emulated. While a command runs, others find th
 from __future__ import annotations
 
 import os
+import sys
 from typing import TYPE_CHECKING
 
 import click
@@ -77,6 +78,10 @@ def exec_(ctx: click.Context, rig: str, machine: str, command: tuple[str, ...]) 
 def environment(machine: Machine) -> dict[str, str]:
     """Ours, and what makes Potluck be this machine."""
     variables = {**os.environ, "POTLUCK_NAME": machine.name[:_MOST_NAME]}
+    # One core each, as in a bench: emulated machines that took all of them would not keep their pace.
+    variables |= {"POTLUCK_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    here = os.path.dirname(sys.executable)
+    variables["PATH"] = os.pathsep.join([here, variables.get("PATH", os.defpath)])
     if (device := _device(machine)) is not None:
         variables["POTLUCK_DEVICE"] = device
     return variables

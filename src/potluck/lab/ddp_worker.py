@@ -303,4 +303,7 @@ def _failed(error: PotluckError) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # gloo's threads now and then abort a process that tidies up after them

@@ -65,7 +65,7 @@ def require(*, netem: bool) -> tuple[str, ...]:
     if netem and (found := _try(before, _NETEM_TRIAL)):
         raise UserError(
             f"latency_ms needs the kernel's netem, which is not there ({found})",
-            hint="use --loopback, which delays by itself, or leave latency_ms out of the rig",
+            hint="leave latency_ms out of the rig; or `potluck lab bench RIG --loopback`, which delays by itself",
         )
     return before
 
