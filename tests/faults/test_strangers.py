@@ -23,7 +23,7 @@ from potluck.wire import transport
 from potluck.wire.frames import MAX_FRAME_BYTES, PART_BYTES
 from potluck.wire.keys import new_keys
 from potluck.wire.token import Token, decode
-from potluck.wire.transport import GuestSocket, HostSocket
+from potluck.wire.transport import GuestSocket, HostSocket, HungUpError
 from support.fleet import JOB, Fleet
 from support.leaks import leaks, needles
 from support.processes import SOURCE
@@ -182,6 +182,22 @@ def test_a_crowd_beyond_the_bound_is_turned_out_and_a_guest_stays(monkeypatch: p
         asks(guest)
         assert crowd.closed > 0
         assert until(lambda: "127.0.0.1" in host.denied), "nobody hears of the crowd"
+        guest.close()
+
+
+def test_a_guest_that_was_crowded_out_is_not_told_for_certain_that_its_token_is_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From the same address as the crowd it may be the oldest there; its link tries again after this error only."""
+    with host_with(monkeypatch, most=4, serves=False) as host:
+        lobby = host.socket._door.watch._lobby
+        guest = GuestSocket(host.token, connect_timeout_s=10)
+        assert until(lambda: len(lobby) >= 2)
+        with contextlib.ExitStack() as crowd:
+            for _ in range(12):
+                crowd.enter_context(socket.create_connection(("127.0.0.1", host.socket.port), timeout=5))
+            with pytest.raises(HungUpError):
+                guest.handshake(5)
         guest.close()
 
 

@@ -16,7 +16,7 @@ from potluck.failpoints import hit
 from potluck.hub.recorder import Recorder
 from potluck.wire.frames import PROTOCOL, Message, VersionError, pack, unpack
 from potluck.wire.token import Token
-from potluck.wire.transport import GuestSocket
+from potluck.wire.transport import GuestSocket, HungUpError
 
 HEARTBEAT_S = 1.0
 NOTICE_S = 5.0
@@ -29,6 +29,8 @@ ATTEMPT_S = 6.0
 """For one attempt to connect: the host ends a handshake that takes longer than 5 s."""
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 10.0
+HANG_UPS_BELIEVED = 3
+"""A host that hangs up in the handshake is another one, or one whose door strangers crowd: so often is no chance."""
 LAST_WORDS_S = 0.5
 """When one connection has ended, what the host said last may still be on its way on the other."""
 
@@ -60,6 +62,7 @@ class GuestLink:
         """When the host was last heard, once that is worth a word."""
         self._lost_at: float | None = None
         self._put_out = False
+        self._hang_ups = 0
         self._told = 0.0
         self.failure: PotluckError | None = None
         self.waiting: Callable[[NetworkError], None] = lambda error: None
@@ -88,10 +91,8 @@ class GuestLink:
             try:
                 self._open(max(0.5, min(ATTEMPT_S, deadline - time.monotonic())))
                 break
-            except RefusedError:
-                raise
             except NetworkError as error:
-                if time.monotonic() + FIRST_BACKOFF_S > deadline:
+                if self._is_final(error) or time.monotonic() + FIRST_BACKOFF_S > deadline:
                     raise
                 self.waiting(error)
                 time.sleep(FIRST_BACKOFF_S)
@@ -155,6 +156,7 @@ class GuestLink:
         except BaseException:
             socket.close(linger_s=0.0)
             raise
+        self._hang_ups = 0
         self._control.clear()
         self._data.clear()
         hit("guest.sending", "hello")
@@ -164,6 +166,11 @@ class GuestLink:
         self._hello = {**self._hello, "before": socket.guest_id.hex()}
         self._last_heard = time.monotonic()
         self._socket = socket
+
+    def _is_final(self, error: NetworkError) -> bool:
+        """Whether it is no use to try again."""
+        self._hang_ups = self._hang_ups + 1 if isinstance(error, HungUpError) else 0
+        return self._hang_ups >= HANG_UPS_BELIEVED if self._hang_ups else isinstance(error, RefusedError)
 
     def _run(self) -> None:
         try:
@@ -303,9 +310,9 @@ class GuestLink:
             try:
                 self._open(timeout_s=5.0)
                 return
-            except RefusedError:
-                raise
             except NetworkError as error:
+                if self._is_final(error):
+                    raise
                 self.recorder.note("no_answer", "host", {}, {"reason": error.what})
             wake_at = min(time.monotonic() + backoff, max(deadline, time.monotonic() + 0.1))
             while not self._stop and time.monotonic() < wake_at:

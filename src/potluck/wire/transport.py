@@ -67,6 +67,10 @@ _NEVER_MS = 24 * 3600 * 1000
 """As reconnect interval. -1, "do not reconnect", would throw away what came before the disconnect unread."""
 
 
+class HungUpError(RefusedError):
+    """The host hung up in the handshake: it is not the token's, or strangers crowd its door at this moment."""
+
+
 class HostSocket:
     """Where guests connect: encrypted, open to holders of the guests' key only.
 
@@ -189,7 +193,8 @@ class GuestSocket:
     def handshake(self, timeout_s: float = HANDSHAKE_S) -> None:
         """Wait until the host has let both connections in.
 
-        RefusedError: it is a host and does not accept this token. NetworkError: it is no host, or silent.
+        RefusedError: it is a host and does not accept this token (HungUpError: or its door was crowded just now).
+        NetworkError: it is no host, or silent.
         """
         deadline = time.monotonic() + timeout_s
         events = zmq.Poller()
@@ -262,7 +267,7 @@ class GuestSocket:
         answer = who_answers(self._number, self._port, timeout_s=_GREETING_S)
         turned_away = any(link.failure is not None for link in self._links)
         if answer is Answer.CURVE and turned_away and after_s < HANDSHAKE_S / 2:
-            raise RefusedError(f"the host at {where} is not the one of this token", hint=fresh)
+            raise HungUpError(f"the host at {where} is not the one of this token", hint=fresh)
         if answer is Answer.CURVE:
             raise NetworkError(
                 f"the host at {where} did not finish the handshake within {after_s:.1f} s",
