@@ -134,7 +134,7 @@ class Mutator:
 
     def _frame(self, raw: bytes) -> bytes:
         if raw[:1] == b"{" and self.chance.random() < 0.7:
-            with contextlib.suppress(ValueError):  # it was changed before
+            with contextlib.suppress(ValueError, RecursionError):  # it was changed before
                 return json.dumps(self.json(json.loads(raw))).encode()
         return self.bytes(raw)
 

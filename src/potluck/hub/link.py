@@ -30,7 +30,7 @@ ATTEMPT_S = 6.0
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 10.0
 HANG_UPS_BELIEVED = 3
-"""One that hangs up in the handshake is another host, or strangers crowd its door: so often in a row is no chance."""
+"""One that hangs up in the handshake is another host, or strangers crowd its door: so often is no chance."""
 LAST_WORDS_S = 0.5
 """When one connection has ended, what the host said last may still be on its way on the other."""
 
