@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
+import sys
 import threading
 import time
 from collections import deque
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator
 
 import zmq
 
+from potluck.wire.admitted import Admitted
 from potluck.wire.lobby import Lobby, Visitor
 from potluck.wire.waker import Waker
 
@@ -34,6 +36,9 @@ _MANY_EVENTS, _MOST_EVENTS = 16, 1000
 _TURN_S = 0.01
 _MOST_UNREPORTED = 10_000
 """Strangers that a host which does not receive yet will hear of."""
+
+_BYTES_RECEIVED_AT = 128
+"""Where Linux's struct tcp_info has tcpi_bytes_received."""
 
 # Plain ints: zmq.Event is a Flag whose arithmetic has a price per event.
 ACCEPTED = int(zmq.EVENT_ACCEPTED)
@@ -78,6 +83,7 @@ class Door:
         admitted: bytes,
         on_denied: Callable[[str], None] | None,
         most_waiting: int,
+        inside: Admitted,
     ) -> None:
         self._admitted = admitted
         self._on_denied = on_denied
@@ -86,7 +92,7 @@ class Door:
         guarded.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
         # Without this libzmq lets everybody in while nobody answers at the ZAP endpoint.
         guarded.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-        self.watch = Watch(new_socket, guarded, Lobby(most=most_waiting, stays_s=HANDSHAKE_S))
+        self.watch = Watch(new_socket, guarded, Lobby(most=most_waiting, stays_s=HANDSHAKE_S), inside)
 
     def serve(self) -> None:
         """Answer who has knocked and report who was turned away; never waits."""
@@ -110,13 +116,13 @@ class Door:
 
 
 class Watch:
-    """Sees who comes and goes, in a thread of its own, and turns out those who crowd the lobby.
+    """Sees who comes and goes, in a thread of its own, and turns out those who crowd the lobby or the table.
 
     From the beginning: a host that still loads its data receives nothing, and strangers can knock all the same.
     """
 
-    def __init__(self, new_socket: SocketMaker, guarded: zmq.Socket[bytes], lobby: Lobby) -> None:
-        self._lobby = lobby
+    def __init__(self, new_socket: SocketMaker, guarded: zmq.Socket[bytes], lobby: Lobby, inside: Admitted) -> None:
+        self._lobby, self._inside = lobby, inside
         self._lock = threading.Lock()
         self._connections: dict[int, tuple[str, int]] = {}
         self._spoke: set[int] = set()
@@ -141,15 +147,24 @@ class Watch:
         while self._turned_away:
             yield self._turned_away.popleft()
 
-    @property
-    def anybody_waits(self) -> bool:
-        return len(self._lobby) > 0
-
     def heard(self, descriptor: int) -> None:
         """A message came over this connection: whoever sent it holds the key."""
+        surplus: list[Visitor] = []
         with self._lock:
-            self._spoke.add(descriptor)
-            self._lobby.left(descriptor)
+            self._inside.spoke(descriptor)
+            if descriptor not in self._spoke:
+                self._spoke.add(descriptor)
+                self._lobby.left(descriptor)
+                surplus = self._inside.too_many(self._lobby)
+        for visitor in surplus:
+            _turn_out(visitor)
+
+    def hang_up_on_the_endless(self) -> None:
+        """After all whole messages have been read: end the connections that send one without an end."""
+        with self._lock:
+            crowd = self._inside.endless(_received_bytes)
+        for visitor in crowd:
+            _turn_out(visitor)
 
     def close(self) -> None:
         """End the thread; whoever made the sockets closes them afterwards."""
@@ -171,6 +186,9 @@ class Watch:
             self._note(events)
             with self._lock:
                 crowd = self._lobby.too_many(time.monotonic())
+                surplus = self._inside.too_many(self._lobby)
+            for visitor in surplus:
+                _turn_out(visitor)
             for visitor in crowd:
                 _turn_out(visitor)
                 self._turned_away.append(visitor.address)
@@ -198,6 +216,7 @@ class Watch:
         if peer is not None:
             visitor = Visitor(descriptor=descriptor, address=peer[0], port=peer[1], since=time.monotonic())
             with self._lock:
+                self._inside.came(visitor)
                 if descriptor not in self._spoke:  # it may have been heard before it was seen
                     self._lobby.came(visitor)
 
@@ -212,6 +231,7 @@ class Watch:
         with self._lock:
             self._spoke.discard(descriptor)
             self._lobby.left(descriptor)
+            self._inside.left(descriptor)
         address, successes = self._connections.pop(descriptor, (_UNKNOWN, -1))
         failure, self._failure = self._failure, None
         if failure == FAILED_PROTOCOL or (failure is None and successes == self._successes):
@@ -221,7 +241,7 @@ class Watch:
 @contextlib.contextmanager
 def _borrowed(descriptor: int) -> Iterator[socket.socket]:
     """A socket of libzmq's. Not a copy of it: that would take a descriptor, and there may be none left."""
-    end = socket.socket(socket.AF_INET, socket.SOCK_STREAM, fileno=descriptor)
+    end = socket.socket(fileno=descriptor)  # of its own family: an IPv6 address does not fit into the other's
     try:
         yield end
     finally:
@@ -244,3 +264,14 @@ def _turn_out(visitor: Visitor) -> None:
         # The number may be another connection's by now; that one has another port.
         if end.getpeername()[:2] == (visitor.address, visitor.port):
             end.shutdown(socket.SHUT_RDWR)
+
+
+def _received_bytes(visitor: Visitor) -> int | None:
+    """All that came over this connection so far; None where that cannot be known."""
+    if sys.platform != "linux":
+        return None
+    with contextlib.suppress(OSError, ValueError, struct.error), _borrowed(visitor.descriptor) as end:
+        if end.getpeername()[:2] == (visitor.address, visitor.port):
+            info = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED_AT + 8)
+            return int(struct.unpack_from("=Q", info, _BYTES_RECEIVED_AT)[0])
+    return None

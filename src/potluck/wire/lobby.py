@@ -36,6 +36,9 @@ class Lobby:
     def __len__(self) -> int:
         return len(self._visitors)
 
+    def __contains__(self, descriptor: object) -> bool:
+        return descriptor in self._visitors
+
     def came(self, visitor: Visitor) -> None:
         self.left(visitor.descriptor)
         self._visitors[visitor.descriptor] = visitor

@@ -22,6 +22,7 @@ from typing import Literal, NoReturn
 import zmq
 
 from potluck.errors import ConfigError, NetworkError, PortTakenError, RefusedError, WireError
+from potluck.wire.admitted import Admitted
 from potluck.wire.door import (
     DISCONNECTED,
     FAILED_AUTH,
@@ -56,6 +57,13 @@ UNREAD_MESSAGES = 64
 MOST_WAITING = 1024
 """Connections that may wait at a host's door. Holding one costs a host some 20 kB and a file; closing one that is
 opened again at once costs it time, so there is room for more than are ever honestly there."""
+
+MOST_INSIDE = 256
+"""Connections of those who hold the key: two for each guest, and as many again for guests that come back before
+their old ones are known to be dead."""
+MOST_UNREAD_BYTES = 2 * MAX_PARTS * PART_BYTES
+"""What a connection may bring without a message's end: the longest message, and what the system keeps besides."""
+LOOK_S = 0.25
 
 _GREETING_S = 1.0
 _KNOCK = b""
@@ -100,7 +108,9 @@ class HostSocket:
             self._socket.setsockopt(zmq.BACKLOG, max(128, room // 4))
             self._socket.setsockopt(zmq.CURVE_SERVER, 1)
             self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-            self._door = Door(self._station.socket, self._socket, keys.guest_public, on_denied, room)
+            inside = Admitted(most=MOST_INSIDE, most_bytes=MOST_UNREAD_BYTES)
+            self._door = Door(self._station.socket, self._socket, keys.guest_public, on_denied, room, inside)
+            self._looked = time.monotonic()
             self._station.before_closing = self._door.watch.close
             self.port = _bind(self._socket, bind, port)
         except BaseException:
@@ -121,17 +131,25 @@ class HostSocket:
                 self._door.serve()
                 received = _receive(self._socket, MAX_MESSAGES_PER_CALL, MAX_PARTS)
                 messages = [(bytes(peer), joined(parts)) for peer, *parts in received if self._says(parts)]
+                self._look()
                 if messages or woken or time.monotonic() >= deadline:
                     return messages
 
     def _says(self, parts: list[memoryview]) -> bool:
         """Whether this is more than a knock; either shows that the connection is a guest's."""
         knock = len(parts) == 1 and parts[0] == _KNOCK
-        frame = parts[-1].obj if parts and (knock or self._door.watch.anybody_waits) else None
+        frame = parts[-1].obj if parts else None
         if isinstance(frame, zmq.Frame):
             with contextlib.suppress(zmq.ZMQError):
                 self._door.watch.heard(int(frame.get(zmq.SRCFD)))
         return not knock
+
+    def _look(self) -> None:
+        """Now and then, when nothing is left to read: is somebody in the middle of a message that never ends?"""
+        now = time.monotonic()
+        if now - self._looked > LOOK_S and not self._socket.poll(0):
+            self._looked = now
+            self._door.watch.hang_up_on_the_endless()
 
     @staticmethod
     def address_of(frames: Sequence[Frame]) -> str:
