@@ -76,6 +76,8 @@ class Campaign:
             **self.figures,
             "seed": self.seed,
             "seconds": round(time.monotonic() - self.began, 1),
+            "minutes": self.minutes,
+            "date": time.strftime("%Y-%m-%d", time.gmtime()),
         }
         if self.as_json:
             print(json.dumps({**line, "troubles": self.troubles[:SHOWN_TROUBLES]}))
