@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from potluck import failpoints
 from potluck.errors import CheckpointError, RunFolderError
 from potluck.train.checkpoint import CheckpointWriter, Snapshot, load_latest, save
 
@@ -82,6 +83,18 @@ def test_a_replacement_that_was_cut_off_is_found(tmp_path: Path) -> None:
     loaded = load_latest(tmp_path)
     assert loaded is not None
     assert loaded.extra == {"which": "second"}
+
+
+def test_a_damaged_replacement_does_not_push_out_the_good_one(tmp_path: Path) -> None:
+    """The save was cut off before it replaced the first one, and the disk has spoiled it since."""
+    save_linear(tmp_path / "elsewhere", 2).rename(tmp_path / "step-00000002.new")
+    save_linear(tmp_path / "elsewhere", 2, extra={"which": "first"}).rename(tmp_path / "step-00000002")
+    damage(tmp_path / "step-00000002.new" / "weights-000.safetensors", "flip")
+    with failpoints.armed("checkpoint.before-folder=raise"), pytest.raises(RunFolderError):
+        save_linear(tmp_path, 3)
+    loaded = load_latest(tmp_path)
+    assert loaded is not None
+    assert (loaded.step, loaded.extra) == (2, {"which": "first"})
 
 
 def test_a_damaged_later_step_does_not_push_out_good_ones(tmp_path: Path) -> None:

@@ -31,13 +31,15 @@ from potluck.hub.guard import ReplicaGuard
 from potluck.hub.ledger import Ledger
 from potluck.hub.members import CHECKING, COMPUTING, JOINING, LONGEST_BENCH_STEPS, SYNCING, Member
 from potluck.hub.stepping import Stepping, pack_samples
-from potluck.spec.layout import TensorSpec, fingerprint_from_json, first_difference
-from potluck.wire.frames import load_json
+from potluck.spec.layout import TensorSpec, fingerprint_from_json, fingerprint_to_json, first_difference
+from potluck.wire.frames import dump_json, load_json
 
 CHECK_SAMPLES = 4
 """At most this many samples in the common batch of the parity check."""
 LARGEST_MICRO_BATCH = 1 << 20
 """Nobody computes more samples at once, whatever a guest says."""
+ABOUT_BYTES = 1 << 20
+"""What a guest may say of its model, beside four times of what the host would say of its own."""
 LONGEST_REASON = 500
 """Reasons quote what a guest sent, and must fit into a header whatever that was."""
 
@@ -87,6 +89,7 @@ class HostProtocol:
             ledger=ledger, members=self.members, host_name=terms.name, local_data=terms.local_data
         )
         self.guard = ReplicaGuard(every=terms.check_replica_every, members=self.members, stepping=self.stepping)
+        self._most_about_bytes = ABOUT_BYTES + 4 * len(dump_json(fingerprint_to_json(terms.fingerprint)))
         self._last_alive = 0.0
         self._check: _Check | None = None
         self._checks = 0
@@ -182,6 +185,8 @@ class HostProtocol:
         """The guest has built its model: compare fingerprints, then bring it the weights."""
         if member.state != JOINING:
             raise WireError("a second 'ready'")
+        if len(frames[0]) > self._most_about_bytes:  # it is read while the training may have to wait
+            raise WireError(f"{len(frames[0])} bytes about its model, at most {self._most_about_bytes} are read")
         about = load_json(bytes(frames[0]))
         difference = first_difference(self.terms.fingerprint, fingerprint_from_json(about["fingerprint"]))
         if difference is not None:

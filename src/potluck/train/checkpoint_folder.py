@@ -52,7 +52,7 @@ def publish(folder: Path, step: int, write: Callable[[Path], Mapping[str, Any]],
         with _WRITING:
             folder.mkdir(parents=True, exist_ok=True)
             sync(folder.parent)
-            _tidy(folder)
+            _tidy(folder, after_a_crash=True)
             hit("checkpoint.before-folder")
             temporary.mkdir()
             files_and_more = write(temporary)
@@ -137,9 +137,15 @@ def _sha256(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _tidy(folder: Path) -> None:
-    """Remove what a save that was cut off left, and let a `.new` one take its place."""
+def _tidy(folder: Path, *, after_a_crash: bool = False) -> None:
+    """Remove what a save that was cut off left, and let a `.new` one take its place.
+
+    One that has lain there since a crash must be whole: the run may have gone on from the one it would replace.
+    """
     for spare in folder.glob("step-*.new"):
+        if after_a_crash and spare.with_suffix("").exists() and not _is_whole(spare):
+            _remove(spare)
+            continue
         hit("checkpoint.before-replace")
         if spare.with_suffix("").exists():
             _remove(spare.with_suffix(""))
@@ -149,6 +155,14 @@ def _tidy(folder: Path) -> None:
     for left_over in folder.glob(f"{_TEMPORARY}*"):
         shutil.rmtree(left_over)
     sync(folder)
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        verified(path)
+    except DamagedError:
+        return False
+    return True
 
 
 def _prune(folder: Path, step: int, keep: int) -> None:
