@@ -16,6 +16,7 @@ from torch import nn
 from potluck import failpoints
 from potluck.errors import CheckpointError, RunFolderError
 from potluck.train.checkpoint import CheckpointWriter, Snapshot, load_latest, save
+from potluck.train.checkpoint_folder import tidy
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +59,18 @@ def test_the_last_two_are_kept_and_left_overs_removed(tmp_path: Path) -> None:
     assert loaded.step == 3
     save_linear(tmp_path, 4)
     assert names_in(tmp_path) == ["step-00000003", "step-00000004"]
+
+
+def test_what_a_cut_off_removal_left_is_removed_before_a_run_goes_on(tmp_path: Path) -> None:
+    """A run that was killed at its very end has nothing to save any more when it is resumed."""
+    for step in (1, 2):
+        save_linear(tmp_path, step)
+    with failpoints.armed("checkpoint.removing=raise"), pytest.raises(RunFolderError):
+        save_linear(tmp_path, 3)
+    assert names_in(tmp_path) == [".tmp-gone-step-00000001", "step-00000002", "step-00000003"]
+    tidy(tmp_path)
+    assert names_in(tmp_path) == ["step-00000002", "step-00000003"]
+    tidy(tmp_path / "not there")
 
 
 def test_a_step_saved_again_replaces_the_first(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ the disk. A newer one of the same step waits as `step-00000100.new` until the ol
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -68,6 +69,12 @@ def publish(folder: Path, step: int, write: Callable[[Path], Mapping[str, Any]],
     except (OSError, safetensors.SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)  # a full disk needs the room
         raise _cannot_write(folder, step, error) from error
+
+
+def tidy(folder: Path) -> None:
+    """After a crash, before anything is read: what a save or a removal that was cut off left is put in order."""
+    with _WRITING, contextlib.suppress(OSError):  # a folder that cannot be written to can still be read
+        _tidy(folder, after_a_crash=True)
 
 
 def newest_first(folder: Path) -> list[Path]:

@@ -22,6 +22,7 @@ from potluck.hub.ledger import Ledger
 from potluck.hub.parity import sketch
 from potluck.hub.stepping import StepResult
 from potluck.hub.tensors import ModelTensors
+from potluck.train import checkpoint_folder
 from potluck.train.beginning import Beginning
 from potluck.train.checkpoint import CheckpointWriter, Loaded, Snapshot, load_latest
 from potluck.train.data import Loader, to_device
@@ -271,6 +272,7 @@ def restore(
     """Load the newest readable checkpoint of a run that is resumed; the model and optimizer continue from it."""
     if not launch.resume or launch.folder is None:
         return None
+    checkpoint_folder.tidy(launch.folder.checkpoints)
     loaded = load_latest(launch.folder.checkpoints)
     if loaded is None:
         return None
