@@ -168,7 +168,7 @@ class Scene:
             raise Trouble(f"the run ended with {ends[-1:]}, not at step {wanted}")
         self.check_weights(wanted)
         left = sorted(name for name in os.listdir(self.run / "checkpoints"))
-        # Two are kept; one more where a kill fell between the last save and the removal, and nothing was left to save.
+        # Two are kept; one more where a kill fell between the last save of all and the removal.
         if len(left) > 3 or any(not name.startswith("step-") or name.endswith(".new") for name in left):
             raise Trouble(f"the checkpoints at the end are {left}")
         return wanted
