@@ -1,4 +1,4 @@
-"""`potluck lab bench --faults` from the outside, on loopback and in namespaces: what is struck, and what is told."""
+"""`potluck lab bench --faults` from the outside, on loopback and in namespaces: who is struck, what is told."""
 
 from __future__ import annotations
 

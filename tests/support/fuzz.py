@@ -93,6 +93,9 @@ NAMES += [
 class Mutator:
     """Changes bytes and messages."""
 
+    long_share = 0.01
+    """Of the values: those that are very long."""
+
     def __init__(self, chance: random.Random) -> None:
         self.chance = chance
 
@@ -130,7 +133,7 @@ class Mutator:
         what = chance.random()
         if what < 0.4:
             return chance.randint(-3, 12)
-        return chance.choice(VALUES) if what < 0.99 else "z" * 70_000  # more than fits into a header
+        return chance.choice(VALUES) if what < 1 - self.long_share else "z" * 70_000  # more than fits into a header
 
     def _frame(self, raw: bytes) -> bytes:
         if raw[:1] == b"{" and self.chance.random() < 0.7:
@@ -264,6 +267,7 @@ class Trees:
             },
             (torch.zeros(2, 2), {"k": float("nan"), 3: True}, torch.zeros(0, 3)),
             {"text": "w" * 9000, "x": torch.ones(4, dtype=torch.bfloat16)},
+            torch.zeros(0, 3),  # next to a zero, any size costs no byte
         ]
         packed = [pack_tree(batch) for batch in batches]
         self._trees = [(json.dumps(spec).encode(), [bytes(view) for view in views]) for spec, views in packed]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
+from potluck.errors import WireError
 from potluck.hub import actions as act
 from potluck.hub.feed import NOTHING, Item, PieceState
 from potluck.hub.ledger import Ledger
@@ -47,6 +48,14 @@ def new_protocol(batch: int, samples: int, **terms: Any) -> HostProtocol:
     )
 
 
+def _check_travels(action: act.Send) -> None:
+    """What the host says itself can be packed: a WireError would pass for a guest's fault."""
+    try:
+        pack(Message(kind=action.kind, fields=action.fields, frames=action.frames))
+    except WireError as error:
+        raise AssertionError(f"the host would send what cannot travel: {error}") from error
+
+
 class World:
     """What surrounds the protocol: a clock, the coder, the loader, and guests as honest as a test wants them."""
 
@@ -74,7 +83,7 @@ class World:
         for action in actions:
             match action:
                 case act.Send():
-                    pack(Message(kind=action.kind, fields=action.fields, frames=action.frames))
+                    _check_travels(action)
                     self.sent[action.guest].append(action)
                 case act.SendSamples():
                     self.of_lease[action.lease] += action.positions
