@@ -51,6 +51,8 @@ class Admitted:
 
     def too_many(self, waiting: Container[int]) -> list[Visitor]:
         """Who has to go: the newest of the address that has the most. Those who wait are counted elsewhere."""
+        if len(self._connections) <= self.most:
+            return []
         inside = [c.visitor for number, c in self._connections.items() if number not in waiting]
         crowds = Counter(visitor.address for visitor in inside)
         out: list[Visitor] = []

@@ -63,7 +63,8 @@ MOST_INSIDE = 256
 their old ones are known to be dead."""
 MOST_UNREAD_BYTES = 2 * MAX_PARTS * PART_BYTES
 """What a connection may bring without a message's end: the longest message, and what the system keeps besides."""
-LOOK_S = 0.25
+LOOK_S = 0.5
+"""Between two looks at how much each connection has brought."""
 
 _GREETING_S = 1.0
 _KNOCK = b""
