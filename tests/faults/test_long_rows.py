@@ -26,6 +26,6 @@ def test_churn_wedges_nobody() -> None:
 
 def test_a_soak_gains_no_descriptor() -> None:
     """Memory is not judged in so short a time: the first minutes fill caches."""
-    figures = campaign("r11_soak.py", "--minutes", "0.1", "--look", "0.3", "--growth", "1.0")
+    figures = campaign("r11_soak.py", "--minutes", "0.05", "--look", "0.2", "--growth", "1.0")
     assert figures["compared"] > 0
     assert figures["host_grew"] < 1.0
