@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -12,6 +14,7 @@ import pytest
 
 from potluck.cli import _app
 from potluck.errors import ConfigError
+from potluck.lab import detour
 from potluck.lab import faults as built_in
 from potluck.lab.box import Box
 from potluck.lab.stage import Actor
@@ -317,3 +320,20 @@ def test_the_table_the_json_and_the_timeline_tell_of_it() -> None:
 def test_a_planned_fault_names_what_it_does() -> None:
     assert PlannedFault(kind="reset", at_step=1).text == "connections reset"
     assert PlannedFault(kind="kill", at_step=1).text == "killed"
+
+
+def test_the_folders_of_owners_that_were_killed_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    gone = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    gone.wait()
+    dead, ours, other = (
+        tmp_path / f"{detour.PREFIX}{name}" for name in (f"{gone.pid}-x", f"{os.getpid()}-x", "me-x")
+    )
+    for folder in (dead, ours, other):
+        folder.mkdir()
+    detour.remove_leftovers(detour.PREFIX)
+    assert not dead.exists()
+    assert ours.exists()
+    assert other.exists()

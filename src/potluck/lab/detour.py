@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
+
 from potluck.errors import TokenError
 from potluck.spec.rig import Machine
 from potluck.wire.proxy import ProxyProcess
@@ -58,6 +60,7 @@ class Detours:
 
     def _proxy(self, machine: Machine) -> tuple[ProxyProcess, Path]:
         if self._folder is None:
+            remove_leftovers(PREFIX)
             self._folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
             self._exit.callback(shutil.rmtree, self._folder, ignore_errors=True)
         folder = self._folder / machine.name
@@ -71,6 +74,14 @@ class Detours:
             )
             self._proxies[machine.name] = self._exit.enter_context(proxy)
         return self._proxies[machine.name], folder
+
+
+def remove_leftovers(prefix: str) -> None:
+    """Remove the temporary folders of owners that were killed: they hold tokens. The owner's id follows the prefix."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        owner = folder.name.removeprefix(prefix).partition("-")[0]
+        if owner.isdecimal() and not psutil.pid_exists(int(owner)):
+            shutil.rmtree(folder, ignore_errors=True)  # others' folders, and links, stay as they are
 
 
 def read_token(path: Path) -> Token:

@@ -24,6 +24,7 @@ from typing import Any, Self
 import psutil
 
 from potluck.errors import PotluckError
+from potluck.lab import detour
 from potluck.lab.detour import read_token, write_token
 from potluck.lab.warden import end
 from potluck.spec.rig import HOST, Machine, Rig
@@ -161,11 +162,8 @@ def link_of(machine: Machine) -> LinkSpec:
 
 
 def remove_leftovers() -> None:
-    """Remove the folders of boxes whose owner and warden were both killed: they hold tokens."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        owner = folder.name.removeprefix(PREFIX).partition("-")[0]
-        if owner.isdecimal() and not psutil.pid_exists(int(owner)):
-            shutil.rmtree(folder, ignore_errors=True)  # others' folders, and links, stay as they are
+    """Remove the folders of boxes whose owner and warden were both killed."""
+    detour.remove_leftovers(PREFIX)
 
 
 def _detached(tell: Callable[[int], None]) -> dict[str, Any]:
