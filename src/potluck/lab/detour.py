@@ -77,7 +77,7 @@ class Detours:
 
 
 def remove_leftovers(prefix: str) -> None:
-    """Remove the temporary folders of owners that were killed: they hold tokens. The owner's id follows the prefix."""
+    """Remove temporary folders whose owner was killed: they hold tokens. Its id follows the prefix."""
     for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         owner = folder.name.removeprefix(prefix).partition("-")[0]
         if owner.isdecimal() and not psutil.pid_exists(int(owner)):
