@@ -108,7 +108,7 @@ class ReplicaGuard:
 
     def _parity_every(self, member: Member) -> int:
         step_s, rate = self._stepping.predicted_s, member.rate.value
-        fits = step_s is not None and rate is not None and PARITY_SAMPLES < rate * step_s
+        fits = step_s is not None and rate is not None and rate * step_s > PARITY_SAMPLES
         return PARITY_EVERY if fits else PARITY_SELDOM
 
     def _mismatch(self, member: Member, version: int, different: int, now: float) -> list[Action]:
