@@ -115,6 +115,10 @@ class Scene:
         steps = (e for e in self.events()[self._since :] if e["event"] == "step")
         return {name for event in steps for name, samples in event["samples"].items() if samples}
 
+    def joined(self) -> set[str]:
+        """The guests that the newest host has taken in; how much it then asks of them depends on the box."""
+        return {e["machine"] for e in self.events()[self._since :] if e["event"] == "guest_joined"}
+
     def started(self) -> bool:
         """Whether the newest host has begun to train."""
         return any(e["event"] == "run_start" for e in self.events()[self._since :])

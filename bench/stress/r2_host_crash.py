@@ -72,9 +72,9 @@ def kill_and_resume(scene: Scene, host: Process, guests: list[Process], chance: 
 
 
 def rejoined(scene: Scene, host: Process, guests: list[Process]) -> None:
-    """Until every guest has contributed to the newest start of the run."""
+    """Until every guest is back, its weights and its gradient checked by the newest host."""
     names = {guest.name for guest in guests}
-    host.until(lambda: scene.helped() >= names, "contributions of every guest")
+    host.until(lambda: scene.joined() >= names, "return of every guest")
 
 
 campaign.run(attempt)
