@@ -2,16 +2,16 @@
 
 PURE. It counts with the host's own formula (`leases.py`); what the host measures, it works out.
 
-A coded message of b·P bytes takes W seconds each way, over the slower of the guest's link and its part of what the host
-carries, which all guests that help use at the same times (the change leaves for all when the step begins, the gradients
-arrive from all when it ends):
+A coded message of b·P bytes takes W seconds each way, over the slower of the guest's link and its part of what
+the host carries, which all guests that help use at the same times (the change leaves for all when the step
+begins, the gradients arrive from all when it ends):
 
     W_i = b·P / min(link_i, link_host/k, hub/k) + α_i + α_host        k guests that help
 
     T = (B + Σ r_i·o_i) / (r_h + Σ r_i),  o_i = fixed + what of both ways no micro-batch hides
 
-and a step takes T + u: the host updates, the guests wait for that. A guest whose quota is under one sample sits out;
-then the others share the host's link without it.
+and a step takes T + u: the host updates, the guests wait for that. A guest whose quota is under one sample sits
+out, the slowest first; then the others share the host's link without it.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ from potluck.spec.fleet import POTLUCK, Fleet, FleetMachine, Job, Prediction
 from potluck.units import seconds_text
 
 HANDLING_S = 0.06
-"""Of every lease that no computing hides: the first piece decoded before a forward, the last one coded, sent, decoded
-and added after a backward. Measured in the lab, on two cores that four machines share."""
+"""Of every lease that no computing hides: the first piece decoded before a forward, the last one coded, sent,
+decoded and added after a backward. Measured in the lab, on two cores that four machines share."""
+AT_ONCE = 4
+"""Of guests that cannot help, a quarter (at least one) is left out before the shares are computed again."""
 HUB_BYTES_PER_S = 0.55e9
 """What the encrypted transport moves through one host in each direction, whatever its link (`bench/wire.py`)."""
 
 
 def way_s(job: Job, host: FleetMachine, guest: FleetMachine, users: int) -> float:
-    """W: seconds that a coded message takes between a guest and the host, while so many guests use the host's link."""
+    """W: seconds of a coded message between a guest and the host, while so many guests use the host's link."""
     rate = shared_nic_bytes_per_s(guest.bytes_per_s, min(host.bytes_per_s, HUB_BYTES_PER_S), users)
     return about.codec_bytes(job.codec) * job.parameters / rate + host.latency_s + guest.latency_s
 
@@ -59,7 +61,12 @@ def shares_of(job: Job, fleet: Fleet) -> tuple[Quotas, dict[str, Speed]]:
         found = quotas(job.batch, fleet.host.samples_per_s, speeds, host_keeps=1)
         if len(found.guests) == len(helping):
             return found, speeds
-        helping = [g for g in helping if g.name in found.guests]
+        # Not all at once: without some, the others have more of the host's link and can help after all.
+        out = sorted(
+            (g for g in helping if g.name not in found.guests), key=lambda g: (g.samples_per_s, g.bytes_per_s)
+        )
+        gone = {g.name for g in out[: max(1, len(out) // AT_ONCE)]}
+        helping = [g for g in helping if g.name not in gone]
 
 
 def potluck(job: Job, fleet: Fleet) -> Prediction:
@@ -93,7 +100,7 @@ def _with_words(job: Job, fleet: Fleet, row: Prediction) -> Prediction:
 
 
 def least_batch(job: Job, fleet: Fleet, guest: FleetMachine) -> int:
-    """Samples a step from which a guest's two ways hide behind a step of the host and the guest: B ≥ 2·W·(r_h + r_i).
+    """Samples a step from which both ways of a guest fit into a step of host and guest: B ≥ 2·W·(r_h + r_i).
 
     With F FLOP/s, BW bytes/s and b bytes a parameter the model's size cancels: b·F/(3·BW) tokens.
     """

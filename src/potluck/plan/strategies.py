@@ -2,15 +2,15 @@
 
 PURE: a job and a fleet in, predictions out. How the hub does it is `plan/hub.py`'s affair.
 
-Machine i computes its q_i samples in c_i = q_i/r_i seconds. All exchange S bytes of gradients, which takes C seconds
-(`collectives.py`), and then update:
+Machine i computes its q_i samples in c_i = q_i/r_i seconds. All exchange S bytes of gradients, which takes C
+seconds (`collectives.py`), and then update:
 
     alone            B/r + u
     DDP              max over i, with what overlaps (`overlapped_end_s`), + max u_i
     ZeRO             the same bytes: a reduce-scatter of gradients (overlapped), u/N, an all-gather of weights (not)
     FSDP             K rounds (micro-batches) of max(computing, 2 all-gathers + 1 reduce-scatter), + u/N
 
-S is 4 bytes a parameter, half with bf16, a quarter and a scale for every 128 with int8.
+S is 4 bytes a parameter (or as the job says), 2 with bf16, 1 and a scale for every 128 with int8.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from potluck.spec.fleet import (
 from potluck.units import seconds_text
 
 RING_PART = 0.93
-"""Of a link's payload rate when both directions are full at once: the acknowledgements of one wait behind the data of
-the other. Measured in the lab with gloo: 0.87 to 1.0."""
+"""Of a link's payload rate when both directions are full at once: the acknowledgements of one wait behind the
+data of the other. Measured in the lab with gloo: 0.87 to 1.0."""
 BACKWARD_PART = 2 / 3
 """The backward computes two products for every one of the forward."""
 STOCK_BUCKET_BYTES = 25 << 20
@@ -113,7 +113,7 @@ def ddp(job: Job, fleet: Fleet, strategy: str = DDP, shares: Mapping[str, int] |
         return _accumulated(job, fleet)
     if shares is None:
         shares = equal_shares(job, fleet) if strategy in (DDP, DDP_OVERLAP) else balanced_shares(job, fleet)
-    size_bytes = job.parameters * BYTES_OF.get(strategy, 4.0)
+    size_bytes = min(job.gradient_bytes, job.parameters * BYTES_OF.get(strategy, math.inf))
     exchange_s = ring_s(fleet, size_bytes)
     bucket = STOCK_BUCKET_BYTES if strategy == DDP else SMALL_BUCKET_BYTES
     ends_s = _ends_s(fleet, shares)
@@ -190,7 +190,7 @@ def fsdp(job: Job, fleet: Fleet) -> Prediction:
 
 
 def ring_s(fleet: Fleet, size_bytes: float) -> float:
-    """An all-reduce over the fleet: its slowest link, the longest way between two neighbours, both directions full."""
+    """An all-reduce over the fleet: its slowest link with both directions full, its longest way."""
     rate = RING_PART * collectives.slowest_link(m.bytes_per_s for m in fleet.machines)
     far = sorted((m.latency_s for m in fleet.machines), reverse=True)[:2]
     return collectives.ring_all_reduce_s(size_bytes, len(fleet.machines), rate, math.fsum(far))

@@ -67,11 +67,12 @@ class Job:
     codec: str = "int4"
     """How potluck packs weights' changes and gradients."""
     activation_bytes_per_sample: float | None = None
+    bytes_per_parameter: float = FP32_BYTES
+    """Of a gradient on the wire, where nothing packs it."""
 
     @property
-    def gradient_bytes(self) -> int:
-        """In fp32."""
-        return FP32_BYTES * self.parameters
+    def gradient_bytes(self) -> float:
+        return self.bytes_per_parameter * self.parameters
 
     def with_batch(self, batch: int) -> Job:
         return replace(self, batch=batch)
