@@ -25,7 +25,7 @@ PAGES = ROOT / "docs" / "troubleshooting"
 # From the bottom up; parts on one line must not import each other.
 LAYERS = (
     ("errors", "_version"),
-    ("units", "env", "failpoints"),
+    ("units", "env", "failpoints", "limits"),
     ("durable",),
     ("spec",),
     ("plan", "doctor"),

@@ -22,9 +22,9 @@ import click
 
 from potluck.cli._app import Settings
 from potluck.device import pick
-from potluck.device.limits import usable_cores
 from potluck.errors import ConfigError
 from potluck.launch.local import LocalGuests
+from potluck.limits import usable_cores
 from potluck.report.view import View, make_view
 from potluck.spec.config import RunConfig
 from potluck.train.events import EventLog

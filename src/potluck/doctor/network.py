@@ -19,6 +19,7 @@ from potluck.spec.facts import (
     Case,
     Facts,
     Firewall,
+    HostsLine,
     Interface,
 )
 from potluck.spec.finding import BLOCKER, NOTE, WARNING, Finding, Fine
@@ -178,8 +179,19 @@ def own_name(case: Case, facts: Facts) -> Iterator[Finding | Fine]:
         what=f"{facts.hosts_path} says that {facts.name} is {line.address}, which every machine takes for itself",
         how=f"its line: {line.address} {' '.join(line.names)}",
         breaks="gloo and torchrun tell the others 127.x and nobody connects; Potluck uses addresses, not this name",
-        fix=f"sudo sed -i.bak -E 's/^{line.address}([[:space:]].*{short})/{address}\\1/' {facts.hosts_path}",
+        fix=_without_name(line, facts, address),
         pains=(3, 5),
+    )
+
+
+def _without_name(line: HostsLine, facts: Facts, address: str) -> str:
+    """localhost may stand in the same line, and must stay there."""
+    start = line.address.replace(".", "\\.")
+    if "localhost" not in line.names:
+        return f"sudo sed -i.bak -E 's/^{start}([[:space:]].*{facts.name})/{address}\\1/' {facts.hosts_path}"
+    return (
+        f"sudo sed -i.bak -E '/^{start}/s/[[:space:]]{facts.name}([[:space:]]|$)/\\1/' {facts.hosts_path} && "
+        f"echo '{address} {facts.name}' | sudo tee -a {facts.hosts_path}"
     )
 
 
@@ -248,7 +260,7 @@ def firewall(case: Case, facts: Facts) -> Iterator[Finding | Fine]:
     if _was_reached(case, facts):
         yield Fine(machine=facts.name, what="firewall: a connection from the other machine came in")
         return
-    closed = [f for f in facts.firewalls if f.blocks and str(port) not in f.allowed]
+    closed = [f for f in facts.firewalls if covers(f.denied, port) or (f.blocks and not covers(f.allowed, port))]
     if not closed:
         if facts.firewalls and all(f.blocks is False for f in facts.firewalls):
             tools = ", ".join(f.tool for f in facts.firewalls)
@@ -259,8 +271,8 @@ def firewall(case: Case, facts: Facts) -> Iterator[Finding | Fine]:
         code="firewall-blocks",
         severity=WARNING,
         machine=facts.name,
-        what=f"the firewall ({wall.tool}) drops connections from outside",
-        how=f"{wall.how}: incoming is denied" + (f" except {', '.join(wall.allowed[:6])}" if wall.allowed else ""),
+        what=f"the firewall ({wall.tool}) does not let connections to port {port} in",
+        how=f"{wall.how}: {_policy(wall)}",
         breaks="nobody can join a host on this machine; as a guest it is fine",
         fix=allow_command(wall, port) + f"   and then: potluck host --port {port}",
         pains=(6,),
@@ -275,9 +287,24 @@ def allow_command(wall: Firewall, port: int) -> str:
         "iptables": f"sudo iptables -I INPUT -p tcp --dport {port} -j ACCEPT",
         "macos": 'sudo /usr/libexec/ApplicationFirewall/socketfilterfw --add "$(which python3)" '
         '--unblockapp "$(which python3)"',
-        "windows": f"netsh advfirewall firewall add rule name=potluck dir=in action=allow protocol=TCP "
-        "localport={port}",
+        "windows": "netsh advfirewall firewall add rule name=potluck dir=in action=allow protocol=TCP "
+        f"localport={port}",
     }.get(wall.tool, f"allow TCP port {port} in {wall.tool}")
+
+
+def covers(ports: tuple[str, ...], port: int) -> bool:
+    """Whether the port is among ports and ranges, such as 22 or 6000-6010."""
+    for text in ports:
+        first, _, last = text.replace(":", "-").partition("-")
+        if first.isdigit() and int(first) <= port <= int(last if last.isdigit() else first):
+            return True
+    return False
+
+
+def _policy(wall: Firewall) -> str:
+    if not wall.blocks:
+        return f"ports {', '.join(wall.denied[:6])} are denied"
+    return "incoming is denied" + (f" except ports {', '.join(wall.allowed[:6])}" if wall.allowed else "")
 
 
 def _chain_of(wall: Firewall) -> str:

@@ -40,7 +40,18 @@ def gpu(case: Case, facts: Facts) -> Iterator[Finding | Fine]:
         if card.vendor not in ("nvidia", "amd"):
             continue
         kind = "CUDA" if card.vendor == "nvidia" else "ROCm"
-        if build is None:
+        hidden = facts.environment.get("CUDA_VISIBLE_DEVICES")
+        if hidden in ("", "-1"):
+            yield Finding(
+                code="gpu-hidden",
+                severity=WARNING,
+                machine=facts.name,
+                what=f"{name} is there, but CUDA_VISIBLE_DEVICES={hidden} hides it",
+                how="the variable is set here",
+                breaks="training runs on the CPU, some 10 to 100 times slower",
+                fix="unset CUDA_VISIBLE_DEVICES",
+            )
+        elif build is None:
             yield Finding(
                 code="torch-without-gpu",
                 severity=WARNING,

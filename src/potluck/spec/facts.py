@@ -91,7 +91,9 @@ class Firewall:
     blocks: bool | None
     """Whether incoming connections are dropped unless a rule allows them."""
     allowed: tuple[str, ...] = ()
-    """Ports or ranges that rules let in."""
+    """Ports or ranges that rules let in: 22, 6000-6010."""
+    denied: tuple[str, ...] = ()
+    """Ports or ranges that rules keep out."""
     how: str = ""
     """The command whose output says so."""
 
