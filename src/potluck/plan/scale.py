@@ -26,7 +26,7 @@ from typing import Any
 
 from potluck.errors import ConfigError
 from potluck.plan.collectives import ring_all_reduce_s, slowest_link
-from potluck.plan.hub import HUB_BYTES_PER_S, speed_of, way_s
+from potluck.plan.hub import HUB_BYTES_PER_S, speed_of
 from potluck.plan.leases import Speed
 from potluck.plan.strategies import RING_PART, fastest_alone_s
 from potluck.spec import about
@@ -196,12 +196,11 @@ def _words(job: Job, fleet: Fleet, rows: Sequence[ScaleRow], full: int | None) -
         return "not even one guest helps: its two ways take longer than a step"
     if full is None:
         return f"one hub serves {last.guests} guests: {last.flat:.2f}× of {last.ideal:.2f}×"
-    carried = min(fleet.host.bytes_per_s, HUB_BYTES_PER_S)
-    why = "the host's link is full" if carried < HUB_BYTES_PER_S else "the host's transport is full"
-    one = way_s(job, fleet.host, min(fleet.guests, key=lambda g: g.bytes_per_s), 1)
-    if full * about.codec_bytes(job.codec) * job.parameters / carried < one:
-        why = "there are too few samples in a step"
-    text = f"from {full} guests on one more does not help: {why}"
+    whose = "link" if fleet.host.bytes_per_s < HUB_BYTES_PER_S else f"transport ({HUB_BYTES_PER_S / 1e9:g} GB/s)"
+    why = f"each has a smaller part of the host's {whose}, and its two ways no longer hide behind its computing"
+    if last.guests >= job.batch / 2:
+        why += f"; a step has only {job.batch:,} samples"
+    text = f"from {full} guest{'s' * (full > 1)} on one more does not help: {why}"
     if last.tree > 1.02 * last.flat:
         text += f"; a tree of hubs, {last.fan} guests each, would give {last.tree:.2f}× instead of {last.flat:.2f}×"
     if last.ring > 1.02 * max(last.flat, last.tree):

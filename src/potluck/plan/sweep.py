@@ -103,7 +103,11 @@ def sweep(job: Job, fleet: Fleet, span: Span, strategies: Sequence[str] = ()) ->
     """The strategies at each value."""
     names = [name for name in strategies or STRATEGIES if name != "solo"] or list(STRATEGIES)
     points = tuple(_point(job, fleet, span.variable, value, names) for value in span.values())
-    return Sweep(span=span, points=points, pays_from=_pays_from(job, fleet, span, points))
+    pays_from = _pays_from(job, fleet, span, points)
+    if pays_from is not None and all(point.value != pays_from for point in points):
+        between = _point(job, fleet, span.variable, pays_from, names)
+        points = tuple(sorted((*points, between), key=lambda point: point.value))
+    return Sweep(span=span, points=points, pays_from=pays_from)
 
 
 def changed(job: Job, fleet: Fleet, variable: str, value: float) -> tuple[Job, Fleet]:
@@ -151,4 +155,4 @@ def _pays_from(job: Job, fleet: Fleet, span: Span, points: Sequence[Point]) -> f
     for _ in range(HALVINGS):
         middle = math.sqrt(low * high)
         low, high = (low, middle) if pays(middle) else (middle, high)
-    return high
+    return high if span.variable == "link_mbit" else float(math.ceil(high))
