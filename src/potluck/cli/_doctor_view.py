@@ -63,7 +63,9 @@ def _interfaces(facts: Facts, case: Case) -> Iterator[Line]:
         if used is not None and interface.name == used.interface:
             why = "used: the route to the other machine leaves there"
         elif facts.default_address in ipv4(interface):
-            why = "a host listens there: the default route leaves there"
+            why = "a host listens there: " + (
+                "the default route leaves there" if facts.default_route else "the first that is up"
+            )
         elif interface.kind in (CONTAINER, LOOPBACK):
             why = f"left out: {interface.kind}"
         else:

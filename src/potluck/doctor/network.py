@@ -46,11 +46,10 @@ def interface_in_use(case: Case, facts: Facts) -> Iterator[Finding | Fine]:
             pains=(3,),
         )
         return
-    if chosen is None:
-        chosen = outer[0] if outer else facts.interfaces[0]
+    reason = "the default route leaves there"
+    if chosen is None or not facts.default_route:
+        chosen = chosen or (outer[0] if outer else facts.interfaces[0])
         reason = "there is no default route, and it is the first that is up"
-    else:
-        reason = "the default route leaves there"
     wired = [i for i in outer if i.kind in (ETHERNET, THUNDERBOLT) and i is not chosen]
     address = next(iter(ipv4(chosen)), "")
     if chosen.kind in (WIFI, VPN, CONTAINER) and wired:

@@ -26,6 +26,9 @@ from potluck.spec.facts import Cpu, Disk, Facts
 from potluck.wire.frames import PROTOCOL
 from potluck.wire.token import local_addresses
 
+_FAR_AWAY = "192.0.2.1"
+"""An address that nobody has (RFC 5737): only the default route leads there."""
+
 VARIABLES = (
     "NCCL_SOCKET_IFNAME",
     "GLOO_SOCKET_IFNAME",
@@ -120,6 +123,7 @@ def _facts(system: System, wanted: Wanted, name: str, address: str | None, found
         protocol=PROTOCOL,
         torch=torch,
         default_address=address,
+        default_route=interfaces.route_to(system, _FAR_AWAY) is not None,
         hosts=names.hosts_lines(system.read(path) or ""),
         hosts_path=path,
         environment={key: system.environ[key] for key in VARIABLES if key in system.environ},

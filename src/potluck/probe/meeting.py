@@ -122,11 +122,13 @@ class _Visit:
             return None
         self._partner = "host" if answer.kind == _UNKNOWN else "doctor"
         self._versions = {str(k): str(v)[:80] for k, v in answer.fields.items() if k != "id"}
+        if self._partner == "doctor":
+            self._try_back(back_port)
         self._bulk_out()
         if self._partner == "host":
             return None
+        # Last of the small ones' connection: where large messages are lost, nothing comes after one.
         self._bulk_in()
-        self._try_back(back_port)
         # Facts are larger than a packet: where such are lost, there is no use in waiting for them.
         return self._exchange_facts() if all(t.arrived for t in self._transfers) else None
 

@@ -209,7 +209,8 @@ class Facts:
     torch: Torch = field(default_factory=Torch)
     interfaces: tuple[Interface, ...] = ()
     default_address: str | None = None
-    """Where packets to the world leave from: what `potluck host` listens on."""
+    """What `potluck host` listens on: where packets to the world leave from, if any do."""
+    default_route: bool = True
     hosts: tuple[HostsLine, ...] = ()
     hosts_path: str = "/etc/hosts"
     lookups: tuple[Lookup, ...] = ()
