@@ -40,10 +40,10 @@ from potluck.wire.frames import Message, pack, unpack
 from potluck.wire.token import Token
 from potluck.wire.transport import GuestSocket, HostSocket
 
-ANSWER_S = 2.5
+ANSWER_S = 3.0
 BACK_S = 2.0
-SMALL, LARGE = 400, 64 * 1024
-"""Bytes: one packet on any network; and many full packets, on jumbo frames too."""
+SMALL, LARGE = 400, 24 * 1024
+"""Bytes: one packet on any network; and several full packets, of jumbo frames too, which a slow link takes in time."""
 MOST_ASKED = 1 << 20
 _UNKNOWN = "unknown"
 
