@@ -31,6 +31,8 @@ from potluck.spec.fleet import (
 WORTH = 1.02
 """Below this nobody should bother."""
 LEVER_WORTH = 1.005
+RUNGS = 2
+"""Faster links that are tried: the next one and the one after it."""
 MOST_LEVERS = 6
 CODECS = ("int8", "int4", "topk:0.01")
 BATCHES = (2, 4)
@@ -69,9 +71,10 @@ def levers(job: Job, fleet: Fleet, now: Prediction) -> tuple[Lever, ...]:
         alone_s = base_s if other_job.batch == job.batch else fastest_alone_s(other_job, fleet)
         speedup = alone_s / row.step_s
         if speedup / now.speedup > LEVER_WORTH and row.fits:
-            found.append(Lever(what=what, speedup=speedup, gain=speedup / now.speedup))
-    # Of changes that bring the same, the first named is the simplest.
-    return tuple(sorted(found, key=lambda lever: -round(lever.gain, 3))[:MOST_LEVERS])
+            same = other_job.batch == job.batch and not what.startswith("codec topk")
+            found.append(Lever(what=what, speedup=speedup, gain=speedup / now.speedup, same_training=same))
+    # Of changes that bring about the same, the first named is the simplest.
+    return tuple(sorted(found, key=lambda lever: -round(lever.gain, 2))[:MOST_LEVERS])
 
 
 def _changes(job: Job, fleet: Fleet) -> Iterator[tuple[str, Job, Fleet]]:
@@ -95,22 +98,29 @@ def _changes(job: Job, fleet: Fleet) -> Iterator[tuple[str, Job, Fleet]]:
 
 
 def _links(job: Job, fleet: Fleet) -> Iterator[tuple[str, Job, Fleet]]:
-    """The next faster link for each guest, with the host's where that is slower; and for all at once."""
-    faster_all, best = fleet, None
+    """The next faster links of each guest, with the host's where that is slower; the next one for all at once."""
     for guest in fleet.guests[:MOST_TRIED]:
         link = links.faster(min(guest.bytes_per_s, fleet.host.bytes_per_s))
-        if link is None:
-            continue
-        faster_one = _linked(_linked(fleet, fleet.host, link), guest, link)
-        both = fleet.host.bytes_per_s < link.bytes_per_s and guest.bytes_per_s < link.bytes_per_s
-        whose = f"{fleet.host.name} and {guest.name}" if both else guest.name
-        if guest.bytes_per_s >= link.bytes_per_s:
-            whose = fleet.host.name
-        yield f"{link.name} for {whose}", job, faster_one
-        faster_all = _linked(_linked(faster_all, fleet.host, link), guest, link)
-        best = link
-    if best is not None and len(fleet.guests) > 1:
+        for _ in range(RUNGS):
+            if link is not None:
+                yield f"{link.name} for {_whose(fleet, guest, link)}", job, _both_linked(fleet, guest, link)
+                link = links.faster(link.bytes_per_s)
+    faster_all = fleet
+    for guest in fleet.guests:
+        link = links.faster(min(guest.bytes_per_s, fleet.host.bytes_per_s))
+        faster_all = faster_all if link is None else _both_linked(faster_all, guest, link)
+    if len(fleet.guests) > 1 and faster_all is not fleet:
         yield "the next faster link for everybody", job, faster_all
+
+
+def _whose(fleet: Fleet, guest: FleetMachine, link: links.LinkSheet) -> str:
+    """Those of the two who need the new link."""
+    slower = [m.name for m in (fleet.host, guest) if m.bytes_per_s < link.bytes_per_s]
+    return " and ".join(slower)
+
+
+def _both_linked(fleet: Fleet, guest: FleetMachine, link: links.LinkSheet) -> Fleet:
+    return _linked(_linked(fleet, fleet.host, link), guest, link)
 
 
 def _linked(fleet: Fleet, machine: FleetMachine, link: links.LinkSheet) -> Fleet:
@@ -158,7 +168,8 @@ def _worth(fleet: Fleet, ours: Prediction, helping: Sequence[str], found: Sequen
         out = [g.name for g in fleet.guests if g.name not in helping]
         return text + (f"; {_names(out)} cannot help and will sit out" if out else "")
     text = f"do not bother: {ours.speedup:.2f}×"
-    best = next((lever for lever in found if lever.speedup >= WORTH), None)
+    worth = [lever for lever in found if lever.speedup >= WORTH]
+    best = next((lever for lever in worth if lever.same_training), worth[0] if worth else None)
     return text + (f"; {best.what} makes it {best.speedup:.2f}×" if best is not None else "")
 
 

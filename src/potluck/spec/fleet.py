@@ -155,6 +155,8 @@ class Lever:
     speedup: float
     gain: float
     """Step time now ÷ step time with it, for the same samples."""
+    same_training: bool = True
+    """False: it changes what is learnt, not only how fast (another batch, a coarser codec)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
