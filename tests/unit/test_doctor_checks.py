@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -287,6 +289,16 @@ def test_every_pain_has_a_finding_or_cannot_happen_with_us() -> None:
     named = {pain for pain, *_ in PAINS}
     assert not named & CANNOT_HAPPEN
     assert named | CANNOT_HAPPEN == set(range(1, 26))
+
+
+def test_the_docs_list_every_finding_and_no_other() -> None:
+    root = Path(__file__).resolve().parents[2]
+    page = (root / "docs" / "troubleshooting" / "doctor.md").read_text()
+    listed = set(re.findall(r"`([a-z0-9]+(?:-[a-z0-9]+)+|orphan|windows)`", page))
+    source = "".join(path.read_text() for path in (root / "src" / "potluck" / "doctor").glob("*.py"))
+    tested = {code for _, code, *_ in PAINS} | {code for code, *_ in OTHERS}
+    assert tested <= listed
+    assert {code for code in listed if f'"{code}"' not in source} == set()
 
 
 def test_both_ends_are_told_apart_where_large_messages_are_lost() -> None:
