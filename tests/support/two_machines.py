@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -92,7 +93,12 @@ class Machine:
         log = self.folder / f"running-{time.monotonic_ns()}"
         with open(log, "wb") as file:
             process = subprocess.Popen(
-                self.inside(command), env=environment(), cwd=self.folder, stdout=file, stderr=file
+                self.inside(command),
+                env=environment(),
+                cwd=self.folder,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
             )
         try:
             deadline = time.monotonic() + COMMAND_S
@@ -102,12 +108,10 @@ class Machine:
                 time.sleep(0.02)
             yield log.read_text()
         finally:
-            process.terminate()
-            try:
-                process.wait(5)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            # The whole group: nsenter is only the parent of what runs inside.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
     def close(self) -> None:
         self._holder.kill()  # with --kill-child all that runs inside goes too
