@@ -240,6 +240,27 @@ def test_pains_of_one_machine_made_for_real(tmp_path: Path) -> None:
     assert "secret" not in done.stdout
 
 
+def test_facts_are_collected_without_importing_torch(tmp_path: Path) -> None:
+    """It must work where torch is broken, and be quick."""
+    code = "import sys\nfrom potluck.probe.host import *\ncollect(Wanted())\nprint('torch' in sys.modules)"
+    source = str(Path(__file__).resolve().parents[2] / "src")
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": source, "PATH": os.environ["PATH"]},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.stdout == "False\n", done.stderr
+
+
+def test_an_unknown_name_is_named(tmp_path: Path) -> None:
+    done = doctor(tmp_path, "no-such-machine.invalid:7171", "--json")
+    assert done.returncode == 1
+    assert "unknown-name" in codes(done)
+
+
 def test_recorded_facts_are_looked_at_again(tmp_path: Path) -> None:
     first = doctor(tmp_path, "--save", "facts.json", "--json", OMP_NUM_THREADS="77")
     again = doctor(tmp_path, "--facts", "facts.json", "--json")

@@ -11,7 +11,7 @@ import pytest
 from potluck.errors import ConfigError
 from potluck.probe import firewalls, interfaces, leftovers, names, software, ssh
 from potluck.probe.system import Said, System
-from potluck.spec.facts import CONTAINER, ETHERNET, LOOPBACK, OTHER, THUNDERBOLT, VPN, WIFI, Gpu
+from potluck.spec.facts import CONTAINER, ETHERNET, LOOPBACK, OTHER, THUNDERBOLT, VPN, WIFI, Gpu, Torch
 
 
 class Recorded(System):
@@ -285,6 +285,11 @@ def test_torch_is_asked_only_where_a_gpu_may_be_usable() -> None:
     plain = software.torch_facts(Recorded(), ())
     assert plain.version is not None
     assert plain.mps_built is None
+
+
+def test_without_torch_there_are_facts_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert software.torch_facts(Recorded(), ()) == Torch(error="it is not installed")
 
 
 def test_rosetta_and_wsl() -> None:

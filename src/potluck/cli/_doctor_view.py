@@ -70,7 +70,7 @@ def _interfaces(facts: Facts, case: Case) -> Iterator[Line]:
             why = f"left out: {interface.kind}"
         else:
             why = "" if interface.up else "down"
-        line = Line().add("  ").cell(clean(interface.name, 16), 17).cell(interface.kind, 12)
+        line = Line().add("  ").cell(clean(interface.name, 16), 17).cell(clean(interface.kind, 11), 12)
         yield line.cell(clean(addresses, 60), max(18, len(addresses) + 2)).add(why, "dim").trimmed()
 
 

@@ -6,6 +6,7 @@ PURE, each a function of facts. It must not know the other machine but for what 
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Iterator
 
 from potluck.spec.facts import (
@@ -237,7 +238,7 @@ def ports(case: Case, facts: Facts) -> Iterator[Finding | Fine]:
             continue
         ours = port.wanted_by == "--port"
         holder = port.holder or "a process that this user may not see"
-        number = next((w.split()[-1].rstrip(")") for w in [holder] if "process" in w and w[-2].isdigit()), None)
+        process = re.search(r"process (\d+)", holder)
         yield Finding(
             code="port-taken",
             severity=BLOCKER if ours else NOTE,
@@ -247,7 +248,7 @@ def ports(case: Case, facts: Facts) -> Iterator[Finding | Fine]:
             breaks="a host with this --port cannot start"
             if ours
             else "torchrun fails with EADDRINUSE; Potluck takes a free port unless told otherwise",
-            fix=(f"kill {number}   (if it is an old run), or " if number else "")
+            fix=(f"kill {process[1]}   (if it is an old run), or " if process else "")
             + ("leave --port out: a free one is taken" if ours else f"torchrun --master-port {port.number + 1} …"),
             pains=(9,),
         )

@@ -49,6 +49,8 @@ def reach(case: Case) -> Iterator[Finding | Fine]:
     between = case.between
     assert between is not None
     wanted = [r for r in between.reaches if r.wanted]
+    if not between.reaches:
+        return
     if (used := between.used) is not None:
         if used.route is not None and used.route.interface is not None:
             interface = case.here.interface(used.route.interface)

@@ -10,6 +10,8 @@ import re
 from potluck.probe.system import System
 from potluck.spec.facts import Firewall
 
+COMMAND_S = 2.0
+"""Several are asked one after the other."""
 _PORTS = r"(?:\{\s*([^}]*)\}|(\d[\d\-:]*))"
 
 
@@ -28,7 +30,7 @@ def firewalls(system: System) -> tuple[Firewall, ...]:
 
 def ufw(system: System) -> Firewall | None:
     """None where it is not installed or not on."""
-    said = system.run("ufw", "status", "verbose")
+    said = system.run("ufw", "status", "verbose", timeout_s=COMMAND_S)
     if said is not None and said.status == 0:
         if "Status: active" not in said.out:
             return None
@@ -51,17 +53,17 @@ def ufw(system: System) -> Firewall | None:
 
 
 def firewalld(system: System) -> Firewall | None:
-    said = system.run("firewall-cmd", "--state")
+    said = system.run("firewall-cmd", "--state", timeout_s=COMMAND_S)
     if said is None or said.out.strip() != "running":
         return None
-    ports = system.run("firewall-cmd", "--list-ports")
+    ports = system.run("firewall-cmd", "--list-ports", timeout_s=COMMAND_S)
     allowed = tuple(p.removesuffix("/tcp") for p in (ports.out if ports else "").split() if p.endswith("/tcp"))
     return Firewall(tool="firewalld", blocks=True, allowed=allowed, how="firewall-cmd --state, --list-ports")
 
 
 def nftables(system: System) -> Firewall | None:
     """From `nft list ruleset`: the chains that hook into input. None where there are none, or no rights."""
-    said = system.run("nft", "list", "ruleset")
+    said = system.run("nft", "list", "ruleset", timeout_s=COMMAND_S)
     if said is None or said.status != 0 or "hook input" not in said.out:
         return None
     allowed: list[str] = []
@@ -104,7 +106,7 @@ def _nft_ports(body: str, verdict: str) -> list[str]:
 
 def iptables(system: System) -> Firewall | None:
     """From `iptables -S INPUT`. None where it has no rules, or without rights."""
-    said = system.run("iptables", "-S", "INPUT")
+    said = system.run("iptables", "-S", "INPUT", timeout_s=COMMAND_S)
     if said is None or said.status != 0 or not said.out.strip():
         return None
     lines = said.out.splitlines()
@@ -124,7 +126,7 @@ def iptables(system: System) -> Firewall | None:
 
 
 def macos(system: System) -> Firewall | None:
-    said = system.run("socketfilterfw", "--getglobalstate")
+    said = system.run("socketfilterfw", "--getglobalstate", timeout_s=COMMAND_S)
     if said is None:
         return None
     match = re.search(r"State = (\d)", said.out)
@@ -133,7 +135,7 @@ def macos(system: System) -> Firewall | None:
 
 
 def windows(system: System) -> Firewall | None:
-    said = system.run("netsh", "advfirewall", "show", "currentprofile")
+    said = system.run("netsh", "advfirewall", "show", "currentprofile", timeout_s=COMMAND_S)
     if said is None or said.status != 0:
         return None
     on = re.search(r"^State\s+ON", said.out, re.M) is not None

@@ -15,6 +15,7 @@ through to it.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import socket
 import time
@@ -41,9 +42,11 @@ from potluck.wire.token import Token
 from potluck.wire.transport import GuestSocket, HostSocket
 
 ANSWER_S = 3.0
+VISIT_S = 10.0
+"""For all questions together."""
 BACK_S = 2.0
 SMALL, LARGE = 400, 24 * 1024
-"""Bytes: one packet on any network; and several full packets, of jumbo frames too, which a slow link takes in time."""
+"""Bytes: one packet on any network; several full ones, of jumbo frames too, for which a slow link has the time."""
 MOST_ASKED = 1 << 20
 _UNKNOWN = "unknown"
 
@@ -100,6 +103,7 @@ class _Visit:
         self._facts, self._progress = facts, progress
         self._socket: GuestSocket | None = None
         self._number = 0
+        self._end = 0.0
         self._handshake, self._partner = "", ""
         self._versions: Mapping[str, str] = {}
         self._transfers: list[Transfer] = []
@@ -114,6 +118,7 @@ class _Visit:
             self._handshake = error.what
             return None
         self._handshake = "ok"
+        self._end = time.monotonic() + VISIT_S
         began = time.monotonic()
         answer = self._ask("doctor.hello", about(self._facts))
         self._transfers.append(_transfer("out", SMALL, answer is not None, began))
@@ -191,7 +196,7 @@ class _Visit:
         self._number += 1
         message = pack(Message(kind=kind, fields={**fields, "id": self._number}, frames=frames))
         sent = self._socket.send_data(message) if data else self._socket.send_control(message)
-        deadline = time.monotonic() + timeout_s
+        deadline = min(time.monotonic() + timeout_s, self._end)
         while sent and self._socket.connected and (left := deadline - time.monotonic()) > 0:
             for _, received in self._socket.receive(left):
                 with contextlib.suppress(WireError):
@@ -203,6 +208,14 @@ class _Visit:
 
 def _transfer(direction: str, size: int, arrived: bool, began: float) -> Transfer:
     return Transfer(direction=direction, size_bytes=size, arrived=arrived, seconds=time.monotonic() - began)
+
+
+def _is_number(address: str) -> bool:
+    try:
+        ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    return True
 
 
 def _facts_in(message: Message) -> Facts | None:
@@ -257,7 +270,7 @@ class Listener:
         elif message.kind == "doctor.back":
             port = message.fields.get("port")
             # Only to where the visitor itself is: nobody can have this machine knock elsewhere.
-            if isinstance(port, int) and 0 < port < 65536 and len(self._tries) < 8:
+            if _is_number(address) and isinstance(port, int) and 0 < port < 65536 and len(self._tries) < 8:
                 future = self._pool.submit(tried, self._facts.name, address, port, timeout_s=BACK_S)
                 future.add_done_callback(lambda _: self._door.wake())
                 self._tries.append((peer, number, future))

@@ -6,6 +6,7 @@ Owns the deadline and the words for outcomes. It sends nothing and must not know
 from __future__ import annotations
 
 import errno
+import ipaddress
 import socket
 import time
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from potluck.probe.interfaces import route_to
+from potluck.probe.names import lookups
 from potluck.probe.system import System
 from potluck.spec.facts import CONNECTED, DENIED, FAILED, NO_ROUTE, REFUSED, TIMEOUT, UNKNOWN_NAME, Reach
 
@@ -57,11 +59,26 @@ def tried_all(
     system: System, machine: str, targets: Sequence[tuple[str, int, bool]], *, timeout_s: float = TRY_S
 ) -> tuple[Reach, ...]:
     """(address, port, whether it is wanted), all at once; each with its route."""
+    numbers = {address: number_of(address) for address in dict.fromkeys(t[0] for t in targets)}
+    unknown = tuple(
+        Reach(machine=machine, address=address, port=port, outcome=UNKNOWN_NAME, wanted=wanted)
+        for address, port, wanted in targets
+        if numbers[address] is None
+    )
+    targets = [(number, port, wanted) for a, port, wanted in targets if (number := numbers[a]) is not None]
     if not targets:
-        return ()
+        return unknown
     with ThreadPoolExecutor(max_workers=len(targets), thread_name_prefix="reach") as pool:
         found = list(pool.map(lambda t: tried(machine, t[0], t[1], timeout_s=timeout_s, wanted=t[2]), targets))
     # Only now: the attempt is what fills the table of neighbours.
-    return tuple(
-        replace(r, route=route_to(system, r.address) if r.outcome != UNKNOWN_NAME else None) for r in found
-    )
+    return (*(replace(r, route=route_to(system, r.address)) for r in found), *unknown)
+
+
+def number_of(address: str) -> str | None:
+    """An address as a number; the resolver gets a few seconds, however long it would like to take."""
+    try:
+        return str(ipaddress.ip_address(address))
+    except ValueError:
+        (lookup,) = lookups(address, None)
+    # IPv4 first: a host listens there unless it was told otherwise.
+    return min(lookup.answers, key=lambda answer: ":" in answer, default=None)

@@ -17,7 +17,7 @@ import psutil
 from potluck.probe.system import System
 from potluck.spec.facts import Gpu, Power, Torch
 
-IMPORT_S = 10.0
+IMPORT_S = 7.0
 """Importing torch in a process of its own: it can take long, and a broken driver can hang it."""
 _ASK = (
     "import json, torch; m = torch.backends.mps; "
