@@ -251,6 +251,19 @@ def test_ssh_to_a_machine_without_a_server(net: TwoMachines, tmp_path: Path) -> 
 
 
 @pytest.mark.skipif(shutil.which("nft") is None, reason="needs nft")
+def test_a_firewall_that_rejects_and_one_that_lets_nothing_out(net: TwoMachines, listening: str) -> None:
+    chain = "nft add table inet t && nft add chain inet t c '{ type filter hook %s priority 0; }' && "
+    chain += "nft add rule inet t c "
+    rejects = chain % "input" + f"tcp dport {PORT} reject with icmpx type admin-prohibited"
+    with changed(net.beta, rejects, "nft delete table inet t"):
+        assert diagnosed(net.alpha, listening, status=1).keys() == {"firewall-there"}
+    with changed(net.alpha, chain % "output" + f"tcp dport {PORT} drop", "nft delete table inet t"):
+        found = diagnosed(net.alpha, listening, status=1)
+    assert found.keys() == {"firewall-here-outgoing"}
+    assert found["firewall-here-outgoing"]["machine"] == "alpha"
+
+
+@pytest.mark.skipif(shutil.which("nft") is None, reason="needs nft")
 def test_a_firewall_is_read_and_its_fix_opens_the_port(net: TwoMachines) -> None:
     rules = (
         "nft add table inet filter && nft add chain inet filter input '{ type filter hook input priority 0; %s }'"

@@ -167,7 +167,22 @@ PAINS: list[tuple[int, str, str, Callable[[], Case]]] = [
     ),
     (6, "firewall-there", BLOCKER, lambda: unreached(None, {"route": near})),
     (6, "firewall-there", BLOCKER, lambda: unreached(None, {}, {"port": 22, "outcome": REFUSED, "wanted": False})),
+    (6, "firewall-there", BLOCKER, lambda: unreached(None, {"outcome": NO_ROUTE, "errno": 113, "route": near})),
+    (
+        6,
+        "firewall-there",
+        BLOCKER,
+        lambda: unreached(
+            mac(), {"outcome": NO_ROUTE, "errno": 65}, {"port": 22, "outcome": REFUSED, "wanted": False}
+        ),
+    ),
     (6, "firewall-here-outgoing", BLOCKER, lambda: unreached(None, {"outcome": DENIED, "errno": 1})),
+    (
+        6,
+        "firewall-here-outgoing",
+        BLOCKER,
+        lambda: unreached(linux(firewalls=(Firewall(tool="nftables", blocks=False, out_denied=("7171",)),)), {}),
+    ),
     (6, "nothing-listens", BLOCKER, lambda: unreached(None, {"outcome": REFUSED})),
     (6, "no-answer", BLOCKER, lambda: unreached(None, {"route": unknown})),
     (6, "blocked-here", WARNING, lambda: pair(back=(reach(there(), linux(), outcome=TIMEOUT),))),
@@ -189,7 +204,12 @@ PAINS: list[tuple[int, str, str, Callable[[], Case]]] = [
     (9, "port-taken", NOTE, lambda: alone(linux(ports=(Port(number=29500, free=False, wanted_by="torchrun"),)))),
     (10, "ipv6-half-on", NOTE, lambda: alone(linux(ipv6=Ipv6(loopback=False, switched_off=True)))),
     (11, "apart-on-one-network", BLOCKER, lambda: unreached(None, {"route": gone})),
-    (11, "not-on-this-network", BLOCKER, lambda: unreached(None, {"outcome": NO_ROUTE, "address": "10.1.1.1"})),
+    (
+        11,
+        "not-on-this-network",
+        BLOCKER,
+        lambda: unreached(None, {"outcome": NO_ROUTE, "address": "10.1.1.1", "route": None}),
+    ),
     (12, "wifi-before-cable", WARNING, lambda: alone(interfaces(WIRED, chosen=WIFI))),
     (12, "wifi-in-use", NOTE, lambda: pair(linux(interfaces=(LO, wifi)))),
     (13, "slow-link", WARNING, lambda: pair(interfaces(speed_mbit=100))),

@@ -132,6 +132,16 @@ def test_nftables(
     assert wall.how.endswith(f"chain {chain}")
 
 
+def test_nftables_keeps_ways_out_and_ways_in_apart() -> None:
+    wall = firewalls.nftables(Recorded(said={"nft list ruleset": NFT}))
+    assert wall is not None
+    assert (wall.out_blocks, wall.out_allowed) == (True, ())
+    only_out = NFT_ONE_PORT.replace("hook input", "hook output")
+    wall = firewalls.nftables(Recorded(said={"nft list ruleset": only_out}))
+    assert wall is not None
+    assert (wall.blocks, wall.denied, wall.out_denied) == (False, (), ("7171",))
+
+
 def test_no_rules_or_no_rights_is_no_firewall() -> None:
     assert firewalls.firewalls(Recorded(said={"nft": "", "iptables": ""})) == ()
     denied = Said(status=4, out="", err="Operation not permitted (you must be root)")

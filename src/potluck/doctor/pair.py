@@ -8,7 +8,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterator
 
-from potluck.doctor.network import describe, ipv4, same_network
+from potluck.doctor.network import covers, describe, ipv4, same_network
 from potluck.spec.facts import (
     CONNECTED,
     DENIED,
@@ -118,7 +118,8 @@ def _unreached(case: Case, between: Between, tries: list[Reach]) -> Finding:
             pains=(3,),
             **base,
         )
-    if case.here.platform == "darwin" and any(_privacy(case, r) for r in tries):
+    answered = any(r.outcome in (CONNECTED, REFUSED) for r in between.reaches)
+    if case.here.platform == "darwin" and not answered and any(_privacy(case, r) for r in tries):
         return Finding(
             code="macos-local-network-privacy",
             machine=case.here.name,
@@ -130,7 +131,7 @@ def _unreached(case: Case, between: Between, tries: list[Reach]) -> Finding:
             severity=BLOCKER,
             how=f"{told} (errno 65), and the address is on this machine's own network, so there is a route",
         )
-    if DENIED in outcomes:
+    if DENIED in outcomes or _kept_in(case, tries[0].port):
         return Finding(
             code="firewall-here-outgoing",
             machine=case.here.name,
@@ -145,7 +146,7 @@ def _unreached(case: Case, between: Between, tries: list[Reach]) -> Finding:
 
 def _silent_or_refused(case: Case, between: Between, tries: list[Reach], base: dict[str, str]) -> Finding:
     outcomes = {r.outcome for r in tries}
-    first = next((r for r in tries if r.outcome == TIMEOUT), tries[0])
+    first = next((r for r in tries if r.outcome in (TIMEOUT, NO_ROUTE)), tries[0])
     at, who = f"{first.address}:{first.port}", other_name(case)
     nobody = "this machine cannot join that host"
     # A machine that answers elsewhere, or whose network card answers, is there and on: what is missing was dropped.
@@ -157,17 +158,20 @@ def _silent_or_refused(case: Case, between: Between, tries: list[Reach], base: d
             machine=who,
             what=f"{who} is there, but nothing listens at {at}",
             breaks=nobody,
-            fix="there: potluck doctor --listen   (or potluck host), and use the token that it prints now",
+            fix="there: potluck doctor --listen   (or potluck host), and use the token that it prints now; if "
+            "one runs, "
+            f"its firewall rejects: sudo ufw allow {first.port}/tcp",
             pains=(6,),
             **base,
         )
-    if TIMEOUT in outcomes and (alive or near == "reachable"):
+    # Some firewalls drop, some (firewalld) answer that there is no route.
+    if outcomes & {TIMEOUT, NO_ROUTE} and (alive or near == "reachable"):
         proof = f"port {alive[0].port} answers ({alive[0].outcome})" if alive else "its network card answers (ARP)"
         return Finding(
             code="firewall-there",
             severity=BLOCKER,
             machine=who,
-            what=f"{who} drops connections to port {first.port}: the firewall of that side blocks",
+            what=f"{who} lets no connection to port {first.port} in: the firewall of that side blocks",
             how=f"{base['how']}; but {proof}",
             breaks=nobody,
             fix=f"on {who}: sudo ufw allow {first.port}/tcp   (macOS: System Settings → Network → Firewall)",
@@ -199,6 +203,14 @@ def _silent_or_refused(case: Case, between: Between, tries: list[Reach], base: d
         "`potluck doctor --listen` here, and its token there",
         pains=(6, 11),
         **base,
+    )
+
+
+def _kept_in(case: Case, port: int) -> bool:
+    """Whether a firewall of this machine drops what leaves for that port: then nothing can be said of the other."""
+    return any(
+        covers(wall.out_denied, port) or (wall.out_blocks and not covers(wall.out_allowed, port))
+        for wall in case.here.firewalls
     )
 
 

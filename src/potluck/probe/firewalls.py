@@ -62,37 +62,44 @@ def firewalld(system: System) -> Firewall | None:
 
 
 def nftables(system: System) -> Firewall | None:
-    """From `nft list ruleset`: the chains that hook into input. None where there are none, or no rights."""
+    """From `nft list ruleset`: the chains at input and output. None where there are none, or no rights."""
     said = system.run("nft", "list", "ruleset", timeout_s=COMMAND_S)
-    if said is None or said.status != 0 or "hook input" not in said.out:
+    if said is None or said.status != 0:
         return None
-    allowed: list[str] = []
-    denied: list[str] = []
-    blocks, where = False, ""
-    for family, table, chain, body in _input_chains(said.out):
-        allowed += _nft_ports(body, "accept")
-        denied += _nft_ports(body, "drop") + _nft_ports(body, "reject")
-        ends = [line.strip() for line in body.splitlines()]
-        closed = "policy drop" in body or any(re.match(r"(counter .*)?(drop|reject)\b", line) for line in ends)
-        if closed or denied:
-            where = where or f"{family} {table} {chain}"
-        blocks = blocks or closed
+    inward, outward = _chains(said.out, "input"), _chains(said.out, "output")
+    if not inward and not outward:
+        return None
+    where = next((name for name, body in inward if _closed(body) or _denied(body)), "")
     return Firewall(
         tool="nftables",
-        blocks=blocks,
-        allowed=tuple(allowed),
-        denied=tuple(denied),
+        blocks=any(_closed(body) for _, body in inward),
+        allowed=tuple(port for _, body in inward for port in _nft_ports(body, "accept")),
+        denied=tuple(port for _, body in inward for port in _denied(body)),
+        out_blocks=any(_closed(body) for _, body in outward),
+        out_allowed=tuple(port for _, body in outward for port in _nft_ports(body, "accept")),
+        out_denied=tuple(port for _, body in outward for port in _denied(body)),
         how=f"nft list ruleset, chain {where}" if where else "nft list ruleset",
     )
 
 
-def _input_chains(ruleset: str) -> list[tuple[str, str, str, str]]:
+def _chains(ruleset: str, hook: str) -> list[tuple[str, str]]:
+    """(family, table and name; its rules) of the chains at a hook."""
     found = []
     for table in re.finditer(r"^table (\S+) (\S+) \{(.*?)^\}", ruleset, re.M | re.S):
         for chain in re.finditer(r"^\tchain (\S+) \{(.*?)^\t\}", table[3], re.M | re.S):
-            if "hook input" in chain[2]:
-                found.append((table[1], table[2], chain[1], chain[2]))
+            if f"hook {hook} " in chain[2]:
+                found.append((f"{table[1]} {table[2]} {chain[1]}", chain[2]))
     return found
+
+
+def _closed(body: str) -> bool:
+    """Whether what no rule allows is dropped."""
+    rules = [line.strip() for line in body.splitlines()]
+    return "policy drop" in body or any(re.match(r"(counter .*)?(drop|reject)\b", rule) for rule in rules)
+
+
+def _denied(body: str) -> list[str]:
+    return _nft_ports(body, "drop") + _nft_ports(body, "reject")
 
 
 def _nft_ports(body: str, verdict: str) -> list[str]:

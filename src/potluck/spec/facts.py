@@ -94,6 +94,10 @@ class Firewall:
     """Ports or ranges that rules let in: 22, 6000-6010."""
     denied: tuple[str, ...] = ()
     """Ports or ranges that rules keep out."""
+    out_blocks: bool = False
+    """Whether connections from here to others are dropped unless a rule allows them."""
+    out_allowed: tuple[str, ...] = ()
+    out_denied: tuple[str, ...] = ()
     how: str = ""
     """The command whose output says so."""
 
