@@ -158,9 +158,8 @@ def _silent_or_refused(case: Case, between: Between, tries: list[Reach], base: d
             machine=who,
             what=f"{who} is there, but nothing listens at {at}",
             breaks=nobody,
-            fix="there: potluck doctor --listen   (or potluck host), and use the token that it prints now; if "
-            "one runs, "
-            f"its firewall rejects: sudo ufw allow {first.port}/tcp",
+            fix="there: potluck doctor --listen   (or potluck host), and use the token that it prints now; "
+            f"if one runs, its firewall rejects: sudo ufw allow {first.port}/tcp",
             pains=(6,),
             **base,
         )
@@ -195,9 +194,8 @@ def _apart(case: Case, address: str, who: str, base: dict[str, str]) -> Finding:
     """The machine is off, or the two are on different networks, or something keeps them apart on one."""
     if any(same_network(i, address) for i in case.here.interfaces if i.up):
         code, what = "apart-on-one-network", f"{address} does not answer on this network at all"
-        fix = "is that machine on? Is it a guest Wi-Fi, whose router keeps machines apart (AP isolation)? Put "
-        "both on one "
-        fix += "network or cable, or a VPN such as Tailscale on both"
+        fix = "is that machine on? Is it a guest Wi-Fi, whose router keeps machines apart (AP isolation)? "
+        fix += "Put both on one network or cable, or a VPN such as Tailscale on both"
     else:
         code, what = "not-on-this-network", f"there is no way from this machine's networks to {address}"
         fix = "put both machines on one network, or a VPN such as Tailscale on both"
