@@ -14,7 +14,8 @@ PYTHONS := $(if $(PYTHON),$(PYTHON),python3 python3.14 python3.13 python3.12 pyt
 ARGS ?=
 
 # Tests mostly wait for other processes: more of them at once than there are cores. 0: one after the other. Files go
-# to the workers in their order, the slow ones (faults, lab, multiproc) before the many quick ones.
+# to the workers in their order, the slow ones (faults, lab, multiproc) before the many quick ones. Those that judge
+# time follow by themselves. Status 5: none was chosen.
 WORKERS ?= 3
 
 # The stamp is written last and holds the folder's name, so a .venv whose making was interrupted, whose
@@ -61,7 +62,8 @@ train: $(STAMP)
 test: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not alone" $(ARGS) || [ $$? = 5 ]
+	$(BIN)/python -m pytest -m alone $(ARGS) || [ $$? = 5 ]
 
 bench: $(STAMP)
 	@failed=; \

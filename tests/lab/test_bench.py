@@ -23,6 +23,7 @@ from potluck.spec.rig import Rig, to_toml
 
 REASON = why_not()
 pytestmark = [
+    pytest.mark.alone,
     pytest.mark.skipif(REASON is not None, reason=str(REASON)),
     pytest.mark.slow,
     pytest.mark.timeout(150),

@@ -330,6 +330,7 @@ def test_the_mathematics_is_untouched(clock: Clock) -> None:
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), held.parameters()))
 
 
+@pytest.mark.alone
 def test_on_the_real_clock_the_pace_holds_within_five_percent() -> None:
     torch.set_num_threads(1)
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(8)))
