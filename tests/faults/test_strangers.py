@@ -19,7 +19,7 @@ import zmq
 from zmq.utils import garbage
 
 from potluck.errors import NetworkError
-from potluck.wire import transport
+from potluck.wire import door, transport
 from potluck.wire.frames import MAX_FRAME_BYTES, PART_BYTES
 from potluck.wire.keys import new_keys
 from potluck.wire.token import Token, decode
@@ -183,6 +183,25 @@ def test_a_crowd_beyond_the_bound_is_turned_out_and_a_guest_stays(monkeypatch: p
         assert crowd.closed > 0
         assert until(lambda: "127.0.0.1" in host.denied), "nobody hears of the crowd"
         guest.close()
+
+
+def test_a_guest_whose_connection_has_the_number_of_a_stranger_who_left_is_no_stranger(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a flood a guest can be heard before the thread at the door has seen the one before it leave."""
+    with host_with(monkeypatch, serves=False) as host:
+        watch = host.socket._door.watch
+        watch.close()  # its thread: what it would see is told by hand
+        peers = {50: ("10.0.0.9", 1000)}
+        monkeypatch.setattr(door, "_peer", peers.get)
+        watch._note([(door.ACCEPTED, 50)])
+        assert 50 in watch._lobby
+        peers[50] = ("10.0.0.2", 2000)
+        watch.heard(50)
+        watch._note([(door.DISCONNECTED, 50), (door.ACCEPTED, 50)])
+        assert 50 not in watch._lobby
+        watch._note([(door.DISCONNECTED, 50)])
+        assert watch._spoke == {}
 
 
 def test_a_guest_that_was_crowded_out_is_not_told_for_certain_that_its_token_is_wrong(

@@ -24,6 +24,8 @@ from potluck.wire.admitted import Admitted
 from potluck.wire.lobby import Lobby, Visitor
 from potluck.wire.waker import Waker
 
+Peer = tuple[str, int]
+"""Address and port of a connection's other end."""
 SocketMaker = Callable[[int], zmq.Socket[bytes]]
 """Makes a zmq socket of a type, in the context of the others, and ends it with them."""
 
@@ -124,9 +126,10 @@ class Watch:
     def __init__(self, new_socket: SocketMaker, guarded: zmq.Socket[bytes], lobby: Lobby, inside: Admitted) -> None:
         self._lobby, self._inside = lobby, inside
         self._lock = threading.Lock()
-        self._connections: dict[int, tuple[str, int]] = {}
-        self._spoke: set[int] = set()
-        """Connections that a message came over: of guests."""
+        self._connections: dict[int, tuple[Peer | None, int]] = {}
+        self._spoke: dict[int, Peer] = {}
+        """Connections that a message came over: of guests. By number and peer: a stranger's number may be a guest's
+        before this thread has seen the stranger leave."""
         self._successes = 0
         self._failure: int | None = None
         self._turned_away: deque[str] = deque(maxlen=_MOST_UNREPORTED)
@@ -150,10 +153,11 @@ class Watch:
     def heard(self, descriptor: int) -> None:
         """A message came over this connection: whoever sent it holds the key."""
         surplus: list[Visitor] = []
+        peer = _peer(descriptor)
         with self._lock:
             self._inside.spoke(descriptor)
-            if descriptor not in self._spoke:
-                self._spoke.add(descriptor)
+            if peer is not None and self._spoke.get(descriptor) != peer:
+                self._spoke[descriptor] = peer
                 self._lobby.left(descriptor)
                 surplus = self._inside.too_many(self._lobby)
         for visitor in surplus:
@@ -211,13 +215,13 @@ class Watch:
             else:
                 self._failure = event
 
-    def _came(self, descriptor: int, peer: tuple[str, int] | None) -> None:
-        self._connections[descriptor] = (peer[0] if peer else _UNKNOWN, self._successes)
+    def _came(self, descriptor: int, peer: Peer | None) -> None:
+        self._connections[descriptor] = (peer, self._successes)
         if peer is not None:
             visitor = Visitor(descriptor=descriptor, address=peer[0], port=peer[1], since=time.monotonic())
             with self._lock:
                 self._inside.came(visitor)
-                if descriptor not in self._spoke:  # it may have been heard before it was seen
+                if self._spoke.get(descriptor) != peer:  # it may have been heard before it was seen
                     self._lobby.came(visitor)
 
     def _left(self, descriptor: int) -> None:
@@ -228,14 +232,15 @@ class Watch:
         by key was reported when ZAP refused. Who hung up first (a guest that looks for an address that
         answers) or stayed silent is no news.
         """
+        peer, successes = self._connections.pop(descriptor, (None, -1))
         with self._lock:
-            self._spoke.discard(descriptor)
+            if peer is not None and self._spoke.get(descriptor) == peer:
+                del self._spoke[descriptor]
             self._lobby.left(descriptor)
             self._inside.left(descriptor)
-        address, successes = self._connections.pop(descriptor, (_UNKNOWN, -1))
         failure, self._failure = self._failure, None
         if failure == FAILED_PROTOCOL or (failure is None and successes == self._successes):
-            self._turned_away.append(address)
+            self._turned_away.append(peer[0] if peer else _UNKNOWN)
 
 
 @contextlib.contextmanager
@@ -248,7 +253,7 @@ def _borrowed(descriptor: int) -> Iterator[socket.socket]:
         end.detach()
 
 
-def _peer(descriptor: int) -> tuple[str, int] | None:
+def _peer(descriptor: int) -> Peer | None:
     """Address and port of the other end of whatever has this number now."""
     try:
         with _borrowed(descriptor) as end:
