@@ -24,11 +24,13 @@ def precision(device: torch.device, chosen: Precision) -> contextlib.AbstractCon
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """No gradients and the model in evaluation mode within this context; afterwards as it was."""
-    training = model.training
+    """No gradients and the model in evaluation mode within this context; afterwards each part as it was."""
+    training = [part for part in model.modules() if part.training]
     model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        model.train(training)
+        # Not model.train(): a part that somebody keeps in evaluation mode (a frozen norm) must stay in it.
+        for part in training:
+            part.training = True
