@@ -6,12 +6,13 @@ The names are a format that other people's files use: keys are added, never rena
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from potluck.errors import ConfigError
+from potluck.spec import toml_file
 from potluck.spec.config import build, nearest
 from potluck.spec.rig import GUEST, Rig
 
@@ -127,14 +128,13 @@ class FaultPlan:
         return replace(self, faults=tuple(_on(rig, fault) for fault in self.faults))
 
 
+def read_text(path: Path) -> str:
+    return toml_file.read_text(path, missing="give a file of faults", example="give a file of faults")
+
+
 def loads(text: str, where: str) -> FaultPlan:
     """The faults of a file's text; `where` it came from begins what is said about its mistakes."""
-    try:
-        return parse(tomllib.loads(text))
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{where} is not a TOML file: {error}", hint=_EXAMPLE) from error
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error.what}", hint=error.hint) from error
+    return toml_file.loads(text, where, parse, example=_EXAMPLE)
 
 
 def parse(table: Mapping[str, Any]) -> FaultPlan:

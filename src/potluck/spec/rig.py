@@ -9,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from potluck.errors import ConfigError
+from potluck.spec import toml_file
 from potluck.spec.config import build, nearest
 
 HOST = "host"
@@ -244,22 +244,12 @@ def read(path: Path) -> Rig:
 
 
 def read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror or error}", hint="give a rig file") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not a text file: {error}", hint=_TOML_EXAMPLE) from error
+    return toml_file.read_text(path, missing="give a rig file", example=_TOML_EXAMPLE)
 
 
 def loads(text: str, where: str) -> Rig:
     """The rig of a file's text; `where` it came from begins what is said about its mistakes."""
-    try:
-        return parse(tomllib.loads(text))
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{where} is not a TOML file: {error}", hint=_TOML_EXAMPLE) from error
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error.what}", hint=error.hint) from error
+    return toml_file.loads(text, where, parse, example=_TOML_EXAMPLE)
 
 
 def parse(table: Mapping[str, Any]) -> Rig:

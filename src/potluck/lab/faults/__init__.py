@@ -9,12 +9,9 @@ Each is a TOML file beside this one; it strikes the rig's first guest.
 
 from __future__ import annotations
 
-import difflib
-import os
-from importlib import resources
 from pathlib import Path
 
-from potluck.errors import ConfigError
+from potluck.lab import builtin
 from potluck.spec import faults
 from potluck.spec.faults import FaultPlan
 
@@ -27,21 +24,5 @@ def load(name_or_path: str) -> FaultPlan:
 
 
 def _text(name_or_path: str) -> str:
-    if name_or_path in NAMES:
-        return resources.files(__name__).joinpath(f"{name_or_path}.toml").read_text(encoding="utf-8")
-    looks_like_a_path = name_or_path.endswith(".toml") or "/" in name_or_path or os.sep in name_or_path
-    if not looks_like_a_path and not Path(name_or_path).is_file():
-        near = difflib.get_close_matches(name_or_path, NAMES, n=1, cutoff=0.5)
-        advice = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigError(
-            f"there are no faults called {name_or_path!r}",
-            hint=f"{advice}faults: {', '.join(NAMES)}; or the path of a TOML file",
-        )
-    try:
-        return Path(name_or_path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read {name_or_path}: {error.strerror or error}", hint="give a file of faults"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{name_or_path} is not a text file: {error}", hint="give a file of faults") from error
+    found = builtin.text_of(__name__, NAMES, name_or_path, unknown="there are no faults called", several="faults")
+    return faults.read_text(Path(name_or_path)) if found is None else found

@@ -14,13 +14,11 @@ Each is a TOML file beside this one, with its scaling worked out in a comment.
 
 from __future__ import annotations
 
-import difflib
-import os
-from importlib import resources
 from pathlib import Path
 
 from potluck.codec import names as codecs
 from potluck.errors import ConfigError
+from potluck.lab import builtin
 from potluck.spec import rig as rigs
 from potluck.spec.rig import Rig
 
@@ -43,14 +41,5 @@ def check(rig: Rig, where: str) -> Rig:
 
 def text(name_or_path: str) -> str:
     """The rig's file, as it was written."""
-    if name_or_path in NAMES:
-        return resources.files(__name__).joinpath(f"{name_or_path}.toml").read_text(encoding="utf-8")
-    looks_like_a_path = name_or_path.endswith(".toml") or "/" in name_or_path or os.sep in name_or_path
-    if not looks_like_a_path and not Path(name_or_path).is_file():
-        near = difflib.get_close_matches(name_or_path, NAMES, n=1, cutoff=0.5)
-        advice = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigError(
-            f"there is no rig {name_or_path!r}",
-            hint=f"{advice}rigs: {', '.join(NAMES)}; or the path of a TOML file",
-        )
-    return rigs.read_text(Path(name_or_path))
+    found = builtin.text_of(__name__, NAMES, name_or_path, unknown="there is no rig", several="rigs")
+    return rigs.read_text(Path(name_or_path)) if found is None else found
