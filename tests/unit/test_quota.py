@@ -9,7 +9,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from potluck.hub.quota import Estimate, Quotas, Speed, ideal, lease_sizes, quotas, split_evenly
+from potluck.hub.quota import Estimate
+from potluck.plan.leases import Quotas, Speed, ideal, lease_sizes, quotas, split_evenly
 
 rates = st.floats(1e-3, 1e4)
 overheads = st.floats(0, 100)

@@ -304,8 +304,7 @@ def big_messages(case: Case) -> Iterator[Finding | Fine]:
             machine=case.here.name,
             what=f"full packets vanish {' and '.join(ways)}: the MTU is too large for something in between",
             how=f"a message of {small[0].size_bytes} bytes arrived, one of {bytes_text(lost[0].size_bytes)} did "
-            "not "
-            f"within {seconds_text(lost[0].seconds)}, on the same kind of connection",
+            f"not within {seconds_text(lost[0].seconds)}, on the same kind of connection",
             breaks="the connection opens and then hangs, here as everywhere",
             fix=f"on both machines: sudo ip link set dev {name} mtu 1280   (the largest that passes: "
             f"ping -M do -s 1372 {address})",
@@ -402,12 +401,10 @@ def gloo(case: Case) -> Iterator[Finding | Fine]:
         severity=NOTE,
         machine=other_name(case),
         what=f"gloo cannot join {' and '.join(sorted(names.get(p, p) for p in platforms))}: its builds speak "
-        "different "
-        "transports (tcp in the Linux wheels, uv in the others)",
+        "different transports (tcp in the Linux wheels, uv in the others)",
         how=READ_FROM,
         breaks="DDP or torchrun with gloo between these two: both hang until the timeout, without an error. "
-        "Potluck has "
-        "its own transport",
+        "Potluck has its own transport",
         fix="potluck host on the faster one, potluck join on the other",
         pains=(1,),
     )

@@ -105,8 +105,7 @@ def mps(case: Case, facts: Facts) -> Iterator[Finding | Fine]:
             yield Fine(
                 machine=facts.name,
                 what="GPU: MPS is available",
-                details="tensors cross the network by way of host memory, so that gloo's and DDP's refusal of "
-                "MPS does "
+                details="tensors cross the network by way of host memory, so gloo's and DDP's refusal of MPS does "
                 "not matter; a guest's gradients are compared with the host's on one batch before they count",
             )
         return
@@ -161,8 +160,7 @@ def windows(case: Case, facts: Facts) -> Iterator[Finding | Fine]:
             what="Potluck's own transport runs on Windows, but nobody has trained with it there yet",
             how="sys.platform is win32; see docs/unverified.md",
             breaks="torchrun: some of torch's Windows builds have no libuv (`use_libuv was requested but "
-            "PyTorch was "
-            "build without libuv support`)",
+            "PyTorch was build without libuv support`)",
             fix="in doubt use WSL2: wsl --install; for torchrun: set USE_LIBUV=0",
             pains=(23,),
         )

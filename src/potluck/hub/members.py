@@ -9,7 +9,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from potluck.hub.feed import Feed
-from potluck.hub.quota import Estimate, Speed
+from potluck.hub.quota import Estimate
+from potluck.plan.leases import Speed
 
 JOINING = "joining"
 SYNCING = "syncing"

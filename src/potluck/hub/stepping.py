@@ -27,7 +27,8 @@ from potluck.hub.members import (
     Member,
     OpenLease,
 )
-from potluck.hub.quota import Estimate, Quotas, extra_samples, lease_sizes, quotas, split_evenly
+from potluck.hub.quota import Estimate, extra_samples
+from potluck.plan.leases import Quotas, lease_sizes, quotas, split_evenly
 
 FIRST_TAIL_S = 0.05
 """A guess of what it takes a guest to deliver the end of its gradient, until its first contribution tells."""

@@ -5,13 +5,13 @@ It must not know what is in the files: rigs and faults say that themselves.
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
 from potluck.errors import ConfigError
+from potluck.spec.config import did_you_mean
 
 
 def text_of(package: str, names: Sequence[str], name: str, *, unknown: str, several: str) -> str | None:
@@ -21,8 +21,7 @@ def text_of(package: str, names: Sequence[str], name: str, *, unknown: str, seve
         return resources.files(package).joinpath(f"{name}.toml").read_text(encoding="utf-8")
     if name.endswith(".toml") or "/" in name or os.sep in name or Path(name).is_file():
         return None
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    advice = f"did you mean {near[0]!r}? " if near else ""
+    advice = did_you_mean(name, names)
     raise ConfigError(
         f"{unknown} {name!r}", hint=f"{advice}{several}: {', '.join(names)}; or the path of a TOML file"
     )

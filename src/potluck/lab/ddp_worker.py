@@ -32,7 +32,7 @@ from potluck import env
 from potluck.device import Device, pick
 from potluck.errors import ConfigError, NetworkError, PotluckError
 from potluck.hub.ledger import Ledger
-from potluck.hub.quota import split_evenly
+from potluck.plan.leases import split_evenly
 from potluck.spec.config import build
 from potluck.train import recipes
 from potluck.train.data import Loader, epoch_order, to_device

@@ -10,11 +10,11 @@ for a kind of device, and your model may reach half or twice of it.
 
 from __future__ import annotations
 
-import difflib
 import re
 from dataclasses import dataclass
 
 from potluck.errors import ConfigError
+from potluck.spec.config import did_you_mean
 
 SHEET = "the maker's data sheet"
 DERIVED = "derived: units × lanes × 2 × clock"
@@ -135,8 +135,7 @@ def find(name: str) -> DeviceSheet:
     by_plain = {_plain(known): known for known in DEVICES}
     if wanted in by_plain:
         return DEVICES[by_plain[wanted]]
-    near = difflib.get_close_matches(wanted, by_plain, n=1, cutoff=0.5)
-    advice = f"did you mean {by_plain[near[0]]!r}? " if near else ""
+    advice = did_you_mean(wanted, by_plain, by_plain)
     raise ConfigError(
         f"there is no device {name!r} in the catalogue",
         hint=f"{advice}devices: {', '.join(DEVICES)}; or a speed: 20TFLOPS, 0.6s/sample",

@@ -6,12 +6,12 @@ time, other stations, distance). `potluck probe ADDRESS` measures yours.
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from dataclasses import dataclass
 
 from potluck.errors import ConfigError
+from potluck.spec.config import did_you_mean
 
 ETHERNET_PART = 0.94
 LEAST_MBIT, MOST_MBIT = 1e-3, 1e7
@@ -68,8 +68,7 @@ def find(name: str) -> LinkSheet:
     known = {re.sub(r"[\s_-]", "", link.lower()): link for link in LINKS} | _OTHER_NAMES
     if wanted in known:
         return LINKS[known[wanted]]
-    near = difflib.get_close_matches(wanted, known, n=1, cutoff=0.5)
-    advice = f"did you mean {known[near[0]]!r}? " if near else ""
+    advice = did_you_mean(wanted, known, known)
     raise ConfigError(
         f"there is no link {name!r} in the catalogue",
         hint=f"{advice}links: {', '.join(LINKS)}; or a rate: 300Mbit",

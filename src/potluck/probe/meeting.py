@@ -33,7 +33,7 @@ from potluck.spec.facts import (
     Facts,
     Reach,
     Transfer,
-    build,
+    from_plain,
     machine_from_dict,
     machine_to_dict,
 )
@@ -179,7 +179,7 @@ class _Visit:
             answer = self._ask("doctor.back", fields, timeout_s=BACK_S + ANSWER_S)
         if answer is not None and "reach" in answer.fields:
             with contextlib.suppress(PotluckError):
-                self._back = (build(Reach, answer.fields["reach"], "reach"),)
+                self._back = (from_plain(Reach, answer.fields["reach"], "reach"),)
 
     def _exchange_facts(self) -> Facts | None:
         self._progress("exchanging facts")

@@ -11,7 +11,7 @@ import math
 import textwrap
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -60,11 +60,15 @@ class RunConfig:
             raise ConfigError(f"port is {self.port}", hint="ports end at 65535; 0 takes a free one")
 
 
+def did_you_mean(word: str, known: Iterable[str], shown: Mapping[str, str] | None = None) -> str:
+    """How a hint begins: with the most similar known word (as `shown` spells it), or not at all."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"did you mean {(shown or {}).get(close[0], close[0])!r}? " if close else ""
+
+
 def nearest(word: str, words: list[str]) -> str:
     """A hint that names the most similar valid word, and all of them."""
-    close = difflib.get_close_matches(word, words, n=1)
-    valid = "valid: " + ", ".join(sorted(words))
-    return f"did you mean {close[0]!r}? {valid}" if close else valid
+    return did_you_mean(word, words) + "valid: " + ", ".join(sorted(words))
 
 
 def build(config_type: type[C], values: Mapping[str, Any]) -> C:
@@ -75,8 +79,7 @@ def build(config_type: type[C], values: Mapping[str, Any]) -> C:
     for key, value in values.items():
         name = key.replace("-", "_")
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}? " if near else ""
+            hint = did_you_mean(name, known)
             raise ConfigError(f"there is no setting {key!r}", hint=f"{hint}settings: {', '.join(known)}")
         given[name] = _convert(name, value, hints[name])
     return config_type(**given)

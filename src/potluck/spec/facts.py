@@ -318,7 +318,7 @@ def from_json(text: str | bytes) -> Case:
             f"facts of format {found!r} cannot be read, this version of potluck reads {FORMAT}",
             hint="make them anew with: potluck doctor --save FILE",
         )
-    return build(Case, value, "facts")
+    return from_plain(Case, value, "facts")
 
 
 def machine_to_dict(facts: Facts) -> dict[str, Any]:
@@ -327,10 +327,10 @@ def machine_to_dict(facts: Facts) -> dict[str, Any]:
 
 def machine_from_dict(value: Any) -> Facts:
     """Facts that another machine sent: checked as a file is."""
-    return build(Facts, value, "facts")
+    return from_plain(Facts, value, "facts")
 
 
-def build(kind: type[T], value: Any, where: str) -> T:
+def from_plain(kind: type[T], value: Any, where: str) -> T:
     """A dataclass from JSON. Unknown keys are left out, so that a newer version's facts can be read."""
     if not isinstance(value, Mapping):
         raise _wrong(where, "an object", value)
@@ -358,7 +358,7 @@ def _converted(value: Any, hint: Any, where: str) -> Any:
             raise _wrong(where, "an object", value)
         return {str(k): _converted(v, arguments[1], f"{where}.{k}") for k, v in value.items()}
     if dataclasses.is_dataclass(hint):
-        return build(typing.cast(type[Any], hint), value, where)
+        return from_plain(typing.cast(type[Any], hint), value, where)
     if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
     if type(value) is not hint:
