@@ -91,7 +91,7 @@ def test_dashes_are_underscores() -> None:
 
 
 def test_nearest_names_all() -> None:
-    assert nearest("non", ["int8", "none"]) == "did you mean 'none'? valid: int8, none"
+    assert nearest("non", ["int8", "none"]) == "did you mean none? valid: int8, none"
     assert nearest("qqq", ["b", "a"]) == "valid: a, b"
 
 

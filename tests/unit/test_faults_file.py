@@ -88,7 +88,7 @@ def test_a_file_with_everything() -> None:
         ("", "no faults", "[[fault]]"),
         ("[[fault]", "not a TOML file", "[[fault]]"),
         ("[fault]\nkind='stop'", "not a list", "two brackets"),
-        ("[[faults]]\nkind='stop'", "no key 'faults'", "did you mean 'fault'"),
+        ("[[faults]]\nkind='stop'", "no key 'faults'", "did you mean fault"),
         ("about = 3\n[[fault]]", "about is 3", "quotes"),
         ("[[fault]]\nat_step = 1", "no kind", "blackhole"),
         ("[[fault]]\nkind='blackhol'\nat_step=1\nfor_s=1", "kind is 'blackhol'", "did you mean blackhole"),
@@ -104,7 +104,7 @@ def test_a_file_with_everything() -> None:
         ("[[fault]]\nkind='stop'\nat_s=inf\nfor_s=1", "at_s is inf", "to 1e+06"),
         ("[[fault]]\nkind='stop'\nat_s='soon'\nfor_s=1", "at_s is 'soon'", "a number"),
         ("[[fault]]\nmachine='desk'\nkind='stop'\nat_s=1\nfor_s=1", "desk, the host", "laptop"),
-        ("[[fault]]\nmachine='labtop'\nkind='stop'\nat_s=1\nfor_s=1", "no machine 'labtop'", "'laptop'"),
+        ("[[fault]]\nmachine='labtop'\nkind='stop'\nat_s=1\nfor_s=1", "no machine 'labtop'", "did you mean laptop?"),
         ("[[fault]]\nkind='stop'\nat_step=13\nfor_s=1", "makes 12 steps", "--steps"),
     ],
 )
@@ -125,7 +125,7 @@ def test_the_built_in_ones_fit_a_rig(name: str) -> None:
 def test_one_that_does_not_exist_or_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="bad-wfi") as caught:
         built_in.load("bad-wfi")
-    assert "did you mean 'bad-wifi'" in caught.value.hint
+    assert "did you mean bad-wifi" in caught.value.hint
     with pytest.raises(ConfigError, match="cannot read"):
         built_in.load(str(tmp_path / "none.toml"))
     (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe\0")
@@ -136,7 +136,7 @@ def test_one_that_does_not_exist_or_cannot_be_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--faults", "sleepy"], "did you mean 'sleepy-laptop'"),
+        (["--faults", "sleepy"], "did you mean sleepy-laptop"),
         (["--faults", "bad-wifi", "--strategy", "ddp"], "strikes potluck alone"),
         (["--faults", "bad-wifi", "--steps", "4"], "bad-wifi: a fault at step 5, but the run makes 4 steps"),
     ],

@@ -43,7 +43,7 @@ def test_the_effective_speed_is_peak_times_utilisation_and_says_so() -> None:
 def test_a_wrong_device_gets_the_nearest(name: str, near: str) -> None:
     with pytest.raises(ConfigError, match="no device") as wrong:
         devices.find(name)
-    assert f"did you mean {near!r}?" in wrong.value.hint
+    assert f"did you mean {near}?" in wrong.value.hint
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_links_by_rate_and_wrong_ones() -> None:
             links.find(word)
     with pytest.raises(ConfigError) as wrong:
         links.find("wfi 6")
-    assert "'Wi-Fi 6'" in wrong.value.hint
+    assert "did you mean Wi-Fi 6?" in wrong.value.hint
 
 
 def test_the_next_faster_link() -> None:

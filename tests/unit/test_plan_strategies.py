@@ -115,7 +115,7 @@ def test_the_strategies_names() -> None:
     assert check_strategies(("potluck", "ddp")) == ("solo", "ddp", "potluck")
     with pytest.raises(ConfigError, match="no strategy 'dpp'") as wrong:
         check_strategies(("dpp",))
-    assert "'ddp'" in wrong.value.hint
+    assert "did you mean ddp?" in wrong.value.hint
 
 
 def test_more_machines_than_samples() -> None:

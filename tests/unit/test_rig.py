@@ -61,7 +61,7 @@ def change(**keys: Any) -> dict[str, Any]:
 
 
 MISTAKES: dict[str, tuple[dict[str, Any], str, str]] = {
-    "unknown key": ({**RIG, "machines": []}, "no key 'machines'", "did you mean 'machine'"),
+    "unknown key": ({**RIG, "machines": []}, "no key 'machines'", "did you mean machine"),
     "unknown key of a machine": (with_guest(link_mbits=3), "laptop.*'link_mbits'", "did you mean link_mbit?"),
     "unknown key of the workload": (with_workload(dept=3), "workload.*'dept'", "did you mean depth?"),
     "unknown key of a change": (change(at_stepp=3, seconds_per_sample=1), "laptop.*'at_stepp'", "at_step?"),
@@ -86,7 +86,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str, str]] = {
     "name of an option": (with_guest(name="-x"), "called '-x'", "letters and digits"),
     "name too long": (with_guest(name="x" * 41), "called", "40 at most"),
     "role": (with_guest(role="boss"), "role is 'boss'", 'role = "guest"'),
-    "recipe": (with_workload(recipe="gtp"), "recipe is 'gtp'", "did you mean 'gpt'"),
+    "recipe": (with_workload(recipe="gtp"), "recipe is 'gtp'", "did you mean gpt"),
     "depth of cnn": (with_workload(recipe="cnn", depth=3), "depth means nothing", "leave depth out"),
     "sequence of cnn": (with_workload(recipe="cnn", sequence=3), "sequence means nothing", "leave"),
     "batch 0": (with_workload(global_batch=0), "global_batch is 0", "1 or more"),
@@ -185,7 +185,7 @@ class TestFiles:
     def test_an_unknown_name_gets_the_nearest_and_all(self) -> None:
         with pytest.raises(ConfigError, match="there is no rig 'home-pear'") as caught:
             rigs.load("home-pear")
-        assert "did you mean 'home-pair'?" in caught.value.hint
+        assert "did you mean home-pair?" in caught.value.hint
         for name in rigs.NAMES:
             assert name in caught.value.hint
 

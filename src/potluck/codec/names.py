@@ -43,4 +43,4 @@ def parse(name: str) -> tuple[str, float | None]:
 def _nearest(family: str) -> str:
     everything = "the codecs are " + ", ".join(NAMES)
     close = get_close_matches(family, NAMES, n=1, cutoff=0.4)
-    return f"did you mean {close[0]!r}? {everything}" if close else everything
+    return f"did you mean {close[0]}? {everything}" if close else everything

@@ -63,7 +63,7 @@ class RunConfig:
 def did_you_mean(word: str, known: Iterable[str], shown: Mapping[str, str] | None = None) -> str:
     """How a hint begins: with the most similar known word (as `shown` spells it), or not at all."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"did you mean {(shown or {}).get(close[0], close[0])!r}? " if close else ""
+    return f"did you mean {(shown or {}).get(close[0], close[0])}? " if close else ""
 
 
 def nearest(word: str, words: list[str]) -> str:
