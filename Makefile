@@ -17,12 +17,14 @@ ARGS ?=
 # interpreter is gone, or whose folder was moved is not taken for a sound one.
 SOUND := $(shell test "`cat $(STAMP) 2>/dev/null`" = "$(CURDIR)" && $(BIN)/python -c "" 2>/dev/null && echo yes)
 
-.PHONY: help setup train test bench clean remove-unsound-venv
+.PHONY: help setup train test bench stress clean remove-unsound-venv
 
 help:
 	@echo "make train   train a small GPT here, with one local guest (ARGS=... is passed on)"
 	@echo "make test    everything CI runs: ruff, mypy, pytest (ARGS=... goes to pytest)"
 	@echo "make bench   measure the claims that the docs make"
+	@echo "make stress  kill, freeze, damage, intrude: a part of the campaign in docs/reliability.md, 30 minutes"
+	@echo "             at most (ARGS=\"--only R1,S2 --scale 1 --minutes 60 --json FILE\"; ARGS=--help)"
 	@echo "make setup   only make .venv"
 	@echo "make clean   remove .venv, caches and build outputs (run folders stay)"
 
@@ -65,6 +67,9 @@ bench: $(STAMP)
 	  $(BIN)/python "$$script" $(ARGS) || failed="$$failed $$script"; \
 	done; \
 	if [ -n "$$failed" ]; then echo "failed:$$failed" >&2; exit 1; fi
+
+stress: $(STAMP)
+	$(BIN)/python bench/stress $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage src/*.egg-info

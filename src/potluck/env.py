@@ -22,6 +22,7 @@ VARIABLES: Mapping[str, str] = {
     "POTLUCK_DEBUG": "1 shows tracebacks, 0 does not",
     "POTLUCK_NAME": "this machine's name, as the other machines see it",
     "POTLUCK_TRACE": "a file that gets a line for every interval in which this process computed",
+    "POTLUCK_FAILPOINT": "for tests of Potluck itself: fail at a named moment, NAME=ACTION[@COUNT]",
 }
 
 _YES = frozenset({"1", "true", "yes", "on"})
@@ -42,6 +43,8 @@ class Environment:
     debug: bool = False
     name: str | None = None
     trace: Path | None = None
+    failpoint: str | None = None
+    """Whether it names a failpoint that exists is for `failpoints` to say."""
 
 
 def read(environ: Mapping[str, str] | None = None) -> Environment:
@@ -59,6 +62,7 @@ def read(environ: Mapping[str, str] | None = None) -> Environment:
         debug=_flag("POTLUCK_DEBUG", given["POTLUCK_DEBUG"]),
         name=_name(given["POTLUCK_NAME"]),
         trace=_trace(given["POTLUCK_TRACE"]),
+        failpoint=given["POTLUCK_FAILPOINT"] or None,
     )
 
 

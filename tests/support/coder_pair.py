@@ -19,7 +19,7 @@ from potluck.codec import get
 from potluck.device import Device, pick
 from potluck.hub.feed import Feed, Item
 from potluck.hub.guest import GuestHub
-from potluck.hub.host_coder import Answer, Coded, Decoded, HostCoder
+from potluck.hub.host_coder import Answer, Coded, Decoded, Hashed, HostCoder
 from potluck.hub.tensors import ModelTensors
 from potluck.wire.frames import Message
 
@@ -50,12 +50,15 @@ class FakeLink:
         self.ended: Callable[[], None]
         self.said: list[tuple[str, dict[str, Any]]] = []
         self.sent: list[Message] = []
+        self.hashed: dict[int, bytes] = {}
 
     def handle(self, handler: Callable[[str, Message], None]) -> None:
         self.hear = handler
 
     def control(self, kind: str, *frames: bytes, **fields: Any) -> None:
         self.said.append((kind, fields))
+        if kind == "hashed":
+            self.hashed[fields["version"]] = frames[0]
 
     def data(self, message: Message) -> None:
         self.sent.append(message)
@@ -90,6 +93,7 @@ class Pair:
         self.decoded: list[Decoded] = []
         self.probed: dict[int, Tensor] = {}
         self.changes = self.wholes = 0
+        self.hashed: dict[int, bytes] = {}
 
     @contextmanager
     def running(self) -> Iterator[Pair]:
@@ -127,6 +131,8 @@ class Pair:
                 self.probed[result.item.index] = torch.frombuffer(bytearray(result.payload), dtype=torch.float32)
             elif isinstance(result, Answer):
                 self.answer(result)
+            elif isinstance(result, Hashed):
+                self.hashed[result.version] = result.digests
             else:
                 assert isinstance(result, Coded), result
         while self.link.said:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
+from potluck.errors import WireError
 from potluck.hub import actions as act
 from potluck.hub.feed import NOTHING, Item, PieceState
 from potluck.hub.ledger import Ledger
@@ -21,11 +22,14 @@ from potluck.wire.frames import Message, dump_json, pack
 PIECES, GRADIENT_BYTES, HOST_S = 2, 10, 0.1
 MODEL = (TensorSpec(name="w", shape=(4, 2), dtype="float32", role="trained"),)
 VERSIONS = {"potluck": "1", "torch": "2", "python": "3", "protocol": "2"}
-KINDS = ["hello", "alive", "ready", "taken", "closing", "grad", "done", "stopped", "sketch", "leave", "nonsense"]
+KINDS = ["hello", "alive", "ready", "taken", "closing", "grad", "done", "stopped", "sketch", "hashed", "leave"]
+KINDS += ["nonsense"]
 """Whatever a guest can say, and something that it cannot."""
 SIZES: dict[str, Any] = {"micro_batch": 2, "largest_micro_batch": 2}
 DONE: dict[str, Any] = {"compute_s": 0.1, "loss_sum": 1.0, "finite": True, "receive_s": 0.0, **SIZES}
 """What a contribution ends with, beside its lease and its count."""
+DIGESTS = bytes(8 * PIECES)
+"""The host's hashes of its replica, whatever the version."""
 ABOUT = {"fingerprint": fingerprint_to_json(MODEL), "hashes": {"b": "0"}}
 
 
@@ -44,6 +48,14 @@ def new_protocol(batch: int, samples: int, **terms: Any) -> HostProtocol:
     )
 
 
+def _check_travels(action: act.Send) -> None:
+    """What the host says itself can be packed: a WireError would pass for a guest's fault."""
+    try:
+        pack(Message(kind=action.kind, fields=action.fields, frames=action.frames))
+    except WireError as error:
+        raise AssertionError(f"the host would send what cannot travel: {error}") from error
+
+
 class World:
     """What surrounds the protocol: a clock, the coder, the loader, and guests as honest as a test wants them."""
 
@@ -57,6 +69,7 @@ class World:
         self.decoding: list[act.Decode] = []
         self.comparing: list[act.CompareSketch] = []
         self.asked: list[tuple[str, Item]] = []
+        self.hashing: list[int] = []
         self.of_lease: dict[int, list[int]] = defaultdict(list)
         self.is_open = False
         self.in_hand: tuple[tuple[int, ...], bool] | None = None
@@ -70,7 +83,7 @@ class World:
         for action in actions:
             match action:
                 case act.Send():
-                    pack(Message(kind=action.kind, fields=action.fields, frames=action.frames))
+                    _check_travels(action)
                     self.sent[action.guest].append(action)
                 case act.SendSamples():
                     self.of_lease[action.lease] += action.positions
@@ -80,6 +93,8 @@ class World:
                     self.decoding.append(action)
                 case act.CompareSketch():
                     self.comparing.append(action)
+                case act.HashReplica():
+                    self.hashing.append(action.version)
                 case act.Emit():
                     self.events.append(action.event)
                 case act.Pump():
@@ -97,6 +112,7 @@ class World:
             else:
                 member.feed.asked(item)
                 self.asked.append((member.id, item))
+        self.do(self.protocol.guard.ask(member))
 
     # -- the coder
 
@@ -107,6 +123,11 @@ class World:
                 self.state[index] = PieceState(old.version, self.ledger.step, 10, 80)
         for member in self.members.values():
             self.pump(member)
+
+    def hash(self) -> None:
+        """The coder has hashed the versions it was asked for."""
+        while self.hashing:
+            self.do(self.protocol.guard.hashed(self.hashing.pop(0), DIGESTS, self.now))
 
     def decode(self, why_not: str | None = None) -> None:
         done = self.decoding.pop(0)
@@ -143,6 +164,9 @@ class World:
 
     def compare(self, why_not: str | None = None) -> None:
         self.do(self.protocol.compared(self.comparing.pop(0).guest, 1.0, why_not))
+
+    def answer_hash(self, guest: str, digests: bytes = DIGESTS) -> list[act.Action]:
+        return self.say(guest, "hashed", digests, version=self.members[guest].hash_awaited)
 
     def deliver(self, guest: str, *, wrong: int = 0, pieces: int = PIECES, **about: Any) -> list[act.Action]:
         lease = self.members[guest].lease

@@ -92,7 +92,8 @@ def news() -> list[Event]:
         {"event": "guest_lost", **laptop, "reason": "silent for 5 s", "samples_taken_back": 8},
         {"event": "guest_refused", **laptop, "reason": "another model"},
         {"event": "guest_sits_out", "machine": "laptop", "reason": "too slow"},
-        {"event": "lease_taken_back", **laptop, "step": 2, "samples": 8, "reason": "late"},
+        {"event": "lease_taken_back", **laptop, "step": 2, "samples": 8, "reason": "was late"},
+        {"event": "replica_mismatch", **laptop, "step": 2, "samples": 8, "reason": "held other weights"},
         {
             "event": "contribution_dropped",
             "machine": "laptop",

@@ -23,6 +23,7 @@ def test_every_variable_is_read() -> None:
         "POTLUCK_DEBUG": "1",
         "POTLUCK_NAME": "the tower",
         "POTLUCK_TRACE": "/trace.jsonl",
+        "POTLUCK_FAILPOINT": "checkpoint.renamed=kill",
     }
     assert set(given) == set(env.VARIABLES)
     assert env.read(given) == env.Environment(
@@ -33,6 +34,7 @@ def test_every_variable_is_read() -> None:
         debug=True,
         name="the tower",
         trace=Path("/trace.jsonl"),
+        failpoint="checkpoint.renamed=kill",
     )
 
 

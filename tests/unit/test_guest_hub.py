@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from potluck.codec import Codec, get
 from potluck.device import pick
-from potluck.hub.guest import GuestHub, Work, _Arrivals
+from potluck.hub.guest import GuestHub
 from potluck.hub.tensors import ModelTensors
+from potluck.hub.work import Arrivals, Work
 from potluck.spec import layout as layouts
 from potluck.wire.frames import Message
 
@@ -276,7 +277,7 @@ def test_a_lease_says_how_many_of_its_samples_the_host_reckons_with(guest: Guest
 
 
 def test_the_clock_starts_with_the_first_piece_and_counts_it_in() -> None:
-    arrivals = _Arrivals()
+    arrivals = Arrivals()
     assert arrivals.seconds(1, 4) == 0.0
     for number in range(4):
         assert arrivals.seconds(1, 4) == 0.0  # not all are here
@@ -291,14 +292,14 @@ def test_the_clock_starts_with_the_first_piece_and_counts_it_in() -> None:
 
 
 def test_one_piece_alone_has_no_duration() -> None:
-    arrivals = _Arrivals()
+    arrivals = Arrivals()
     arrivals.note(1, 10.0)
     assert arrivals.seconds(1, 1) == 0.0
 
 
 def test_more_pieces_than_there_are_say_nothing() -> None:
     """After a reconnection some come again."""
-    arrivals = _Arrivals()
+    arrivals = Arrivals()
     for number in range(3):
         arrivals.note(1, float(number))
     assert arrivals.seconds(1, 2) == 0.0

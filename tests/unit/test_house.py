@@ -25,7 +25,8 @@ PAGES = ROOT / "docs" / "troubleshooting"
 # From the bottom up; parts on one line must not import each other.
 LAYERS = (
     ("errors", "_version"),
-    ("units", "env"),
+    ("units", "env", "failpoints"),
+    ("durable",),
     ("spec",),
     ("plan", "doctor"),
     ("device",),

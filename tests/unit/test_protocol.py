@@ -114,6 +114,19 @@ def test_another_model_is_refused_and_the_difference_named(theirs: TensorSpec | 
     assert reason in of_kind(world, "guest_refused")[0]["reason"]
 
 
+def test_a_description_that_is_far_longer_than_the_hosts_own_is_not_read() -> None:
+    world = World()
+    world.hello("a")
+    long = {"fingerprint": fingerprint_to_json(MODEL), "hashes": {f"b{n}": "0" * 64 for n in range(20_000)}}
+    world.say("a", "ready", dump_json(long), **SIZES)
+    assert world.members == {}
+    assert "bytes about its model, at most 1048" in refusals(world, "a")[0]
+    world.hello("b")
+    short = {**long, "hashes": dict(list(long["hashes"].items())[:5_000])}  # type: ignore[attr-defined]
+    world.say("b", "ready", dump_json(short), **SIZES)
+    assert world.members["b"].state == "syncing"
+
+
 def test_another_protocol_version_is_refused_whether_known_or_not() -> None:
     world = joined("a")
     for guest in "ax":
@@ -238,7 +251,7 @@ def be_unreachable(world: World) -> None:
 
 
 WAYS = [(leave, "the lid was closed"), (fall_silent, "sent nothing for 6.0 s"), (talk_nonsense, "piece 99")]
-WAYS += [(be_unreachable, "its connection is gone")]
+WAYS += [(be_unreachable, "lost its connection")]
 
 
 @pytest.mark.parametrize(("go", "reason"), WAYS)

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from potluck.hub import actions as act
 from potluck.hub.members import JOINING, SYNCING, Member
 from potluck.wire.frames import dump_json
-from support.protocol_world import ABOUT, DONE, GRADIENT_BYTES, KINDS, PIECES, World, joined, refusals
+from support.protocol_world import ABOUT, DIGESTS, DONE, GRADIENT_BYTES, KINDS, PIECES, World, joined, refusals
 
 NEVER = 10**6
 """The number of a lease that is never given."""
@@ -20,7 +20,7 @@ NEVER = 10**6
 
 
 NAMES = ["lease", "keep", "eta_s", "piece", "count", "compute_s", "loss_sum", "finite", "micro_batch"]
-NAMES += ["largest_micro_batch", "receive_s", "computed", "check", "loss", "bytes", "name", "reason"]
+NAMES += ["version", "largest_micro_batch", "receive_s", "computed", "check", "loss", "bytes", "name", "reason"]
 values = st.one_of(
     st.none(),
     st.booleans(),
@@ -45,7 +45,7 @@ class ProtocolMachine(RuleBasedStateMachine):
 
     @initialize(batch=st.integers(1, 12), samples=st.integers(1, 12), well=st.integers(0, 3))
     def start(self, batch: int, samples: int, well: int) -> None:
-        self.world = World(batch=batch, samples=samples)
+        self.world = World(batch=batch, samples=samples, check_replica_every=1)
         for guest in "abc"[:well]:
             self.joins_well(guest)
 
@@ -85,6 +85,15 @@ class ProtocolMachine(RuleBasedStateMachine):
     @rule(why_not=st.sampled_from([None, None, None, "it differs"]))
     def compares(self, why_not: str | None) -> None:
         self.world.compare(why_not)
+
+    @rule(guest=guests, digests=st.sampled_from([DIGESTS, DIGESTS, b"", b"x" * len(DIGESTS), b"x"]))
+    def hashes(self, guest: str, digests: bytes) -> None:
+        if (member := self.member(guest)) is not None and member.hash_awaited is not None:
+            self.world.answer_hash(guest, digests)
+
+    @rule()
+    def host_hashes(self) -> None:
+        self.world.hash()
 
     # -- the training thread
 

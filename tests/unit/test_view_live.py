@@ -233,3 +233,11 @@ class TestTerminal:
         spent = time.thread_time() - begun
         view.close()
         assert spent / len(events) < 0.001
+
+
+def test_machines_that_come_under_ever_new_names_do_not_fill_the_memory() -> None:
+    hellos = [{"event": "guest_hello", "machine": f"rogue-{n}", "address": "10.0.0.7"} for n in range(500)]
+    state = state_after(sample.run_start(), *hellos)
+    assert len(state.machines) == 128
+    state.fold(sample.step(1))
+    assert len(state.machines) < 10

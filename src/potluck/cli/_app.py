@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from potluck import env
+from potluck import env, failpoints
 from potluck._version import __version__
 from potluck.errors import PotluckError
 
@@ -99,6 +99,7 @@ def app(ctx: click.Context) -> None:
     """Train one PyTorch model on every machine you own. Every machine brings what it has."""
     settings = ctx.ensure_object(Settings)
     settings.environment = env.read()
+    failpoints.arm(settings.environment.failpoint)
     settings.debug = settings.debug or settings.environment.debug
 
 

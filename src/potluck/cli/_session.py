@@ -6,7 +6,6 @@ Owns the order in which these are opened and closed. What is trained is a functi
 from __future__ import annotations
 
 import ipaddress
-import os
 import shlex
 import shutil
 import signal
@@ -71,11 +70,14 @@ def session(settings: Settings, plan: Plan) -> Iterator[Launch]:
 def _run_folder(plan: Plan) -> Iterator[RunFolder]:
     """The run's folder. A new one in which nothing has happened yet does not outlive an error."""
     if plan.resume is not None:
-        yield open_folder(plan.resume)
+        folder = open_folder(plan.resume)
+        with folder.held():
+            yield folder
         return
     folder = new_folder(plan.runs, plan.what)
     try:
-        yield folder
+        with folder.held():
+            yield folder
     except Exception:
         if not folder.events.exists() or folder.events.stat().st_size == 0:
             shutil.rmtree(folder.path, ignore_errors=True)
@@ -163,6 +165,8 @@ def _open_door(launch: Launch, folder: RunFolder, *, only_here: bool) -> str:
         save_keys(folder.keys, keys)
     bind = LOOPBACK if only_here else _checked_bind(config.bind) or next(iter(local_addresses()), LOOPBACK)
     launch.socket = HostSocket(bind=bind, port=port, keys=keys, on_denied=_denied(launch))
+    if launch.socket.warning is not None and not only_here:
+        launch.log.emit({"event": "note", "text": launch.socket.warning})
     addresses = local_addresses() if bind == "0.0.0.0" else (bind,)
     token = encode(
         Token(
@@ -172,7 +176,7 @@ def _open_door(launch: Launch, folder: RunFolder, *, only_here: bool) -> str:
             guest_secret=keys.guest_secret,
         )
     )
-    _write_private(folder.token, token + "\n")
+    folder.write_token(token)
     return token
 
 
@@ -200,13 +204,6 @@ def _denied(launch: Launch) -> Callable[[str], None]:
             launch.log.emit({"event": "refused_stranger", "address": address, "reason": reason})
 
     return on_denied
-
-
-def _write_private(path: Path, text: str) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        path.chmod(0o600)  # also where an older file was more open
-        file.write(text)
 
 
 def _tell_token(token: str, view: str) -> None:
@@ -238,7 +235,9 @@ def _stop_on_signals(launch: Launch, view: View) -> Iterator[None]:
         # In a thread: the signal may have come while this very thread holds the view's lock.
         threading.Thread(target=view.event, args=(note,), daemon=True).start()
 
-    numbers = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)  # with nohup it outlives its terminal
     before = {n: signal.signal(n, on_signal) for n in numbers}
     try:
         yield

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import threading
-import time
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import click
 
 from potluck.cli._app import Settings
 from potluck.cli._options import view_option
-from potluck.errors import LoopError, ScriptError, TokenError
+from potluck.errors import LoopError, NetworkError, ScriptError, TokenError
 
 
 @click.command()
@@ -38,11 +36,18 @@ from potluck.errors import LoopError, ScriptError, TokenError
     help="Seconds to wait for the host to answer.",
 )
 @click.option(
-    "--patience",
-    type=float,
+    "--give-up",
+    "give_up_s",
+    type=click.FloatRange(0.0),
     default=600.0,
     show_default=True,
-    help="Seconds to wait for a host that went away.",
+    metavar="SECONDS",
+    help="Leave when the host has been gone for so long.",
+)
+@click.option(
+    "--runs",
+    type=click.Path(path_type=Path),
+    help="Where the record of a fault is written (default: the folder for temporary files).",
 )
 @click.option("--parent", type=int, hidden=True, help="End when this process is gone.")
 @view_option
@@ -58,13 +63,13 @@ def join(settings: Settings, /, token: str | None, token_file: Path | None, **fl
       potluck join potluck2-…
       potluck join --token-file token.txt --device cpu --threads 4
     """
+    from potluck.launch.life import leased
     from potluck.wire.token import decode
 
-    _end_in_order()
-    if flags["parent"] is not None:
-        _end_with(flags["parent"])
-    decoded = decode(_find_token(token, token_file, settings))
-    _serve(settings, decoded, flags)
+    # Before anything slow: whatever this process waits for, it must not outlive who started it.
+    with leased(flags["parent"]):
+        decoded = decode(_find_token(token, token_file, settings))
+        _serve(settings, decoded, flags)
 
 
 def _find_token(token: str | None, token_file: Path | None, settings: Settings) -> str:
@@ -104,9 +109,11 @@ def _serve(settings: Settings, token: Any, flags: dict[str, Any]) -> None:
     )
     name = machine_name(settings, config)
     hello = {"name": name, "device": device.label, "platform": sys.platform, **versions()}
-    link = GuestLink(token, hello, give_up_s=0.0 if flags["parent"] is not None else flags["patience"])
     view = GuestView(flags["view"])
+    link = GuestLink(token, hello, give_up_s=flags["give_up_s"], recorder=_recorder(name, flags["runs"], view))
     link.waiting = view.waiting
+    link.missing = lambda seconds: view.missing(seconds, flags["give_up_s"])
+    link.found = view.found
     welcome = link.connect(flags["wait_s"])
     fields = welcome.fields
     view.joined(
@@ -129,6 +136,16 @@ def _serve(settings: Settings, token: Any, flags: dict[str, Any]) -> None:
     _compute(launch, flags["script"], view)
 
 
+def _recorder(name: str, runs: Path | None, view: Any) -> Any:
+    """A guest has no run folder: where its record goes is said when there is one."""
+    from potluck.hub.recorder import Recorder
+
+    if runs is not None:
+        return Recorder(name, runs, tell=view.recorded)
+    # All processes of this machine share that folder.
+    return Recorder(f"{name}-{os.getpid()}", Path(tempfile.gettempdir()), tell=view.recorded)
+
+
 def _compute(launch: Any, script: Path | None, view: Any) -> None:
     """Run what the host sends until the run is over, and go in order, whatever ends it."""
     from potluck.train.launch import GuestDone, set_launch
@@ -148,13 +165,19 @@ def _compute(launch: Any, script: Path | None, view: Any) -> None:
         raise
     except ScriptError as error:
         reason = str(error)[:200]
+        link.recorder.fault(reason)
         launch.end_training(reason)
         link.close(reason)  # the person at the host is the one who can mend it
+        raise
+    except Exception as error:
+        if not isinstance(error, NetworkError):  # the link has recorded what happened to it
+            link.recorder.fault(f"{type(error).__name__}: {error}"[:200])
         raise
     finally:
         launch.end_training("its script failed")
         set_launch(None)
         link.close("left")
+        link.recorder.write(now=True)
         view.close()
 
 
@@ -183,27 +206,3 @@ def _run_work(welcome: Any, local: Path | None, view: Any) -> None:
     view.runs(f"{names[0]} from the host (sha256 {script.sha256[:16]}…)")
     with running(names[0], guest=True):
         run_received(script)
-
-
-def _end_in_order() -> None:
-    """A closed terminal or a SIGTERM ends a guest as Ctrl-C does: it says goodbye."""
-
-    def on_signal(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    for name in ("SIGTERM", "SIGHUP"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), on_signal)
-
-
-def _end_with(parent: int) -> None:
-    """End this process when the one that started it is gone."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(5.0)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="potluck-parent", daemon=True).start()

@@ -15,6 +15,8 @@ import click
 if TYPE_CHECKING:
     from potluck.lab.bench import Measured
     from potluck.lab.stage import Progress, Report
+    from potluck.spec.faults import FaultPlan
+    from potluck.spec.rig import Rig
 
 
 @click.command()
@@ -35,6 +37,11 @@ if TYPE_CHECKING:
 )
 @click.option("--loopback", is_flag=True, help="127.0.0.1 and a shaping proxy: no root, any system.")
 @click.option("--no-plots", is_flag=True, help="Write no pictures.")
+@click.option(
+    "--faults",
+    metavar="FILE",
+    help="What goes wrong meanwhile: sleepy-laptop, bad-wifi, power-cut, or a TOML file. Strikes potluck alone.",
+)
 def bench(
     rig: str,
     strategies: tuple[str, ...],
@@ -43,6 +50,7 @@ def bench(
     out: Path | None,
     loopback: bool,
     no_plots: bool,
+    faults: str | None,
 ) -> None:
     """Run each strategy on the same RIG, a built-in name or a TOML file, and compare them.
 
@@ -52,6 +60,7 @@ def bench(
       potluck lab bench home-pair --strategy potluck    only potluck (and the host alone), 3 minutes
       potluck lab bench my-rig.toml --steps 8 --json results.json
       potluck lab bench home-pair --loopback            without namespaces (macOS; no DDP)
+      potluck lab bench home-pair --faults sleepy-laptop
     """
     from potluck.lab import rigs
     from potluck.lab.bench import bench as run
@@ -61,12 +70,15 @@ def bench(
     fleet = rigs.load(rig)
     if steps is not None:
         fleet = fleet.with_steps(steps)
+    plan = faults_for(fleet, faults, strategies) if faults is not None else None
+    if plan is not None and not strategies:
+        strategies = ("potluck",)
     names = on_loopback(strategies) if loopback else check_strategies(strategies)
     folder = out or Path("runs") / "lab" / f"{fleet.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     prepare(folder, json_file)
     try:
-        with make_box(fleet, loopback=loopback) as box, progress() as report:
-            measured = run(fleet, names, box, folder.resolve(), report)
+        with make_box(fleet, loopback=loopback, detours=plan is not None) as box, progress() as report:
+            measured = run(fleet, names, box, folder.resolve(), report, plan)
     except KeyboardInterrupt:
         click.echo(f"logs of what has run: {folder}", err=True)
         raise
@@ -101,6 +113,25 @@ def on_loopback(strategies: tuple[str, ...]) -> list[str]:
     return check_strategies(strategies or able)
 
 
+def faults_for(fleet: Rig, name_or_path: str, strategies: tuple[str, ...]) -> FaultPlan:
+    """The faults, if the rig has the machines that they strike; they strike potluck alone, and that is said."""
+    from potluck.errors import ConfigError, UserError
+    from potluck.lab import faults
+    from potluck.lab.bench import POTLUCK, SOLO, check_strategies
+
+    plan = faults.load(name_or_path)
+    try:
+        plan = plan.on(fleet)
+    except ConfigError as error:
+        raise ConfigError(f"{name_or_path}: {error.what}", hint=error.hint) from error
+    chosen = check_strategies(strategies) if strategies else [POTLUCK]
+    if POTLUCK not in chosen:
+        raise UserError("--faults strikes potluck alone, which is not to run", hint="add --strategy potluck")
+    if others := [name for name in chosen if name not in (POTLUCK, SOLO)]:
+        click.echo(f"faults apply to potluck alone: {', '.join(others)} without them", err=True)
+    return plan
+
+
 def prepare(folder: Path, json_file: str | None) -> None:
     """Find out now, not after ten minutes, that results cannot be written."""
     from potluck.errors import UserError
@@ -117,14 +148,14 @@ def prepare(folder: Path, json_file: str | None) -> None:
         raise UserError(what, hint="give --out and --json places that you may write to") from error
 
 
-def make_box(fleet: Any, *, loopback: bool) -> Any:
+def make_box(fleet: Any, *, loopback: bool, detours: bool = False) -> Any:
     if loopback:
         from potluck.lab.loopback import LoopbackBox
 
         return LoopbackBox(fleet)
     from potluck.lab.namespaces import NamespaceBox
 
-    return NamespaceBox(fleet)
+    return NamespaceBox(fleet, detours=detours)
 
 
 def show(measured: Measured) -> None:

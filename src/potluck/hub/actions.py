@@ -69,6 +69,13 @@ class CompareSketch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HashReplica:
+    """Hash the replica at this version, beside everything else."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Emit:
     """Tell the log and the view."""
 
@@ -94,4 +101,6 @@ class Forget:
     guest: str
 
 
-Action = Send | Welcome | SendSamples | SendReplica | Decode | CompareSketch | Emit | Pump | Wake | Forget
+Action = (
+    Send | Welcome | SendSamples | SendReplica | Decode | CompareSketch | HashReplica | Emit | Pump | Wake | Forget
+)

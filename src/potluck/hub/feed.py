@@ -111,6 +111,10 @@ class Feed:
         """Something outside the rule (the samples of a lease) is under way too."""
         self.in_flight_bytes += nbytes
 
+    def forget(self) -> None:
+        """What the guest holds is wrong: all of it goes out whole. What is being read for it is right already."""
+        self.have = [have if have == PENDING else NOTHING for have in self.have]
+
     def taken(self, nbytes: int) -> None:
         """The guest says that it has taken this much off the wire."""
         self.in_flight_bytes = max(0, self.in_flight_bytes - nbytes)

@@ -16,7 +16,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,7 +24,9 @@ from torch import Tensor
 from potluck.codec import Codec, encode_with_feedback
 from potluck.device import Device
 from potluck.errors import PotluckError
+from potluck.failpoints import hit
 from potluck.hub.feed import NOTHING
+from potluck.hub.hashes import PieceHashes
 from potluck.hub.link import GuestLink
 from potluck.hub.tensors import (
     ModelTensors,
@@ -36,64 +37,12 @@ from potluck.hub.tensors import (
     write_part,
     write_piece,
 )
+from potluck.hub.work import Arrivals, Work
 from potluck.spec.layout import fingerprint_to_json
 from potluck.wire.frames import Message, dump_json
 from potluck.wire.tree import unpack_tree
 
 MAX_BATCH_BYTES = 1 << 30
-
-
-@dataclass(slots=True, kw_only=True)
-class Work:
-    """A lease, or a common batch to be checked on."""
-
-    id: int
-    """The lease's number; for a check, the check's number."""
-    check: bool
-    step: int
-    sizes: tuple[int, ...]
-    received: float
-    quota: int = 0
-    """How many of its samples the host reckons with."""
-    within_s: float = 0.0
-    """When the host is done if that many are delivered; each one fewer costs it `host_sample_s` more."""
-    host_sample_s: float = 0.0
-    transfer_s: float = 0.0
-    """What a coded message takes on this machine's link, each way."""
-    tail_s: float = 0.0
-    """What it takes from the last backward to the arrival at the host, as the host has measured it."""
-    samples: list[list[int]] | None = None
-    batches: dict[int, Any] = field(default_factory=dict)
-    over: bool = False
-    """The host has taken it back, or has gone on."""
-
-    @property
-    def key(self) -> int:
-        """Under which number its samples travel: a check's are negative."""
-        return -self.id if self.check else self.id
-
-
-@dataclass(slots=True)
-class _Arrivals:
-    """When the changes of the newest version came."""
-
-    version: int = NOTHING
-    first: float = 0.0
-    last: float = 0.0
-    count: int = 0
-
-    def note(self, version: int, now: float) -> None:
-        if version != self.version:
-            self.version, self.first, self.count = version, now, 0
-        self.last = now
-        self.count += 1
-
-    def seconds(self, version: int, pieces: int) -> float:
-        """How long all pieces of a version took to arrive; 0 where not all were seen."""
-        if version != self.version or self.count != pieces or pieces < 2:
-            return 0.0
-        # The clock starts when the first piece is here already.
-        return (self.last - self.first) * pieces / (pieces - 1)
 
 
 class RunOver(Exception):
@@ -128,10 +77,12 @@ class GuestHub:
         self._hashes: dict[str, str] = {}
         self._residual: Tensor | None = None
         self._scratch: Tensor | None = None
+        self._hashing: PieceHashes | None = None
+        """The replica's hash that the host has asked for."""
         self._over: str | None = None
         self._stop = False
         self._failure: BaseException | None = None
-        self._arrivals = _Arrivals()
+        self._arrivals = Arrivals()
         self._micro_batch: Callable[[], tuple[int, int]] = lambda: (1, 1)
         self._worker = threading.Thread(target=self._run, name="potluck-coder", daemon=True)
 
@@ -257,7 +208,9 @@ class GuestHub:
             "micro_batch": usual,
             "largest_micro_batch": most,
         }
+        hit("guest.before-finish")
         self._link.data(Message(kind="done", fields=fields))
+        hit("guest.finished")
 
     def send_sketch(self, work: Work, *, values: memoryview, count: int, loss: float, compute_s: float) -> None:
         fields: dict[str, Any] = {"check": work.id, "count": count, "compute_s": compute_s}
@@ -316,6 +269,7 @@ class GuestHub:
             self._incoming.clear()
             self._early.clear()
             self._clear_residual = True
+            self._hashing = None
             self._have = [NOTHING] * len(self._have)
             self._changed.notify_all()
 
@@ -325,7 +279,7 @@ class GuestHub:
     def _message(self, channel: str, message: Message) -> None:
         with self._changed:
             kind, fields = message.kind, message.fields
-            if kind in ("change", "whole", "tensor"):
+            if kind in ("change", "whole", "tensor", "hash", "resync"):
                 if kind == "change":
                     self._arrivals.note(int(fields["version"]), time.monotonic())
                 self._incoming.append(message)
@@ -393,13 +347,13 @@ class GuestHub:
                 self._changed.notify_all()
 
     def _turn(self) -> bool:
-        """One piece: coding gradients goes first, the host may be waiting for them."""
+        """One piece: coding gradients goes first, the host may be waiting for them; the hash goes last."""
         with self._changed:
-            self._changed.wait_for(lambda: self._stop or self._to_code or self._can_apply())
+            self._changed.wait_for(lambda: self._stop or self._to_code or self._can_apply() or self._hashing)
             if self._stop:
                 return False
             job = self._to_code.popleft() if self._to_code else None
-            message = self._incoming.popleft() if job is None else None
+            message = self._incoming.popleft() if job is None and self._can_apply() else None
             clear, self._clear_residual = self._clear_residual, False
             self._busy = True
         with torch.no_grad():
@@ -407,7 +361,9 @@ class GuestHub:
                 self._residual.zero_()
             if message is not None:
                 self._apply(message)
-            elif job is not None and not job[0].over:
+            elif job is None:
+                self._hash()
+            elif not job[0].over:
                 self._code(*job)
         with self._changed:
             self._busy = False
@@ -418,8 +374,12 @@ class GuestHub:
         if not self._incoming:
             return False
         message, active = self._incoming[0], self._active
-        if active is None:
+        if active is None or message.kind == "hash":
             return True
+        if message.kind == "resync":
+            active.over = True  # it is computed on weights that are not the host's
+            self._changed.notify_all()
+            return False
         # Work that is over passes its gates: what came for it must not change weights between its forward and
         # its backward.
         if message.kind == "tensor" or active.over:
@@ -433,12 +393,17 @@ class GuestHub:
         return version <= active.step
 
     def _apply(self, message: Message) -> None:
+        if message.kind in ("hash", "resync"):
+            self._compare_weights(message.kind, int(message.fields["version"]))
+            return
+        hit("guest.before-apply")
         fields, payload = message.fields, self._device.from_host(from_bytes(message.frames[0]))
         if message.kind == "tensor":
             write_part(self._tensors.fixed, str(fields["name"]), int(fields["start"]), payload)
         else:
             index, version = int(fields["piece"]), int(fields["version"])
             piece = self._layout.pieces[index]
+            self._hash(index)
             if message.kind == "whole":
                 write_piece(piece, self._tensors.trained, payload.view(torch.float32))
             elif self._have[index] == int(fields["base"]):
@@ -449,9 +414,38 @@ class GuestHub:
             with self._changed:
                 self._have[index] = version
                 self._changed.notify_all()
+        hit("guest.applied")
         self._taken(message)
 
+    def _compare_weights(self, kind: str, version: int) -> None:
+        """The host asks for the replica's hash, or says that it was wrong and that all pieces come anew."""
+        with self._changed:
+            if kind == "resync":
+                self._have = [NOTHING] * len(self._have)
+                self._changed.notify_all()
+            elif all(have == version for have in self._have):
+                self._hashing = PieceHashes(version, len(self._have))
+            else:
+                self._link.control("hashed", b"", version=version)  # the host is wrong about what is held here
+
+    def _hash(self, index: int | None = None) -> None:
+        """Take a piece into the hash that is under way: any, or this one, before it changes."""
+        hashing = self._hashing
+        if hashing is None:
+            return
+        index = hashing.next() if index is None else index
+        if index is None or not hashing.lacks(index):
+            return
+        piece = self._layout.pieces[index]
+        values = read_piece(piece, self._tensors.trained, self._buffer(piece.count))
+        hashing.take(index, raw_bytes(self._device.to_host(values)))
+        with self._changed:
+            if hashing.complete and self._hashing is hashing:  # the host has not been lost meanwhile
+                self._hashing = None
+                self._link.control("hashed", hashing.digests(), version=hashing.version)
+
     def _code(self, work: Work, index: int) -> None:
+        hit("guest.before-code")
         piece = self._layout.pieces[index]
         if self._residual is None:
             self._residual = torch.zeros(self._layout.count, device=self._device.torch_device)
@@ -464,6 +458,7 @@ class GuestHub:
             self._finite = False
         frame = raw_bytes(self._device.to_host(payload))
         self._link.data(Message(kind="grad", fields={"lease": work.id, "piece": index}, frames=(frame,)))
+        hit("guest.coded")
         with self._changed:
             self._coded.add(index)
             self._changed.notify_all()

@@ -12,16 +12,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from potluck.errors import GuestsMissingError, LoopError, WireError
+from potluck.failpoints import hit
 from potluck.hub import actions as act
 from potluck.hub.feed import TensorPart
-from potluck.hub.host_coder import Answer, Coded, Decoded, Failed, HostCoder
+from potluck.hub.host_coder import Answer, Coded, Decoded, Failed, Hashed, HostCoder
 from potluck.hub.members import JOINING, Member
 from potluck.hub.parity import Sketch, compare
 from potluck.hub.protocol import HostProtocol
+from potluck.hub.recorder import Recorder
 from potluck.hub.stepping import StepResult
 from potluck.hub.tensors import ModelTensors
 from potluck.wire.frames import Message, VersionError, pack, unpack
@@ -30,6 +32,8 @@ from potluck.wire.tree import pack_tree
 
 PART_BYTES = 4 << 20
 """Frozen tensors travel in parts of this size."""
+STOOD_STILL_S = 2.0
+"""An I/O thread that did not run for this long was not let: the machine slept."""
 Event = dict[str, Any]
 
 
@@ -46,6 +50,7 @@ class HubParts:
     fetch: Callable[[Sequence[int]], Any]
     """The collated batch of these samples of the data set."""
     emit: Callable[[Event], None]
+    recorder: Recorder = field(default_factory=lambda: Recorder("host", None))
 
 
 class HostHub:
@@ -66,11 +71,14 @@ class HostHub:
         self._step_open = True
         """Whether the weights are those of a version: in a step, and before the first one."""
         self._failure: BaseException | None = None
+        self._turned = time.monotonic()
+        """When the I/O thread last began a turn."""
         self._thread = threading.Thread(target=self._run, name="potluck-io", daemon=True)
 
     # -- the training thread ----------------------------------------------------------------------------
 
     def start(self) -> None:
+        self._turned = time.monotonic()
         self._coder.start()
         self._thread.start()
 
@@ -100,9 +108,11 @@ class HostHub:
             self._raise_failure()
             self._step_open = True
             self._guest_loss = 0.0
+            hit("host.before-step")
             self._do(self._protocol.begin_step(time.monotonic(), self._coder.state, host_keeps=1))
             if any(m.feed.open for m in self._protocol.members.values()):
                 self._coder.code_change()
+            hit("host.dealt")
 
     def take(self, count: int) -> tuple[tuple[int, ...], bool]:
         """Positions for the host's next micro-batch (none: the step is full); whether it is a common batch."""
@@ -110,6 +120,7 @@ class HostHub:
             while True:
                 self._raise_failure()
                 now = time.monotonic()
+                self._see_standstill(now)
                 check = self._protocol.check_samples
                 take, actions = self._protocol.stepping.take(check or count, now)
                 self._do(actions)
@@ -135,6 +146,7 @@ class HostHub:
     def end_step(self) -> tuple[StepResult, float]:
         """Close a full step and add the contributions to the gradients; also the guests' summed loss."""
         with self._lock:
+            hit("host.before-end-step")
             result = self._protocol.stepping.end()
             self._step_open = False
             loss = self._guest_loss
@@ -166,6 +178,9 @@ class HostHub:
 
     def close(self, reason: str) -> None:
         """Tell the guests that the run is over, and end the threads."""
+        hit("host.before-bye")
+        if reason == "failed" and self._thread.is_alive():
+            self._parts.recorder.fault("the host's training failed")
         with self._lock:
             for guest in self._protocol.members:
                 self._send(guest, act.CONTROL, Message(kind="bye", fields={"reason": reason}))
@@ -176,6 +191,8 @@ class HostHub:
         self._loader.shutdown(wait=False, cancel_futures=True)
         self._coder.close()
         self._socket.close()
+        self._record(now=True)
+        hit("host.closed")
 
     def _raise_failure(self) -> None:
         """What went wrong beside training (a data set that failed, a fault of ours) is raised in training."""
@@ -190,11 +207,27 @@ class HostHub:
                 self._turn(self._socket.receive(0.1))
             self._flush()
         except BaseException as error:
+            self._parts.recorder.fault(f"the host's I/O failed: {type(error).__name__}")
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
 
+    def _see_standstill(self, now: float) -> None:
+        still_s = now - self._turned
+        if still_s > STOOD_STILL_S:
+            self._turned = now
+            self._do(self._protocol.stood_still(still_s, now))
+
+    def _record(self, *, now: bool = False) -> None:
+        """After a fault: what led to it, into the run's folder. Without the lock, it is a file."""
+        recorder = self._parts.recorder
+        if (path := recorder.write(now=now)) is not None:
+            self._parts.emit({"event": "flight_recorded", "machine": recorder.name, "path": str(path)})
+
     def _turn(self, received: Sequence[tuple[bytes, Sequence[Any]]]) -> None:
+        with self._changed:
+            self._see_standstill(time.monotonic())
+            self._turned = time.monotonic()
         for peer, frames in received:
             self._receive(peer, frames)
         with self._changed:
@@ -202,6 +235,7 @@ class HostHub:
             while self._coder.results:
                 self._coder_says(self._coder.results.popleft())
         self._flush()
+        self._record()
 
     def _receive(self, peer: bytes, frames: Sequence[Any]) -> None:
         guest = peer[:-1].hex()
@@ -217,12 +251,16 @@ class HostHub:
                 if member is not None:
                     self._do(self._protocol.put_out(member, f"sent bytes that are no message: {error}"))
                 return
-            self._bytes_up += sum(len(f) for f in message.frames)
+            nbytes = sum(len(f) for f in message.frames)
+            self._bytes_up += nbytes
+            self._parts.recorder.message("in", self._name_of(guest), message.kind, message.fields, nbytes)
+            hit("host.received", message.kind)
             self._do(
                 self._protocol.message(
                     guest, message.kind, message.fields, message.frames, time.monotonic(), address
                 )
             )
+            hit("host.handled", message.kind)
 
     def _flush(self) -> None:
         while self._outbox:
@@ -231,7 +269,11 @@ class HostHub:
                 with self._changed:
                     self._do(self._protocol.unreachable(peer[:-1].hex()))
 
-    def _coder_says(self, result: Answer | Decoded | Coded | Failed) -> None:
+    def _name_of(self, guest: str) -> str:
+        member = self._protocol.members.get(guest)
+        return member.name if member is not None else guest
+
+    def _coder_says(self, result: Answer | Decoded | Coded | Hashed | Failed) -> None:
         if isinstance(result, Failed):
             raise result.error
         if isinstance(result, Coded):
@@ -239,9 +281,13 @@ class HostHub:
                 self._pump(member)
             self._changed.notify_all()
         elif isinstance(result, Decoded):
+            hit("host.before-count")
             if result.why_not is None:
                 self._guest_loss += result.loss_sum
             self._do(self._protocol.decoded(result.guest, result.lease, result.why_not, time.monotonic()))
+            hit("host.counted")
+        elif isinstance(result, Hashed):
+            self._do(self._protocol.guard.hashed(result.version, result.digests, time.monotonic()))
         elif (answered := self._protocol.members.get(result.guest)) is not None:
             self._send_answer(answered, result)
 
@@ -269,6 +315,7 @@ class HostHub:
                 part = member.feed.tensors[0] if item.kind == "tensor" else None
                 member.feed.asked(item)
                 self._coder.ask(member.id, item, part)
+        self._do(self._protocol.guard.ask(member))
 
     def _release(self, index: int, version: int) -> None:
         """Let go of a coded change that every guest it is meant for has been sent."""
@@ -285,7 +332,10 @@ class HostHub:
                     message = Message(kind=action.kind, fields=action.fields, frames=action.frames)
                     self._send(action.guest, action.channel, message)
                 case act.Emit():
+                    self._parts.recorder.event(action.event)
                     self._parts.emit(action.event)
+                case act.HashReplica():
+                    self._coder.hash_version(action.version)
                 case act.Wake():
                     self._changed.notify_all()
                 case act.Pump():
@@ -304,8 +354,11 @@ class HostHub:
                     self._coder.forget(action.guest)
 
     def _send(self, guest: str, channel: str, message: Message) -> None:
+        hit("host.sending", message.kind)
         peer = bytes.fromhex(guest) + (b"c" if channel == act.CONTROL else b"d")
-        self._bytes_down += sum(len(f) for f in message.frames)
+        nbytes = sum(len(f) for f in message.frames)
+        self._bytes_down += nbytes
+        self._parts.recorder.message("out", self._name_of(guest), message.kind, message.fields, nbytes)
         self._outbox.append((peer, list(pack(message))))
         self._socket.wake()
 
@@ -346,6 +399,7 @@ class HostHub:
 
     def _introduce(self, action: act.SendReplica) -> None:
         """Queue the fixed tensors that the newcomer lacks, then the replica."""
+        hit("host.before-introduce")
         tensors = self._parts.tensors
         if self._hashes is None:
             self._hashes = tensors.hashes()
@@ -369,8 +423,10 @@ class HostHub:
                 if self._step_open:
                     self._coder.code_change()
                 self._pump(member)
+        hit("host.introduced")
 
     def _compare(self, action: act.CompareSketch) -> None:
+        hit("host.before-compare")
         with self._lock:
             reference = self._references.get(action.check)
         if reference is None:
@@ -386,3 +442,4 @@ class HostHub:
         )
         with self._changed:
             self._do(self._protocol.compared(action.guest, cosine, why_not))
+        hit("host.compared")

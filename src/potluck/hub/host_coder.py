@@ -19,7 +19,9 @@ from torch import Tensor
 from potluck.codec import Codec, encode_change
 from potluck.device import Device
 from potluck.errors import WireError
+from potluck.failpoints import hit
 from potluck.hub.feed import NOTHING, Item, PieceState, TensorPart
+from potluck.hub.hashes import PieceHashes
 from potluck.hub.tensors import ModelTensors, from_bytes, raw_bytes, read_piece, round_to_types
 
 
@@ -52,6 +54,14 @@ class Coded:
 
 
 @dataclass(frozen=True, slots=True)
+class Hashed:
+    """The replica's hashes at a version, one for each piece."""
+
+    version: int
+    digests: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """The coder's thread ended with an error of ours."""
 
@@ -59,7 +69,7 @@ class Failed:
 
 
 class HostCoder:
-    """One worker thread with three queues: contributions first, then the change, then newcomers."""
+    """One worker thread with four queues: contributions first, then the change, the replica's hash, newcomers."""
 
     def __init__(
         self, tensors: ModelTensors, *, down: Codec, up: Codec, device: Device, notify: Callable[[], None]
@@ -68,7 +78,7 @@ class HostCoder:
         self._layout = tensors.layout
         self._down, self._up, self._device = down, up, device
         self._notify = notify
-        self.results: deque[Answer | Decoded | Coded | Failed] = deque()
+        self.results: deque[Answer | Decoded | Coded | Hashed | Failed] = deque()
         self.version = 0
         """The version of the weights: the number of updates made."""
         self.state = [PieceState(NOTHING, NOTHING, down.nbytes(p.count), 4 * p.count) for p in self._layout.pieces]
@@ -80,6 +90,7 @@ class HostCoder:
         self._contributions: deque[tuple[str, int, dict[int, Any], float]] = deque()
         self._requests: deque[tuple[str, Item, TensorPart | None]] = deque()
         self._to_code: deque[int] = deque()
+        self._hashing: PieceHashes | None = None
         self._weights = threading.Lock()
         self._update_wanted = False
         self._stop = False
@@ -103,6 +114,12 @@ class HostCoder:
         with self._changed:
             version = self.version
             self._to_code = deque(i for i, s in enumerate(self.state) if s.version != version)
+            self._changed.notify()
+
+    def hash_version(self, version: int) -> None:
+        """Hash the replica once it is at this version; one that was asked for before is given up."""
+        with self._changed:
+            self._hashing = PieceHashes(version, len(self.state))
             self._changed.notify()
 
     def collect(self) -> None:
@@ -168,31 +185,72 @@ class HostCoder:
     def _turn(self) -> bool:
         """One piece of work; False when the thread should end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._stop or self._contributions or self._to_code or self._requests)
+            self._changed.wait_for(
+                lambda: (
+                    self._stop
+                    or self._contributions
+                    or self._to_code
+                    or self._requests
+                    or self._to_hash() is not None
+                )
+            )
             if self._stop:
                 return False
             contribution = self._contributions.popleft() if self._contributions else None
             piece = self._to_code.popleft() if self._to_code and contribution is None else None
-            request = None
-            if contribution is None and piece is None and self._requests:
-                request = self._requests.popleft()
+            free = contribution is None and piece is None
+            hashed = self._to_hash() if free else None
+            request = self._requests.popleft() if free and hashed is None and self._requests else None
         with torch.no_grad():
             if contribution is not None:
                 self._add(*contribution)
             elif piece is not None:
                 self._code(piece)
+            elif hashed is not None:
+                self._hash(hashed)
             elif request is not None:
                 self._answer(*request)
         return True
+
+    def _to_hash(self) -> int | None:
+        return None if self._hashing is None else self._hashing.next([s.version for s in self.state])
+
+    def _hash(self, index: int) -> None:
+        hashing, piece = self._hashing, self._layout.pieces[index]
+        assert self._replica is not None
+        if hashing is None or hashing.version != self.state[index].version:
+            return  # another version has been asked for meanwhile
+        values = self._replica[piece.offset : piece.offset + piece.count]
+        hashing.take(index, raw_bytes(self._device.to_host(values)))
+        if hashing.complete:
+            self.results.append(Hashed(hashing.version, hashing.digests()))
+            self._hashed(hashing)
+
+    def _hashed(self, hashing: PieceHashes) -> None:
+        with self._changed:
+            if self._hashing is hashing:
+                self._hashing = None
+
+    def _before_change(self, index: int, old: int) -> None:
+        """A piece is about to leave its version: whoever wants the hash of that takes it now or never."""
+        hashing = self._hashing
+        if hashing is None or not hashing.lacks(index):
+            return
+        if old == hashing.version:
+            self._hash(index)
+        elif hashing.version < self.version:
+            self._hashed(hashing)  # the weights went on before this piece was there
 
     def _code(self, index: int) -> None:
         piece = self._layout.pieces[index]
         if self._update_wanted:
             return
+        self._before_change(index, self.state[index].version)
         with self._weights:
             version, old = self.version, self.state[index]
             if old.version == version:
                 return  # asked for twice: a second change of the same version would reach nobody
+            hit("host.before-change")
             target = read_piece(piece, self._tensors.trained, self._buffer(piece.count))
             if self._replica is None:
                 self._replica = torch.empty(self._layout.count, device=self._device.torch_device)
@@ -210,6 +268,7 @@ class HostCoder:
                     base = NOTHING  # goes out whole, or it would stay broken for ever
         with self._changed:
             self.state[index] = PieceState(base, version, old.change_bytes, old.whole_bytes, change)
+        hit("host.change-coded")
         self.results.append(Coded(index))
 
     def _answer(self, guest: str, item: Item, part: TensorPart | None) -> None:
@@ -227,6 +286,7 @@ class HostCoder:
     def _add(self, guest: str, lease: int, pieces: dict[int, Any], loss_sum: float) -> None:
         """All of a contribution or nothing of it: first every piece is checked, then every piece is added."""
         why_not = None
+        hit("host.before-decode")
         try:
             payloads = [from_bytes(pieces[p.index]) for p in self._layout.pieces]
             for piece, payload in zip(self._layout.pieces, payloads):
@@ -241,6 +301,7 @@ class HostCoder:
             self._sum_used = True
         except WireError as error:
             why_not = str(error)
+        hit("host.decoded")
         self.results.append(Decoded(guest, lease, loss_sum, why_not))
 
     def _add_piece(self, offset: int, count: int, payload: Tensor) -> None:

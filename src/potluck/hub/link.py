@@ -8,21 +8,29 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from potluck.errors import HostGoneError, NetworkError, PotluckError, RefusedError, WireError
+from potluck.failpoints import hit
+from potluck.hub.recorder import Recorder
 from potluck.wire.frames import PROTOCOL, Message, VersionError, pack, unpack
 from potluck.wire.token import Token
-from potluck.wire.transport import GuestSocket
+from potluck.wire.transport import GuestSocket, HungUpError
 
 HEARTBEAT_S = 1.0
+NOTICE_S = 5.0
+"""A host that says nothing for this long is worth a word to the person at this machine."""
 SILENCE_S = 10.0
-"""A host that says nothing for this long is gone for now."""
+"""A host that says nothing for this long is gone for now: what was under way is void."""
+STOOD_STILL_S = 2.0
+"""A wait of a fifth of a second that took this long: the machine slept."""
 ATTEMPT_S = 6.0
 """For one attempt to connect: the host ends a handshake that takes longer than 5 s."""
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 10.0
+HANG_UPS_BELIEVED = 3
+"""One that hangs up in the handshake is another host, or strangers crowd its door: so often is no chance."""
 LAST_WORDS_S = 0.5
 """When one connection has ended, what the host said last may still be on its way on the other."""
 
@@ -32,8 +40,11 @@ Handler = Callable[[str, Message], None]
 class GuestLink:
     """Connected from `connect` on; reconnects by itself until `give_up_s` have passed without a host."""
 
-    def __init__(self, token: Token, hello: dict[str, Any], *, give_up_s: float = 600.0) -> None:
+    def __init__(
+        self, token: Token, hello: dict[str, Any], *, give_up_s: float = 600.0, recorder: Recorder | None = None
+    ) -> None:
         self._token = token
+        self.recorder = recorder or Recorder("guest", None)
         self._hello = hello
         self._give_up_s = give_up_s
         self._socket: GuestSocket | None = None
@@ -47,6 +58,12 @@ class GuestLink:
         self._welcome: Message | None = None
         self._stop = False
         self._last_heard = 0.0
+        self._missing_since: float | None = None
+        """When the host was last heard, once that is worth a word."""
+        self._lost_at: float | None = None
+        self._put_out = False
+        self._hang_ups = 0
+        self._told = 0.0
         self.failure: PotluckError | None = None
         self.waiting: Callable[[NetworkError], None] = lambda error: None
         """Called when the host did not answer and is asked again."""
@@ -54,6 +71,10 @@ class GuestLink:
         """Called when the host is lost, before the link tries again."""
         self.back: Callable[[Message], None] = lambda welcome: None
         """Called with the host's new welcome when it is found again."""
+        self.missing: Callable[[float], None] = lambda seconds: None
+        """Called about once a second while nothing is heard of the host, with the seconds since it was."""
+        self.found: Callable[[], None] = lambda: None
+        """Called when it is heard again after that."""
         self.ended: Callable[[], None] = lambda: None
         """Called when the link has ended for good; `failure` says why."""
         self._thread = threading.Thread(target=self._run, name="potluck-link", daemon=True)
@@ -70,10 +91,8 @@ class GuestLink:
             try:
                 self._open(max(0.5, min(ATTEMPT_S, deadline - time.monotonic())))
                 break
-            except RefusedError:
-                raise
             except NetworkError as error:
-                if time.monotonic() + FIRST_BACKOFF_S > deadline:
+                if self._is_final(error) or time.monotonic() + FIRST_BACKOFF_S > deadline:
                     raise
                 self.waiting(error)
                 time.sleep(FIRST_BACKOFF_S)
@@ -101,10 +120,14 @@ class GuestLink:
             self._handler = handler
 
     def control(self, kind: str, *frames: bytes, **fields: Any) -> None:
+        hit("guest.sending", kind)
+        self.recorder.message("out", "host", kind, fields, sum(len(f) for f in frames))
         self._control.append(list(pack(Message(kind=kind, fields=fields, frames=frames))))
         self._wake()
 
     def data(self, message: Message) -> None:
+        hit("guest.sending", message.kind)
+        self.recorder.message("out", "host", message.kind, message.fields, sum(len(f) for f in message.frames))
         self._data.append(list(pack(message)))
         self._wake()
 
@@ -133,26 +156,57 @@ class GuestLink:
         except BaseException:
             socket.close(linger_s=0.0)
             raise
+        self._hang_ups = 0
         self._control.clear()
         self._data.clear()
+        hit("guest.sending", "hello")
+        self.recorder.message("out", "host", "hello", {}, 0)
         socket.send_control(pack(Message(kind="hello", fields=self._hello)))
+        # A host that has not yet noticed that this guest was gone will know it by this name.
+        self._hello = {**self._hello, "before": socket.guest_id.hex()}
         self._last_heard = time.monotonic()
         self._socket = socket
+
+    def _is_final(self, error: NetworkError) -> bool:
+        """Whether it is no use to try again."""
+        self._hang_ups = self._hang_ups + 1 if isinstance(error, HungUpError) else 0
+        return self._hang_ups >= HANG_UPS_BELIEVED if self._hang_ups else isinstance(error, RefusedError)
 
     def _run(self) -> None:
         try:
             while not self._stop:
                 try:
                     self._serve()
-                except HostGoneError:
+                except HostGoneError as error:
+                    self._fault(error)
                     self.lost()
                     self._reconnect()
         except PotluckError as error:
             self.failure = error
         except Exception as error:
             self.failure = PotluckError(f"the link to the host failed: {error!r}")
+        # A loss has been recorded when it came; a guest that never got in knows all from the refusal.
+        if self.failure is not None and (self._put_out or not isinstance(self.failure, NetworkError)):
+            self._fault(self.failure)
         self._welcomed.set()
         self.ended()
+
+    def _fault(self, error: PotluckError) -> None:
+        self.recorder.fault(error.what)
+        self.recorder.write()
+
+    def _tell_missing(self, now: float) -> None:
+        if self._missing_since is None:
+            self._missing_since = self._last_heard
+        if now - self._told >= 1.0:
+            self._told = now
+            self.missing(now - self._missing_since)
+
+    def _heard(self) -> None:
+        self._lost_at = None
+        if self._missing_since is not None:
+            self._missing_since = None
+            self.found()
 
     def _serve(self) -> None:
         """Move messages until the host is gone or the link is closed."""
@@ -163,14 +217,22 @@ class GuestLink:
             now = time.monotonic()
             if now - beat >= HEARTBEAT_S:
                 beat = now
+                self.recorder.message("out", "host", "alive", {}, 0)
                 self._control.append(list(pack(Message(kind="alive", fields={}))))
             self._flush()
             # A full queue is looked at again soon; otherwise wake() ends the wait.
-            for channel, frames in self._socket.receive(0.005 if self._data else 0.2):
+            received = self._socket.receive(0.005 if self._data else 0.2)
+            still_s = time.monotonic() - now
+            if still_s > STOOD_STILL_S:
+                self._last_heard += still_s  # this machine was asleep: the host is not to blame
+            for channel, frames in received:
                 self._last_heard = time.monotonic()
                 self._dispatch(channel, frames)
-            if time.monotonic() - self._last_heard > SILENCE_S:
-                raise HostGoneError(f"the host at {self.address} sent nothing for {SILENCE_S:.0f} s")
+            silent_s = time.monotonic() - self._last_heard
+            if silent_s > SILENCE_S:
+                raise HostGoneError(f"the host at {self.address} sent nothing for {silent_s:.1f} s")
+            if silent_s > NOTICE_S:
+                self._tell_missing(time.monotonic())
             if not self._socket.connected:
                 ended = now if ended is None else ended
                 if now - ended > LAST_WORDS_S:
@@ -194,11 +256,14 @@ class GuestLink:
             ) from error
         except WireError:
             return
+        self._note_received(message.kind, message.fields, sum(len(f) for f in message.frames))
         if message.kind == "alive":
             return
+        hit("guest.received", message.kind)
         if message.kind == "unknown":
             raise HostGoneError("the host does not know this guest any more")
         if message.kind == "refuse":
+            self._put_out = message.fields.get("joined") is True
             raise RefusedError(
                 f"the host refused this machine: {message.fields.get('reason', '?')}",
                 hint="both need the same model (without --script the host's own is run) and the same potluck",
@@ -209,6 +274,7 @@ class GuestLink:
             self._welcomed.set()
             if not first:
                 self.back(message)
+            hit("guest.handled", "welcome")
             return
         if message.kind == "bye":
             self._stop = True  # nobody is there to come back to
@@ -218,26 +284,38 @@ class GuestLink:
                 self._waiting.append((channel, message))
                 return
         handler(channel, message)
+        hit("guest.handled", message.kind)
+
+    def _note_received(self, kind: str, fields: Mapping[str, Any], nbytes: int) -> None:
+        self.recorder.message("in", "host", kind, fields, nbytes)
+        if kind not in ("unknown", "refuse"):
+            self._heard()
 
     def _reconnect(self) -> None:
-        deadline = time.monotonic() + self._give_up_s
+        # Counted from the loss, not from this attempt: a host that lets guests in and says no word is gone too.
+        tried = self._lost_at is not None
+        self._lost_at = time.monotonic() if self._lost_at is None else self._lost_at
+        deadline = self._lost_at + self._give_up_s
         backoff = FIRST_BACKOFF_S
         if self._socket is not None:
             self._socket.close(linger_s=0.0)
             self._socket = None
         while not self._stop:
+            if tried and time.monotonic() > deadline:
+                raise HostGoneError(
+                    f"the host has been gone for {self._give_up_s:.0f} s",
+                    hint="start it again with --resume and join again with the same token",
+                )
+            tried = True
             try:
                 self._open(timeout_s=5.0)
                 return
-            except RefusedError:
-                raise
-            except NetworkError:
-                if time.monotonic() > deadline:
-                    raise HostGoneError(
-                        f"the host has been gone for {self._give_up_s:.0f} s",
-                        hint="start it again with --resume and join again with the same token",
-                    ) from None
-            wake_at = time.monotonic() + backoff
+            except NetworkError as error:
+                if self._is_final(error):
+                    raise
+                self.recorder.note("no_answer", "host", {}, {"reason": error.what})
+            wake_at = min(time.monotonic() + backoff, max(deadline, time.monotonic() + 0.1))
             while not self._stop and time.monotonic() < wake_at:
+                self._tell_missing(time.monotonic())
                 time.sleep(0.1)
             backoff = min(LONGEST_BACKOFF_S, 2 * backoff)

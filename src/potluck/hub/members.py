@@ -86,6 +86,17 @@ class Member:
     """Samples it has contributed to the run."""
     busy_s: float = 0.0
     """Seconds of computing in its last contribution."""
+    joined: bool = False
+    """It has passed the parity check once: what it computes counts."""
+    hash_asked: int | None = None
+    """The newest version at which it was asked for its replica's hash, or passed over."""
+    hash_awaited: int | None = None
+    """The version of the hash that it has not yet answered."""
+    hashes_equal: int = 0
+    """Hashes in a row that were the host's."""
+    mismatches: int = 0
+    put_out: bool = False
+    """It goes because the host will not have it any longer."""
     leaving: tuple[str, str] | None = None
     """The event and the reason with which it goes, once its last contribution has been decoded."""
 

@@ -27,16 +27,19 @@ from potluck.hub.actions import (
     Welcome,
 )
 from potluck.hub.feed import Feed, PieceState
+from potluck.hub.guard import ReplicaGuard
 from potluck.hub.ledger import Ledger
 from potluck.hub.members import CHECKING, COMPUTING, JOINING, LONGEST_BENCH_STEPS, SYNCING, Member
 from potluck.hub.stepping import Stepping, pack_samples
-from potluck.spec.layout import TensorSpec, fingerprint_from_json, first_difference
-from potluck.wire.frames import load_json
+from potluck.spec.layout import TensorSpec, fingerprint_from_json, fingerprint_to_json, first_difference
+from potluck.wire.frames import dump_json, load_json
 
 CHECK_SAMPLES = 4
 """At most this many samples in the common batch of the parity check."""
 LARGEST_MICRO_BATCH = 1 << 20
 """Nobody computes more samples at once, whatever a guest says."""
+ABOUT_BYTES = 1 << 20
+"""What a guest may say of its model, beside four times of what the host would say of its own."""
 LONGEST_REASON = 500
 """Reasons quote what a guest sent, and must fit into a header whatever that was."""
 
@@ -57,6 +60,8 @@ class HostTerms:
     """Building a model may keep a machine busy for long."""
     max_guests: int = 64
     local_data: bool = False
+    check_replica_every: int = 50
+    """Steps between two comparisons of the replica's hash with the guests'; 0: never."""
 
     @property
     def pieces(self) -> int:
@@ -83,6 +88,8 @@ class HostProtocol:
         self.stepping = Stepping(
             ledger=ledger, members=self.members, host_name=terms.name, local_data=terms.local_data
         )
+        self.guard = ReplicaGuard(every=terms.check_replica_every, members=self.members, stepping=self.stepping)
+        self._most_about_bytes = ABOUT_BYTES + 4 * len(dump_json(fingerprint_to_json(terms.fingerprint)))
         self._last_alive = 0.0
         self._check: _Check | None = None
         self._checks = 0
@@ -95,6 +102,7 @@ class HostProtocol:
             "done": self._done,
             "stopped": self._stopped,
             "sketch": self._sketch,
+            "hashed": self._hashed,
             "leave": self._leave,
         }
 
@@ -130,14 +138,16 @@ class HostProtocol:
     def _hello(self, guest: str, fields: dict[str, Any], now: float, address: str) -> list[Action]:
         if guest in self.members:
             return []
+        # It may have noticed that its last connection was broken before the host did. Only itself knows that name.
+        before = self.members.get(str(fields.get("before", "")))
+        gone = [] if before is None else self._remove(before, "guest_lost", "came back on a new connection")
         if len(self.members) >= self.terms.max_guests:
-            return self._refuse(
-                guest, str(fields.get("name", "?"))[:40], address, f"all {self.terms.max_guests} places are taken"
-            )
+            reason = f"all {self.terms.max_guests} places are taken"
+            return gone + self._refuse(guest, str(fields.get("name", "?"))[:40], address, reason)
         about = {k: str(fields.get(k, "?"))[:80] for k in ("potluck", "torch", "python", "platform")}
         member = Member(
             id=guest,
-            name=self._free_name(str(fields.get("name", "guest"))[:40] or "guest"),
+            name=self._free_name(str(fields.get("name", "guest"))[:40] or "guest", besides=before),
             address=address,
             device=str(fields.get("device", "?"))[:80],
             about=about,
@@ -147,6 +157,7 @@ class HostProtocol:
         )
         self.members[guest] = member
         actions: list[Action] = [
+            *gone,
             Welcome(guest=guest, name=member.name),
             _event("guest_hello", machine=member.name, address=address, device=member.device),
         ]
@@ -174,6 +185,8 @@ class HostProtocol:
         """The guest has built its model: compare fingerprints, then bring it the weights."""
         if member.state != JOINING:
             raise WireError("a second 'ready'")
+        if len(frames[0]) > self._most_about_bytes:  # it is read while the training may have to wait
+            raise WireError(f"{len(frames[0])} bytes about its model, at most {self._most_about_bytes} are read")
         about = load_json(bytes(frames[0]))
         difference = first_difference(self.terms.fingerprint, fingerprint_from_json(about["fingerprint"]))
         if difference is not None:
@@ -281,7 +294,7 @@ class HostProtocol:
         if new:
             self._checks += 1
             self._check = _Check(id=self._checks, step=self.ledger.step, guests=[m.id for m in new])
-        return self.stepping.begin(now, pieces, host_keeps)
+        return [*self.stepping.begin(now, pieces, host_keeps), *self.guard.begin_step(self.ledger.step)]
 
     @property
     def check_samples(self) -> int:
@@ -313,16 +326,21 @@ class HostProtocol:
         if member.check is None or int(fields["check"]) != member.check or len(frames) != 1:
             raise WireError("a gradient sketch that nobody asked for")
         count, compute_s = int(fields["count"]), _real(fields, "compute_s")
-        if count > 0 and compute_s > 0:
+        # First guesses, until leases and the weights' changes tell; of one who is checked again more is known.
+        if count > 0 and compute_s > 0 and not member.joined:
             member.rate.add(count / compute_s)
         synced_s = member.sync_ended - member.sync_started
-        if member.sync_bytes:
-            # A first guess, until the weights' changes tell.
+        if member.sync_bytes and not member.joined:
             member.transfer.add(sum(self.terms.piece_bytes) * synced_s / member.sync_bytes)
         # A loss that is not finite cannot be said in a header: it comes as null.
         loss = float("nan") if fields["loss"] is None else _real(fields, "loss")
         check, member.check = member.check, None
         return [CompareSketch(guest=member.id, check=check, sketch=frames[0], loss=loss)]
+
+    def _hashed(self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float) -> list[Action]:
+        if len(frames) != 1:
+            raise WireError("hashes in more frames than one")
+        return self.guard.answered(member, int(fields["version"]), bytes(frames[0]), now)
 
     def check_void(self, guest: str, check: int) -> None:
         """The weights or the reference of a check were gone before its answer: check again, less and less often."""
@@ -339,11 +357,18 @@ class HostProtocol:
         if member is None:
             return []
         member.check, member.cosine = None, cosine
+        if why_not is not None and member.joined:
+            return self.put_out(
+                member, f"computed a gradient that differs from the host's on the same batch: {why_not}"
+            )
         if why_not is not None:
             return self.put_out(
                 member, f"its gradient differs from the host's on the same batch: {why_not}", refused=True
             )
         member.state, member.reason, member.rests = COMPUTING, "", 0
+        if member.joined:
+            return []
+        member.joined = True
         return [
             _event(
                 "guest_joined",
@@ -372,7 +397,14 @@ class HostProtocol:
     def unreachable(self, guest: str) -> list[Action]:
         """Nothing can be sent to this guest any more: its process has ended, or it takes nothing."""
         member = self.members.get(guest)
-        return [] if member is None else self._remove(member, "guest_lost", "its connection is gone")
+        return [] if member is None else self._remove(member, "guest_lost", "lost its connection")
+
+    def stood_still(self, seconds: float, now: float) -> list[Action]:
+        """This host itself did nothing for a while (it was asleep): whoever could not be heard is not to blame."""
+        for member in self.members.values():
+            member.last_heard = min(now, member.last_heard + seconds)
+        text = f"this machine stood still for {seconds:.1f} s (asleep, or overloaded); no guest is blamed for that"
+        return [_event("note", machine=self.terms.name, text=text)] if self.members else []
 
     def synced(self, pieces: Sequence[PieceState]) -> list[Member]:
         """Guests that hold the replica (whether checked already or not)."""
@@ -383,7 +415,9 @@ class HostProtocol:
     def put_out(self, member: Member, reason: str, *, refused: bool = False) -> list[Action]:
         """End a guest's part in the run, and tell it why."""
         kind, reason = "guest_refused" if refused else "guest_lost", reason[:LONGEST_REASON]
-        bye = Send(guest=member.id, channel=CONTROL, kind="refuse", fields={"reason": reason})
+        member.put_out = True
+        fields = {"reason": reason, "joined": member.joined}
+        bye = Send(guest=member.id, channel=CONTROL, kind="refuse", fields=fields)
         return [bye, *self._remove(member, kind, reason)]
 
     def _refuse(self, guest: str, name: str, address: str, reason: str) -> list[Action]:
@@ -406,8 +440,9 @@ class HostProtocol:
                 machine=member.name,
                 address=member.address,
                 reason=reason,
-                step=1 + (lease.step if lease else self.ledger.step),
+                step=1 + (lease.step if lease and back else self.ledger.step),
                 samples_taken_back=back,
+                **({"put_out": True} if member.put_out else {}),
             ),
             Forget(guest=member.id),
             Wake(),
@@ -416,8 +451,8 @@ class HostProtocol:
     def _decoding(self, member: Member) -> bool:
         return member.lease is not None and member.lease.arrived
 
-    def _free_name(self, wanted: str) -> str:
-        taken = {m.name for m in self.members.values()} | {self.terms.name}
+    def _free_name(self, wanted: str, besides: Member | None) -> str:
+        taken = {m.name for m in self.members.values() if m is not besides} | {self.terms.name}
         name, number = wanted, 2
         while name in taken:
             name, number = f"{wanted}-{number}", number + 1

@@ -135,6 +135,11 @@ class Stepping:
         count, seconds = self._host_now
         return self._host_sample_s.value or (seconds / count if count else None)
 
+    @property
+    def predicted_s(self) -> float | None:
+        """How long this step should take, where guests have a part in it."""
+        return self._predicted
+
     def end(self) -> StepResult:
         samples = self.ledger.close_step()
         count, seconds = self._host_now
@@ -295,7 +300,7 @@ class Stepping:
         reason = (
             f"sent nothing for {silent:.1f} s"
             if silent > SILENT_S
-            else f"had not delivered {now - lease.started:.2f} s into the step"
+            else f"did not deliver within {now - lease.started:.2f} s"
         )
         actions: list[Action] = [
             Send(guest=member.id, channel=CONTROL, kind="revoke", fields={"lease": lease.id}),
@@ -306,6 +311,7 @@ class Stepping:
                 step=lease.step + 1,
                 samples=count,
                 reason=reason,
+                silent=silent > SILENT_S,
             ),
         ]
         member.late_in_a_row += 1
@@ -391,6 +397,17 @@ class Stepping:
             event,
         ]
         return actions + ([Wake()] if back else []) + self._judge(member)
+
+    def void(self, member: Member) -> tuple[int, list[Action]]:
+        """What this guest computes must not count: its samples go back, and it is told. Returns how many."""
+        own = member.lease
+        if own is None or own.revoked or own.arrived:
+            return 0, []
+        back = self.ledger.take_back(own.id)
+        own.revoked = True
+        own.pieces.clear()
+        self._taken_back += back
+        return back, [Send(guest=member.id, channel=CONTROL, kind="revoke", fields={"lease": own.id}), Wake()]
 
     def counted(self, member: Member) -> list[Action]:
         """The decoded contribution is in the sum: count its samples."""

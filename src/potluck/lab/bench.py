@@ -28,6 +28,7 @@ from potluck.lab.strategies import (
 )
 from potluck.lab.strategies import alone as measure_alone
 from potluck.spec.config import nearest
+from potluck.spec.faults import FaultPlan
 from potluck.spec.figures import Results, mean_step_s, results
 from potluck.spec.outcome import Outcome
 from potluck.spec.rig import Rig
@@ -67,8 +68,16 @@ def check_strategies(names: Sequence[str]) -> list[str]:
     return [name for name in known if name in chosen | {SOLO}]
 
 
-def bench(rig: Rig, strategies: Sequence[str], box: Box, folder: Path, report: Report) -> Measured:
-    """Run the strategies on a box that is up."""
+def bench(
+    rig: Rig,
+    strategies: Sequence[str],
+    box: Box,
+    folder: Path,
+    report: Report,
+    faults: FaultPlan | None = None,
+) -> Measured:
+    """Run the strategies on a box that is up; faults strike potluck alone."""
+    planned = faults.on(rig).faults if faults is not None else ()
     arena = Arena(rig=rig, box=box, folder=folder, report=report)
     outcomes = [solo(arena)]
     warm_up = warm_up_of(rig.workload.steps)
@@ -85,6 +94,7 @@ def bench(rig: Rig, strategies: Sequence[str], box: Box, folder: Path, report: R
         folder=folder,
         report=report,
         most_s=PATIENCE * host_step_s * rig.workload.steps,
+        faults=planned,
     )
     failed: dict[str, str] = {}
     for name in strategies:

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
+from potluck.wire.shaping import Fault
+
 
 class Box(Protocol):
     """A rig that is up. Leaving the `with` block takes it down and ends what still runs on it."""
@@ -42,3 +44,10 @@ class Box(Protocol):
 
     def token_file(self, machine: str, host_token: Path) -> Path:
         """The token with which this machine reaches the host: the host's own, or one that leads through a proxy."""
+
+    def add_faults(self, machine: str, faults: Sequence[Fault]) -> None:
+        """Put faults on a guest's link, their times counted from now.
+
+        They strike what goes by a token that `token_file` gave. Where the kernel shapes the links, the box must
+        have been made with `detours`.
+        """

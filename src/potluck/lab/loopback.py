@@ -23,20 +23,19 @@ from typing import Any, Self
 
 import psutil
 
-from potluck.errors import PotluckError, TokenError
+from potluck.errors import PotluckError
+from potluck.lab import detour
+from potluck.lab.detour import read_token, write_token
 from potluck.lab.warden import end
 from potluck.spec.rig import HOST, Machine, Rig
 from potluck.wire.proxy import ProxyProcess
-from potluck.wire.shaping import LinkSpec
-from potluck.wire.token import Token, decode, encode
+from potluck.wire.shaping import Fault, LinkSpec
 
 ADDRESS = "127.0.0.1"
 PREFIX = "potluck-loopback-"
 """Of the private folder; the owner's process id follows."""
 GRACE_S = 3.0
 """For a process to end in order before it is killed."""
-WRITTEN_S = 2.0
-"""For a host to write its token's last line end, once there is the file."""
 
 
 class LoopbackBox:
@@ -120,15 +119,16 @@ class LoopbackBox:
     def token_file(self, machine: str, host_token: Path) -> Path:
         if self._rig.machine(machine).role == HOST:
             return host_token
-        token = _read_token(host_token)
+        token = read_token(host_token)
         route = (machine, token.addresses[0], token.port)
         if route not in self._ports:
             self._ports[route] = self._proxy.open(machine, (token.addresses[0], token.port))
         path = self._folder / f"{machine}-{token.port}.token"
         through = replace(token, addresses=(ADDRESS,), port=self._ports[route])
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
-            file.write(encode(through) + "\n")
-        return path
+        return write_token(path, through)
+
+    def add_faults(self, machine: str, faults: Sequence[Fault]) -> None:
+        self._proxy.add_faults(machine, faults)
 
     def _end_processes(self) -> None:
         running = [process for process in self._processes if process.poll() is None]
@@ -162,11 +162,8 @@ def link_of(machine: Machine) -> LinkSpec:
 
 
 def remove_leftovers() -> None:
-    """Remove the folders of boxes whose owner and warden were both killed: they hold tokens."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        owner = folder.name.removeprefix(PREFIX).partition("-")[0]
-        if owner.isdecimal() and not psutil.pid_exists(int(owner)):
-            shutil.rmtree(folder, ignore_errors=True)  # others' folders, and links, stay as they are
+    """Remove the folders of boxes whose owner and warden were both killed."""
+    detour.remove_leftovers(PREFIX)
 
 
 def _detached(tell: Callable[[int], None]) -> dict[str, Any]:
@@ -180,17 +177,3 @@ def _detached(tell: Callable[[int], None]) -> dict[str, Any]:
 def _tell(warden: int, process: int) -> None:
     with contextlib.suppress(OSError):
         os.write(warden, b"%d\n" % process)
-
-
-def _read_token(path: Path) -> Token:
-    deadline = time.monotonic() + WRITTEN_S
-    while True:
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise TokenError(
-                f"cannot read the host's token from {path}: {error}", hint="is the host still starting?"
-            ) from error
-        if text.endswith("\n") or time.monotonic() > deadline:
-            return decode(text)
-        time.sleep(0.02)

@@ -24,10 +24,12 @@ from typing import Any, Self
 from potluck.errors import UserError
 from potluck.lab import enter, permission, state
 from potluck.lab.box import Box
+from potluck.lab.detour import Detours
 from potluck.lab.network import needs_netem, wiring
 from potluck.lab.permission import why_not
 from potluck.lab.supervisor import Request
-from potluck.spec.rig import Rig
+from potluck.spec.rig import HOST, Rig
+from potluck.wire.shaping import Fault
 
 __all__ = ["NamespaceBox", "why_not"]
 
@@ -46,7 +48,8 @@ class NamespaceBox(Box):
     kind = "network namespaces"
     peers_connect = True
 
-    def __init__(self, rig: Rig, *, shared: bool = False) -> None:
+    def __init__(self, rig: Rig, *, shared: bool = False, detours: bool = False) -> None:
+        """With `detours`, a proxy stands on each guest, so that its link can have faults."""
         self._rig = rig
         self._wiring = wiring(rig)
         self._limits = {m.name: m.cpu_limit for m in rig.machines if m.cpu_limit is not None}
@@ -57,6 +60,7 @@ class NamespaceBox(Box):
         self._state: state.State | None = None
         self._supervisor: subprocess.Popen[bytes] | None = None
         self._started: list[subprocess.Popen[bytes]] = []
+        self._detours = Detours(self._for_a_proxy) if detours else None
 
     def __enter__(self) -> Self:
         before = permission.require(netem=needs_netem(self._rig))
@@ -78,6 +82,8 @@ class NamespaceBox(Box):
         try:
             _end_groups([process for process in self._started if process.poll() is None])
         finally:
+            if self._detours is not None:
+                self._detours.close()
             self._leave()
 
     def address(self, machine: str) -> str:
@@ -147,7 +153,15 @@ class NamespaceBox(Box):
         raise self._is_gone(machine)
 
     def token_file(self, machine: str, host_token: Path) -> Path:
-        return host_token
+        guest = self._rig.machine(machine)
+        if self._detours is None or guest.role == HOST:
+            return host_token
+        return self._detours.token_file(guest, host_token)
+
+    def add_faults(self, machine: str, faults: Sequence[Fault]) -> None:
+        if self._detours is None:
+            raise UserError(f"no proxy stands on {machine}", hint="make the box with detours")
+        self._detours.add_faults(self._rig.machine(machine), faults)
 
     def _make_id(self) -> str:
         """The name of its files: a shared one's follows from what is emulated, and where processes' ids hold."""
@@ -234,10 +248,16 @@ class NamespaceBox(Box):
             hint=f"leave the rig {self._rig.name} everywhere, then begin again",
         )
 
-    def _entering(self, machine: str, command: Sequence[str], death_signal: int) -> list[str]:
+    def _for_a_proxy(self, machine: str, command: Sequence[str]) -> list[str]:
+        """In the machine's namespace, but not at the cost of its CPU limit."""
+        return self._entering(machine, command, signal.SIGKILL, limited=False)
+
+    def _entering(
+        self, machine: str, command: Sequence[str], death_signal: int, *, limited: bool = True
+    ) -> list[str]:
         holder = self._holder(machine)
         assert self._state is not None
-        cgroup = self._state.limited.get(machine, "")
+        cgroup = self._state.limited.get(machine, "") if limited else ""
         python = [sys.executable, "-I", "-S", enter.__file__]
         return [*python, str(holder.pid), str(os.getpid()), str(int(death_signal)), cgroup, "--", *command]
 

@@ -108,8 +108,17 @@ class Stage:
                     machine=actor.machine,
                 )
 
-    def follow(self, path: Path, until: Callable[[], bool], timeout_s: float) -> Iterator[dict[str, Any]]:
-        """The JSON lines of a growing file, until it is said to be complete; silence has its limit."""
+    def follow(
+        self,
+        path: Path,
+        until: Callable[[], bool],
+        timeout_s: float,
+        between: Callable[[], None] = lambda: None,
+    ) -> Iterator[dict[str, Any]]:
+        """The JSON lines of a growing file, until it is said to be complete; silence has its limit.
+
+        `between` is called whenever there is nothing new.
+        """
         position, deadline = 0, time.monotonic() + timeout_s
         while True:
             complete = until()
@@ -118,6 +127,7 @@ class Stage:
                 yield json.loads(line)
             if complete:
                 return
+            between()
             self.check()
             if time.monotonic() > deadline:
                 logs = ", ".join(str(a.log) for a in self.actors)

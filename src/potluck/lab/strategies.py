@@ -5,9 +5,10 @@ Owns how each is started and what its log means. What the figures are is `spec/f
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from potluck.lab.box import Box
 from potluck.lab.meter import Meter
 from potluck.lab.shares import balanced_shares, equal_shares
 from potluck.lab.stage import Actor, Progress, Report, Stage
+from potluck.lab.striker import Striker
 from potluck.lab.workload import device_name, recipe_flags, recipe_settings
 from potluck.spec import about
+from potluck.spec.faults import PlannedFault
 from potluck.spec.outcome import Outcome, StepDone
 from potluck.spec.rig import Machine, Rig
 
@@ -55,6 +58,8 @@ class Arena:
     report: Report
     most_s: float = math.inf
     """A strategy that would take longer makes fewer steps."""
+    faults: tuple[PlannedFault, ...] = ()
+    """What goes wrong meanwhile: with potluck only, whose guests reach the host by a token."""
 
 
 # -- alone ----------------------------------------------------------------------------------------------
@@ -130,13 +135,16 @@ def potluck(arena: Arena) -> Outcome:
         guests.before_step(1)
         events = stage.wait_for_file("*/events.jsonl", START_S)
         clock_s, steps = 0.0, []
-        for event in _events(stage, events, host, START_S + _silence_s(rig)):
-            clock_s = event.get("clock_s", clock_s)
-            if event["event"] == "step":
-                here = [m["name"] for m in event["machines"] if rig.machine(m["name"]).present_at(event["step"])]
-                steps.append(_step_done(event, clock_s, here))
-                arena.report(_progress(POTLUCK, event))
-                guests.before_step(event["step"] + 1)
+        with contextlib.closing(Striker(arena.faults, arena.box, guests)) as striker:
+            for event in _events(stage, events, host, START_S + _silence_s(rig), striker.tick):
+                clock_s = event.get("clock_s", clock_s)
+                if event["event"] == "step":
+                    present = [m["name"] for m in event["machines"]]
+                    here = [name for name in present if rig.machine(name).present_at(event["step"])]
+                    steps.append(_step_done(event, clock_s, here))
+                    arena.report(_progress(POTLUCK, event))
+                    guests.before_step(event["step"] + 1)
+                striker.saw(event)
         stage.check()
     started = steps[0].ended_at - steps[0].step_s if steps else 0.0
     return Outcome(
@@ -145,6 +153,10 @@ def potluck(arena: Arena) -> Outcome:
         steps=steps,
         intervals=[*stage.computing(), *meter.intervals],
         host_bytes=meter.host_bytes,
+        note=guests.gave_up(),
+        faults=striker.done,
+        incidents=striker.incidents,
+        faults_missed=striker.missed,
     )
 
 
@@ -158,7 +170,7 @@ def _host(arena: Arena, runs: Path) -> list[str]:
 
 
 class _Guests:
-    """Starts and ends guests between steps."""
+    """Starts and ends guests between steps, and when a fault wants it so."""
 
     def __init__(self, arena: Arena, stage: Stage, token: Path) -> None:
         self._arena, self._stage, self._token = arena, stage, token
@@ -166,10 +178,29 @@ class _Guests:
 
     def before_step(self, step: int) -> None:
         for machine in self._arena.rig.guests:
-            if machine.leave_at_step == step and machine.name in self._actors:
-                self._stage.end(self._actors.pop(machine.name), at_once=True)
+            if machine.leave_at_step == step:
+                self.kill(machine.name)
             if step in (machine.join_at_step, machine.return_at_step):
-                self._actors[machine.name] = self._join(machine)
+                self.start(machine.name)
+
+    def actor(self, machine: str) -> Actor | None:
+        return self._actors.get(machine)
+
+    def kill(self, machine: str) -> None:
+        if machine in self._actors:
+            self._stage.end(self._actors.pop(machine), at_once=True)
+
+    def start(self, machine: str) -> None:
+        self._actors[machine] = self._join(self._arena.rig.machine(machine))
+
+    def gave_up(self) -> str:
+        """Guests that have failed after a fault: no failure of the strategy, but to be told."""
+        ends = [(name, actor.process.poll(), actor.log) for name, actor in self._actors.items()]
+        return "; ".join(
+            f"{name} gave up after a fault, with status {status} (see {log.name})"
+            for name, status, log in ends
+            if status is not None and status > 0
+        )
 
     def _join(self, machine: Machine) -> Actor:
         token = self._arena.box.token_file(machine.name, self._token)
@@ -194,6 +225,8 @@ def distributed(arena: Arena, strategy: str) -> Outcome:
     notes = [f"made {steps} of {rig.workload.steps} steps (each takes long)"] if steps < rig.workload.steps else []
     if strategy in PEERS and (word := peers.note(strategy)):
         notes.append(word)
+    if arena.faults:
+        notes.append("without the faults, which strike potluck alone")
     if len(staying) < len(rig.machines):
         notes.append("without the machines that come and go: it stops when one is lost")
     with Stage(arena.box, arena.folder / strategy) as stage:
@@ -284,9 +317,11 @@ def _worker_spec(
 # -- reading logs ---------------------------------------------------------------------------------------
 
 
-def _events(stage: Stage, path: Path, actor: Actor, silence_s: float) -> Iterator[dict[str, Any]]:
+def _events(
+    stage: Stage, path: Path, actor: Actor, silence_s: float, between: Callable[[], None] = lambda: None
+) -> Iterator[dict[str, Any]]:
     """A run's events until its process has ended."""
-    yield from stage.follow(path, lambda: actor.process.poll() is not None, silence_s)
+    yield from stage.follow(path, lambda: actor.process.poll() is not None, silence_s, between)
 
 
 def _step_done(event: dict[str, Any], clock_s: float, present: Sequence[str]) -> StepDone:

@@ -25,18 +25,21 @@ class LocalGuests:
         for number in range(1, count + 1):
             command = [sys.executable, "-m", "potluck", "join", "--name", f"guest-{number}"]
             command += ["--threads", str(threads), "--parent", str(os.getpid()), "--view", "plain"]
+            command += ["--runs", str(self._folder)]
             if config.device:
                 command += ["--device", config.device]
             if config.micro_batch:
                 command += ["--micro-batch", str(config.micro_batch)]
             environment = {**os.environ, "POTLUCK_TOKEN": token}
-            environment.pop("POTLUCK_TRACE", None)  # the file is the host's
+            for name in ("POTLUCK_TRACE", "POTLUCK_FAILPOINT"):  # the host's own
+                environment.pop(name, None)
             with open(self._folder / f"guest-{number}.log", "wb") as log:
                 self._processes.append(
                     subprocess.Popen(
                         command,
                         env=environment,
-                        stdin=subprocess.DEVNULL,
+                        # Nothing is ever said: that this end is gone tells them that the host is, however it went.
+                        stdin=subprocess.PIPE,
                         stdout=log,
                         stderr=subprocess.STDOUT,
                         # Ctrl-C is for the host: it saves first and then sends its guests home.
@@ -46,14 +49,17 @@ class LocalGuests:
 
     def close(self, patience_s: float = 5.0) -> list[str]:
         """Wait for them to go home, kill whoever has not by then; what went wrong with any, in words."""
-        deadline = time.monotonic() + patience_s
+        began = time.monotonic()
         failed = []
         for number, process in enumerate(self._processes, 1):
-            try:
-                status = process.wait(max(0.1, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            status = _waited(process, began + patience_s / 3)
+            assert process.stdin is not None
+            process.stdin.close()
+            if status is None:
+                # It never got in, or did not hear the goodbye: now it sees that this end is closed.
+                if _waited(process, began + patience_s) is None:
+                    process.kill()
+                    process.wait()
                 continue
             if status:
                 log = self._folder / f"guest-{number}.log"
@@ -61,3 +67,11 @@ class LocalGuests:
                 failed.append(f"guest-{number} ended with status {status}: {tail} (see {log})")
         self._processes.clear()
         return failed
+
+
+def _waited(process: subprocess.Popen[bytes], deadline: float) -> int | None:
+    """The exit status, or None when it has not ended by then."""
+    try:
+        return process.wait(max(0.1, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        return None

@@ -157,8 +157,10 @@ def _news(state: RunState, room: int) -> list[Line]:
     for notice in notices:
         style = _LEVEL_STYLE[notice.message.level]
         line = Line(f"{_LEVEL_MARK[notice.message.level]} ", style)
-        line.add(f"step {notice.step:>{digits}}  ", _LABEL).add(notice.message.text, style)
+        line.add(f"step {notice.step:>{digits}}  ", _LABEL)
         if notice.times > 1:
-            line.add(f"  ({notice.times} times)", _LABEL)
+            # First: the end of a long sentence is cut off.
+            line.add(f"({notice.times} times) ", _LABEL)
+        line.add(notice.message.text, style)
         lines.append(line)
     return lines

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+import threading
 import time
 from typing import Any
 
@@ -11,12 +13,15 @@ from potluck import units
 
 EVERY_S = 2.0
 """Between two progress lines."""
+REMIND_S = 30.0
+"""Between two lines that say that the host is gone."""
 
 
 class GuestView:
-    """A few lines on a terminal or in a pipe."""
+    """A few lines on a terminal or in a pipe; any thread may call. A terminal that is gone ends nothing here."""
 
     def __init__(self, mode: str) -> None:
+        self._lock = threading.RLock()
         self._json = mode == "json"
         self._quiet = mode == "quiet"
         self._in_place = mode in ("auto", "live") and sys.stdout.isatty()
@@ -25,6 +30,7 @@ class GuestView:
         self._samples = 0
         self._line = ""
         self._waited = False
+        self._reminded: float | None = None
 
     def waiting(self, error: Exception) -> None:
         """The host did not answer: say so once."""
@@ -38,9 +44,33 @@ class GuestView:
     def runs(self, what: str) -> None:
         self._say(f"computing {what}; waiting for weights (Ctrl-C to leave)")
 
+    def missing(self, seconds: float, give_up_s: float) -> None:
+        """The host has not been heard for so long: in place every second, as lines now and then."""
+        words = f"host gone, waiting ({seconds:.0f} s); gives up after {give_up_s:.0f} s, Ctrl-C to leave"
+        with self._lock:
+            if self._in_place:
+                self._show_in_place(words)
+            elif self._reminded is None or seconds - self._reminded >= REMIND_S:
+                self._reminded = seconds
+                self._json_line({"event": "host_gone", "seconds": round(seconds, 1)})
+                self._say(words)
+
+    def found(self) -> None:
+        with self._lock:
+            self._reminded = None
+            self._json_line({"event": "host_back"})
+            self._say("the host is back")
+
+    def recorded(self, path: object, why: str) -> None:
+        self._say(f"{why}; what was said before lies in {path}")
+
     def event(self, event: dict[str, Any]) -> None:
+        with self._lock:
+            self._event(event)
+
+    def _event(self, event: dict[str, Any]) -> None:
         if self._json:
-            print(json.dumps(event), flush=True)
+            self._json_line(event)
             return
         if event.get("event") != "delivered":
             return
@@ -55,8 +85,7 @@ class GuestView:
             f"{self._samples} samples in {units.seconds_text(now - self._started)}"
         )
         if self._in_place:
-            print("\r" + line.ljust(len(self._line)), end="", flush=True)
-            self._line = line
+            self._show_in_place(line)
         else:
             self._say(line)
 
@@ -66,10 +95,24 @@ class GuestView:
     def close(self) -> None:
         pass
 
+    def _json_line(self, event: dict[str, Any]) -> None:
+        if self._json:
+            self._print(json.dumps(event))
+
+    def _show_in_place(self, line: str) -> None:
+        self._print("\r" + line.ljust(len(self._line)), end="")
+        self._line = line
+
     def _say(self, line: str) -> None:
         if self._json or self._quiet:
             return
-        if self._line:
-            print()
-            self._line = ""
-        print(line, flush=True)
+        with self._lock:
+            if self._line:
+                self._print("")
+                self._line = ""
+            self._print(line)
+
+    def _print(self, text: str, end: str = "\n") -> None:
+        # Where nobody reads any more, whoever watches the terminal ends this process in order.
+        with contextlib.suppress(OSError, ValueError):
+            print(text, end=end, flush=True)

@@ -12,6 +12,7 @@ from typing import TextIO
 from potluck.report.line import Line
 from potluck.report.screen import columns, paragraph, show
 from potluck.report.text import clean
+from potluck.spec.aftermath import Aftermath
 from potluck.spec.figures import Results, Row
 from potluck.units import UNKNOWN, rate_text
 
@@ -117,7 +118,31 @@ def _below(results: Results, best: Row | None) -> list[tuple[str, str]]:
             counted = f"{span[0]}" if span[0] == span[1] else f"{span[0]} to {span[1]}"
             facts.append((clean(row.strategy), f"{counted} samples a step, not {batch}"))
     facts += [(clean(strategy), clean(note)) for strategy, note in results.notes.items()]
+    return facts + (_fault_facts(results.faults) if results.faults is not None else [])
+
+
+def _fault_facts(faults: Aftermath) -> list[tuple[str, str]]:
+    """What went wrong on purpose, and what became of it."""
+    struck = "; ".join(f"step {f.step}: {clean(f.machine)} {clean(f.text)}" for f in faults.applied) or "none"
+    if faults.missed:
+        struck += f"; {faults.missed} not applied: the run was over before"
+    facts = [("faults", struck), ("guests", _losses(faults))]
+    facts.append(("taken back", f"{faults.taken_back_samples} samples, computed by somebody else in the same step"))
+    if faults.slowest_step_s is not None and faults.median_step_s is not None:
+        ratio = faults.slowest_step_s / max(faults.median_step_s, 1e-9)
+        slowest = f"{faults.slowest_step_s:.2f} s (step {faults.slowest_step}), {ratio:.2f} times the median"
+        facts.append(("slowest step", f"{slowest} of {faults.median_step_s:.2f} s"))
     return facts
+
+
+def _losses(faults: Aftermath) -> str:
+    if not faults.lost and not faults.rejoined:
+        return "none was lost"
+    words = []
+    for name in dict.fromkeys((*faults.lost, *faults.rejoined)):
+        words.append(f"{clean(name)} lost {faults.lost.get(name, 0)}×, back {faults.rejoined.get(name, 0)}×")
+    absence_s = faults.longest_absence_s
+    return "; ".join(words) + (f"; away for {absence_s:.1f} s at the longest" if absence_s is not None else "")
 
 
 def _faster(speedup: float) -> str:

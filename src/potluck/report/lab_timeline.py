@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from potluck.report.line import cut
-from potluck.report.plot_style import COMPUTE, GREY, INK, LANE, RECEIVE, SEND, WAIT, colour_of, new_figure
+from potluck.report.plot_style import COMPUTE, FAULT, GREY, INK, LANE, RECEIVE, SEND, WAIT, colour_of, new_figure
 from potluck.spec.figures import Results, Row
 from potluck.spec.outcome import Interval, Outcome
 
@@ -50,6 +50,7 @@ def draw_timeline(results: Results, outcomes: Sequence[Outcome]) -> Figure | Non
     if not shown:
         return None
     window_s = window_length([_step_s(outcome, results.warm_up_steps) for outcome in shown])
+    window_s = max([window_s, *(faults_length(outcome, results.warm_up_steps) for outcome in shown)])
     order = [machine.name for machine in results.rig.machines]
     groups = [
         Group(
@@ -91,10 +92,22 @@ def window_length(step_s: Sequence[float]) -> float:
     return max(2.5 * min(step_s), min(1.12 * max(step_s), 8 * min(step_s)))
 
 
+def faults_length(outcome: Outcome, warm_up: int) -> float:
+    """Long enough for all the faults and what follows, unless that would be too many steps."""
+    if not outcome.faults:
+        return 0.0
+    step_s = _step_s(outcome, warm_up)
+    span_s = max(f.end for f in outcome.faults) - min(f.start for f in outcome.faults)
+    return min(span_s + 3 * step_s, 16 * step_s)
+
+
 def window_start(outcome: Outcome, window_s: float, warm_up: int) -> float:
     """The beginning of the step from which on the window lies nearest to the middle of what was measured."""
     begins = [outcome.started_at, *(step.ended_at for step in outcome.steps[:-1])]
     end = outcome.steps[-1].ended_at
+    if outcome.faults:  # they are what people want to see, in the warm-up too
+        struck = min(fault.start for fault in outcome.faults)
+        return max((b for b in begins if b <= struck), default=begins[0])
     first = begins[min(warm_up, len(begins) - 1)]
     wanted = (first + end) / 2 - window_s / 2
     inside = [b for b in begins if b >= first and b + window_s <= end + 1e-9] or [first]
@@ -162,12 +175,25 @@ def _draw_group(axes: Axes, group: Group, top: float, window_s: float, warm_up: 
                 there = joined(_presence(outcome, machine), start, start + until, 0.0)
                 _bars(axes, there, low, height, WAIT)
             _bars(axes, bars, low, height, colour)
+        _draw_faults(axes, group, machine, middle, until)
         name = cut(machine, _MOST_NAME)
         axes.text(-0.012 * window_s, middle, name, ha="right", va="center", fontsize=10, color=INK, clip_on=False)
         share = busy_share(outcome, machine, warm_up)
         if share is not None:
             text = f"computes {share * 100:.0f} %"
             axes.text(1.012 * window_s, middle, text, va="center", fontsize=9, color=GREY, clip_on=False)
+
+
+def _draw_faults(axes: Axes, group: Group, machine: str, middle: float, until: float) -> None:
+    """A frame around the time in which something was wrong with a machine, and what it was."""
+    low, high = middle - _LANE * _LANE_IN / 2, middle + _LANE * _LANE_IN / 2
+    for fault in group.outcome.faults:
+        left, right = max(fault.start - group.start, 0.0), min(fault.end - group.start, until)
+        if fault.machine != machine or right < left or fault.start - group.start > until:
+            continue
+        across, down = [left, right, right, left, left], [low, low, high, high, low]
+        axes.plot(across, down, color=FAULT, linewidth=1.4, zorder=4)
+        axes.text(left, low, f" {fault.kind}", va="bottom", fontsize=8, color=FAULT, zorder=5)
 
 
 def _bars(axes: Axes, bars: Sequence[tuple[float, float]], low: float, height: float, colour: str) -> None:
@@ -230,14 +256,17 @@ def _head(figure: Figure, results: Results, height: float) -> None:
     left = 0.2 / _WIDTH_IN
     title = f"{results.rig.name}: where the time goes"
     figure.text(left, 1 - 0.16 / height, title, va="top", fontsize=14, fontweight="bold", color=INK)
-    about = "the middle of each run, all on one time scale; the percentages are of the whole measured run"
+    struck = results.faults is not None and results.faults.applied
+    about = "the middle of each run" + (", with faults: from the first one on" if struck else "")
+    about += ", all on one time scale; the percentages are of the whole measured run"
     figure.text(left, 1 - 0.46 / height, about, va="top", fontsize=10, color=GREY)
     kinds = [("sends", SEND), ("computes", COMPUTE), ("receives", RECEIVE), ("waits", WAIT)]
+    kinds += [("fault", FAULT)] if struck else []
     figure.legend(
         handles=[Patch(facecolor=colour, label=label) for label, colour in kinds],
         loc="upper right",
         bbox_to_anchor=(1 - 0.15 / _WIDTH_IN, 1 - 0.08 / height),
-        ncols=4,
+        ncols=len(kinds),
         frameon=False,
         fontsize=10,
         handlelength=1.1,

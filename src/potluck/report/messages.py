@@ -86,13 +86,29 @@ def _joined(event: Event) -> str:
     return f"{_who(event)} joined" + (f": {', '.join(facts)}" if facts else "")
 
 
+def _failed(event: Event, what: str, and_then: str = "", otherwise: str = "") -> str:
+    """Who did what in which step, and what became of its samples: one sentence for every fault."""
+    step = integer(event, "step")
+    during = f" during step {step}" if step else ""
+    count = integer(event, "samples_taken_back") or integer(event, "samples")
+    samples = f"its {_samples(count)} {'was' if count == 1 else 'were'} taken back" if count else otherwise
+    return f"{_who(event)} {what}{during}{and_then}" + (f"; {samples}" if samples else "")
+
+
 def _lost(event: Event) -> str:
-    back = integer(event, "samples_taken_back")
-    return f"lost {_who(event)}{_because(event)}" + (f"; {back} samples taken back" if back else "")
+    reason = clean(event.get("reason")) or "is gone"
+    if event.get("put_out"):
+        return _failed(event, "was put out", f": it {reason}")
+    back = reason.startswith("came back")
+    return _failed(event, reason, otherwise="" if back else "it is out until it comes back")
 
 
-def _samples(event: Event) -> str:
-    count = integer(event, "samples")
+def _mismatch(event: Event) -> str:
+    reason = clean(event.get("reason")) or "held weights that are not the host's"
+    return _failed(event, reason) + "; the weights are sent to it anew"
+
+
+def _samples(count: int) -> str:
     return f"{count} sample" if count == 1 else f"{count} samples"
 
 
@@ -102,11 +118,11 @@ def _hello(event: Event) -> str:
 
 
 def _taken_back(event: Event) -> str:
-    return f"took {_samples(event)} back from {_name(event)}{_because(event)}"
+    return _failed(event, clean(event.get("reason")) or "was late")
 
 
 def _dropped(event: Event) -> str:
-    return f"dropped {_samples(event)} of {_name(event)}{_because(event)}"
+    return f"dropped {_samples(integer(event, 'samples'))} of {_name(event)}{_because(event)}"
 
 
 def _checkpoint(event: Event) -> str:
@@ -122,6 +138,7 @@ _SENTENCES: Mapping[str, tuple[Level, Callable[[Event], str]]] = {
     "guest_sits_out": ("warn", lambda e: f"{_name(e)} sits out{_because(e)}"),
     "lease_taken_back": ("warn", _taken_back),
     "contribution_dropped": ("warn", _dropped),
+    "replica_mismatch": ("bad", _mismatch),
     "refused_stranger": (
         "bad",
         lambda e: f"turned away a stranger at {clean(e.get('address')) or 'an unknown address'}{_because(e)}",

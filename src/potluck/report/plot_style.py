@@ -20,6 +20,7 @@ SEND = "#d55e00"
 RECEIVE = "#009e73"
 WAIT = "#d3d8df"
 LANE = "#f4f5f7"
+FAULT = "#cc3311"
 
 _STRATEGIES = {
     "solo": "#7a818c",

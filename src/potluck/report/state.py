@@ -17,6 +17,8 @@ Event = Mapping[str, Any]
 
 _HISTORY = 512
 _MESSAGES = 12
+_MACHINES = 128
+"""Rows at most: whoever holds the token may come under ever new names, and the next step is the tidying up."""
 
 
 class History:
@@ -145,7 +147,8 @@ class RunState:
             reason=clean(event.get("reason")),
         )
         if old is None:
-            self.machines.append(row)
+            if len(self.machines) < _MACHINES:
+                self.machines.append(row)
         else:
             self.machines[self.machines.index(old)] = row
 

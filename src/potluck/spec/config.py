@@ -46,9 +46,12 @@ class RunConfig:
     """How long to wait for them."""
     checkpoint_every: int = 50
     """Steps between checkpoints; 0 for only one at the end."""
+    check_replica_every: int = 50
+    """Steps between two comparisons of the guests' weights with the host's replica, by hash; 0 for none."""
 
     def __post_init__(self) -> None:
         least = {"threads": 1, "micro_batch": 1, "port": 0, "wait_for": 0, "wait_s": 0, "checkpoint_every": 0}
+        least |= {"check_replica_every": 0}
         for name, smallest in least.items():
             value = getattr(self, name)
             if value is not None and value < smallest:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from potluck.spec import about
+from potluck.spec.aftermath import Aftermath, aftermath
 from potluck.spec.outcome import Outcome, StepDone
 from potluck.spec.rig import Machine, Rig, to_table
 
@@ -68,6 +69,8 @@ class Results:
     """How the rig was emulated."""
     notes: dict[str, str] = field(default_factory=dict)
     """What a reader of a row should know, by strategy."""
+    faults: Aftermath | None = None
+    """What went wrong on purpose, and what became of it; None where nothing was to."""
 
 
 def results(
@@ -87,11 +90,13 @@ def results(
         alone=dict(alone),
         box=box,
         notes={outcome.strategy: outcome.note for outcome in outcomes if outcome.note},
+        faults=next((found for o in outcomes if (found := aftermath(o, warm_up)) is not None), None),
     )
 
 
 def to_json(of: Results) -> dict[str, Any]:
-    """What `--json` writes. NaN is no JSON: it becomes null."""
+    """What `--json` writes. NaN is no JSON: it becomes null. Without faults there is no such key."""
+    faults = {} if of.faults is None else {"faults": of.faults.to_dict()}
     return {
         "rig": to_table(of.rig),
         "ideal_speedup": _finite(of.ideal_speedup),
@@ -102,6 +107,7 @@ def to_json(of: Results) -> dict[str, Any]:
         "box": of.box,
         "gradient_ratio": {guest.name: about.gradient_ratio(of.rig, guest) for guest in of.rig.guests},
         "notes": of.notes,
+        **faults,
     }
 
 

@@ -36,6 +36,35 @@ class Interval:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FaultDone:
+    """Something went wrong on purpose."""
+
+    machine: str
+    kind: str
+    step: int
+    """The step that was under way."""
+    start: float
+    end: float
+    """The same as its start where it takes no time."""
+    text: str
+    """What happened, in words."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Incident:
+    """What the host told of a guest in its log."""
+
+    machine: str
+    kind: str
+    """guest_joined, guest_lost, guest_left, guest_refused or lease_taken_back."""
+    at: float
+    step: int
+    """The step that was under way."""
+    samples: int = 0
+    """That were taken back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """One strategy's run."""
 
@@ -48,3 +77,8 @@ class Outcome:
     """(time, bytes that had crossed the host's link by then, both directions)."""
     note: str = ""
     """What a reader of its row should know."""
+    faults: list[FaultDone] = field(default_factory=list)
+    incidents: list[Incident] = field(default_factory=list)
+    """From the first fault on; empty where there was none."""
+    faults_missed: int = 0
+    """Planned ones whose time never came: the run was over."""

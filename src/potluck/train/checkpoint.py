@@ -21,7 +21,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from potluck.durable import sync
 from potluck.errors import CheckpointError
+from potluck.failpoints import hit
 from potluck.train import checkpoint_folder, optimizer_state
 from potluck.train.optimizer_state import Stateful
 
@@ -126,11 +128,13 @@ class CheckpointWriter:
         *,
         keep: int = 2,
         on_saved: Callable[[int, Path, float], None] | None = None,
+        before: Callable[[], None] | None = None,
     ) -> None:
-        """`on_saved(step, path, seconds)` is called in the thread."""
+        """Both are called in the thread: `before()` it writes, `on_saved(step, path, seconds)` when all is done."""
         self._folder = folder
         self._keep = keep
         self._on_saved = on_saved
+        self._before = before
         self._thread: threading.Thread | None = None
         self._unread: list[_Slot] = []
         self._failure: BaseException | None = None
@@ -171,9 +175,13 @@ class CheckpointWriter:
     def _write(self, image: _Image) -> None:
         began = time.monotonic()
         try:
+            if self._before is not None:
+                self._before()
             path = checkpoint_folder.publish(self._folder, image.step, image.write, keep=self._keep)
+            hit("checkpoint.before-acknowledge")
             if self._on_saved is not None:
                 self._on_saved(image.step, path, time.monotonic() - began)
+            hit("checkpoint.acknowledged")
         except BaseException as error:  # raised in the training thread, by wait() or the next start()
             self._failure = error
 
@@ -337,10 +345,13 @@ def _shards(slots: Mapping[str, _Slot], *, always: bool) -> Iterable[dict[str, _
 def _write_shard(file: Path, shard: Mapping[str, _Slot]) -> None:
     """One file, on the disk when this returns; its tensors' copies are gone by then."""
     copies = {name: copy for name, slot in shard.items() if (copy := slot.read()) is not None}
+    hit("checkpoint.before-file")
     save_file(copies, file, {"format": "pt"})
+    hit("checkpoint.file-written")
     for slot in shard.values():
         slot.release()
-    checkpoint_folder.sync(file)
+    sync(file)
+    hit("checkpoint.file-synced")
 
 
 def _copied(tensor: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ the disk. A newer one of the same step waits as `step-00000100.new` until the ol
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -21,7 +22,9 @@ from typing import Any
 
 import safetensors
 
+from potluck.durable import sync
 from potluck.errors import RunFolderError
+from potluck.failpoints import hit
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -50,20 +53,28 @@ def publish(folder: Path, step: int, write: Callable[[Path], Mapping[str, Any]],
         with _WRITING:
             folder.mkdir(parents=True, exist_ok=True)
             sync(folder.parent)
-            _tidy(folder)
+            _tidy(folder, after_a_crash=True)
+            hit("checkpoint.before-folder")
             temporary.mkdir()
             files_and_more = write(temporary)
-            (temporary / MANIFEST).write_bytes(_rendered({"format": FORMAT, "step": step, **files_and_more}))
-            sync(temporary / MANIFEST)
-            sync(temporary)
+            _write_manifest(temporary, {"format": FORMAT, "step": step, **files_and_more})
+            hit("checkpoint.before-rename")
             os.rename(temporary, final.with_suffix(".new") if final.exists() else final)
+            hit("checkpoint.renamed")
             sync(folder)
+            hit("checkpoint.published")
             _tidy(folder)
             _prune(folder, step, keep)
             return final
     except (OSError, safetensors.SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)  # a full disk needs the room
         raise _cannot_write(folder, step, error) from error
+
+
+def tidy(folder: Path) -> None:
+    """After a crash, before anything is read: what a save or a removal that was cut off left is put in order."""
+    with _WRITING, contextlib.suppress(OSError):  # a folder that cannot be written to can still be read
+        _tidy(folder, after_a_crash=True)
 
 
 def newest_first(folder: Path) -> list[Path]:
@@ -112,25 +123,13 @@ def fingerprint(file: Path) -> dict[str, Any]:
     return {"bytes": file.stat().st_size, "sha256": _sha256(file)}
 
 
-def sync(path: Path) -> None:
-    """Wait until a file's bytes, or a folder's entries, are on the disk."""
-    if os.name == "nt" and path.is_dir():
-        return  # Windows opens no folders
-    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
-    try:
-        _flush(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _flush(descriptor: int) -> None:
-    try:
-        import fcntl
-
-        # On macOS fsync() stops at the drive's own cache.
-        fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)  # type: ignore[attr-defined, unused-ignore]
-    except (ImportError, AttributeError, OSError):
-        os.fsync(descriptor)
+def _write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+    hit("checkpoint.before-manifest")
+    (folder / MANIFEST).write_bytes(_rendered(manifest))
+    hit("checkpoint.manifest-written")
+    sync(folder / MANIFEST)
+    hit("checkpoint.manifest-synced")
+    sync(folder)
 
 
 def _rendered(manifest: Mapping[str, Any]) -> bytes:
@@ -145,15 +144,32 @@ def _sha256(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _tidy(folder: Path) -> None:
-    """Remove what a save that was cut off left, and let a `.new` one take its place."""
+def _tidy(folder: Path, *, after_a_crash: bool = False) -> None:
+    """Remove what a save that was cut off left, and let a `.new` one take its place.
+
+    One that has lain there since a crash must be whole: the run may have gone on from the one it would replace.
+    """
     for spare in folder.glob("step-*.new"):
+        if after_a_crash and spare.with_suffix("").exists() and not _is_whole(spare):
+            _remove(spare)
+            continue
+        hit("checkpoint.before-replace")
         if spare.with_suffix("").exists():
             _remove(spare.with_suffix(""))
+        hit("checkpoint.replacing")
         os.rename(spare, spare.with_suffix(""))
+        hit("checkpoint.replaced")
     for left_over in folder.glob(f"{_TEMPORARY}*"):
         shutil.rmtree(left_over)
     sync(folder)
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        verified(path)
+    except DamagedError:
+        return False
+    return True
 
 
 def _prune(folder: Path, step: int, keep: int) -> None:
@@ -170,8 +186,11 @@ def _prune(folder: Path, step: int, keep: int) -> None:
 def _remove(path: Path) -> None:
     """Gone at once for every reader, whatever happens while its files are being removed."""
     hidden = path.with_name(f"{_TEMPORARY}gone-{path.name}")
+    hit("checkpoint.before-remove")
     os.rename(path, hidden)
+    hit("checkpoint.removing")
     shutil.rmtree(hidden)
+    hit("checkpoint.removed")
 
 
 def _cannot_write(folder: Path, step: int, error: Exception) -> RunFolderError:

@@ -5,13 +5,19 @@ Owns the file and the order of its lines. It knows nothing of what events mean.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
+import os
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
+
+from potluck.errors import RunFolderError
+from potluck.failpoints import hit
 
 Event = dict[str, Any]
 
@@ -21,7 +27,8 @@ class EventLog:
 
     def __init__(self, path: Path | None, show: Callable[[Event], None] | None = None) -> None:
         self._lock = threading.Lock()
-        self._file: TextIO | None = open(path, "a", encoding="utf-8") if path is not None else None  # noqa: SIM115
+        self._path = path
+        self._file = _opened(path) if path is not None else None
         self._show = show
         self.started = time.monotonic()
         """The clock at t_s = 0."""
@@ -32,13 +39,59 @@ class EventLog:
         stamped = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in stamped.items()}
         with self._lock:
             if self._file is not None:
-                self._file.write(json.dumps(stamped, default=str) + "\n")
-                self._file.flush()
+                self._write(self._file, json.dumps(stamped, default=str) + "\n")
             if self._show is not None:
                 self._show(stamped)
+
+    def sync(self) -> None:
+        """Wait until everything emitted so far is on the disk, and would survive a power cut."""
+        # Not under the lock: nobody should wait for the disk to emit.
+        with contextlib.suppress(OSError, ValueError):
+            if self._file is not None:
+                os.fsync(self._file.fileno())
 
     def close(self) -> None:
         with self._lock:
             if self._file is not None:
                 self._file.close()
                 self._file = None
+
+    def _write(self, file: io.FileIO, line: str) -> None:
+        assert self._path is not None
+        try:
+            hit("events.before-line")
+            _write_all(file, line.encode())
+            hit("events.after-line")
+        except OSError as error:
+            raise _unwritable(self._path, error) from error
+
+
+def _opened(path: Path) -> io.FileIO:
+    """The log, to be added to. Unbuffered: a line is one write, and a failed one is not tried again at the end."""
+    try:
+        file = open(path, "ab", buffering=0)  # noqa: SIM115
+        if file.tell() and not _ends_in_a_line(path):
+            # A process that was killed, or a disk that was full, left half a line: it must not spoil the next.
+            _write_all(file, b"\n")
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    return file
+
+
+def _ends_in_a_line(path: Path) -> bool:
+    with open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
+
+
+def _write_all(file: io.FileIO, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) or 0 :]
+
+
+def _unwritable(path: Path, error: OSError) -> RunFolderError:
+    return RunFolderError(
+        f"cannot write to {path}: {error.strerror or error}",
+        hint="check that you may write there and that the disk is not full; go on with --resume",
+    )

@@ -7,21 +7,28 @@ Owns paths and the manifest. It knows no training.
               checkpoints/     the last two checkpoints
               keys.json        the run's keys (0600), so that the same token holds after a restart
               token            what guests type (0600)
+              .lock            held by the process that trains here
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from potluck import durable
 from potluck.errors import RunFolderError
+from potluck.failpoints import hit
 
 MANIFEST = "manifest.json"
+LOCK = ".lock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +57,27 @@ class RunFolder:
     def token(self) -> Path:
         return self.path / "token"
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Nobody else may train in this folder meanwhile; a process that is killed lets go of it."""
+        with _locked(self.path / LOCK) as holder:
+            if holder is not None:
+                raise RunFolderError(
+                    f"{self.path} is in use by process {holder or '?'}",
+                    hint="that run is still going on: end it first (a second one would spoil its checkpoints)",
+                )
+            yield
+
     def write_manifest(self, manifest: dict[str, Any]) -> None:
-        temporary = self.path / (MANIFEST + ".new")
         text = json.dumps(manifest, indent=2, default=str)
         try:
-            with open(temporary, "w", encoding="utf-8") as file:
-                file.write(text + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, self.path / MANIFEST)
+            durable.replace(self.path / MANIFEST, text + "\n", what="manifest")
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
+
+    def write_token(self, token: str) -> None:
+        try:
+            durable.replace(self.token, token + "\n", what="token", private=True)
         except OSError as error:
             raise _unwritable(self.path, error) from error
 
@@ -84,11 +103,13 @@ def new_folder(runs: Path, what: str) -> RunFolder:
         runs.mkdir(parents=True, exist_ok=True)
         for name in [stem, *(f"{stem}-{secrets.token_hex(2)}" for _ in range(20))]:
             path = runs / name
+            hit("run.before-folder")
             try:
                 path.mkdir()
             except FileExistsError:
                 continue
             (path / "checkpoints").mkdir()
+            hit("run.after-folder")
             return RunFolder(path)
     except OSError as error:
         raise _unwritable(runs, error) from error
@@ -102,6 +123,34 @@ def open_folder(path: Path) -> RunFolder:
     folder = RunFolder(path)
     folder.read_manifest()
     return folder
+
+
+@contextmanager
+def _locked(file: Path) -> Iterator[str | None]:
+    """Lock a file; yields None, or where somebody else has it, that process's number as text."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield None
+        return
+    try:
+        stream = open(file, "a+", encoding="utf-8")  # noqa: SIM115
+    except OSError as error:
+        raise _unwritable(file.parent, error) from error
+    with stream:
+        try:
+            # Not flock(): a child that a script forks would keep it when this process is killed.
+            fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                stream.seek(0)
+                yield stream.read().strip()
+                return
+        else:  # not every file system knows locks
+            stream.truncate(0)
+            stream.write(str(os.getpid()))
+            stream.flush()
+        yield None
 
 
 def _unwritable(path: Path, error: OSError) -> RunFolderError:

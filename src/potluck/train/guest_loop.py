@@ -13,10 +13,11 @@ from typing import Any
 from torch import nn
 
 from potluck.errors import LoopError
-from potluck.hub.guest import GuestHub, RunOver, Work
+from potluck.hub.guest import GuestHub, RunOver
 from potluck.hub.overlap import Overlap
 from potluck.hub.parity import sketch
 from potluck.hub.tensors import ModelTensors
+from potluck.hub.work import Work
 from potluck.train.data import Loader, to_device
 from potluck.train.launch import GuestDone, Launch
 from potluck.train.microbatch import MicroBatch

@@ -15,12 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from potluck.errors import ConfigError, LoopError
+from potluck.failpoints import hit
 from potluck.hub.alone import AloneHub
 from potluck.hub.host import HostHub
 from potluck.hub.ledger import Ledger
 from potluck.hub.parity import sketch
 from potluck.hub.stepping import StepResult
 from potluck.hub.tensors import ModelTensors
+from potluck.train import checkpoint_folder
 from potluck.train.beginning import Beginning
 from potluck.train.checkpoint import CheckpointWriter, Loaded, Snapshot, load_latest
 from potluck.train.data import Loader, to_device
@@ -55,7 +57,9 @@ class HostTrainer:
         self._device = parts.launch.device
         self._trained = parts.tensors.trained
         folder = parts.launch.folder
-        self._writer = CheckpointWriter(folder.checkpoints, on_saved=self._saved) if folder else None
+        # The log goes to the disk first: after a power cut it tells of every step up to the checkpoint.
+        before = parts.launch.log.sync
+        self._writer = CheckpointWriter(folder.checkpoints, on_saved=self._saved, before=before) if folder else None
         self._telemetry = Telemetry(parts.launch, parts.options, hub)
         self._saved_bytes: SavedBytes | None = None
         self._began = 0.0
@@ -121,8 +125,8 @@ class HostTrainer:
         """This machine's micro-batches of the step; then the update."""
         if self._checkpoint_due:
             # Not at the end of the last step: between steps the user's code may have other weights in the model.
-            self._checkpoint_due = False
-            self._checkpoint()
+            # One that is still being written puts this one off to the next step.
+            self._checkpoint_due = not self._checkpoint()
         if self._writer is not None:
             self._beginning = Beginning(self._device, self._p.model)
         self._device.at_step(step.index + 1)
@@ -184,9 +188,11 @@ class HostTrainer:
         if self._writer is not None:
             self._waited_on_disk_s = self._writer.before_update()
         with self._hub.updating():
+            hit("host.before-update")
             self._updating = True
             optimizer.step()
             self._updating = False
+            hit("host.updated")
         if options.scheduler is not None:
             options.scheduler.step()
         self._loss = step.loss = (step.loss_sum() + guests_loss) / options.global_batch
@@ -194,7 +200,8 @@ class HostTrainer:
 
     def _finished(self, result: StepResult, update_s: float) -> None:
         every = self._p.launch.config.checkpoint_every
-        self._checkpoint_due = self._writer is not None and every > 0 and self._p.ledger.step % every == 0
+        if self._writer is not None and every > 0 and self._p.ledger.step % every == 0:
+            self._checkpoint_due = True
         assert self._loss is not None
         self._telemetry.step_ended(self._p.ledger.step, self._loss, result, update_s)
 
@@ -215,15 +222,16 @@ class HostTrainer:
             self._interrupted = True
             raise Interrupted
 
-    def _checkpoint(self, *, wait: bool = False) -> None:
+    def _checkpoint(self, *, wait: bool = False) -> bool:
+        """Begin to save, and with `wait` end; False while the last one is still being written."""
         assert self._writer is not None
         if wait:
             self._writer.wait()
         p = self._p
         state = p.ledger.state()
         if wait and self._saved_step == state.step:
-            return
-        self._writer.start(
+            return True
+        started = self._writer.start(
             Snapshot(
                 step=state.step,
                 model=p.model,
@@ -240,6 +248,7 @@ class HostTrainer:
         )
         if wait:
             self._writer.wait()
+        return started
 
     def _saved(self, step: int, path: Any, seconds: float) -> None:
         self._saved_step = step
@@ -263,6 +272,7 @@ def restore(
     """Load the newest readable checkpoint of a run that is resumed; the model and optimizer continue from it."""
     if not launch.resume or launch.folder is None:
         return None
+    checkpoint_folder.tidy(launch.folder.checkpoints)
     loaded = load_latest(launch.folder.checkpoints)
     if loaded is None:
         return None

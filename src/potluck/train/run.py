@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from potluck import codec as codecs
-from potluck import env
+from potluck import env, failpoints
 from potluck.device import pick
 from potluck.errors import ConfigError, LoopError
 from potluck.hub.alone import AloneHub
@@ -24,6 +24,7 @@ from potluck.hub.host import HostHub, HubParts
 from potluck.hub.host_coder import HostCoder
 from potluck.hub.ledger import Ledger
 from potluck.hub.protocol import HostProtocol, HostTerms
+from potluck.hub.recorder import Recorder
 from potluck.hub.tensors import ModelTensors
 from potluck.spec.config import RunConfig
 from potluck.train.data import Loader, epoch_order
@@ -153,7 +154,9 @@ class Run:
             fingerprint=tensors.fingerprint,
             piece_bytes=tuple(up.nbytes(p.count) for p in tensors.layout.pieces),
             local_data=parts.options.data == "local",
+            check_replica_every=launch.config.check_replica_every,
         )
+        folder = launch.folder.path if launch.folder is not None else None
         hub = HostHub(
             HubParts(
                 socket=launch.socket,
@@ -163,6 +166,7 @@ class Run:
                 welcome=self._welcome,
                 fetch=parts.loader.fetch,
                 emit=launch.log.emit,
+                recorder=Recorder(launch.name, folder, started=launch.log.started),
             )
         )
         hub.start()
@@ -237,6 +241,7 @@ def start() -> Run:
     launch = current()
     if launch is None:
         environment = env.read()
+        failpoints.arm(environment.failpoint)
         launch = Launch(
             role=ALONE,
             config=RunConfig(),

@@ -1,6 +1,6 @@
-"""The door of a host: owns who is let in (ZAP) and noticing who was not (socket monitor).
+"""The door of a host: owns who is let in (ZAP), noticing who was not, and turning out those who crowd it.
 
-It must not know messages. It is served by the thread that receives, so there is no thread and no lock here.
+It must not know messages.
 
 ZAP (ZeroMQ RFC 27): libzmq asks at inproc://zeromq.zap.01 in its own context before a handshake ends, with
 [version, request id, domain, address, routing id, mechanism, public key]; the answer is
@@ -12,16 +12,33 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
-from collections.abc import Callable
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
 
 import zmq
+
+from potluck.wire.admitted import Admitted
+from potluck.wire.lobby import Lobby, Visitor
+from potluck.wire.waker import Waker
 
 SocketMaker = Callable[[int], zmq.Socket[bytes]]
 """Makes a zmq socket of a type, in the context of the others, and ends it with them."""
 
+HANDSHAKE_S = 5.0
+"""libzmq ends a handshake that takes longer."""
 ZAP_DOMAIN = b"potluck"
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _UNKNOWN = "unknown"
+_MANY_EVENTS, _MOST_EVENTS = 16, 1000
+_TURN_S = 0.01
+_MOST_UNREPORTED = 10_000
+"""Strangers that a host which does not receive yet will hear of."""
+
+_BYTES_RECEIVED_AT = 128
+"""Where Linux's struct tcp_info has tcpi_bytes_received."""
 
 # Plain ints: zmq.Event is a Flag whose arithmetic has a price per event.
 ACCEPTED = int(zmq.EVENT_ACCEPTED)
@@ -44,16 +61,20 @@ class Monitor:
         self.socket.connect(endpoint)
 
     def drain(self) -> list[tuple[int, int]]:
-        events = []
+        """What has happened; in a flood a part of it, so that the caller gets to act on it."""
+        events: list[tuple[int, int]] = []
         with contextlib.suppress(zmq.Again):
-            while True:
+            while len(events) < _MOST_EVENTS:
                 first, *_ = self.socket.recv_multipart(zmq.NOBLOCK)
                 events.append(struct.unpack("=Hi", first))
         return events
 
 
 class Door:
-    """Admits the holders of one public key to a socket and reports everybody else's address."""
+    """Admits the holders of one public key to a socket, and reports everybody else's address.
+
+    It is served by the thread that receives; `Watch` has a thread of its own.
+    """
 
     def __init__(
         self,
@@ -61,36 +82,128 @@ class Door:
         guarded: zmq.Socket[bytes],
         admitted: bytes,
         on_denied: Callable[[str], None] | None,
+        most_waiting: int,
+        inside: Admitted,
     ) -> None:
         self._admitted = admitted
         self._on_denied = on_denied
-        self._connections: dict[int, tuple[str, int]] = {}
-        self._successes = 0
-        self._failure: int | None = None
-        self._zap = new_socket(zmq.REP)
-        self._zap.bind(_ZAP_ENDPOINT)
+        self.zap = new_socket(zmq.REP)
+        self.zap.bind(_ZAP_ENDPOINT)
         guarded.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
         # Without this libzmq lets everybody in while nobody answers at the ZAP endpoint.
         guarded.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        self.watch = Watch(new_socket, guarded, Lobby(most=most_waiting, stays_s=HANDSHAKE_S), inside)
+
+    def serve(self) -> None:
+        """Answer who has knocked and report who was turned away; never waits."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                self._answer(self.zap.recv_multipart(zmq.NOBLOCK))
+        for address in self.watch.turned_away():
+            self._deny(address)
+
+    def _answer(self, request: list[bytes]) -> None:
+        version, number, domain, address, _, mechanism, *credentials = request
+        known = domain == ZAP_DOMAIN and mechanism == b"CURVE" and credentials == [self._admitted]
+        status, text = (b"200", b"OK") if known else (b"400", b"unknown key")
+        self.zap.send_multipart([version, number, status, text, b"", b""])
+        if not known:
+            self._deny(address.decode("ascii", "replace"))
+
+    def _deny(self, address: str) -> None:
+        if self._on_denied is not None:
+            self._on_denied(address)
+
+
+class Watch:
+    """Sees who comes and goes, in a thread of its own, and turns out those who crowd the lobby or the table.
+
+    From the beginning: a host that still loads its data receives nothing, and strangers can knock all the same.
+    """
+
+    def __init__(self, new_socket: SocketMaker, guarded: zmq.Socket[bytes], lobby: Lobby, inside: Admitted) -> None:
+        self._lobby, self._inside = lobby, inside
+        self._lock = threading.Lock()
+        self._connections: dict[int, tuple[str, int]] = {}
+        self._spoke: set[int] = set()
+        """Connections that a message came over: of guests."""
+        self._successes = 0
+        self._failure: int | None = None
+        self._turned_away: deque[str] = deque(maxlen=_MOST_UNREPORTED)
         self._monitor = Monitor(
             new_socket,
             guarded,
             ACCEPTED | DISCONNECTED | SUCCEEDED | FAILED_AUTH | FAILED_PROTOCOL | FAILED_NO_DETAIL,
         )
-        self.sockets = (self._zap, self._monitor.socket)
+        self._waker = Waker()
+        self._stop = False
+        self._thread = threading.Thread(target=self._run, name="potluck-door", daemon=True)
+        self._thread.start()
 
-    def serve(self) -> None:
-        """Answer who has knocked and note who went away; never waits."""
-        with contextlib.suppress(zmq.Again):
-            while True:
-                self._answer(self._zap.recv_multipart(zmq.NOBLOCK))
-        events = self._monitor.drain()
+    # -- the thread that receives -----------------------------------------------------------------------
+
+    def turned_away(self) -> Iterator[str]:
+        """The addresses of strangers who were turned away since this was last asked."""
+        while self._turned_away:
+            yield self._turned_away.popleft()
+
+    def heard(self, descriptor: int) -> None:
+        """A message came over this connection: whoever sent it holds the key."""
+        surplus: list[Visitor] = []
+        with self._lock:
+            self._inside.spoke(descriptor)
+            if descriptor not in self._spoke:
+                self._spoke.add(descriptor)
+                self._lobby.left(descriptor)
+                surplus = self._inside.too_many(self._lobby)
+        for visitor in surplus:
+            _turn_out(visitor)
+
+    def hang_up_on_the_endless(self) -> None:
+        """After all whole messages have been read: end the connections that send one without an end."""
+        with self._lock:
+            crowd = self._inside.endless(_received_bytes)
+        for visitor in crowd:
+            _turn_out(visitor)
+
+    def close(self) -> None:
+        """End the thread; whoever made the sockets closes them afterwards."""
+        self._stop = True
+        self._waker.wake()
+        if self._thread is not threading.current_thread():  # what nobody closed is collected in any thread
+            self._thread.join()
+        self._waker.close()
+
+    # -- its own thread ---------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._waker.inner.fileno(), zmq.POLLIN)
+        poller.register(self._monitor.socket, zmq.POLLIN)
+        while not self._stop:
+            poller.poll()
+            events = self._monitor.drain()
+            self._note(events)
+            with self._lock:
+                crowd = self._lobby.too_many(time.monotonic())
+                surplus = self._inside.too_many(self._lobby)
+            for visitor in surplus:
+                _turn_out(visitor)
+            for visitor in crowd:
+                _turn_out(visitor)
+                self._turned_away.append(visitor.address)
+            if len(events) > _MANY_EVENTS and not crowd:
+                # In a flood many are dealt with in one turn, or each would interrupt the training. Otherwise at
+                # once: who is turned away is gone in a moment, and then its address cannot be found any more.
+                time.sleep(_TURN_S)
+
+    def _note(self, events: list[tuple[int, int]]) -> None:
         last_end = {value: number for number, (event, value) in enumerate(events) if event == DISCONNECTED}
         for number, (event, value) in enumerate(events):
             if event == ACCEPTED:
                 # The number of a descriptor that is closed by now may already be another connection's.
                 gone = last_end.get(value, -1) > number
-                self._connections[value] = (_UNKNOWN if gone else _peer_address(value), self._successes)
+                self._came(value, None if gone else _peer(value))
             elif event == SUCCEEDED:
                 self._successes += 1
             elif event == DISCONNECTED:
@@ -98,13 +211,14 @@ class Door:
             else:
                 self._failure = event
 
-    def _answer(self, request: list[bytes]) -> None:
-        version, number, domain, address, _, mechanism, *credentials = request
-        known = domain == ZAP_DOMAIN and mechanism == b"CURVE" and credentials == [self._admitted]
-        status, text = (b"200", b"OK") if known else (b"400", b"unknown key")
-        self._zap.send_multipart([version, number, status, text, b"", b""])
-        if not known:
-            self._deny(address.decode("ascii", "replace"))
+    def _came(self, descriptor: int, peer: tuple[str, int] | None) -> None:
+        self._connections[descriptor] = (peer[0] if peer else _UNKNOWN, self._successes)
+        if peer is not None:
+            visitor = Visitor(descriptor=descriptor, address=peer[0], port=peer[1], since=time.monotonic())
+            with self._lock:
+                self._inside.came(visitor)
+                if descriptor not in self._spoke:  # it may have been heard before it was seen
+                    self._lobby.came(visitor)
 
     def _left(self, descriptor: int) -> None:
         """Tell a stranger who was turned away from a guest who left.
@@ -114,19 +228,57 @@ class Door:
         by key was reported when ZAP refused. Who hung up first (a guest that looks for an address that
         answers) or stayed silent is no news.
         """
+        with self._lock:
+            self._spoke.discard(descriptor)
+            self._lobby.left(descriptor)
+            self._inside.left(descriptor)
         address, successes = self._connections.pop(descriptor, (_UNKNOWN, -1))
         failure, self._failure = self._failure, None
         if failure == FAILED_PROTOCOL or (failure is None and successes == self._successes):
-            self._deny(address)
-
-    def _deny(self, address: str) -> None:
-        if self._on_denied is not None:
-            self._on_denied(address)
+            self._turned_away.append(address)
 
 
-def _peer_address(descriptor: int) -> str:
+@contextlib.contextmanager
+def _borrowed(descriptor: int) -> Iterator[socket.socket]:
+    """A socket of libzmq's. Not a copy of it: that would take a descriptor, and there may be none left."""
+    end = socket.socket(fileno=descriptor)  # of its own family: an IPv6 address does not fit into the other's
     try:
-        with socket.fromfd(descriptor, socket.AF_INET, socket.SOCK_STREAM) as peer:
-            return str(peer.getpeername()[0])
-    except (OSError, IndexError):
-        return _UNKNOWN
+        yield end
+    finally:
+        end.detach()
+
+
+def _peer(descriptor: int) -> tuple[str, int] | None:
+    """Address and port of the other end of whatever has this number now."""
+    try:
+        with _borrowed(descriptor) as end:
+            address, port, *_ = end.getpeername()
+            return str(address), int(port)
+    except (OSError, ValueError):
+        return None
+
+
+def _turn_out(visitor: Visitor) -> None:
+    """Hang up on a visitor; libzmq sees the end of the connection and forgets it."""
+    with contextlib.suppress(OSError, ValueError), _borrowed(visitor.descriptor) as end:
+        # The number may be another connection's by now; that one has another port.
+        if end.getpeername()[:2] == (visitor.address, visitor.port):
+            end.shutdown(socket.SHUT_RDWR)
+
+
+def _received_bytes(visitor: Visitor) -> int | None:
+    """All that came over this connection so far; None where that cannot be known.
+
+    Asked for every connection again and again, so it is one system call and nothing else: whose number it is by now
+    is looked at by `_turn_out`.
+    """
+    if sys.platform != "linux":
+        return None
+    with contextlib.suppress(OSError, ValueError, struct.error):
+        end = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=visitor.descriptor)
+        try:
+            info = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED_AT + 8)
+        finally:
+            end.detach()
+        return int(struct.unpack_from("=Q", info, _BYTES_RECEIVED_AT)[0])
+    return None

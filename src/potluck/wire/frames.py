@@ -4,6 +4,9 @@ It must not know sockets, tensors or what any kind of message means.
 
     frame 0      b"PLK", one byte of protocol version, then compact UTF-8 JSON: [kind, fields]
     frame 1..n   raw bytes, at most MAX_FRAMES of them
+
+On their way to a host, messages with long frames are cut into parts: first b"CUT" and the length of each frame
+(little-endian, 4 bytes), then all frames, each as parts of at most PART_BYTES.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,10 +28,17 @@ MAX_FRAME_BYTES = 16 * 1024 * 1024
 MAX_FRAMES = 64
 """Raw frames in one message; the header is not one of them."""
 
+PART_BYTES = 256 * 1024
+"""What a host takes at once. libzmq allocates for strangers what it would allocate for guests, so this times the
+connections that may wait at its door is what strangers can make a host allocate."""
+MAX_PARTS = 256
+"""Parts of one message to a host."""
+
 MAX_DEPTH = 64
 """Nesting of what a header holds. Deeper ones are nobody's honest message, and walking them is a risk."""
 
 MAGIC = b"PLK"
+_CUT = b"CUT"
 _PREFIX = MAGIC + bytes([PROTOCOL])
 _KIND = re.compile(r"[a-z][a-z0-9_.-]{0,31}", re.ASCII)
 
@@ -91,6 +102,47 @@ def unpack(frames: Sequence[bytes | memoryview]) -> Message:
     return Message(
         kind=kind, fields=fields, frames=tuple(_checked(frame, number) for number, frame in enumerate(raw, 1))
     )
+
+
+def cut(frames: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
+    """The parts in which these frames travel to a host; nothing is copied."""
+    views = [_checked(frame, number) for number, frame in enumerate(map(_view, frames))]
+    if all(len(view) <= PART_BYTES for view in views):
+        return list(frames)
+    parts: list[bytes | memoryview] = [_CUT + struct.pack(f"<{len(views)}I", *map(len, views))]
+    for view in views:
+        parts += [view[start : start + PART_BYTES] for start in range(0, len(view), PART_BYTES)]
+    if len(parts) > MAX_PARTS:
+        raise WireError(f"a message of {sum(map(len, views))} bytes, at most {MAX_PARTS * PART_BYTES} go to a host")
+    return parts
+
+
+def joined(parts: list[memoryview]) -> list[memoryview]:
+    """The frames of which these are the parts. Parts that fit no frames are left as they are: no message."""
+    if not parts or parts[0][: len(_CUT)] != _CUT or len(parts) > MAX_PARTS:
+        return parts
+    table = parts[0][len(_CUT) :]
+    if table.nbytes % 4 or table.nbytes > 4 * (MAX_FRAMES + 1):
+        return parts
+    frames: list[memoryview] = []
+    at = 1
+    for size in struct.unpack(f"<{table.nbytes // 4}I", table):
+        count = -(-size // PART_BYTES)
+        chosen = parts[at : at + count]
+        if size > MAX_FRAME_BYTES or sum(part.nbytes for part in chosen) != size:
+            return parts
+        frames.append(chosen[0] if count == 1 else _one(chosen, size))
+        at += count
+    return frames if at == len(parts) else parts
+
+
+def _one(parts: Sequence[memoryview], size: int) -> memoryview:
+    whole = memoryview(bytearray(size))
+    at = 0
+    for part in parts:
+        whole[at : at + part.nbytes] = part
+        at += part.nbytes
+    return whole
 
 
 def dump_json(value: Any) -> bytes:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import zmq
 from zmq.utils import z85
 
+from potluck import durable
 from potluck.errors import RunFolderError
 
 KEY_BYTES = 32
@@ -53,21 +53,8 @@ def save_keys(path: str | Path, keys: HostKeys) -> None:
     """Write the keys so that nobody else can read them at any moment, replacing what was there whole."""
     path = Path(path)
     text = json.dumps({name: getattr(keys, name).hex() for name in _NAMES}, indent=1) + "\n"
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:
-        # The mode is given at creation: a chmod afterwards would leave a moment to read the secrets.
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            with os.fdopen(descriptor, "w", encoding="ascii") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
-        _sync_folder(path.parent)
+        durable.replace(path, text, what="keys", private=True)
     except OSError as error:
         raise RunFolderError(
             f"the keys cannot be written to {path}: {error.strerror or error}",
@@ -112,14 +99,3 @@ def _keep_private(descriptor: int) -> None:
     if os.name == "posix" and os.fstat(descriptor).st_mode & 0o077:
         with contextlib.suppress(OSError):
             os.fchmod(descriptor, 0o600)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the rename last through a power cut, where the system can (not on Windows)."""
-    if os.name != "posix":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -198,7 +198,15 @@ class ProxyProcess:
     Leaves its files in `folder`, which the owner removes.
     """
 
-    def __init__(self, links: Sequence[LinkSpec], *, shared: LinkSpec | None = None, folder: Path) -> None:
+    def __init__(
+        self,
+        links: Sequence[LinkSpec],
+        *,
+        shared: LinkSpec | None = None,
+        folder: Path,
+        wrap: Callable[[list[str]], list[str]] = lambda command: command,
+    ) -> None:
+        """`wrap` makes its command one that runs elsewhere, in a network namespace for example."""
         self._numbers = {link.name: number for number, link in enumerate(links)}
         spec, counters, self._log = (folder / f"proxy.{end}" for end in ("json", "counters", "log"))
         counters.write_bytes(bytes(2 * COUNTER_BYTES * max(1, len(links))))
@@ -212,7 +220,7 @@ class ProxyProcess:
             self._counters: mmap.mmap | bytes = mmap.mmap(file.fileno(), 0)
         with open(self._log, "wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "potluck.wire.proxy", str(spec)],
+                wrap([sys.executable, "-m", "potluck.wire.proxy", str(spec)]),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

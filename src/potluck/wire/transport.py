@@ -13,7 +13,6 @@ import contextlib
 import errno
 import math
 import secrets
-import socket
 import threading
 import time
 import weakref
@@ -23,20 +22,24 @@ from typing import Literal, NoReturn
 import zmq
 
 from potluck.errors import ConfigError, NetworkError, PortTakenError, RefusedError, WireError
+from potluck.wire.admitted import Admitted
 from potluck.wire.door import (
     DISCONNECTED,
     FAILED_AUTH,
     FAILED_NO_DETAIL,
     FAILED_PROTOCOL,
+    HANDSHAKE_S,
     SUCCEEDED,
     Door,
     Monitor,
     SocketMaker,
 )
-from potluck.wire.frames import MAX_FRAME_BYTES, MAX_FRAMES
+from potluck.wire.files import make_room, room_for_strangers, warning_of
+from potluck.wire.frames import MAX_FRAME_BYTES, MAX_FRAMES, MAX_PARTS, PART_BYTES, cut, joined
 from potluck.wire.keys import HostKeys, public_of
 from potluck.wire.reach import Answer, first_answering, who_answers, who_holds
 from potluck.wire.token import Token
+from potluck.wire.waker import Waker
 
 Frame = bytes | memoryview
 Channel = Literal["control", "data"]
@@ -51,14 +54,30 @@ QUEUE_MESSAGES = 1024
 UNREAD_MESSAGES = 64
 """Messages of one peer kept before they are read; then its connection stops taking more."""
 
-_HANDSHAKE_S = 5.0
+MOST_WAITING = 1024
+"""Connections that may wait at a host's door. Holding one costs a host some 20 kB and a file; closing one that is
+opened again at once costs it time, so there is room for more than are ever honestly there."""
+
+MOST_INSIDE = 256
+"""Connections of those who hold the key: two for each guest, and as many again for guests that come back before
+their old ones are known to be dead."""
+MOST_UNREAD_BYTES = 2 * MAX_PARTS * PART_BYTES
+"""What a connection may bring without a message's end: the longest message, and what the system keeps besides."""
+LOOK_S = 0.5
+"""Between two looks at how much each connection has brought."""
+
 _GREETING_S = 1.0
-_BACKLOG = 128
+_KNOCK = b""
+"""What a guest says first on each connection, so that the host knows which of them are guests'."""
 _CURVE_OVERHEAD_BYTES = 1024
 """Encryption adds some 40 bytes to a frame, and MAXMSGSIZE counts them."""
 
 _NEVER_MS = 24 * 3600 * 1000
 """As reconnect interval. -1, "do not reconnect", would throw away what came before the disconnect unread."""
+
+
+class HungUpError(RefusedError):
+    """The host hung up in the handshake: it is not the token's, or strangers crowd its door at this moment."""
 
 
 class HostSocket:
@@ -69,26 +88,36 @@ class HostSocket:
     """
 
     port: int
+    warning: str | None
+    """What the person at this machine should know, if anything."""
 
     def __init__(
         self, *, bind: str, port: int, keys: HostKeys, on_denied: Callable[[str], None] | None = None
     ) -> None:
         if not 0 <= port < 65536:
             raise ConfigError(f"{port} is not a port", hint="ports are 1 to 65535; 0 picks a free one")
+        limit = make_room()
+        room = room_for_strangers(limit, MOST_WAITING)
+        self.warning = warning_of(limit, room, MOST_WAITING)
         self._station = _Station(self)
         try:
             self._socket = self._station.socket(zmq.ROUTER)
-            _set_common_options(self._socket)
+            _set_common_options(self._socket, PART_BYTES)
             self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            self._socket.setsockopt(zmq.BACKLOG, _BACKLOG)
+            # A short queue makes a guest's system try again, after whole seconds, where many connect at once; a
+            # long one lets more in at once than the door can turn out in time.
+            self._socket.setsockopt(zmq.BACKLOG, max(128, room // 4))
             self._socket.setsockopt(zmq.CURVE_SERVER, 1)
             self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-            self._door = Door(self._station.socket, self._socket, keys.guest_public, on_denied)
+            inside = Admitted(most=MOST_INSIDE, most_bytes=MOST_UNREAD_BYTES)
+            self._door = Door(self._station.socket, self._socket, keys.guest_public, on_denied, room, inside)
+            self._looked = time.monotonic()
+            self._station.before_closing = self._door.watch.close
             self.port = _bind(self._socket, bind, port)
         except BaseException:
             self._station.close()
             raise
-        self._poller = self._station.poller(self._socket, *self._door.sockets)
+        self._poller = self._station.poller(self._socket, self._door.zap)
 
     def receive(self, timeout_s: float) -> list[tuple[bytes, list[memoryview]]]:
         """What has arrived, as (peer, frames); waits up to `timeout_s` for the first, or for wake().
@@ -101,10 +130,27 @@ class HostSocket:
                 self._poller.poll(_milliseconds(deadline))
                 woken = self._station.waker.drain()
                 self._door.serve()
-                received = _receive(self._socket, MAX_MESSAGES_PER_CALL)
-                messages = [(bytes(peer), frames) for peer, *frames in received]
+                received = _receive(self._socket, MAX_MESSAGES_PER_CALL, MAX_PARTS)
+                messages = [(bytes(peer), joined(parts)) for peer, *parts in received if self._says(parts)]
+                self._look()
                 if messages or woken or time.monotonic() >= deadline:
                     return messages
+
+    def _says(self, parts: list[memoryview]) -> bool:
+        """Whether this is more than a knock; either shows that the connection is a guest's."""
+        knock = len(parts) == 1 and parts[0] == _KNOCK
+        frame = parts[-1].obj if parts else None
+        if isinstance(frame, zmq.Frame):
+            with contextlib.suppress(zmq.ZMQError):
+                self._door.watch.heard(int(frame.get(zmq.SRCFD)))
+        return not knock
+
+    def _look(self) -> None:
+        """Now and then, when nothing is left to read: is somebody in the middle of a message that never ends?"""
+        now = time.monotonic()
+        if now - self._looked > LOOK_S and not self._socket.poll(0):
+            self._looked = now
+            self._door.watch.hang_up_on_the_endless()
 
     @staticmethod
     def address_of(frames: Sequence[Frame]) -> str:
@@ -163,10 +209,11 @@ class GuestSocket:
         """False once a connection has failed or ended, as far as receive() or handshake() have seen."""
         return not any(link.ended for link in self._links)
 
-    def handshake(self, timeout_s: float = _HANDSHAKE_S) -> None:
+    def handshake(self, timeout_s: float = HANDSHAKE_S) -> None:
         """Wait until the host has let both connections in.
 
-        RefusedError: it is a host and does not accept this token. NetworkError: it is no host, or silent.
+        RefusedError: it is a host and does not accept this token (HungUpError: or its door was crowded just now).
+        NetworkError: it is no host, or silent.
         """
         deadline = time.monotonic() + timeout_s
         events = zmq.Poller()
@@ -179,6 +226,9 @@ class GuestSocket:
                 events.poll(_milliseconds(deadline))
                 for link in self._links:
                     link.watch()
+            for link in self._links:
+                if link.open and not link.ended:
+                    _send(link.socket, [_KNOCK])
         if not self.connected or not all(link.open for link in self._links):
             self._explain()
 
@@ -194,7 +244,8 @@ class GuestSocket:
                 for link in self._links:
                     link.watch()
                     left = MAX_MESSAGES_PER_CALL - len(messages)
-                    messages.extend((link.channel, frames) for frames in _receive(link.socket, left))
+                    received = _receive(link.socket, left, MAX_FRAMES + 1)
+                    messages.extend((link.channel, frames) for frames in received)
                 ended = was_connected and not self.connected
                 if messages or woken or ended or time.monotonic() >= deadline:
                     return messages
@@ -219,7 +270,7 @@ class GuestSocket:
 
     def _send(self, link: _Link, frames: Iterable[Frame]) -> bool:
         with self._station.one_thread:
-            return self.connected and _send(link.socket, list(frames))
+            return self.connected and _send(link.socket, cut(list(frames)))
 
     def _explain(self) -> NoReturn:
         """Raise what a handshake that did not succeed means.
@@ -234,8 +285,8 @@ class GuestSocket:
             raise RefusedError(f"the host at {where} refused this token", hint=fresh)
         answer = who_answers(self._number, self._port, timeout_s=_GREETING_S)
         turned_away = any(link.failure is not None for link in self._links)
-        if answer is Answer.CURVE and turned_away and after_s < _HANDSHAKE_S / 2:
-            raise RefusedError(f"the host at {where} is not the one of this token", hint=fresh)
+        if answer is Answer.CURVE and turned_away and after_s < HANDSHAKE_S / 2:
+            raise HungUpError(f"the host at {where} is not the one of this token", hint=fresh)
         if answer is Answer.CURVE:
             raise NetworkError(
                 f"the host at {where} did not finish the handshake within {after_s:.1f} s",
@@ -268,7 +319,7 @@ class _Link:
         self.ended = False
         self.failure: int | None = None
         self.socket = new_socket(zmq.DEALER)
-        _set_common_options(self.socket)
+        _set_common_options(self.socket, MAX_FRAME_BYTES)
         self.socket.setsockopt(zmq.ROUTING_ID, guest_id + channel[:1].encode())
         self.socket.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
         self.socket.setsockopt(zmq.CURVE_SERVERKEY, token.host_public)
@@ -303,7 +354,8 @@ class _Station:
     def __init__(self, owner: object) -> None:
         self._context = zmq.Context()
         self._sockets: list[zmq.Socket[bytes]] = []
-        self.waker = _Waker()
+        self.waker = Waker()
+        self.before_closing: Callable[[], None] = lambda: None
         self.one_thread = _OneThread()
         # Not at exit: a daemon thread may still use the sockets, and the process ends anyway.
         weakref.finalize(owner, self.close).atexit = False
@@ -326,6 +378,7 @@ class _Station:
         """End everything; a socket among `lingers_s` gets that long for what is queued."""
         if self._context.closed:
             return
+        self.before_closing()
         for member in self._sockets:
             member.close(linger=int(1000 * (lingers_s or {}).get(member, 0.0)))
         self.waker.close()
@@ -346,39 +399,11 @@ class _OneThread:
         self._lock.release()
 
 
-class _Waker:
-    """Ends a poll from another thread. A socket pair, because zmq sockets are not safe to share."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.inner, self._outer = socket.socketpair()
-        self.inner.setblocking(False)
-        self._outer.setblocking(False)
-
-    def wake(self) -> None:
-        # Full means that it is awake already, closed that nobody sleeps. The lock keeps close() from giving
-        # the descriptor to somebody else between the two.
-        with self._lock, contextlib.suppress(OSError):
-            self._outer.send(b"\0")
-
-    def drain(self) -> bool:
-        woken = False
-        with contextlib.suppress(OSError):
-            while self.inner.recv(4096):
-                woken = True
-        return woken
-
-    def close(self) -> None:
-        with self._lock:
-            self.inner.close()
-            self._outer.close()
-
-
-def _set_common_options(target: zmq.Socket[bytes]) -> None:
+def _set_common_options(target: zmq.Socket[bytes], most_bytes: int) -> None:
     target.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
     target.setsockopt(zmq.RCVHWM, UNREAD_MESSAGES)
-    target.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + _CURVE_OVERHEAD_BYTES)
-    target.setsockopt(zmq.HANDSHAKE_IVL, int(_HANDSHAKE_S * 1000))
+    target.setsockopt(zmq.MAXMSGSIZE, most_bytes + _CURVE_OVERHEAD_BYTES)
+    target.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000))
     # A machine that lost its power or its cable says nothing: let the system find out, and free what it held.
     target.setsockopt(zmq.TCP_KEEPALIVE, 1)
     target.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 15)
@@ -419,8 +444,8 @@ def _milliseconds(deadline: float) -> int:
     return max(0, math.ceil((deadline - time.monotonic()) * 1000))
 
 
-def _receive(source: zmq.Socket[bytes], limit: int) -> list[list[memoryview]]:
-    """Up to `limit` messages that are there. What a message has above the allowed frames is not kept."""
+def _receive(source: zmq.Socket[bytes], limit: int, most_parts: int) -> list[list[memoryview]]:
+    """Up to `limit` messages that are there. What a message has above the allowed parts is not kept."""
     messages: list[list[memoryview]] = []
     size_bytes = 0
     while len(messages) < limit and size_bytes < ENOUGH_BYTES_PER_CALL:
@@ -431,8 +456,8 @@ def _receive(source: zmq.Socket[bytes], limit: int) -> list[list[memoryview]]:
         parts = [frame.buffer]
         while frame.more:
             frame = source.recv(copy=False)
-            # One too many is kept: unpack() must see that it was too many. Peer and header come on top.
-            if len(parts) <= MAX_FRAMES + 2:
+            # One too many is kept: unpack() must see that it was too many. The peer comes on top.
+            if len(parts) <= most_parts + 1:
                 parts.append(frame.buffer)
         messages.append(parts)
         size_bytes += sum(part.nbytes for part in parts)

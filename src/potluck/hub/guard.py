@@ -1,0 +1,133 @@
+"""Do the guests still hold the replica? Every few steps its hash is compared, and now and then the gradients again.
+
+PURE: it decides who is asked and what a difference means; it computes no hash and knows no socket and no clock.
+
+A guest is asked when it has been sent all of a version and nothing of a later one, on the connection on which the
+weights travel: so both sides hash the very same version, and neither has to stand still for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from potluck.errors import WireError
+from potluck.hub.actions import DATA, Action, Emit, HashReplica, Pump, Send
+from potluck.hub.hashes import DIGEST_BYTES, differing
+from potluck.hub.members import COMPUTING, LATE, SITTING_OUT, SYNCING, Member
+from potluck.hub.stepping import Stepping
+
+TRUSTED = (COMPUTING, LATE, SITTING_OUT)
+"""States of guests whose gradients count: the others are about to be sent or checked anyway."""
+VERSIONS_KEPT = 4
+PARITY_EVERY = 20
+"""After so many equal hashes in a row a guest's gradient is compared with the host's once more."""
+PARITY_SELDOM = 8 * PARITY_EVERY
+"""Where that takes a guest longer than a step: it falls behind and has to be sent everything anew."""
+PARITY_SAMPLES = 8
+"""What such a comparison has to compute, at most."""
+LONGEST_PAUSE = 6
+"""A guest that differed again and again is asked 2^6 times less often, not never."""
+
+
+@dataclass(slots=True)
+class _Version:
+    """What is known of one version that is compared."""
+
+    number: int
+    ours: bytes | None = None
+    theirs: dict[str, bytes] = field(default_factory=dict)
+    """Answers that wait for the host's own hash."""
+
+
+class ReplicaGuard:
+    """Compares hashes; see `HostTerms.check_replica_every`."""
+
+    def __init__(self, *, every: int, members: Mapping[str, Member], stepping: Stepping) -> None:
+        self._every = every
+        self._members = members
+        self._stepping = stepping
+        self._versions: list[_Version] = []
+
+    def begin_step(self, step: int) -> list[Action]:
+        """The weights are at version `step`: have it hashed if it is one of those that are compared."""
+        if not self._every or step % self._every or not any(m.state in TRUSTED for m in self._members.values()):
+            return []
+        self._versions = [*self._versions[1 - VERSIONS_KEPT :], _Version(step)]
+        return [HashReplica(version=step)]
+
+    def ask(self, member: Member) -> list[Action]:
+        """After each message to a guest: ask it, once it has been sent all of the newest compared version."""
+        if not self._versions or member.hash_awaited is not None or member.state not in TRUSTED:
+            return []
+        version = self._versions[-1].number
+        if version == member.hash_asked or any(have != version for have in member.feed.have):
+            return []
+        member.hash_asked = version
+        if (version // self._every) % 2 ** min(member.mismatches, LONGEST_PAUSE):
+            return []
+        member.hash_awaited = version
+        return [Send(guest=member.id, channel=DATA, kind="hash", fields={"version": version})]
+
+    def answered(self, member: Member, version: int, digests: bytes, now: float) -> list[Action]:
+        """A guest's hashes, one for each piece (none: it does not hold that version)."""
+        if version != member.hash_awaited or len(digests) not in (0, DIGEST_BYTES * len(member.feed.have)):
+            raise WireError(f"hashes of version {version} that nobody asked for")
+        member.hash_awaited = None
+        found = next((v for v in self._versions if v.number == version), None)
+        if found is None or member.state not in TRUSTED:
+            return []
+        if found.ours is None:
+            found.theirs[member.id] = digests
+            return []
+        return self._compare(member, version, differing(found.ours, digests), now)
+
+    def hashed(self, version: int, digests: bytes, now: float) -> list[Action]:
+        """The host's own hashes."""
+        actions: list[Action] = []
+        for found in self._versions:
+            if found.number != version:
+                continue
+            found.ours = digests
+            for guest, theirs in found.theirs.items():
+                member = self._members.get(guest)
+                if member is not None and member.state in TRUSTED:
+                    actions += self._compare(member, version, differing(digests, theirs), now)
+            found.theirs.clear()
+        return actions
+
+    def _compare(self, member: Member, version: int, different: int, now: float) -> list[Action]:
+        if different:
+            return self._mismatch(member, version, different, now)
+        member.hashes_equal += 1
+        if member.hashes_equal % self._parity_every(member) == 0 and member.state == COMPUTING:
+            # The next step's common batch takes it in, as it does newcomers; its lease of this one stays.
+            member.state, member.reason = SYNCING, "its gradient is checked again"
+        return [_event("replica_checked", member, step=version + 1)]
+
+    def _parity_every(self, member: Member) -> int:
+        step_s, rate = self._stepping.predicted_s, member.rate.value
+        fits = step_s is not None and rate is not None and rate * step_s > PARITY_SAMPLES
+        return PARITY_EVERY if fits else PARITY_SELDOM
+
+    def _mismatch(self, member: Member, version: int, different: int, now: float) -> list[Action]:
+        """What it computes does not count, and it is sent everything anew; then its gradient is checked."""
+        member.mismatches += 1
+        member.hashes_equal = 0
+        back, actions = self._stepping.void(member)
+        member.feed.forget()
+        member.feed.open = True
+        member.state, member.reason = SYNCING, "its weights differed"
+        member.sync_started, member.sync_bytes = now, 0
+        reason = f"held weights that are not the host's ({different} of {len(member.feed.have)} pieces differ)"
+        return [
+            *actions,
+            Send(guest=member.id, channel=DATA, kind="resync", fields={"version": version}),
+            _event("replica_mismatch", member, step=version + 1, samples=back, pieces=different, reason=reason),
+            Pump(guest=member.id),
+        ]
+
+
+def _event(kind: str, member: Member, **fields: Any) -> Emit:
+    return Emit(event={"event": kind, "machine": member.name, "address": member.address, **fields})

@@ -1,0 +1,181 @@
+"""The flight recorder: the last few hundred things that a machine said and heard, written out when something fails.
+
+Owns the ring and the files made of it. It must not know what a message means: it keeps kinds, numbers and sizes,
+and of the log's own events their words. Never a tensor, and of what other machines send no text but the kind.
+
+    flight-<machine>-<n>.jsonl    first line: whose record, why and when; then one line for each entry:
+    {"t_s": 1.3, "dir": "in", "machine": "laptop", "kind": "grad", "lease": 7, "piece": 9, "bytes": 912, "times": 4}
+
+Equal messages in a row are one entry (`times`, `until_s`; the numbers are those of the last one): the pieces of one
+gradient must not push everything else out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ENTRIES = 500
+MOST_FILES = 6
+"""Of one machine in one folder; the oldest make place."""
+TOGETHER_S = 1.0
+"""Equal messages within this time are one entry."""
+PAUSE_S = 5.0
+"""Between two files: faults seldom come alone, and the second file holds what led to both."""
+NUMBERS = ("lease", "check", "step", "version", "base", "piece", "batch", "count", "keep", "computed", "samples")
+LARGEST = 1 << 53
+LONGEST_TEXT = 300
+MOST_MACHINES = 256
+
+FAULTS = frozenset({"guest_lost", "guest_refused", "replica_mismatch"})
+"""Events of the log that mean that a machine has failed."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    began: float
+    until: float
+    direction: str
+    machine: str
+    kind: str
+    numbers: dict[str, int]
+    nbytes: int = 0
+    times: int = 1
+    words: dict[str, Any] = field(default_factory=dict)
+
+    def line(self, started: float) -> dict[str, Any]:
+        found: dict[str, Any] = {"t_s": round(self.began - started, 4), "dir": self.direction}
+        found |= {"machine": self.machine, "kind": self.kind, **self.numbers, **self.words}
+        if self.nbytes:
+            found["bytes"] = self.nbytes
+        if self.times > 1:
+            found |= {"times": self.times, "until_s": round(self.until - started, 4)}
+        return found
+
+
+class Recorder:
+    """A bounded ring that any thread may write to; a message costs it a microsecond or two."""
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path | None,
+        *,
+        started: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        tell: Callable[[Path, str], None] = lambda path, why: None,
+    ) -> None:
+        """`folder` None: nothing is ever written. `tell` hears of each file and why it was written."""
+        self.name = name
+        self.tell = tell
+        self._folder = folder
+        self._clock = clock
+        self._started = clock() if started is None else started
+        self._lock = threading.Lock()
+        self._ring: deque[_Entry] = deque(maxlen=ENTRIES)
+        self._last: dict[tuple[str, str], _Entry] = {}
+        self._fault: str | None = None
+        self._written = float("-inf")
+
+    # -- what happens -----------------------------------------------------------------------------------
+
+    def message(self, direction: str, machine: str, kind: str, fields: Mapping[str, Any], nbytes: int) -> None:
+        """A message came "in" or went "out"; `machine` is the other one."""
+        numbers = {k: v for k in NUMBERS if type(v := fields.get(k)) is int and -LARGEST < v < LARGEST}
+        now = self._clock()
+        with self._lock:
+            key = (direction, machine)
+            last = self._last.get(key)
+            if (
+                last is not None
+                and last.kind == kind
+                and last.numbers.get("lease") == numbers.get("lease")
+                and last.numbers.get("version") == numbers.get("version")
+                and now - last.began < TOGETHER_S
+            ):
+                last.until, last.numbers = now, numbers
+                last.nbytes += nbytes
+                last.times += 1
+                return
+            if len(self._last) >= MOST_MACHINES:
+                self._last.clear()
+            entry = self._last[key] = _Entry(now, now, direction, machine, kind, numbers, nbytes)
+            self._ring.append(entry)
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        """An event of the run's log. One that means a fault has the record written soon."""
+        kind, machine = str(event.get("event", "")), str(event.get("machine") or "")
+        words = {k: str(event[k])[:LONGEST_TEXT] for k in ("address", "reason") if event.get(k)}
+        self.note(kind, machine, {k: v for k, v in event.items() if k in NUMBERS}, words)
+        if kind in FAULTS or (kind == "lease_taken_back" and event.get("silent")):
+            self.fault(f"{kind} {machine}: {words.get('reason', '')}")
+
+    def note(self, kind: str, machine: str, numbers: Mapping[str, Any], words: Mapping[str, str]) -> None:
+        """Something that is no message; the words are this machine's own."""
+        now = self._clock()
+        plain = {k: int(v) for k, v in numbers.items() if isinstance(v, int)}
+        with self._lock:
+            self._ring.append(_Entry(now, now, "event", machine or self.name, kind, plain, words=dict(words)))
+
+    def fault(self, why: str) -> None:
+        """The record will be written when `write` is next called."""
+        with self._lock:
+            self._fault = self._fault or why
+
+    # -- files ------------------------------------------------------------------------------------------
+
+    def write(self, *, now: bool = False) -> Path | None:
+        """Write the record if there was a fault, at most every few seconds (or at once); where it lies.
+
+        Nothing that goes wrong here is worth more than the run: a full disk is passed over.
+        """
+        if self._fault is None or self._folder is None:
+            return None
+        with self._lock:
+            time_s = self._clock()
+            if self._fault is None or (not now and time_s - self._written < PAUSE_S):
+                return None
+            why, self._fault, self._written = self._fault, None, time_s
+            lines = [entry.line(self._started) for entry in self._ring]
+        head = {
+            "flight": self.name,
+            "why": why,
+            "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "t_s": round(time_s - self._started, 4),
+            "clock_s": self._started,
+        }
+        text = "".join(json.dumps(line) + "\n" for line in (head, *lines))
+        with contextlib.suppress(OSError):
+            path = self._new_file(text)
+            self.tell(path, why)
+            return path
+        return None
+
+    def _new_file(self, text: str) -> Path:
+        assert self._folder is not None
+        stem = "flight-" + re.sub(r"[^A-Za-z0-9._-]", "_", self.name)[:60]
+        self._folder.mkdir(parents=True, exist_ok=True)
+        number = max(self._numbers(stem), default=0) + 1
+        path = self._folder / f"{stem}-{number}.jsonl"
+        # A new file and nobody else's: the folder may be one that all users of the machine write to.
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        for old in sorted(self._numbers(stem))[:-MOST_FILES]:
+            with contextlib.suppress(OSError):
+                (self._folder / f"{stem}-{old}.jsonl").unlink()
+        return path
+
+    def _numbers(self, stem: str) -> list[int]:
+        assert self._folder is not None
+        pattern = re.compile(re.escape(stem) + r"-(\d{1,9})\.jsonl")
+        return [int(found[1]) for p in self._folder.iterdir() if (found := pattern.fullmatch(p.name))]

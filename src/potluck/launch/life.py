@@ -1,0 +1,132 @@
+"""Leases of life: a process that ends, in order, when its parent, its terminal or whoever reads its output is gone.
+
+Owns signals and the one thread that looks. It must not know what the process does: ending is a KeyboardInterrupt in
+the main thread, as if somebody had pressed Ctrl-C, and a hard end for one that does not heed it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import stat
+import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+LOOK_S = 0.5
+GRACE_S = 6.0
+"""From the moment it is asked to end, a process has this long to do so in order."""
+PR_SET_PDEATHSIG = 1
+
+
+class _Life:
+    """What ends this process."""
+
+    def __init__(self, parent: int | None) -> None:
+        self._parent = parent
+        self._asked = False
+        self._stop = threading.Event()
+        self._watched: list[int] = []
+        self._thread = threading.Thread(target=self._watch, name="potluck-life", daemon=True)
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._asked:
+            return  # it is on its way: a second signal must not interrupt the goodbye
+        self._asked = True
+        raise KeyboardInterrupt
+
+    def start(self) -> None:
+        if self._parent is not None:
+            self._die_with_parent()
+        self._watched = _readers_to_watch(with_stdin=self._parent is not None)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join(2 * LOOK_S)
+
+    def _die_with_parent(self) -> None:
+        """Linux tells a process when its parent dies; everywhere else, and always, this one looks itself."""
+        if sys.platform == "linux":
+            with contextlib.suppress(OSError, AttributeError):
+                ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
+        if os.name != "posix":
+            threading.Thread(target=self._read_to_the_end, name="potluck-stdin", daemon=True).start()
+
+    def _watch(self) -> None:
+        poller = select.poll() if self._watched else None
+        for descriptor in self._watched:
+            assert poller is not None
+            poller.register(descriptor, 0)  # only for its end
+        while not self._stop.is_set():
+            gone = False
+            if poller is None:
+                self._stop.wait(LOOK_S)
+            else:
+                for descriptor, what in poller.poll(int(1000 * LOOK_S)):
+                    if what & select.POLLNVAL:
+                        poller.unregister(descriptor)  # a system that cannot look at this kind
+                    gone = gone or bool(what & (select.POLLHUP | select.POLLERR))
+            # On other systems than POSIX ones the number stays that of the dead parent.
+            if self._parent is not None and os.name == "posix" and os.getppid() != self._parent:
+                gone = True
+            if (gone or self._asked) and not self._stop.is_set():
+                self._end()
+                return
+
+    def _read_to_the_end(self) -> None:
+        """Whoever started this process holds the other end of its stdin, and lets go of it only by ending."""
+        with contextlib.suppress(OSError):
+            while os.read(0, 4096):
+                pass
+        if not self._stop.is_set():
+            self._end()
+
+    def _end(self) -> None:
+        if not self._asked:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if not self._stop.wait(GRACE_S):
+            os._exit(1)
+
+
+def _readers_to_watch(*, with_stdin: bool) -> list[int]:
+    """The descriptors whose other end tells: a terminal or pipe that is written to, and the parent's pipe."""
+    if not hasattr(select, "poll"):
+        return []
+    found = []
+    hangups_count = not _ignores_hangups()
+    for descriptor, wanted in ((0, with_stdin), (1, hangups_count)):
+        with contextlib.suppress(OSError):
+            mode = os.fstat(descriptor).st_mode
+            talks = stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or (descriptor == 1 and os.isatty(descriptor))
+            if wanted and talks:
+                found.append(descriptor)
+    return found
+
+
+def _ignores_hangups() -> bool:
+    """Started with nohup, it was asked to outlive its terminal."""
+    return hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+@contextlib.contextmanager
+def leased(parent: int | None = None) -> Iterator[None]:
+    """Inside, SIGTERM and SIGHUP end this process as Ctrl-C does; so does the end of its terminal, of whoever reads
+    its output, or of `parent`. With nohup it stays."""
+    life = _Life(parent)
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        names = ["SIGTERM"] if _ignores_hangups() else ["SIGTERM", "SIGHUP"]
+        for number in (getattr(signal, name) for name in names if hasattr(signal, name)):
+            before[number] = signal.signal(number, life.on_signal)
+    life.start()
+    try:
+        yield
+    finally:
+        life.stop()
+        for number, handler in before.items():
+            signal.signal(number, handler)

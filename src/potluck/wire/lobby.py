@@ -1,0 +1,77 @@
+"""The lobby of a host: owns who is connected but has not shown a key yet, and who has to go when they are too many.
+
+PURE: it is told who came, spoke and left, and must not know sockets, keys or clocks.
+
+libzmq ends a handshake that takes too long, but takes any number of connections meanwhile, and each is an open file
+and some memory of the host. Whoever came here first goes first, and always one of the address that has the most:
+a guest is through the door in a moment, and those who fill the lobby only crowd out their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Visitor:
+    """One connection that has shown nothing yet."""
+
+    descriptor: int
+    address: str
+    port: int
+    """Theirs; with the address it tells two connections apart that had the same descriptor."""
+    since: float
+
+
+class Lobby:
+    """At most `most` visitors, each for at most `stays_s`: who stays longer was let in, or libzmq has ended it."""
+
+    def __init__(self, *, most: int, stays_s: float) -> None:
+        self.most, self.stays_s = most, stays_s
+        self.turned_out = 0
+        """Visitors who had to go because there were too many."""
+        self._visitors: dict[int, Visitor] = {}
+        self._by_address: dict[str, dict[int, Visitor]] = {}
+
+    def __len__(self) -> int:
+        return len(self._visitors)
+
+    def __contains__(self, descriptor: object) -> bool:
+        return descriptor in self._visitors
+
+    def came(self, visitor: Visitor) -> None:
+        self.left(visitor.descriptor)
+        self._visitors[visitor.descriptor] = visitor
+        self._by_address.setdefault(visitor.address, {})[visitor.descriptor] = visitor
+
+    def left(self, descriptor: int) -> None:
+        """It is gone, or it has spoken, which only a holder of the key can: it is no visitor any more."""
+        visitor = self._visitors.pop(descriptor, None)
+        if visitor is None:
+            return
+        neighbours = self._by_address[visitor.address]
+        del neighbours[descriptor]
+        if not neighbours:
+            del self._by_address[visitor.address]
+
+    def too_many(self, now: float) -> list[Visitor]:
+        """Who has to go now. They are no visitors from here on."""
+        # Both tables are in the order in which people came.
+        for descriptor in [v.descriptor for v in self._until(now - self.stays_s)]:
+            self.left(descriptor)
+        out: list[Visitor] = []
+        while len(self._visitors) > self.most:
+            crowd = max(self._by_address.values(), key=len)
+            visitor = next(iter(crowd.values()))
+            self.left(visitor.descriptor)
+            out.append(visitor)
+        self.turned_out += len(out)
+        return out
+
+    def _until(self, then: float) -> list[Visitor]:
+        early = []
+        for visitor in self._visitors.values():
+            if visitor.since > then:
+                break
+            early.append(visitor)
+        return early

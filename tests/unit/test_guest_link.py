@@ -1,0 +1,103 @@
+"""A guest's link: which refusals it believes at once, and which only when they come again and again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from potluck.errors import NetworkError, RefusedError
+from potluck.hub import link as links
+from potluck.hub.link import HANG_UPS_BELIEVED, GuestLink
+from potluck.wire.frames import Message, pack
+from potluck.wire.token import Token
+from potluck.wire.transport import HungUpError
+
+TOKEN = Token(addresses=("127.0.0.1",), port=1, host_public=b"h" * 32, guest_secret=b"g" * 32)
+WELCOME = [memoryview(bytes(part)) for part in pack(Message(kind="welcome", fields={}))]
+
+
+class Sockets:
+    """Makes sockets whose handshakes end as it is told, the last of it for ever (None: it is let in)."""
+
+    def __init__(self, *outcomes: Exception | None) -> None:
+        self.outcomes = list(outcomes)
+        self.made = 0
+
+    def __call__(self, token: Token, *, connect_timeout_s: float) -> Any:
+        self.made += 1
+        return _Socket(self.outcomes.pop(0) if len(self.outcomes) > 1 else self.outcomes[0])
+
+
+class _Socket:
+    address, guest_id, connected = "127.0.0.1", b"12345678", True
+
+    def __init__(self, outcome: Exception | None) -> None:
+        self._outcome = outcome
+        self._welcomes = [("control", WELCOME)]
+
+    def handshake(self, timeout_s: float) -> None:
+        if self._outcome is not None:
+            raise self._outcome
+
+    def receive(self, timeout_s: float) -> Sequence[tuple[str, list[memoryview]]]:
+        time.sleep(0.01)
+        received, self._welcomes = self._welcomes, []
+        return received
+
+    def send_control(self, frames: Any) -> bool:
+        return True
+
+    def wake(self) -> None:
+        pass
+
+    def close(self, *, linger_s: float) -> None:
+        pass
+
+
+@pytest.fixture
+def sockets(monkeypatch: pytest.MonkeyPatch) -> Sockets:
+    made = Sockets()
+    monkeypatch.setattr(links, "GuestSocket", made)
+    monkeypatch.setattr(links, "FIRST_BACKOFF_S", 0.01)
+    return made
+
+
+def test_a_hang_up_is_not_believed_at_once(sockets: Sockets) -> None:
+    hang_ups = [HungUpError("hung up")] * (HANG_UPS_BELIEVED - 1)
+    sockets.outcomes = [*hang_ups, NetworkError("silent"), *hang_ups, None]
+    link = GuestLink(TOKEN, {})
+    assert link.connect(timeout_s=10).kind == "welcome"
+    assert sockets.made == 2 * HANG_UPS_BELIEVED
+    link.close()
+
+
+def test_hang_ups_in_a_row_are_believed(sockets: Sockets) -> None:
+    sockets.outcomes = [HungUpError("the host is another one")]
+    with pytest.raises(RefusedError, match="another one"):
+        GuestLink(TOKEN, {}).connect(timeout_s=10)
+    assert sockets.made == HANG_UPS_BELIEVED
+
+
+def test_what_the_host_says_of_the_key_is_believed_at_once(sockets: Sockets) -> None:
+    sockets.outcomes = [RefusedError("this key is unknown")]
+    with pytest.raises(RefusedError, match="unknown"):
+        GuestLink(TOKEN, {}).connect(timeout_s=10)
+    assert sockets.made == 1
+
+
+def test_a_guest_of_the_run_that_is_hung_up_on_comes_back(sockets: Sockets) -> None:
+    """Its host was restarted in a crowd of strangers: the link must not end for one hang-up."""
+    sockets.outcomes = [None]
+    link = GuestLink(TOKEN, {})
+    link.connect(timeout_s=10)
+    sockets.outcomes = [HungUpError("hung up"), None]
+    assert link._socket is not None
+    link._socket.connected = False  # type: ignore[misc]
+    deadline = time.monotonic() + 10
+    while sockets.made < 3 and link.failure is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert (sockets.made, link.failure) == (3, None)
+    link.close()

@@ -1,0 +1,143 @@
+"""The run folder: its log survives half a line and a full disk, and only one process trains in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from potluck.errors import RunFolderError
+from potluck.failpoints import armed
+from potluck.report.summary import read_events
+from potluck.train.events import EventLog
+from potluck.train.folder import RunFolder
+from support.processes import Processes
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+
+
+def test_a_line_that_a_kill_cut_does_not_spoil_the_next(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    log.emit({"event": "step", "step": 1})
+    log.close()
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write('{"t_s": 3.2, "event": "st')
+    for number in (2, 3):
+        log = EventLog(tmp_path / "events.jsonl")
+        log.emit({"event": "step", "step": number})
+        log.close()
+    assert [event["step"] for event in read_events(tmp_path)] == [1, 2, 3]
+    assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 4
+
+
+def test_a_log_goes_on_without_empty_lines(tmp_path: Path) -> None:
+    for number in range(3):
+        log = EventLog(tmp_path / "events.jsonl")
+        log.emit({"event": "step", "step": number, "loss": float("nan")})
+        log.sync()
+        log.close()
+        log.sync()
+    assert [(e["step"], e["loss"]) for e in lines(tmp_path)] == [(0, None), (1, None), (2, None)]
+
+
+def test_lines_of_many_threads_are_whole(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    threads = [
+        threading.Thread(target=lambda: [log.emit({"event": "note", "text": "x" * 9000}) for _ in range(20)])
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    log.close()
+    assert len(lines(tmp_path)) == 80
+
+
+def test_a_log_that_cannot_be_written_is_a_clear_error_and_closes(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    for moment in ("before", "after"):
+        with armed(f"events.{moment}-line=raise"), pytest.raises(RunFolderError, match=r"events\.jsonl") as caught:
+            log.emit({"event": "step"})
+        assert caught.value.hint
+    log.emit({"event": "step"})
+    log.close()
+    assert len(lines(tmp_path)) == 2
+    with pytest.raises(RunFolderError, match=r"cannot write to .*events\.jsonl"):
+        EventLog(tmp_path / "missing" / "events.jsonl")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs limits on file sizes")
+def test_a_full_disk_leaves_whole_lines_and_half_of_one(tmp_path: Path) -> None:
+    import resource
+
+    log = EventLog(tmp_path / "events.jsonl")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        while (tmp_path / "events.jsonl").stat().st_size + 60 < 1000:
+            log.emit({"event": "step", "step": 1})
+        with pytest.raises(RunFolderError, match="File too large"):
+            log.emit({"event": "step", "text": "x" * 100})
+        log.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (tmp_path / "events.jsonl").stat().st_size == 1000
+    written = len(read_events(tmp_path))
+    log = EventLog(tmp_path / "events.jsonl")
+    log.emit({"event": "run_start"})
+    log.close()
+    assert [e["event"] for e in read_events(tmp_path)] == ["step"] * written + ["run_start"]
+
+
+HOLDER = """
+import os, sys, time
+from pathlib import Path
+from potluck.train.folder import RunFolder
+with RunFolder(Path(sys.argv[1])).held():
+    if sys.argv[2] == "fork" and os.fork() == 0:
+        time.sleep(30)
+    print("held", flush=True)
+    time.sleep(30)
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs POSIX locks")
+@pytest.mark.parametrize("forks", ["fork", "no"])
+def test_one_process_at_a_time_and_a_killed_one_lets_go(tmp_path: Path, forks: str) -> None:
+    (tmp_path / "run").mkdir()
+    folder = RunFolder(tmp_path / "run")
+    with Processes(tmp_path) as processes:
+        holder = processes.python("-c", HOLDER, str(folder.path), forks)
+        holder.wait_for_text("held", 30)
+        with pytest.raises(RunFolderError, match=f"in use by process {holder.pid}") as caught, folder.held():
+            pass
+        assert caught.value.hint
+        holder.signal(9)  # its child, if it has one, lives on
+        holder.wait(10)
+        with folder.held():
+            assert (folder.path / ".lock").read_text() == str(os.getpid())
+
+
+def test_a_folder_that_is_not_there_or_not_writable_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match="cannot write to"), RunFolder(tmp_path / "missing").held():
+        pass
+
+
+def test_the_token_and_the_manifest_are_whole_or_as_before(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.write_token("first")
+    folder.write_manifest({"config": 1})
+    with armed("file.synced=raise"), pytest.raises(RunFolderError, match="cannot write"):
+        folder.write_token("second")
+    with armed("file.synced=raise"), pytest.raises(RunFolderError, match="cannot write"):
+        folder.write_manifest({"config": 2})
+    assert folder.token.read_text() == "first\n"
+    assert folder.read_manifest() == {"config": 1}
