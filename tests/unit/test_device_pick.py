@@ -9,7 +9,8 @@ import psutil
 import pytest
 import torch
 
-from potluck.device import Device, limits, pick, register
+from potluck import limits
+from potluck.device import Device, pick, register
 from potluck.device import pick as pick_function
 from potluck.device.cpu import CpuDevice
 from potluck.errors import ConfigError

@@ -193,7 +193,7 @@ class TestMissing:
 class TestJson:
     KEYS = (
         *("strategy", "step_s", "samples_per_s", "speedup", "efficiency"),
-        *("recovery", "bytes_per_step", "loss", "samples_per_step"),
+        *("recovery", "bytes_per_step", "loss", "samples_per_step", "predicted_s"),
     )
 
     def measured(self) -> Results:

@@ -179,7 +179,7 @@ class TestTable:
         lines = text.splitlines()
         assert max(map(cell_len, lines)) <= 80
         header = next(line for line in lines if line.startswith("strategy"))
-        columns = ["strategy", "s/step", "samples/s", "speed-up", "efficiency", "recovery", "MB/step", "loss"]
+        columns = ["strategy", "s/step", "predicted", "speed-up", "efficiency", "recovery", "MB/step", "loss"]
         assert header.split() == columns
         below = lines.index(header) + 2
         rows = {line.split()[0]: line.split() for line in lines[below : below + 4]}
@@ -218,7 +218,7 @@ class TestTable:
         failed = replace(pair[0].rows[1], step_s=None, samples_per_s=None, speedup=None, efficiency=None)
         failed = replace(failed, recovery=None, bytes_per_step=None, loss=None, samples_per_step=None)
         table = replace(pair[0], rows=(pair[0].rows[0], failed), notes={"ddp": "failed: no"})
-        assert results_text(table).count("–") == 8  # and the one of solo's bytes
+        assert results_text(table).count("–") == 9  # solo's bytes among them; nothing was predicted here
         assert "failed: no" in results_text(table)
 
     def test_no_minus_before_a_zero(self, pair: tuple[Results, list[Outcome]]) -> None:

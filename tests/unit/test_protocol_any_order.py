@@ -181,7 +181,8 @@ class ProtocolMachine(RuleBasedStateMachine):
         known = guest in self.world.members
         actions = self.world.do(self.world.protocol.message(guest, kind, fields, frames, self.world.now))
         if not known and kind != "hello":
-            assert actions == [act.Send(guest=guest, channel=act.CONTROL, kind="unknown")]
+            versions = self.world.protocol.terms.versions
+            assert actions == [act.Send(guest=guest, channel=act.CONTROL, kind="unknown", fields=versions)]
 
     # -- what must always hold
 

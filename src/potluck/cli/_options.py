@@ -5,6 +5,7 @@ Owns the words on the command line; it starts nothing.
 
 from __future__ import annotations
 
+import ipaddress
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 RECIPE_FLAGS = ("depth", "sequence", "batch_tokens", "steps", "lr", "data", "seed")
 RUN_FLAGS = ("device", "threads", "name", "micro_batch", "codec", "checkpoint_every")
 HOST_FLAGS = ("bind", "port", "wait_for", "wait_s")
+LOOPBACK = "127.0.0.1"
 
 
 def recipe_options(command: Command) -> Command:
@@ -160,3 +162,18 @@ def run_config(table: dict[str, Any], flags: dict[str, Any]) -> RunConfig:
     if config.codec_down is not None:
         codec.get(config.codec_down)
     return config
+
+
+def checked_bind(bind: str | None) -> str | None:
+    """The address to listen on, as a number; None where none was given."""
+    if bind is None:
+        return None
+    try:
+        return str(ipaddress.IPv4Address(LOOPBACK if bind == "localhost" else bind))
+    except ValueError:
+        from potluck.wire.token import local_addresses
+
+        raise ConfigError(
+            f"--bind takes an IPv4 address of this machine, not {bind!r}",
+            hint=f"this machine has: {', '.join((*local_addresses(), LOOPBACK))}; 0.0.0.0 listens on all",
+        ) from None

@@ -5,7 +5,6 @@ Owns the order in which these are opened and closed. What is trained is a functi
 
 from __future__ import annotations
 
-import ipaddress
 import shlex
 import shutil
 import signal
@@ -21,10 +20,10 @@ from typing import Any
 import click
 
 from potluck.cli._app import Settings
+from potluck.cli._options import LOOPBACK, checked_bind
 from potluck.device import pick
-from potluck.device.limits import usable_cores
-from potluck.errors import ConfigError
 from potluck.launch.local import LocalGuests
+from potluck.limits import usable_cores
 from potluck.report.view import View, make_view
 from potluck.spec.config import RunConfig
 from potluck.train.events import EventLog
@@ -34,8 +33,6 @@ from potluck.train.run import manifest
 from potluck.wire.keys import load_keys, new_keys, save_keys
 from potluck.wire.token import Token, encode, local_addresses
 from potluck.wire.transport import HostSocket
-
-LOOPBACK = "127.0.0.1"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -163,7 +160,7 @@ def _open_door(launch: Launch, folder: RunFolder, *, only_here: bool) -> str:
     else:
         keys = new_keys()
         save_keys(folder.keys, keys)
-    bind = LOOPBACK if only_here else _checked_bind(config.bind) or next(iter(local_addresses()), LOOPBACK)
+    bind = LOOPBACK if only_here else checked_bind(config.bind) or next(iter(local_addresses()), LOOPBACK)
     launch.socket = HostSocket(bind=bind, port=port, keys=keys, on_denied=_denied(launch))
     if launch.socket.warning is not None and not only_here:
         launch.log.emit({"event": "note", "text": launch.socket.warning})
@@ -178,18 +175,6 @@ def _open_door(launch: Launch, folder: RunFolder, *, only_here: bool) -> str:
     )
     folder.write_token(token)
     return token
-
-
-def _checked_bind(bind: str | None) -> str | None:
-    if bind is None:
-        return None
-    try:
-        return str(ipaddress.IPv4Address(LOOPBACK if bind == "localhost" else bind))
-    except ValueError:
-        raise ConfigError(
-            f"--bind takes an IPv4 address of this machine, not {bind!r}",
-            hint=f"this machine has: {', '.join((*local_addresses(), LOOPBACK))}; 0.0.0.0 listens on all",
-        ) from None
 
 
 def _denied(launch: Launch) -> Callable[[str], None]:

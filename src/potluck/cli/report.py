@@ -15,16 +15,24 @@ from potluck.report.curve import loss_curve_png, loss_curve_text
 from potluck.report.summary import losses, read_events, summarize
 from potluck.report.summary_text import summary_text
 from potluck.report.text import fitted, writes_utf8
+from potluck.spec.fleet import POTLUCK, SOLO, Plan
 
 _DEFAULT_RUNS = Path("runs")
+PLAN_FILE = "plan.json"
 
 
 @click.command()
 @click.argument("run", required=False)
 @click.option("--png", type=click.Path(dir_okay=False, path_type=Path), help="Draw the loss curve to FILE.")
+@click.option(
+    "--plan",
+    "plan_file",
+    type=click.Path(path_type=Path),
+    help="What `potluck plan --save` promised (default: plan.json in the run's folder, if it is there).",
+)
 @click.option("--json", "as_json", is_flag=True, help="The summary as JSON, for programs.")
 @click.pass_obj
-def report(settings: Settings, run: str | None, png: Path | None, as_json: bool) -> None:
+def report(settings: Settings, run: str | None, png: Path | None, plan_file: Path | None, as_json: bool) -> None:
     """What happened in a run: steps, speed, who computed how much, and the loss curve.
 
     RUN is a run folder or a run's id; without it, the newest run is taken.
@@ -32,11 +40,12 @@ def report(settings: Settings, run: str | None, png: Path | None, as_json: bool)
     folder = find_run(run, settings.environment.runs or _DEFAULT_RUNS)
     events = read_events(folder)
     summary = summarize(events)
+    planned_s = planned_step_s(plan_file, folder, alone=len(summary.machines) < 2)
     steps, values = losses(events)
     if as_json:
-        click.echo(json.dumps(summary.to_dict(), indent=2))
+        click.echo(json.dumps({**summary.to_dict(), "planned_s": planned_s}, indent=2))
     else:
-        click.echo(fitted(summary_text(summary), sys.stdout))
+        click.echo(fitted(summary_text(summary, planned_s), sys.stdout))
         width = min(shutil.get_terminal_size((80, 24)).columns, 100)
         curve = loss_curve_text(steps, values, width - 1, 16, ascii_only=not writes_utf8(sys.stdout))
         if curve:
@@ -62,6 +71,20 @@ def find_run(run: str | None, runs: Path) -> Path:
         f"no run folder {run!r}, neither here nor in {runs}",
         hint=f"the newest runs: {newest}" if newest else "name the folder that a run printed at its end",
     )
+
+
+def planned_step_s(file: Path | None, folder: Path, *, alone: bool) -> float | None:
+    """Seconds a step that a plan promised for such a run; None where nobody made one."""
+    path = file or folder / PLAN_FILE
+    if file is None and not path.exists():
+        return None
+    try:
+        plan = Plan.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        return next(row.step_s for row in plan.rows if row.strategy == (SOLO if alone else POTLUCK))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}", hint="--plan takes a file") from error
+    except (KeyError, TypeError, ValueError, StopIteration):
+        raise UserError(f"{path} is no plan", hint="make it with: potluck plan … --save FILE") from None
 
 
 def _write_png(path: Path, steps: list[int], values: list[float], title: str) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from potluck.device.base import Device, Memory
-from potluck.device.limits import cpu_name, usable_memory
+from potluck.limits import cpu_name, usable_memory
 
 
 class CpuDevice(Device):

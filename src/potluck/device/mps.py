@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from potluck.device.base import Device, Memory
-from potluck.device.limits import cpu_name, usable_memory
 from potluck.errors import ConfigError
+from potluck.limits import cpu_name, usable_memory
 
 
 class MpsDevice(Device):

@@ -13,9 +13,9 @@ from potluck import env
 from potluck.device import cuda, mps, paced
 from potluck.device.base import Device
 from potluck.device.cpu import CpuDevice
-from potluck.device.limits import usable_cores
 from potluck.device.trace import Trace
 from potluck.errors import ConfigError
+from potluck.limits import usable_cores
 
 Factory = Callable[[str], Device]
 """Makes the device of a kind; gets what stood after the colon ("1" of "cuda:1"), or "".

@@ -122,7 +122,8 @@ class HostProtocol:
             return self._hello(guest, fields, now, address)
         member = self.members.get(guest)
         if member is None:
-            return [Send(guest=guest, channel=CONTROL, kind="unknown")]
+            # With versions, for `potluck doctor`, which is no guest and does not mean to be one.
+            return [Send(guest=guest, channel=CONTROL, kind="unknown", fields=dict(self.terms.versions))]
         if member.leaving is not None:
             return []
         member.last_heard = now

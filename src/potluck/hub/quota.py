@@ -1,211 +1,29 @@
-"""How many samples each guest gets: as many as it can compute and deliver before the host is done with the rest.
+"""What the host knows of a guest's speed, and what it lends beyond the quota.
 
-PURE: numbers in, numbers out. It knows no machine beyond its speed.
-
-The cost model. In a step of B samples the host computes at rate r_h; guest i computes q_i samples at rate r_i
-and spends o_i seconds fetching the weights' change and delivering its gradient, as far as that is not hidden
-behind its computing. All are done at the same time T when
-
-    T = (B + Σ r_i·o_i) / (r_h + Σ r_i)        q_i = r_i·(T − o_i)
-
-How much is hidden depends on how the lease is cut. The change of the weights takes R seconds to arrive, behind
-the forward (a third) of the first micro-batch of n samples; the gradient S seconds to leave, behind the backward
-(two thirds) of the last one of m samples. At s seconds a sample,
-
-    o = fixed + max(0, R − n·s/3) + max(0, S − 2·m·s/3)
-
-so on a thin link the first and the last micro-batch are made large. A lease with too few samples for both is one
-micro-batch, first and last at once; where that would be too large for the guest it is two, of which the last is
-served first: its samples hide twice as much. A lease of more samples never takes less time, so `Speed.quota` is the
-inverse of `Speed.lease_s`, and T is where the host's and everybody's quota add up to B.
-
-A guest with q_i < 1 cannot help: it sits out, and T is solved again without it. Samples are whole, so the q_i are
-rounded to the neighbours that give the smallest max(host's, every guest's time).
+PURE: numbers in, numbers out. It knows no machine beyond its speed. How many samples a guest gets is
+`plan/leases.py`'s affair, so that a prediction and the host count with one formula; its names are here, too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from potluck.plan.leases import Quotas, Speed, ideal, lease_sizes, quotas, split_evenly
+
+__all__ = [
+    "EXTRA_PART",
+    "Estimate",
+    "Quotas",
+    "Speed",
+    "extra_samples",
+    "ideal",
+    "lease_sizes",
+    "quotas",
+    "split_evenly",
+]
+
 EXTRA_PART = 0.5
-HALVINGS = 100
-CLOSE = 1e-12
-"""The step's time is found to this part of it."""
-ABSURD = 1e12
-"""Rates and seconds from here on are no measurements, and their products would not be finite."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Speed:
-    """What a guest can do: samples a second while computing, and what a step costs it beside that."""
-
-    rate_samples_per_s: float
-    overhead_s: float
-    """Seconds a step that no computing hides."""
-    transfer_s: float = 0.0
-    """Seconds that a coded message takes to cross its link, each way."""
-    usual: int = 1
-    """Its micro-batch when nothing is to be hidden."""
-    most: int = 1
-    """The largest micro-batch that it can compute."""
-
-    @property
-    def sample_s(self) -> float:
-        return 1 / self.rate_samples_per_s
-
-    @property
-    def first(self) -> int:
-        """Samples whose forward takes as long as the weights' change takes to arrive, or the most it can do."""
-        return self._enough(3 * self.transfer_s)
-
-    @property
-    def last(self) -> int:
-        """Samples whose backward takes as long as the gradient takes to leave, or the most it can do."""
-        return self._enough(1.5 * self.transfer_s)
-
-    def _enough(self, seconds: float) -> int:
-        return math.ceil(max(0.0, min(seconds * self.rate_samples_per_s, self.most)))
-
-    def unhidden_s(self, count: float) -> float:
-        """Seconds of both transfers that a lease of so many samples does not hide."""
-        first: float = self.first
-        last: float = self.last
-        if count < first + last:
-            first, last = (count, count) if count <= self.most else (count - last, last)
-        down_s = self.transfer_s - first * self.sample_s / 3
-        up_s = self.transfer_s - 2 * last * self.sample_s / 3
-        return max(0.0, down_s) + max(0.0, up_s)
-
-    def lease_s(self, count: int) -> float:
-        """From the start of the step to the arrival of the contribution."""
-        return count * self.sample_s + self.unhidden_s(count) + self.overhead_s if count else 0.0
-
-    def quota(self, step_s: float) -> float:
-        """The largest (real) number of samples that is delivered within a step of so many seconds."""
-        left_s, way_s, sample_s = step_s - self.overhead_s, self.transfer_s, self.sample_s
-        if left_s < 2 * way_s:
-            return 0.0  # a single sample would take this long, however fast it is computed
-        first, last = self.first, self.last
-        # As many as hide what can be hidden, or more: what is not hidden is the same for every count.
-        up_s = max(0.0, way_s - 2 * last * sample_s / 3)
-        long = (left_s - up_s - max(0.0, way_s - first * sample_s / 3)) / sample_s
-        if long >= first + last:
-            return long
-        # Two micro-batches: the last hides what it can, each sample of the first hides a third of itself.
-        two = min(left_s - up_s, 1.5 * (left_s - up_s - way_s - last * sample_s / 3)) / sample_s
-        if two >= self.most + 1:
-            return two
-        # One: bound by its own length, or by the way in and its backward.
-        return min(min(left_s, 1.5 * (left_s - way_s)) / sample_s, self.most)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Quotas:
-    """The shares of one step and the time it should take."""
-
-    host: int
-    guests: dict[str, int]
-    step_s: float
-
-
-def ideal(batch: int, host_rate: float, guests: Mapping[str, Speed]) -> tuple[float, dict[str, float]]:
-    """The real-valued solution: the step's time and each helping guest's quota."""
-    helping = {name: speed for name, speed in guests.items() if _is_measured(speed)}
-    while True:
-        step_s = _step_s(batch, host_rate, list(helping.values()))
-        quota = {n: s.quota(step_s) for n, s in helping.items()}
-        short = {n: q for n, q in quota.items() if q < 1}
-        if not short:
-            return step_s, quota
-        # Whoever has a part of a sample lengthens the step by going, and may so let somebody in who has none yet.
-        parts = {n: q for n, q in short.items() if q > 0}
-        for name in [min(parts, key=lambda n: parts[n])] if parts else short:
-            del helping[name]
-
-
-def _is_measured(speed: Speed) -> bool:
-    rate = speed.rate_samples_per_s
-    return 1 / ABSURD < rate < ABSURD and speed.overhead_s < ABSURD and speed.transfer_s < ABSURD
-
-
-def _step_s(batch: int, host_rate: float, guests: Sequence[Speed]) -> float:
-    """The time in which host and guests together compute the batch."""
-    if all(not s.transfer_s for s in guests):
-        rate = host_rate + sum(s.rate_samples_per_s for s in guests)
-        step_s = (batch + sum(s.rate_samples_per_s * s.overhead_s for s in guests)) / rate
-        if all(s.overhead_s <= step_s for s in guests):
-            return step_s
-    # The host alone, or any guest alone, would be done by then.
-    least_s, most_s = 0.0, min([batch / host_rate, *(2 * s.lease_s(batch) for s in guests)])
-    for _ in range(HALVINGS):
-        step_s = (least_s + most_s) / 2
-        if host_rate * step_s + sum(s.quota(step_s) for s in guests) < batch:
-            least_s = step_s
-        else:
-            most_s = step_s
-        if most_s - least_s <= CLOSE * most_s:
-            break
-    return most_s
-
-
-def quotas(batch: int, host_rate: float, guests: Mapping[str, Speed], host_keeps: int = 0) -> Quotas:
-    """Whole samples for everyone; they sum to `batch`, none is negative, the host keeps at least `host_keeps`."""
-    if host_rate <= 0:
-        return Quotas(host=batch, guests={}, step_s=math.inf)
-    _, wanted = ideal(batch, host_rate, guests)
-    shares = {name: math.floor(q) for name, q in wanted.items()}
-    for name in sorted(shares, key=lambda n: shares[n]):
-        surplus = sum(shares.values()) - (batch - host_keeps)
-        shares[name] -= max(0, min(shares[name], surplus))
-
-    def span(trial: Mapping[str, int]) -> float:
-        host_s = (batch - sum(trial.values())) / host_rate
-        return max([host_s, *(guests[name].lease_s(count) for name, count in trial.items())])
-
-    best = span(shares)
-    while shares and sum(shares.values()) < batch - host_keeps:
-        # The next sample goes to whoever would be done with it first: then no other order ends sooner.
-        name = min(shares, key=lambda n: guests[n].lease_s(shares[n] + 1))
-        trial = {**shares, name: shares[name] + 1}
-        if span(trial) >= best:
-            break
-        shares, best = trial, span(trial)
-    # On a thin link a guest needs as long for a few samples as for many: it gets no more than make a difference.
-    if shares and math.isfinite(best):
-        name = max(shares, key=lambda n: guests[n].lease_s(shares[n]))
-        room = math.floor(best * host_rate) - (batch - sum(shares.values()))
-        shares[name] -= max(0, min(room, shares[name] - 1))
-    shares = {name: n for name, n in shares.items() if n > 0}
-    return Quotas(host=batch - sum(shares.values()), guests=shares, step_s=span(shares))
-
-
-def lease_sizes(count: int, speed: Speed) -> tuple[int, ...]:
-    """A lease cut into micro-batches, the first and the last large enough to hide the transfers."""
-    usual = max(1, min(speed.usual, speed.most))
-    first, last = speed.first, speed.last
-    even = split_evenly(count, usual)
-    if not even or (even[0] >= first and even[-1] >= last):
-        return even
-    long_first, long_last = max(first, usual), max(last, usual)
-    if long_first + long_last <= count:
-        return (long_first, *split_evenly(count - long_first - long_last, usual), long_last)
-    if count <= speed.most:
-        return (count,)
-    first = min(speed.most, count - last)
-    return (first, count - first)
-
-
-def split_evenly(count: int, largest: int) -> tuple[int, ...]:
-    """`count` samples in as few micro-batches of at most `largest` as possible, as equal as possible."""
-    if count <= 0:
-        return ()
-    parts = -(-count // max(1, largest))
-    small, extra = divmod(count, parts)
-    return tuple(small + (i < extra) for i in range(parts))
-
-
 DOUBT_SPREADS = 4.0
 DOUBT_PART = 0.25
 """A measurement this far off (in spreads, and as a part of the value) may be a hiccup."""

@@ -5,7 +5,7 @@ Owns the order of things and what is measured alone. How a strategy runs is `str
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ from potluck.lab.strategies import (
     solo,
 )
 from potluck.lab.strategies import alone as measure_alone
+from potluck.plan.rigs import step_times
 from potluck.spec.config import nearest
 from potluck.spec.faults import FaultPlan
 from potluck.spec.figures import Results, mean_step_s, results
@@ -106,10 +107,23 @@ def bench(
             failed[name] = str(error)
             outcomes.append(Outcome(strategy=name, started_at=0.0, steps=[], note=f"failed: {error}"))
     return Measured(
-        results=results(rig, outcomes, alone, host_step_s, warm_up, box.kind),
+        results=results(
+            rig, outcomes, alone, host_step_s, warm_up, box.kind, _predicted(rig, outcomes, warm_up, alone)
+        ),
         outcomes=tuple(outcomes),
         failed=failed,
     )
+
+
+def _predicted(rig: Rig, outcomes: Sequence[Outcome], warm_up: int, alone: Mapping[str, float]) -> dict[str, float]:
+    """What the plan says of each strategy, from the rig; measured speeds only where the rig has none."""
+    found: dict[str, float] = {}
+    for outcome in outcomes:
+        try:
+            found |= step_times(rig, [outcome.strategy], warm_up, alone)
+        except ConfigError:
+            continue  # a fleet that the strategy cannot be planned for: its row says what happened
+    return found
 
 
 __all__ = ["DDP", "DDP_BALANCED", "POTLUCK", "SOLO", "Measured", "bench", "check_strategies", "warm_up_of"]

@@ -32,7 +32,7 @@ class _Column:
 _COLUMNS = (
     _Column("strategy", lambda row: clean(row.strategy, 24), right=False),
     _Column("s/step", lambda row: _number(row.step_s, 2 if (row.step_s or 0) >= 10 else 3)),
-    _Column("samples/s", lambda row: _number(row.samples_per_s, 2)),
+    _Column("predicted", lambda row: _number(row.predicted_s, 2 if (row.predicted_s or 0) >= 10 else 3)),
     _Column("speed-up", lambda row: _number(row.speedup, 3)),
     _Column("efficiency", lambda row: _number(row.efficiency, 3)),
     _Column("recovery", lambda row: _number(row.recovery, 2)),
@@ -40,6 +40,7 @@ _COLUMNS = (
     _Column("loss", lambda row: _number(row.loss, 3)),
 )
 _MEANINGS = (
+    ("predicted", "seconds a step, as `potluck plan` has them from the rig"),
     ("speed-up", "the time of a step of the host alone ÷ the strategy's"),
     ("efficiency", "samples/s ÷ the sum of what each machine reaches alone"),
     ("recovery", "(speed-up − 1) ÷ (ideal − 1): how much of the guests' speed arrived"),

@@ -62,6 +62,10 @@ class Summary:
     tokens_per_s: float | None
     step_s: float | None
     """The median."""
+    predicted_s: float | None
+    """What the host's formula expected of a step, its update included: the median over the steps that had one."""
+    off: float | None
+    """Measured ÷ predicted − 1 of those steps, the median."""
     speedup: float | None
     """Against the host alone."""
     efficiency: float | None
@@ -138,6 +142,8 @@ def summarize(events: Sequence[Event]) -> Summary:
         samples_per_s=samples_per_s,
         tokens_per_s=samples_per_s * tokens if samples_per_s and tokens else None,
         step_s=_median(number(e, "step_s") for e in steps),
+        predicted_s=_median(_predicted_s(e) for e in steps),
+        off=_median(_off(e) for e in steps),
         speedup=_median(number(e, "speedup") for e in steps),
         efficiency=_efficiency(steps),
         recovery=_recovery(steps),
@@ -212,6 +218,17 @@ def _present(step: Event) -> list[Event]:
     """Who could have helped in this step. To leave out one that sat out would flatter the numbers."""
     rows = [m for m in step.get("machines") or () if isinstance(m, Mapping)]
     return [m for m in rows if integer(m, "samples") or m.get("state") in ("computing", "late", "sitting out")]
+
+
+def _predicted_s(step: Event) -> float | None:
+    """The shares' time and the update after it."""
+    predicted_s = number(step, "predicted_s")
+    return None if predicted_s is None else predicted_s + (number(step, "update_s") or 0.0)
+
+
+def _off(step: Event) -> float | None:
+    predicted_s, step_s = _predicted_s(step), number(step, "step_s")
+    return step_s / predicted_s - 1 if predicted_s and step_s is not None else None
 
 
 def _efficiency(steps: Sequence[Event]) -> float | None:

@@ -17,9 +17,13 @@ from potluck.units import (
 )
 
 
-def summary_text(summary: Summary) -> str:
-    """Some ten lines and a table of the machines."""
-    lines = [f"{label:<12}{text}" for label, text in _facts(summary)]
+def summary_text(summary: Summary, planned_s: float | None = None) -> str:
+    """Some ten lines and a table of the machines. `planned_s`: seconds a step that a plan promised."""
+    facts = _facts(summary)
+    if planned_s and summary.step_s:
+        off = summary.step_s / planned_s - 1
+        facts.append(("plan", f"{seconds_text(planned_s)} a step, before the run; {_came(off)}"))
+    lines = [f"{label:<12}{text}" for label, text in facts]
     table = _table(summary.machines)
     return "\n".join([*lines, "", *table] if table else lines)
 
@@ -50,6 +54,10 @@ def _fleet_facts(s: Summary) -> list[tuple[str, str]]:
     facts = []
     if s.speedup is not None:
         facts.append(("gain", f"{factor_text(s.speedup)} the host alone"))
+    if s.predicted_s is not None and s.off is not None:
+        facts.append(
+            ("predicted", f"{seconds_text(s.predicted_s)} a step, from the speeds measured; {_came(s.off)}")
+        )
     if s.efficiency is not None:
         facts.append(("efficiency", f"{s.efficiency:.3f} of the machines' summed speed"))
     if s.recovery is not None:
@@ -65,6 +73,11 @@ def _fleet_facts(s: Summary) -> list[tuple[str, str]]:
         )
     )
     return facts
+
+
+def _came(off: float) -> str:
+    """How far what was measured is off."""
+    return "as it came" if abs(off) < 0.0005 else f"it took {abs(off):.1%} {'more' if off > 0 else 'less'}"
 
 
 def _table(machines: Sequence[MachineSummary]) -> list[str]:

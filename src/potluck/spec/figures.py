@@ -41,6 +41,8 @@ class Row:
     """Of the last step."""
     samples_per_step: tuple[int, int] | None
     """The fewest and the most, of all steps: equal where nothing is lost or counted twice."""
+    predicted_s: float | None = None
+    """Mean seconds of a step, as the plan had it from the rig alone."""
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it: no tuple, no NaN."""
@@ -80,11 +82,13 @@ def results(
     host_step_s: float,
     warm_up: int,
     box: str = "",
+    predicted: Mapping[str, float] | None = None,
 ) -> Results:
-    """Every outcome's row, and what stands around them."""
+    """Every outcome's row, and what stands around them. `predicted`: seconds of a step, by strategy."""
+    rows = (row(rig, outcome, alone, host_step_s, warm_up) for outcome in outcomes)
     return Results(
         rig=rig,
-        rows=tuple(row(rig, outcome, alone, host_step_s, warm_up) for outcome in outcomes),
+        rows=tuple(dataclasses.replace(r, predicted_s=(predicted or {}).get(r.strategy)) for r in rows),
         ideal_speedup=ideal_speedup(rig, alone, warm_up),
         warm_up_steps=warm_up,
         alone=dict(alone),

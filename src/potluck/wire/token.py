@@ -132,6 +132,11 @@ def _base64(raw: bytes) -> str:
     return base64.urlsafe_b64encode(raw).decode("ascii").rstrip("=")
 
 
+def is_inner(interface: str) -> bool:
+    """Whether an interface of this name belongs to containers or virtual machines."""
+    return _INNER.match(interface) is not None
+
+
 def local_addresses() -> tuple[str, ...]:
     """This machine's IPv4 addresses that another machine may reach, the one of the default route first.
 
@@ -147,7 +152,7 @@ def local_addresses() -> tuple[str, ...]:
         for entry in entries:
             if entry.family != socket.AF_INET or ipaddress.IPv4Address(entry.address).is_loopback:
                 continue
-            (inner if _INNER.match(name) else outer).append(entry.address)
+            (inner if is_inner(name) else outer).append(entry.address)
     first = _default_route_address()
     found = sorted(
         set(outer or inner),

@@ -1,0 +1,85 @@
+"""A diagnosis as lines for a terminal: findings, the worst first, then green lines for what is fine.
+
+It must not know how facts were collected. Text of other machines is cleaned before it reaches this terminal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from potluck.doctor.network import ipv4
+from potluck.report.line import Line
+from potluck.report.screen import paragraph
+from potluck.report.text import clean, writes_utf8
+from potluck.spec.facts import CONTAINER, LOOPBACK, Case, Facts
+from potluck.spec.finding import BLOCKER, NOTE, WARNING, Diagnosis, Finding, Fine
+
+_STYLES = {BLOCKER: "bold red", WARNING: "yellow", NOTE: "cyan"}
+_SIGNS = {BLOCKER: "✗", WARNING: "!", NOTE: "i"}
+_INDENT = 12
+
+
+def lines_of(case: Case, diagnosis: Diagnosis, width: int, stream: object) -> Iterator[Line]:
+    utf8 = writes_utf8(stream)
+    several = case.there is not None or case.between is not None
+    for finding in diagnosis.findings:
+        yield from _finding(finding, width, utf8)
+        yield Line()
+    for fine in diagnosis.fine:
+        yield from _fine(fine, width, utf8, several)
+    for facts in (case.here, case.there):
+        if facts is not None:
+            yield Line()
+            yield from _interfaces(facts, case)
+    yield Line()
+    yield from _verdict(diagnosis, width)
+
+
+def _finding(finding: Finding, width: int, utf8: bool) -> Iterator[Line]:
+    style = _STYLES[finding.severity]
+    sign = _SIGNS[finding.severity] if utf8 else {"✗": "x"}.get(_SIGNS[finding.severity], _SIGNS[finding.severity])
+    head = f"{clean(finding.what)} [{clean(finding.machine, 40)}]"
+    yield from paragraph(head, width, style, label=f"{sign} {finding.severity}", label_style=style, indent=_INDENT)
+    for label, text in (("how", finding.how), ("breaks", finding.breaks)):
+        yield from paragraph(clean(text), width, "", label=f"  {label}", indent=_INDENT)
+    # In one line, however long: a command must survive being copied.
+    yield Line().cell("  fix", _INDENT, "dim").add(clean(finding.fix, 600), "bold")
+
+
+def _fine(fine: Fine, width: int, utf8: bool, several: bool) -> Iterator[Line]:
+    sign = "✓" if utf8 else "ok"
+    where = f"{clean(fine.machine, 40)}: " if several else ""
+    yield Line().add(f"{sign} ", "green").add(where, "dim").add(clean(fine.what), "green")
+    if fine.details:
+        yield from paragraph(clean(fine.details), width, "dim", indent=4)
+
+
+def _interfaces(facts: Facts, case: Case) -> Iterator[Line]:
+    yield Line(f"interfaces of {clean(facts.name, 40)}", "dim")
+    between = case.between
+    used = between.used.route if between is not None and between.used is not None and facts is case.here else None
+    for interface in facts.interfaces:
+        addresses = ", ".join(ipv4(interface)) or "no IPv4 address"
+        if used is not None and interface.name == used.interface:
+            why = "used: the route to the other machine leaves there"
+        elif facts.default_address in ipv4(interface):
+            why = "a host listens there: " + (
+                "the default route leaves there" if facts.default_route else "the first that is up"
+            )
+        elif interface.kind in (CONTAINER, LOOPBACK):
+            why = f"left out: {interface.kind}"
+        else:
+            why = "" if interface.up else "down"
+        line = Line().add("  ").cell(clean(interface.name, 16), 17).cell(clean(interface.kind, 11), 12)
+        yield line.cell(clean(addresses, 60), max(18, len(addresses) + 2)).add(why, "dim").trimmed()
+
+
+def _verdict(diagnosis: Diagnosis, width: int) -> Iterator[Line]:
+    counts = {s: sum(f.severity == s for f in diagnosis.findings) for s in _STYLES}
+    told = ", ".join(f"{n} {s}{'s' if n > 1 else ''}" for s, n in counts.items() if n)
+    if counts[BLOCKER]:
+        yield Line(f"{told}: Potluck will not work before the first is mended", "bold red")
+    elif counts[WARNING]:
+        yield Line(f"{told}: Potluck works here", "yellow")
+    else:
+        yield Line("all is well" + (f" ({told}: for other tools, not for Potluck)" if told else ""), "bold green")

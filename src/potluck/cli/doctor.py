@@ -1,0 +1,246 @@
+"""`potluck doctor`: what will go wrong, and how to fix it. Parses, collects facts, renders the diagnosis."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from potluck.cli._app import Settings
+from potluck.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    from potluck.probe.host import Wanted
+    from potluck.spec.facts import Case, Facts
+
+_TOKEN = re.compile(r"potluck\d{1,3}-")
+_MOST_FACTS_BYTES = 16 << 20
+_POLL_S = 0.5
+_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}
+
+
+@click.command()
+@click.argument("target", metavar="[ADDRESS|TOKEN]", required=False)
+@click.option("--listen", is_flag=True, help="Be the other side: print a token, and answer whoever comes with it.")
+@click.option("--bind", metavar="ADDRESS", help="With --listen: listen here only (default: as `potluck host`).")
+@click.option("--port", type=click.IntRange(1, 65535), help="The port that you mean to use (default: a free one).")
+@click.option(
+    "--for",
+    "for_s",
+    type=click.FloatRange(1.0, 86_400.0),
+    default=900.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="With --listen: how long.",
+)
+@click.option("--token-file", type=click.Path(path_type=Path), help="Read the token from a file.")
+@click.option("--runs", type=click.Path(path_type=Path), help="The folder for runs (default: runs).")
+@click.option("--run", type=click.Path(path_type=Path), help="Look at the checkpoints of this run folder, too.")
+@click.option("--cluster", type=click.Path(path_type=Path), help="A cluster file: try ssh to its machines.")
+@click.option("--parameters", metavar="N", help="Of the model you mean to train (124M, 1.5B): does it fit?")
+@click.option("--save", type=click.Path(path_type=Path, dir_okay=False), help="Write the facts to FILE.")
+@click.option("--facts", type=click.Path(path_type=Path), help="Look at recorded facts instead of this machine.")
+@click.option("--json", "as_json", is_flag=True, help="The diagnosis as JSON, for programs.")
+@click.pass_obj
+def doctor(settings: Settings, /, target: str | None, **flags: Any) -> int:
+    """What will go wrong on this machine, or between two, and how to fix it.
+
+    Without an argument it looks at this machine. With the TOKEN of `potluck doctor --listen`, or of a running
+    host, it also tries the way to that machine and back. With an ADDRESS it tries the way there only.
+
+    The exit status is 1 where something stops Potluck, else 0. Warnings cost speed or safety; notes matter to
+    other tools, not to Potluck.
+
+    \b
+    Examples:
+      potluck doctor
+      potluck doctor --listen               on one machine; it prints the line for the other
+      potluck doctor potluck2-…             on the other
+      potluck doctor 192.168.1.20:7171
+      potluck doctor --parameters 124M --cluster cluster.toml --save facts.json
+    """
+    _check_flags(target, flags)
+    if flags["facts"] is not None:
+        case = _recorded(flags["facts"])
+        return _finish(case, flags)
+    wanted = _wanted(settings, flags)
+    with _progress() as say:
+        case = _look(target, flags, wanted, say)
+    if flags["listen"]:
+        return _listen(case.here, flags)
+    return _finish(case, flags)
+
+
+def _check_flags(target: str | None, flags: dict[str, Any]) -> None:
+    alone = {"--facts": flags["facts"], "--listen": flags["listen"] or None}
+    for name, value in alone.items():
+        if value is not None and (target or flags["token_file"]):
+            raise ConfigError(f"{name} takes no address and no token", hint="potluck doctor --help shows examples")
+    if flags["listen"] and flags["facts"]:
+        raise ConfigError(
+            "--listen and --facts exclude each other", hint="--facts looks at a file, not at machines"
+        )
+    if flags["bind"] and not flags["listen"]:
+        raise ConfigError("--bind belongs to --listen", hint="potluck doctor --listen --bind ADDRESS")
+
+
+def _wanted(settings: Settings, flags: dict[str, Any]) -> Wanted:
+    from potluck.probe.host import Wanted
+
+    run = flags["run"]
+    if run is not None and not run.is_dir():
+        raise UserError(f"there is no run folder {run}", hint="see your run folders with: ls runs")
+    return Wanted(
+        runs=flags["runs"] or settings.environment.runs or Path("runs"),
+        port=flags["port"],
+        run=run,
+        cluster=flags["cluster"],
+        parameters=_count(flags["parameters"]),
+    )
+
+
+def _count(text: str | None) -> int | None:
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?)([kmgbKMGB]?)", text.strip())
+    count = int(float(match[1]) * _UNITS[match[2].lower()]) if match else 0
+    if not 0 < count < 10**15:
+        raise ConfigError(f"--parameters {text!r} is no number of parameters", hint="for example 124M or 1.5B")
+    return count
+
+
+def _look(target: str | None, flags: dict[str, Any], wanted: Wanted, say: Callable[[str], None]) -> Case:
+    from potluck.probe.host import collect
+    from potluck.probe.meeting import meet, try_address
+    from potluck.probe.system import System
+    from potluck.spec.facts import Case
+    from potluck.wire.token import decode
+
+    text = _token_text(target, flags["token_file"])
+    token = decode(text) if text is not None else None  # before anything slow: a slip of the hand is told at once
+    address = _address(target) if target and token is None else None
+    system = System()
+    here = collect(wanted, system, say)
+    if token is not None:
+        between, there = meet(here, token, system, say, back_port=flags["port"] or 0)
+        return Case(here=here, there=there, between=between)
+    if address is not None:
+        return Case(here=here, between=try_address(here, *address, system, say))
+    return Case(here=here)
+
+
+def _token_text(target: str | None, file: Path | None) -> str | None:
+    if file is None:
+        return target if target and _TOKEN.search(target) else None
+    if target:
+        raise ConfigError("--token-file and an argument exclude each other", hint="give one of them")
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read a token from {file}: {error}", hint="the host's run folder has it") from None
+
+
+def _address(target: str) -> tuple[str, int | None]:
+    host, colon, port = target.rpartition(":")
+    if not colon:
+        host, port = target, ""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}", host) or (colon and not port.isdigit()):
+        raise ConfigError(
+            f"{target[:60]!r} is neither an address nor a token",
+            hint="for example 192.168.1.20, tower.local:7171, or the line that `potluck doctor --listen` printed",
+        )
+    if colon and not 0 < int(port) < 65536:
+        raise ConfigError(f"{port} is not a port", hint="ports are 1 to 65535")
+    return host, int(port) if colon else None
+
+
+def _recorded(path: Path) -> Case:
+    from potluck.spec.facts import from_json
+
+    try:
+        if path.stat().st_size > _MOST_FACTS_BYTES:
+            raise UserError(f"{path} is too large for facts", hint="potluck doctor --save FILE makes such a file")
+        return from_json(path.read_bytes())
+    except OSError as error:
+        raise UserError(
+            f"cannot read {path}: {error.strerror or error}", hint="potluck doctor --save FILE makes such a file"
+        ) from None
+
+
+def _finish(case: Case, flags: dict[str, Any]) -> int:
+    from potluck.doctor import examine
+
+    diagnosis = examine(case)
+    if flags["save"] is not None:
+        _save(flags["save"], case)
+    if flags["as_json"]:
+        click.echo(diagnosis.to_json())
+    else:
+        from potluck.cli._doctor_view import lines_of
+        from potluck.report.screen import columns, show
+
+        show(lines_of(case, diagnosis, columns(), sys.stdout), sys.stdout)
+    return 0 if diagnosis.healthy else 1
+
+
+def _save(path: Path, case: Case) -> None:
+    from potluck import durable
+    from potluck.spec.facts import to_json
+
+    try:
+        durable.replace(path, to_json(case), what="facts")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}", hint="choose another file") from None
+    click.echo(f"wrote {path}", err=True)
+
+
+def _listen(here: Facts, flags: dict[str, Any]) -> int:
+    """Be the other side until somebody ends it."""
+    from potluck.cli._options import checked_bind
+    from potluck.launch.life import leased
+    from potluck.probe.meeting import Listener
+    from potluck.report.text import clean
+    from potluck.spec.facts import Case
+    from potluck.wire.keys import new_keys
+    from potluck.wire.token import Token, encode, local_addresses
+    from potluck.wire.transport import HostSocket
+
+    bind = checked_bind(flags["bind"]) or local_addresses()[0]
+    keys = new_keys()
+    door = HostSocket(bind=bind, port=flags["port"] or 0, keys=keys)
+    listener = Listener(door, here)
+    try:
+        _finish(Case(here=here), flags)
+        addresses = local_addresses() if bind == "0.0.0.0" else (bind,)
+        token = Token(addresses=addresses, port=door.port, host_public=keys.public, guest_secret=keys.guest_secret)
+        err = flags["as_json"]
+        click.echo("\nOn the other machine, type:\n", err=err)
+        click.echo(f"  potluck doctor {encode(token)}\n", err=err)
+        click.echo(f"listening at {bind} port {door.port}; Ctrl-C ends it", err=True)
+        sys.stdout.flush()
+        listener.visited = lambda name, address: click.echo(f"{clean(name)} ({address}) came to look", err=True)
+        end = time.monotonic() + flags["for_s"]
+        with leased(), contextlib.suppress(KeyboardInterrupt):
+            while time.monotonic() < end:
+                listener.serve(_POLL_S)
+    finally:
+        listener.close()
+    return 0
+
+
+@contextlib.contextmanager
+def _progress() -> Any:
+    """One line on a terminal, rewritten; nothing in a pipe."""
+    if not sys.stderr.isatty():
+        yield lambda words: None
+        return
+    try:
+        yield lambda words: click.echo(f"\r\x1b[K{words[:78]} …", nl=False, err=True)
+    finally:
+        click.echo("\r\x1b[K", nl=False, err=True)

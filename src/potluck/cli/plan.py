@@ -1,0 +1,240 @@
+"""`potluck plan`: is it worth it? Parses, asks the model and renders; it runs and measures nothing."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from potluck.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    from potluck.plan.inputs import Given
+    from potluck.spec.fleet import Job
+
+_DEFAULT_MODEL = "gpt2-124m"
+_MOST_FACTS_BYTES = 64 << 20
+
+
+@click.command()
+@click.argument("rig", required=False)
+@click.option(
+    "--machine",
+    "machines",
+    multiple=True,
+    metavar="NAME=DEVICE[,link=LINK]",
+    help='"mac=M2,link=1GbE"; a speed instead of a device: 0.6s/sample, 20TFLOPS. May be repeated.',
+)
+@click.option(
+    "--facts",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="Machines as `potluck probe` or `potluck doctor --save` found them. May be repeated.",
+)
+@click.option("--model", help="gpt2-124m (default), -350m, -760m, -1.5b, gpt:DEPTH, cnn, or parameters: 350M, 7e9.")
+@click.option("--batch-tokens", type=click.IntRange(1), help="Tokens in a step, on all machines (default 524288).")
+@click.option("--batch", type=click.IntRange(1), help="The same in samples.")
+@click.option("--sequence", type=click.IntRange(1), help="Tokens in a sample (default: the model's).")
+@click.option(
+    "--bytes", "bytes_", type=click.FloatRange(0.01, 16), help="A gradient's bytes a parameter (default 4)."
+)
+@click.option("--codec", help="none, fp16, bf16, int8, int4 (default), topk:RATIO.")
+@click.option(
+    "--precision",
+    type=click.Choice(["bf16", "fp32"]),
+    default="bf16",
+    help="Of the products, where a device has it.",
+)
+@click.option("--strategy", "strategies", multiple=True, metavar="S", help="Only this one; may be repeated.")
+@click.option("--sweep", metavar="NAME=A:B", help="link_mbit, guests, batch_tokens or parameters, in log steps.")
+@click.option(
+    "--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw the sweep: FILE.png or FILE.svg."
+)
+@click.option(
+    "--guests",
+    type=click.IntRange(1, 65_536),
+    metavar="N",
+    help="More of the same guests, up to N.",
+)
+@click.option(
+    "--save",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Keep the plan as JSON: `potluck report RUN --plan FILE` compares.",
+)
+@click.option("--catalogue", is_flag=True, help="The devices, links and models that are known by name.")
+@click.option("--json", "as_json", is_flag=True, help="The same as JSON, for programs.")
+def plan(rig: str | None, sweep: str | None, plot: Path | None, guests: int | None, **flags: Any) -> None:
+    """Predict what each strategy makes of a fleet: step time, who waits for whom, speed-up, memory; and a verdict.
+
+    The fleet is a RIG (a built-in name or a TOML file), or machines by name, or facts that were measured. Nothing
+    is run. Figures of the catalogue are data sheets × an assumed utilisation: `potluck probe` measures.
+
+    \b
+    Examples:
+      potluck plan home-pair
+      potluck plan --machine "desk=RTX 4070" --machine "mac=M2,link=1GbE" --model gpt2-124m
+      potluck plan my-rig.toml --strategy potluck --strategy ddp
+      potluck plan desk-and-mac --sweep link_mbit=10:10000 --plot pays.png
+      potluck plan --machine a=H100,link=10GbE --machine b=H100,link=10GbE --guests 1024
+      potluck plan --facts facts.json --json
+    """
+    if flags["catalogue"]:
+        _catalogue(flags["as_json"])
+        return
+    from potluck.report import screen
+
+    if plot is not None:
+        _check_plot(plot, sweep)
+    given, job = _given(rig, flags)
+    if sweep is not None and guests is not None:
+        raise ConfigError("both --sweep and --guests", hint="ask one question at a time")
+    if sweep is not None:
+        table, lines = _sweep(given, job, sweep, flags["strategies"], plot)
+    elif guests is not None:
+        table, lines = _scale(given, job, guests)
+    else:
+        table, lines = _plan(given, job, flags["strategies"])
+    if flags["save"] is not None:
+        _save(flags["save"], table)
+    if flags["as_json"]:
+        click.echo(json.dumps(table, indent=2))
+    else:
+        screen.show(lines, sys.stdout)
+    if plot is not None:
+        click.echo(f"wrote {plot}", err=True)
+
+
+def _plan(given: Given, job: Job, strategies: tuple[str, ...]) -> tuple[dict[str, Any], list[Any]]:
+    from potluck.plan import advice
+    from potluck.report import screen
+    from potluck.report.plan_table import plan_lines
+
+    found = advice.plan(job, given.fleet, strategies, given.assumptions)
+    return found.to_dict(), plan_lines(found, screen.columns())
+
+
+def _save(path: Path, table: dict[str, Any]) -> None:
+    from potluck import durable
+
+    try:
+        durable.replace(path, json.dumps(table, indent=1) + "\n", what="plan")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}", hint="choose another file") from error
+
+
+def _sweep(
+    given: Given, job: Job, word: str, strategies: tuple[str, ...], plot: Path | None
+) -> tuple[dict[str, Any], list[Any]]:
+    from potluck.plan import sweep as sweeps
+    from potluck.plan.predict import check_strategies
+    from potluck.report import plan_plot, screen
+    from potluck.report.plan_table import sweep_lines
+
+    names = check_strategies(strategies) if strategies else ()
+    found = sweeps.sweep(job, given.fleet, sweeps.parse(word), names)
+    if plot is not None:
+        machines = given.fleet.machines
+        fleet = ", ".join(m.device or m.name for m in machines[:3]) + (", …" if len(machines) > 3 else "")
+        plan_plot.write(plot, found, f"{job.name} on {fleet}")
+    return found.to_dict(), sweep_lines(found, screen.columns())
+
+
+def _scale(given: Given, job: Job, guests: int) -> tuple[dict[str, Any], list[Any]]:
+    from potluck.plan.scale import scale
+    from potluck.report import screen
+    from potluck.report.plan_table import scale_lines
+
+    found = scale(job, given.fleet, guests)
+    return found.to_dict(), scale_lines(found, given.fleet, screen.columns())
+
+
+def _check_plot(plot: Path, sweep: str | None) -> None:
+    from potluck.report import plan_plot
+
+    if sweep is None:
+        raise ConfigError("--plot draws a sweep", hint="for example --sweep link_mbit=10:10000")
+    plan_plot.check(plot)
+
+
+# -- what is planned for --------------------------------------------------------------------------------
+
+
+def _given(rig: str | None, flags: dict[str, Any]) -> tuple[Given, Job]:
+    """The fleet and the job, from exactly one of a rig, machines and facts."""
+    ways = [
+        name for name, way in (("RIG", rig), ("--machine", flags["machines"]), ("--facts", flags["facts"])) if way
+    ]
+    if len(ways) != 1:
+        what = f"both {' and '.join(ways)}" if ways else "nothing to plan for"
+        raise ConfigError(what, hint='give a RIG, or --machine "desk=RTX 4070", or --facts FILE; see --help')
+    if flags["codec"] is not None:
+        from potluck.codec import names as codecs
+
+        codecs.parse(flags["codec"])
+    return _of_rig(rig, flags) if rig is not None else _of_machines(flags)
+
+
+def _of_rig(name: str, flags: dict[str, Any]) -> tuple[Given, Job]:
+    from dataclasses import replace
+
+    from potluck.lab import rigs
+    from potluck.plan.inputs import Given
+    from potluck.plan.rigs import fleet_of, job_of
+
+    for flag in ("model", "sequence"):
+        if flags[flag] is not None:
+            raise ConfigError(f"--{flag} with a rig", hint="a rig has its own model: change its file")
+    rig = rigs.load(name)
+    job = job_of(rig)
+    if flags["batch"] is not None and flags["batch_tokens"] is not None:
+        raise ConfigError("both --batch and --batch-tokens", hint="give one of them")
+    batch = flags["batch"] or (flags["batch_tokens"] or 0) // job.tokens_per_sample or job.batch
+    job = replace(job, batch=batch, codec=flags["codec"] or job.codec, bytes_per_parameter=flags["bytes_"] or 4.0)
+    moving = () if rig.steady else ("the fleet changes while it runs; this is its first step",)
+    return Given(fleet=fleet_of(rig), assumptions=moving), job
+
+
+def _of_machines(flags: dict[str, Any]) -> tuple[Given, Job]:
+    from potluck.plan import inputs, models
+
+    model = models.find(flags["model"] or _DEFAULT_MODEL, flags["sequence"])
+    batch = models.batch_of(model, flags["batch_tokens"], flags["batch"])
+    job = model.job(batch, flags["codec"] or "int4", flags["bytes_"] or 4.0)
+    if flags["machines"]:
+        return inputs.from_words(flags["machines"], model, flags["precision"]), job
+    tables = [(str(path), _read(path)) for path in flags["facts"]]
+    return inputs.from_facts(tables, model, flags["precision"]), job
+
+
+def _read(path: Path) -> Any:
+    hint = "make it with: potluck probe, or potluck doctor --save FILE"
+    try:
+        if path.stat().st_size > _MOST_FACTS_BYTES:
+            raise UserError(f"{path} is too large for facts", hint=hint)
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}", hint=hint) from error
+    except (ValueError, RecursionError):
+        raise UserError(f"{path} is no JSON file", hint=hint) from None
+
+
+def _catalogue(as_json: bool) -> None:
+    from dataclasses import asdict
+
+    from potluck.plan import devices, links, models
+    from potluck.report import screen
+
+    if as_json:
+        table = {
+            "devices": [asdict(sheet) for sheet in devices.DEVICES.values()],
+            "links": [asdict(sheet) for sheet in links.LINKS.values()],
+            "models": list(models.NAMES),
+        }
+        click.echo(json.dumps(table, indent=2))
+        return
+    from potluck.report.plan_table import catalogue_lines
+
+    screen.show(catalogue_lines(), sys.stdout)

@@ -1,0 +1,64 @@
+"""The doctor: owns the list of checks and how they are put together into a diagnosis.
+
+PURE: facts in, findings out. It must not know how facts are collected, nor how findings are shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from potluck.doctor import machine, network, pair, software
+from potluck.spec.facts import Case, Facts
+from potluck.spec.finding import Diagnosis, Finding, Fine, ordered
+
+Found = Iterable[Finding | Fine]
+MachineCheck = Callable[[Case, Facts], Found]
+PairCheck = Callable[[Case], Found]
+
+MACHINE_CHECKS: tuple[MachineCheck, ...] = (
+    network.interface_in_use,
+    network.interfaces_of_containers,
+    network.socket_variables,
+    network.master_address,
+    network.own_name,
+    network.resolver,
+    network.ports,
+    network.firewall,
+    network.ipv6,
+    network.small_mtu,
+    software.versions,
+    software.gpu,
+    software.mps,
+    software.mps_settings,
+    software.windows,
+    machine.threads,
+    machine.memory,
+    machine.disk,
+    machine.power,
+    machine.orphans,
+    machine.checkpoints,
+    machine.ssh,
+)
+PAIR_CHECKS: tuple[PairCheck, ...] = (
+    pair.reach,
+    pair.handshake,
+    pair.way_back,
+    pair.big_messages,
+    pair.mtu,
+    pair.versions,
+    pair.gloo,
+    pair.link,
+    pair.clocks,
+)
+
+
+def examine(case: Case) -> Diagnosis:
+    """Every check, over every machine of which there are facts."""
+    found: list[Finding | Fine] = []
+    for check in PAIR_CHECKS if case.between is not None else ():
+        found += check(case)
+    for facts in (case.here, case.there):
+        for machine_check in MACHINE_CHECKS if facts is not None else ():
+            assert facts is not None
+            found += machine_check(case, facts)
+    return ordered(found)

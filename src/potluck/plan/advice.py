@@ -1,0 +1,179 @@
+"""A plan in words: the verdict, and the levers in the order of their worth.
+
+PURE. Each lever is the same model run again with one change; none is a rule of thumb.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from potluck.plan import links
+from potluck.plan.hub import ideal_speedup, least_batch, potluck
+from potluck.plan.predict import check_strategies, predict
+from potluck.plan.strategies import fastest_alone_s
+from potluck.spec import about
+from potluck.spec.fleet import (
+    DDP,
+    DDP_BALANCED,
+    DDP_OVERLAP,
+    FSDP,
+    POTLUCK,
+    ZERO,
+    Fleet,
+    FleetMachine,
+    Job,
+    Lever,
+    Plan,
+    Prediction,
+)
+
+WORTH = 1.02
+"""Below this nobody should bother."""
+LEVER_WORTH = 1.005
+RUNGS = 2
+"""Faster links that are tried: the next one and the one after it."""
+MOST_LEVERS = 6
+CODECS = ("int8", "int4", "topk:0.01")
+BATCHES = (2, 4)
+MOST_TRIED = 16
+"""Machines that are tried one by one: of a large fleet, the first."""
+
+
+def plan(job: Job, fleet: Fleet, strategies: Sequence[str] = (), assumptions: Sequence[str] = ()) -> Plan:
+    """Every strategy, what to think of it, and what would help."""
+    rows = tuple(predict(job, fleet, name) for name in check_strategies(tuple(strategies)))
+    ours = next((row for row in rows if row.strategy == POTLUCK), None) or potluck(job, fleet)
+    found = levers(job, fleet, ours)
+    return Plan(
+        job=job,
+        fleet=fleet,
+        rows=rows,
+        ideal_speedup=ideal_speedup(job, fleet),
+        verdict=verdict(job, fleet, rows, ours, found),
+        levers=found,
+        assumptions=tuple(assumptions),
+    )
+
+
+# -- levers ---------------------------------------------------------------------------------------------
+
+
+def levers(job: Job, fleet: Fleet, now: Prediction) -> tuple[Lever, ...]:
+    """What would make a step shorter, the best first; what brings under half a percent is left out."""
+    if not fleet.guests:
+        return ()
+    base_s = fastest_alone_s(job, fleet)
+    found = []
+    for what, other_job, other_fleet in _changes(job, fleet):
+        row = potluck(other_job, other_fleet)
+        # Against the same fastest machine: leaving it out would otherwise look like a gain.
+        alone_s = base_s if other_job.batch == job.batch else fastest_alone_s(other_job, fleet)
+        speedup = alone_s / row.step_s
+        if speedup / now.speedup > LEVER_WORTH and row.fits:
+            same = other_job.batch == job.batch and not what.startswith("codec topk")
+            found.append(Lever(what=what, speedup=speedup, gain=speedup / now.speedup, same_training=same))
+    # Of changes that bring about the same, the first named is the simplest.
+    return tuple(sorted(found, key=lambda lever: -round(lever.gain, 2))[:MOST_LEVERS])
+
+
+def _changes(job: Job, fleet: Fleet) -> Iterator[tuple[str, Job, Fleet]]:
+    host = fleet.host
+    for name in (g.name for g in fleet.guests[:MOST_TRIED]):
+        if len(fleet.guests) > 1:
+            yield f"leave {name} out", job, fleet.without(name)
+    by_speed = sorted(fleet.guests, key=lambda g: -g.samples_per_s)
+    for count in (2**i for i in range(1, 12) if 2**i < len(fleet.guests)):
+        yield f"only the {count} fastest guests", job, Fleet(machines=(host, *by_speed[:count]))
+    fastest = max(fleet.machines, key=lambda m: m.samples_per_s)
+    if fastest is not host:
+        yield f"make {fastest.name} the host", job, fleet.hosted_by(fastest.name)
+    yield from _links(job, fleet)
+    for codec in CODECS:
+        if about.codec_bytes(codec) < about.codec_bytes(job.codec):
+            coarser = " (coarser: watch the loss)" if codec.startswith("topk") else ""
+            yield f"codec {codec}{coarser}", replace(job, codec=codec), fleet
+    for times in BATCHES:
+        yield f"a batch {times} times as large ({_batch(job, times)})", job.with_batch(times * job.batch), fleet
+
+
+def _links(job: Job, fleet: Fleet) -> Iterator[tuple[str, Job, Fleet]]:
+    """The next faster links of each guest, with the host's where that is slower; the next one for all at once."""
+    for guest in fleet.guests[:MOST_TRIED]:
+        link = links.faster(min(guest.bytes_per_s, fleet.host.bytes_per_s))
+        for _ in range(RUNGS):
+            if link is not None:
+                yield f"{link.name} for {_whose(fleet, guest, link)}", job, _both_linked(fleet, guest, link)
+                link = links.faster(link.bytes_per_s)
+    faster_all = fleet
+    for guest in fleet.guests:
+        link = links.faster(min(guest.bytes_per_s, fleet.host.bytes_per_s))
+        faster_all = faster_all if link is None else _both_linked(faster_all, guest, link)
+    if len(fleet.guests) > 1 and faster_all is not fleet:
+        yield "the next faster link for everybody", job, faster_all
+
+
+def _whose(fleet: Fleet, guest: FleetMachine, link: links.LinkSheet) -> str:
+    """Those of the two who need the new link."""
+    slower = [m.name for m in (fleet.host, guest) if m.bytes_per_s < link.bytes_per_s]
+    return " and ".join(slower)
+
+
+def _both_linked(fleet: Fleet, guest: FleetMachine, link: links.LinkSheet) -> Fleet:
+    return _linked(_linked(fleet, fleet.host, link), guest, link)
+
+
+def _linked(fleet: Fleet, machine: FleetMachine, link: links.LinkSheet) -> Fleet:
+    if machine.bytes_per_s >= link.bytes_per_s:
+        return fleet
+    return fleet.changed(
+        machine.name, link_bytes_per_s=link.bytes_per_s, latency_s=link.latency_s / 2, link=link.name
+    )
+
+
+def _batch(job: Job, times: int) -> str:
+    samples = times * job.batch
+    return f"{samples * job.tokens_per_sample:,} tokens" if job.tokens_per_sample > 1 else f"{samples:,} samples"
+
+
+# -- the verdict ----------------------------------------------------------------------------------------
+
+
+def verdict(job: Job, fleet: Fleet, rows: Sequence[Prediction], ours: Prediction, found: Sequence[Lever]) -> str:
+    """Is it worth it? In one or two sentences."""
+    if not fleet.guests:
+        return "one machine: nothing to share"
+    helping = [g.name for g in fleet.guests if ours.shares[g.name]]
+    same = [row for row in rows if row.strategy in (DDP, DDP_BALANCED, DDP_OVERLAP, ZERO, FSDP) and row.fits]
+    best = max(same, key=lambda row: row.speedup, default=ours)
+    if best.speedup > WORTH * max(1.0, ours.speedup):
+        return f"use {best.strategy}: {best.speedup:.2f}×; potluck would reach {ours.speedup:.2f}×."
+    text = _worth(fleet, ours, helping, found)
+    balanced = next((row for row in rows if row.strategy == DDP_BALANCED), None)
+    if ours.speedup >= WORTH and balanced is not None and balanced.speedup < 1:
+        text += f". With DDP, even balanced by hand, it would be slower than alone: {balanced.speedup:.2f}×"
+    if not ours.fits:
+        text += f". But it {ours.note}"
+    thin = [g for g in fleet.guests if least_batch(job, fleet, g) > job.batch]
+    if thin and ours.speedup < WORTH:
+        need = max(least_batch(job, fleet, g) for g in thin) * job.tokens_per_sample
+        unit = "tokens" if job.tokens_per_sample > 1 else "samples"
+        text += f". To hide the link a step needs about {need:,} {unit}"
+    return text + "."
+
+
+def _worth(fleet: Fleet, ours: Prediction, helping: Sequence[str], found: Sequence[Lever]) -> str:
+    if ours.speedup >= WORTH:
+        text = f"bring {_names(helping)}: {ours.speedup:.2f}×"
+        out = [g.name for g in fleet.guests if g.name not in helping]
+        return text + (f"; {_names(out)} cannot help and will sit out" if out else "")
+    text = f"do not bother: {ours.speedup:.2f}×"
+    worth = [lever for lever in found if lever.speedup >= WORTH]
+    best = next((lever for lever in worth if lever.same_training), worth[0] if worth else None)
+    return text + (f"; {best.what} makes it {best.speedup:.2f}×" if best is not None else "")
+
+
+def _names(names: Sequence[str]) -> str:
+    if len(names) > 4:
+        return f"{len(names)} guests"
+    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))

@@ -1,0 +1,95 @@
+"""How long collectives take: closed forms of the α–β model, in seconds.
+
+PURE: numbers in, numbers out. It knows no strategy, no machine and no codec.
+
+S bytes on N ranks, each of whose links carries `bytes_per_s` (1/β) in each direction at once, α seconds for a
+message to begin to arrive. In a ring every rank sends to the next and receives from the one before, all at the same
+time, so the slowest link sets the pace:
+
+    reduce-scatter   (N−1)·(α + S/(N·bw))
+    all-gather       (N−1)·(α + S/(N·bw))
+    all-reduce     2·(N−1)·(α + S/(N·bw)) = 2(N−1)/N · S/bw + 2(N−1)·α
+    broadcast        (S + (N−2)·p)/bw + (N−1)·α    in pieces of p bytes along a chain
+
+One rank, or nothing to send, takes no time. A link without a limit has `bytes_per_s = inf`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from potluck.errors import ConfigError
+
+BROADCAST_PIECE_BYTES = 1 << 20
+
+
+def reduce_scatter_s(size_bytes: float, ranks: int, bytes_per_s: float, latency_s: float = 0.0) -> float:
+    """(N−1)·(α + S/(N·bw)): each rank ends up with the sum of one N-th."""
+    _check(size_bytes, ranks, bytes_per_s, latency_s)
+    if ranks == 1 or not size_bytes:
+        return 0.0
+    return (ranks - 1) * (latency_s + size_bytes / ranks / bytes_per_s)
+
+
+def all_gather_s(size_bytes: float, ranks: int, bytes_per_s: float, latency_s: float = 0.0) -> float:
+    """(N−1)·(α + S/(N·bw)), S being what everybody has at the end: the same way as reduce-scatter's."""
+    return reduce_scatter_s(size_bytes, ranks, bytes_per_s, latency_s)
+
+
+def ring_all_reduce_s(size_bytes: float, ranks: int, bytes_per_s: float, latency_s: float = 0.0) -> float:
+    """2(N−1)/N · S/bw + 2(N−1)·α: a reduce-scatter, then an all-gather."""
+    scatter_s = reduce_scatter_s(size_bytes, ranks, bytes_per_s, latency_s)
+    return scatter_s + all_gather_s(size_bytes, ranks, bytes_per_s, latency_s)
+
+
+def broadcast_s(size_bytes: float, ranks: int, bytes_per_s: float, latency_s: float = 0.0) -> float:
+    """S/bw + (N−2)·p/bw + (N−1)·α, in pieces of p bytes along a chain: who has a piece passes it on."""
+    _check(size_bytes, ranks, bytes_per_s, latency_s)
+    if ranks == 1 or not size_bytes:
+        return 0.0
+    piece = min(BROADCAST_PIECE_BYTES, size_bytes)
+    return (size_bytes + (ranks - 2) * piece) / bytes_per_s + (ranks - 1) * latency_s
+
+
+def shared_nic_bytes_per_s(own: float, shared: float, users: int) -> float:
+    """min(own, shared/k): what one of k peers gets who send or receive at once through one machine's link."""
+    if users < 1:
+        raise ConfigError(f"a link is shared by {users}", hint="at least one uses it")
+    return min(own, shared / users)
+
+
+def slowest_link(bytes_per_s: Iterable[float]) -> float:
+    """The rate of a ring over these links."""
+    return min(bytes_per_s, default=math.inf)
+
+
+def overlapped_end_s(
+    ends_s: Sequence[float], backwards_s: Sequence[float], exchange_s: float, pieces: int
+) -> float:
+    """When the gradients are exchanged everywhere, of which the first leave while the last are computed.
+
+    Rank i's last backward ends at e_i and takes b_i; it makes k pieces of the gradient, one after the other, and a
+    piece is exchanged (C/k seconds) when all ranks have it:
+
+        max( max e_i + C/k ,  max (e_i − b_i·(1 − 1/k)) + C )
+
+    the last piece after the last end, or all of them from when the first is there, whichever is later. With one
+    piece nothing overlaps: max e_i + C.
+    """
+    if pieces < 1:
+        raise ConfigError(f"gradients in {pieces} pieces", hint="at least one")
+    last_s = max(ends_s, default=0.0)
+    first_s = max((e - b * (1 - 1 / pieces) for e, b in zip(ends_s, backwards_s, strict=True)), default=0.0)
+    return max(last_s + exchange_s / pieces, first_s + exchange_s)
+
+
+def _check(size_bytes: float, ranks: int, bytes_per_s: float, latency_s: float) -> None:
+    if ranks < 1:
+        raise ConfigError(f"a collective of {ranks} ranks", hint="at least one")
+    if not (size_bytes >= 0 and latency_s >= 0 and math.isfinite(size_bytes) and math.isfinite(latency_s)):
+        raise ConfigError(
+            f"a collective of {size_bytes:g} bytes and a latency of {latency_s:g} s", hint="0 or more"
+        )
+    if not bytes_per_s > 0:
+        raise ConfigError(f"a link of {bytes_per_s:g} bytes/s", hint="it must be above 0")

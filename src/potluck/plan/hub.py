@@ -1,0 +1,113 @@
+"""What a step takes with a host that never waits and guests that bring what they can.
+
+PURE. It counts with the host's own formula (`leases.py`); what the host measures, it works out.
+
+A coded message of b·P bytes takes W seconds each way, over the slower of the guest's link and its part of what
+the host carries, which all guests that help use at the same times (the change leaves for all when the step
+begins, the gradients arrive from all when it ends):
+
+    W_i = b·P / min(link_i, link_host/k, hub/k) + α_i + α_host        k guests that help
+
+    T = (B + Σ r_i·o_i) / (r_h + Σ r_i),  o_i = fixed + what of both ways no micro-batch hides
+
+and a step takes T + u: the host updates, the guests wait for that. A guest whose quota is under one sample sits
+out, the slowest first; then the others share the host's link without it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from potluck.plan.collectives import shared_nic_bytes_per_s
+from potluck.plan.leases import Quotas, Speed, quotas
+from potluck.plan.strategies import WAIT_WORTH_S, alone_s, fastest_alone_s, prediction
+from potluck.spec import about
+from potluck.spec.fleet import POTLUCK, Fleet, FleetMachine, Job, Prediction
+from potluck.units import seconds_text
+
+HANDLING_S = 0.06
+"""Of every lease that no computing hides: the first piece decoded before a forward, the last one coded, sent,
+decoded and added after a backward. Measured in the lab, on two cores that four machines share."""
+AT_ONCE = 4
+"""Of guests that cannot help, a quarter (at least one) is left out before the shares are computed again."""
+HUB_BYTES_PER_S = 0.55e9
+"""What the encrypted transport moves through one host in each direction, whatever its link (`bench/wire.py`)."""
+
+
+def way_s(job: Job, host: FleetMachine, guest: FleetMachine, users: int) -> float:
+    """W: seconds of a coded message between a guest and the host, while so many guests use the host's link."""
+    rate = shared_nic_bytes_per_s(guest.bytes_per_s, min(host.bytes_per_s, HUB_BYTES_PER_S), users)
+    return about.codec_bytes(job.codec) * job.parameters / rate + host.latency_s + guest.latency_s
+
+
+def speed_of(job: Job, host: FleetMachine, guest: FleetMachine, users: int) -> Speed:
+    """A guest as the quota sees it."""
+    return Speed(
+        rate_samples_per_s=guest.samples_per_s,
+        overhead_s=HANDLING_S + 2 * (host.latency_s + guest.latency_s),
+        transfer_s=way_s(job, host, guest, users),
+        usual=guest.micro_batch,
+        most=max(guest.micro_batch, guest.largest_micro_batch),
+    )
+
+
+def shares_of(job: Job, fleet: Fleet) -> tuple[Quotas, dict[str, Speed]]:
+    """Who gets how many samples, and the speeds of those who help."""
+    helping: Sequence[FleetMachine] = fleet.guests
+    while True:
+        speeds = {g.name: speed_of(job, fleet.host, g, len(helping)) for g in helping}
+        found = quotas(job.batch, fleet.host.samples_per_s, speeds, host_keeps=1)
+        if len(found.guests) == len(helping):
+            return found, speeds
+        # Not all at once: without some, the others have more of the host's link and can help after all.
+        out = sorted(
+            (g for g in helping if g.name not in found.guests), key=lambda g: (g.samples_per_s, g.bytes_per_s)
+        )
+        gone = {g.name for g in out[: max(1, len(out) // AT_ONCE)]}
+        helping = [g for g in helping if g.name not in gone]
+
+
+def potluck(job: Job, fleet: Fleet) -> Prediction:
+    """A step of host and guests."""
+    found, speeds = shares_of(job, fleet)
+    shares = {fleet.host.name: found.host, **{g.name: found.guests.get(g.name, 0) for g in fleet.guests}}
+    unhidden_s = max((speeds[name].unhidden_s(count) for name, count in found.guests.items()), default=0.0)
+    row = prediction(
+        job,
+        fleet,
+        strategy=POTLUCK,
+        step_s=max(found.step_s, found.host * fleet.host.sample_s) + fleet.host.update_s,
+        wire=(2 * max((s.transfer_s for s in speeds.values()), default=0.0), unhidden_s),
+        shares=shares,
+    )
+    return _with_words(job, fleet, row)
+
+
+def _with_words(job: Job, fleet: Fleet, row: Prediction) -> Prediction:
+    host_waits_s = row.idle_s[fleet.host.name] - fleet.host.update_s
+    parts = [
+        f"the host waits {seconds_text(host_waits_s)}" if host_waits_s > WAIT_WORTH_S else "the host never waits"
+    ]
+    out = [g.name for g in fleet.guests if not row.shares[g.name]]
+    helping = [g for g in fleet.guests if row.shares[g.name]]
+    if helping and row.exposed_s > WAIT_WORTH_S:
+        parts.append(f"guests wait up to {seconds_text(row.exposed_s)} for the wire")
+    if out:
+        parts.append(f"{', '.join(out) if len(out) < 4 else f'{len(out)} guests'} sit{'s' * (len(out) == 1)} out")
+    return replace(row, waits=", ".join(parts))
+
+
+def least_batch(job: Job, fleet: Fleet, guest: FleetMachine) -> int:
+    """Samples a step from which both ways of a guest fit into a step of host and guest: B ≥ 2·W·(r_h + r_i).
+
+    With F FLOP/s, BW bytes/s and b bytes a parameter the model's size cancels: b·F/(3·BW) tokens.
+    """
+    rates = fleet.host.samples_per_s + guest.samples_per_s
+    return math.ceil(2 * way_s(job, fleet.host, guest, 1) * rates)
+
+
+def ideal_speedup(job: Job, fleet: Fleet) -> float:
+    """If every machine computed all the time."""
+    return math.fsum(fastest_alone_s(job, fleet) / alone_s(job, m) for m in fleet.machines)

@@ -1,0 +1,223 @@
+"""A fleet from words ("desk=RTX 4070,link=1GbE") or from facts that were measured or found.
+
+PURE: text and tables in, a fleet out. It reads no file and predicts nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from potluck.errors import ConfigError, UserError
+from potluck.plan import devices, links, models
+from potluck.plan.models import Model
+from potluck.spec.config import nearest
+from potluck.spec.fleet import Fleet, FleetMachine
+from potluck.spec.measured import Measured, from_list
+
+DEFAULT_LINK = "1GbE"
+UPDATE_BYTES = 40
+"""AdamW reads and writes 28 bytes a parameter, coding the change some 12 more."""
+STATE_BYTES = 25
+USUAL_MICRO_BATCH, MOST_MICRO_BATCH = 8, 256
+MEMORY_PART = 0.5
+"""Activations may fill this part of what is free."""
+_KEYS = ["link", "latency_ms", "micro_batch", "host"]
+_EXAMPLE = 'for example --machine "desk=RTX 4070" --machine "mac=M2,link=1GbE"'
+_SPEED = re.compile(r"^([0-9.]+(?:e-?[0-9]+)?)\s*(s/sample|tflop/?s)$", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """A fleet, and what had to be assumed to make it."""
+
+    fleet: Fleet
+    assumptions: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Named:
+    machine: FleetMachine
+    host: bool
+    assumed: tuple[str, ...] = ()
+
+
+def from_words(words: Sequence[str], model: Model, precision: str = "bf16") -> Given:
+    """The fleet of several NAME=DEVICE[,link=LINK][,latency_ms=MS][,micro_batch=N][,host]."""
+    return _fleet([_from_word(word, model, precision) for word in words])
+
+
+def _from_word(word: str, model: Model, precision: str) -> _Named:
+    name, equals, rest = word.partition("=")
+    name = name.strip()
+    parts = [part.strip() for part in rest.split(",")]
+    if not equals or not name or not parts[0]:
+        raise ConfigError(f"a machine is NAME=DEVICE, not {word!r}", hint=_EXAMPLE)
+    values: dict[str, str] = {}
+    for part in parts[1:]:
+        key, _, value = part.partition("=")
+        key = key.strip().replace("-", "_")
+        if key not in _KEYS:
+            raise ConfigError(f"machine {name!r}: there is no {key!r}", hint=nearest(key, _KEYS))
+        values[key] = value.strip()
+    machine, assumed = _machine(name, parts[0], model, precision)
+    if "link" in values:
+        sheet = links.find(values["link"])
+        machine = replace(
+            machine, link_bytes_per_s=sheet.bytes_per_s, latency_s=sheet.latency_s / 2, link=sheet.name
+        )
+        assumed += (sheet.about(),) if sheet.part < 1 else ()
+    if "latency_ms" in values:
+        machine = replace(machine, latency_s=_number(name, "latency_ms", values, 0, 60_000) / 1000)
+    if "micro_batch" in values:
+        size = int(_number(name, "micro_batch", values, 1, 1e6))
+        machine = replace(machine, micro_batch=size, largest_micro_batch=size)
+    return _Named(machine=machine, host="host" in values, assumed=assumed)
+
+
+def _number(name: str, key: str, values: Mapping[str, str], least: float, most: float) -> float:
+    try:
+        value = float(values[key])
+    except ValueError:
+        value = math.nan
+    if not least <= value <= most:
+        raise ConfigError(f"machine {name!r}: {key} is {values[key]!r}", hint=f"from {least:g} to {most:g}")
+    return value
+
+
+def _machine(name: str, device: str, model: Model, precision: str) -> tuple[FleetMachine, tuple[str, ...]]:
+    """A machine of a device in the catalogue, or of a speed in words, and what that assumes."""
+    speed = _SPEED.match(device)
+    if speed is None:
+        sheet = devices.find(device)
+        machine = of_flops(name, sheet.flops_per_s(precision), model, memory_bytes=sheet.memory_gb * 1e9)
+        update_s = UPDATE_BYTES * model.parameters / (sheet.bandwidth_gb_per_s * 1e9)
+        return replace(machine, update_s=update_s, device=sheet.name), (sheet.about(precision),)
+    try:
+        value = float(speed[1])
+    except ValueError:
+        value = 0.0
+    if not 1e-9 <= value <= 1e9:
+        raise ConfigError(f"machine {name!r}: its speed is {device!r}", hint="for example 20TFLOPS or 0.6s/sample")
+    flops = value * 1e12 if "flop" in speed[2].lower() else model.flops_per_sample / value
+    return replace(of_flops(name, flops, model), device=device), ()
+
+
+def of_flops(name: str, flops_per_s: float, model: Model, memory_bytes: float | None = None) -> FleetMachine:
+    """A machine of so many effective FLOP/s; its micro-batch is what its memory holds."""
+    most = MOST_MICRO_BATCH
+    if memory_bytes is not None and model.activation_bytes_per_sample:
+        room = MEMORY_PART * max(0.0, memory_bytes - STATE_BYTES * model.parameters)
+        most = int(min(MOST_MICRO_BATCH, max(1, room // model.activation_bytes_per_sample)))
+    return FleetMachine(
+        name=name,
+        samples_per_s=flops_per_s / model.flops_per_sample,
+        micro_batch=min(USUAL_MICRO_BATCH, most),
+        largest_micro_batch=most,
+        memory_bytes=memory_bytes,
+    )
+
+
+# -- facts ----------------------------------------------------------------------------------------------
+
+
+def from_facts(tables: Sequence[tuple[str, Any]], model: Model, precision: str = "bf16") -> Given:
+    """The fleet of facts files, (where, content): what was measured, else the catalogue by the device's name."""
+    found: list[_Named] = []
+    for where, table in tables:
+        if not isinstance(table, Mapping):
+            raise UserError(f"{where} holds no facts", hint="make them with: potluck probe, potluck doctor --save")
+        measured = {m.name: m for m in from_list(table.get("measured") or [], where)}
+        seen = [side for key in ("here", "there") if isinstance(side := table.get(key), Mapping)]
+        names = [side["name"] for side in seen if isinstance(side.get("name"), str)]
+        found += [_from_measured(m, model, where) for m in measured.values()]
+        found += [_from_found(side, model, precision, where) for side in seen if side.get("name") not in measured]
+        if not measured and not names:
+            raise UserError(f"{where} names no machine", hint="make it with: potluck probe, potluck doctor --save")
+    unique = {named.machine.name: named for named in reversed(found)}  # the first word about a machine counts
+    return _fleet([named for named in found if unique.get(named.machine.name) is named])
+
+
+def _from_measured(measured: Measured, model: Model, where: str) -> _Named:
+    flops = measured.flops_per_s
+    if measured.samples_per_s is not None and measured.model:
+        trained = models.find(measured.model, measured.sequence)
+        flops = measured.samples_per_s * trained.flops_per_sample
+    if flops is None:
+        raise UserError(f"{where} does not say how fast {measured.name} is", hint="measure it with: potluck probe")
+    machine = of_flops(measured.name, flops, model, measured.memory_bytes)
+    size = measured.micro_batch
+    return _Named(
+        machine=replace(
+            machine,
+            link_bytes_per_s=measured.link_bytes_per_s,
+            latency_s=measured.latency_s or 0.0,
+            micro_batch=machine.micro_batch if size is None else size,
+            largest_micro_batch=max(machine.largest_micro_batch, size or 1),
+            device=measured.device,
+            link="measured" if measured.link_bytes_per_s is not None else "",
+        ),
+        host=measured.host,
+    )
+
+
+def _from_found(side: Mapping[str, Any], model: Model, precision: str, where: str) -> _Named:
+    """A machine of which only the device's name and the interfaces' speeds are known."""
+    name = str(side.get("name") or "machine")
+    gpus = side.get("gpus") or ()
+    words = [str(g.get("name", "")) for g in gpus if isinstance(g, Mapping)]
+    cpu = side.get("cpu")
+    words.append(str(cpu.get("name", "")) if isinstance(cpu, Mapping) else "")
+    for word in filter(None, words):
+        try:
+            machine, assumed = _machine(name, word, model, precision)
+        except ConfigError:
+            continue
+        speed = _interface_mbit(side)
+        if speed:
+            sheet = replace(links.of_mbit(speed), part=links.ETHERNET_PART)
+            machine = replace(machine, link_bytes_per_s=sheet.bytes_per_s, link=sheet.name)
+        return _Named(machine=machine, host=False, assumed=assumed)
+    raise UserError(
+        f"{where}: no device of {name} is in the catalogue ({', '.join(filter(None, words)) or 'none named'})",
+        hint="measure it with: potluck probe; or name it: --machine",
+    )
+
+
+def _interface_mbit(side: Mapping[str, Any]) -> float | None:
+    """The speed of the interface that carries the default address."""
+    address = side.get("default_address")
+    for interface in side.get("interfaces") or ():
+        if isinstance(interface, Mapping) and any(
+            str(a).split("/")[0] == address for a in interface.get("addresses") or ()
+        ):
+            speed = interface.get("speed_mbit")
+            return float(speed) if isinstance(speed, int | float) and 0 < speed < math.inf else None
+    return None
+
+
+def _fleet(found: Sequence[_Named]) -> Given:
+    """The host first: the one that says so, else the fastest. Guests without any link between get 1 GbE."""
+    if not found:
+        raise ConfigError("there is no machine to plan for", hint=_EXAMPLE)
+    hosts = [named for named in found if named.host]
+    if len(hosts) > 1:
+        raise ConfigError(f"{len(hosts)} machines are the host", hint="one of them, or none: the fastest is taken")
+    host = hosts[0] if hosts else max(found, key=lambda named: named.machine.samples_per_s)
+    assumed = [text for named in found for text in named.assumed]
+    machines = [host.machine]
+    sheet = links.find(DEFAULT_LINK)
+    for named in found:
+        if named is host:
+            continue
+        guest = named.machine
+        if guest.link_bytes_per_s is None and host.machine.link_bytes_per_s is None:
+            guest = replace(
+                guest, link_bytes_per_s=sheet.bytes_per_s, latency_s=sheet.latency_s / 2, link=sheet.name
+            )
+            assumed.append(f"{guest.name}: no link given, so {sheet.about()}")
+        machines.append(guest)
+    return Given(fleet=Fleet(machines=tuple(machines)), assumptions=tuple(dict.fromkeys(assumed)))

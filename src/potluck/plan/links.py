@@ -1,0 +1,97 @@
+"""Known links by name: their line rate, and what part of it training gets as payload.
+
+PURE data. The part is assumed: headers on wires, half or less of the advertised rate in the air (one direction at a
+time, other stations, distance). `potluck probe ADDRESS` measures yours.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from dataclasses import dataclass
+
+from potluck.errors import ConfigError
+
+ETHERNET_PART = 0.94
+LEAST_MBIT, MOST_MBIT = 1e-3, 1e7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkSheet:
+    """One kind of link."""
+
+    name: str
+    line_mbit: float
+    part: float
+    """Of the line rate that arrives as payload."""
+    latency_s: float
+    wireless: bool = False
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.line_mbit * 1e6 / 8 * self.part
+
+    def about(self) -> str:
+        return f"{self.name}: {self.line_mbit:g} Mbit/s × {self.part:g} assumed, not measured"
+
+
+LINKS: dict[str, LinkSheet] = {
+    name: LinkSheet(name=name, line_mbit=mbit, part=part, latency_s=latency_s, wireless=name.startswith("Wi-Fi"))
+    for name, mbit, part, latency_s in (
+        ("Wi-Fi 4", 150, 0.5, 4e-3),
+        ("Wi-Fi 5", 866, 0.5, 3e-3),
+        ("Wi-Fi 6", 1200, 0.55, 2e-3),
+        ("Wi-Fi 7", 2880, 0.55, 2e-3),
+        ("100MbE", 100, ETHERNET_PART, 2e-4),
+        ("1GbE", 1_000, ETHERNET_PART, 1e-4),
+        ("2.5GbE", 2_500, ETHERNET_PART, 1e-4),
+        ("5GbE", 5_000, ETHERNET_PART, 1e-4),
+        ("10GbE", 10_000, ETHERNET_PART, 5e-5),
+        ("Thunderbolt 4", 40_000, 0.4, 5e-5),
+        ("25GbE", 25_000, ETHERNET_PART, 3e-5),
+        ("Thunderbolt 5", 80_000, 0.4, 5e-5),
+        ("100GbE", 100_000, 0.9, 1e-5),
+        ("400G RoCE", 400_000, 0.85, 5e-6),
+    )
+}
+_OTHER_NAMES = {"gigabit": "1GbE", "ethernet": "1GbE", "tb4": "Thunderbolt 4", "usb4": "Thunderbolt 4"}
+_OTHER_NAMES |= {"tb5": "Thunderbolt 5", "400g": "400G RoCE", "400gbe": "400G RoCE", "wifi": "Wi-Fi 5"}
+_RATE = re.compile(r"^([0-9.]+)([kmg]?)bit(?:/s|ps)?$")
+
+
+def find(name: str) -> LinkSheet:
+    """The link of this name, however it is spaced and cased; or of a rate, "300Mbit", taken as payload."""
+    wanted = re.sub(r"[\s_-]", "", name.lower())
+    if (rate := _RATE.match(wanted)) is not None:
+        return _of_rate(name, rate)
+    known = {re.sub(r"[\s_-]", "", link.lower()): link for link in LINKS} | _OTHER_NAMES
+    if wanted in known:
+        return LINKS[known[wanted]]
+    near = difflib.get_close_matches(wanted, known, n=1, cutoff=0.5)
+    advice = f"did you mean {known[near[0]]!r}? " if near else ""
+    raise ConfigError(
+        f"there is no link {name!r} in the catalogue",
+        hint=f"{advice}links: {', '.join(LINKS)}; or a rate: 300Mbit",
+    )
+
+
+def _of_rate(name: str, rate: re.Match[str]) -> LinkSheet:
+    try:
+        mbit = float(rate[1]) * {"k": 1e-3, "": 1e-6, "m": 1.0, "g": 1e3}[rate[2]]
+    except ValueError:
+        mbit = math.nan
+    if not LEAST_MBIT <= mbit <= MOST_MBIT:
+        raise ConfigError(f"a link of {name!r}", hint="rates are from 1kbit to 10000Gbit, for example 300Mbit")
+    return of_mbit(mbit)
+
+
+def of_mbit(mbit: float) -> LinkSheet:
+    """A link whose payload rate is known."""
+    return LinkSheet(name=f"{mbit:g} Mbit/s", line_mbit=mbit, part=1.0, latency_s=1e-4)
+
+
+def faster(bytes_per_s: float) -> LinkSheet | None:
+    """The next cable that people buy: the slowest wired link at least twice as fast."""
+    ladder = [LINKS[name] for name in ("1GbE", "2.5GbE", "10GbE", "25GbE", "100GbE", "400G RoCE")]
+    return next((link for link in ladder if link.bytes_per_s > 1.9 * bytes_per_s), None)

@@ -1,0 +1,283 @@
+"""Two doctors meet: one listens, one comes with its token; they exchange facts and try the way in both directions.
+
+Owns their few messages, over the encrypted transport. It must not know what the results mean.
+
+    doctor.hello   who I am, which versions, where I can be tried      -> doctor.hello
+    doctor.bulk    a frame of bytes                                    -> doctor.got
+    doctor.ask     how many bytes to send back                         -> doctor.bulk
+    doctor.back    please try to connect to me                         -> doctor.back, the outcome
+    doctor.facts   my facts                                            -> doctor.facts, theirs
+
+A running host answers none of these and says `unknown`, which shows all the same that it is there and what gets
+through to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import json
+import socket
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any
+
+from potluck.errors import PotluckError, WireError
+from potluck.probe.reach import COMMON_PORTS, TRY_S, tried, tried_all
+from potluck.probe.system import System
+from potluck.spec.facts import (
+    CONNECTED,
+    Between,
+    Facts,
+    Reach,
+    Transfer,
+    build,
+    machine_from_dict,
+    machine_to_dict,
+)
+from potluck.wire.frames import Message, pack, unpack
+from potluck.wire.token import Token
+from potluck.wire.transport import GuestSocket, HostSocket
+
+ANSWER_S = 3.0
+VISIT_S = 10.0
+"""For all questions together."""
+BACK_S = 2.0
+SMALL, LARGE = 400, 24 * 1024
+"""Bytes: one packet on any network; several full ones, of jumbo frames too, for which a slow link has the time."""
+MOST_ASKED = 1 << 20
+_UNKNOWN = "unknown"
+
+Progress = Callable[[str], None]
+
+
+def about(facts: Facts) -> dict[str, str]:
+    """What fits into one small packet."""
+    return {
+        "name": facts.name[:60],
+        "platform": facts.platform,
+        "potluck": facts.potluck,
+        "torch": facts.torch.version or "",
+        "python": facts.python,
+        "protocol": str(facts.protocol),
+    }
+
+
+# -- the side that comes ---------------------------------------------------------------------------------------
+
+
+def try_address(facts: Facts, address: str, port: int | None, system: System, progress: Progress) -> Between:
+    """An address without a token: whether anything there answers, from this side alone."""
+    progress(f"trying {address}")
+    targets = [(address, port, True)] if port is not None else []
+    targets += [(address, other, False) for other in COMMON_PORTS if other != port]
+    return Between(target=address, reaches=tried_all(system, facts.name, targets))
+
+
+def meet(
+    facts: Facts, token: Token, system: System, progress: Progress, back_port: int = 0
+) -> tuple[Between, Facts | None]:
+    """Everything that can be tried with a token: with a doctor on the other side, or with a running host."""
+    progress(f"trying {', '.join(token.addresses)}")
+    reaches = tried_all(system, facts.name, [(a, token.port, True) for a in token.addresses])
+    if not any(r.outcome == CONNECTED for r in reaches):
+        # Whether the machine is there at all decides who blocks.
+        first = token.addresses[0]
+        others = [(first, other, False) for other in COMMON_PORTS if other != token.port]
+        reaches += tried_all(system, facts.name, others, timeout_s=TRY_S / 2)
+        return Between(target="a token", reaches=reaches), None
+    visit = _Visit(facts, progress)
+    try:
+        there = visit.run(token, back_port)
+    finally:
+        visit.close()
+    return visit.between(reaches), there
+
+
+class _Visit:
+    """One visit at a doctor or a host."""
+
+    def __init__(self, facts: Facts, progress: Progress) -> None:
+        self._facts, self._progress = facts, progress
+        self._socket: GuestSocket | None = None
+        self._number = 0
+        self._end = 0.0
+        self._handshake, self._partner = "", ""
+        self._versions: Mapping[str, str] = {}
+        self._transfers: list[Transfer] = []
+        self._back: tuple[Reach, ...] = ()
+
+    def run(self, token: Token, back_port: int) -> Facts | None:
+        self._progress("the encrypted handshake")
+        try:
+            self._socket = GuestSocket(token, connect_timeout_s=TRY_S)
+            self._socket.handshake()
+        except PotluckError as error:
+            self._handshake = error.what
+            return None
+        self._handshake = "ok"
+        self._end = time.monotonic() + VISIT_S
+        began = time.monotonic()
+        answer = self._ask("doctor.hello", about(self._facts))
+        self._transfers.append(_transfer("out", SMALL, answer is not None, began))
+        if answer is None:
+            self._partner = "silent"
+            return None
+        self._partner = "host" if answer.kind == _UNKNOWN else "doctor"
+        self._versions = {str(k): str(v)[:80] for k, v in answer.fields.items() if k != "id"}
+        if self._partner == "doctor":
+            self._try_back(back_port)
+        self._bulk_out()
+        if self._partner == "host":
+            return None
+        # Last of the small ones' connection: where large messages are lost, nothing comes after one.
+        self._bulk_in()
+        # Facts are larger than a packet: where such are lost, there is no use in waiting for them.
+        return self._exchange_facts() if all(t.arrived for t in self._transfers) else None
+
+    def between(self, reaches: tuple[Reach, ...]) -> Between:
+        return Between(
+            target="a token",
+            reaches=reaches,
+            back=self._back,
+            handshake=self._handshake,
+            partner=self._partner,
+            partner_versions=self._versions,
+            transfers=tuple(self._transfers),
+        )
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close(linger_s=0.0)
+
+    def _bulk_out(self) -> None:
+        self._progress("large messages to the other machine")
+        began = time.monotonic()
+        answer = self._ask("doctor.bulk", {}, bytes(LARGE), data=True)
+        self._transfers.append(_transfer("out", LARGE, answer is not None, began))
+
+    def _bulk_in(self) -> None:
+        self._progress("large messages from the other machine")
+        began = time.monotonic()
+        # Asked for on the small connection, should the other one be stuck.
+        answer = self._ask("doctor.ask", {"bytes": LARGE})
+        whole = answer is not None and sum(len(f) for f in answer.frames) == LARGE
+        self._transfers.append(_transfer("in", LARGE, whole, began))
+
+    def _try_back(self, port: int) -> None:
+        self._progress("a connection back to this machine")
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listening:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listening.bind(("0.0.0.0", port))
+                listening.listen(4)  # the system completes connections by itself; nothing is read from them
+            except OSError:
+                return
+            fields = {"port": listening.getsockname()[1]}
+            answer = self._ask("doctor.back", fields, timeout_s=BACK_S + ANSWER_S)
+        if answer is not None and "reach" in answer.fields:
+            with contextlib.suppress(PotluckError):
+                self._back = (build(Reach, answer.fields["reach"], "reach"),)
+
+    def _exchange_facts(self) -> Facts | None:
+        self._progress("exchanging facts")
+        answer = self._ask("doctor.facts", {}, json.dumps(machine_to_dict(self._facts)).encode())
+        if answer is None or not answer.frames:
+            return None
+        return _facts_in(answer)
+
+    def _ask(
+        self, kind: str, fields: Mapping[str, Any], *frames: bytes, data: bool = False, timeout_s: float = ANSWER_S
+    ) -> Message | None:
+        """Send and wait for the answer to just that, or for a host's `unknown`."""
+        assert self._socket is not None
+        self._number += 1
+        message = pack(Message(kind=kind, fields={**fields, "id": self._number}, frames=frames))
+        sent = self._socket.send_data(message) if data else self._socket.send_control(message)
+        deadline = min(time.monotonic() + timeout_s, self._end)
+        while sent and self._socket.connected and (left := deadline - time.monotonic()) > 0:
+            for _, received in self._socket.receive(left):
+                with contextlib.suppress(WireError):
+                    answer = unpack(received)
+                    if answer.kind == _UNKNOWN or answer.fields.get("id") == self._number:
+                        return answer
+        return None
+
+
+def _transfer(direction: str, size: int, arrived: bool, began: float) -> Transfer:
+    return Transfer(direction=direction, size_bytes=size, arrived=arrived, seconds=time.monotonic() - began)
+
+
+def _is_number(address: str) -> bool:
+    try:
+        ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    return True
+
+
+def _facts_in(message: Message) -> Facts | None:
+    try:
+        return machine_from_dict(json.loads(bytes(message.frames[0])))
+    except (PotluckError, ValueError, RecursionError, IndexError):
+        return None
+
+
+# -- the side that listens -------------------------------------------------------------------------------------
+
+
+class Listener:
+    """Answers doctors that come with the token. All methods belong to one thread."""
+
+    def __init__(self, door: HostSocket, facts: Facts) -> None:
+        self._door, self._facts = door, facts
+        self._tries: list[tuple[bytes, int, Future[Reach]]] = []
+        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="back")
+        self.visited: Callable[[str, str], None] = lambda name, address: None
+        """Called with a visitor's name and address when it says hello."""
+        self.learned: Callable[[Facts], None] = lambda facts: None
+        """Called with a visitor's facts."""
+
+    def serve(self, timeout_s: float) -> None:
+        """Answer what has come; waits up to `timeout_s`."""
+        for peer, frames in self._door.receive(timeout_s):
+            with contextlib.suppress(WireError):
+                self._answer(peer, unpack(frames), self._door.address_of(frames))
+        for entry in [entry for entry in self._tries if entry[2].done()]:
+            self._tries.remove(entry)
+            peer, number, future = entry
+            self._send(peer, "doctor.back", {"id": number, "reach": asdict(future.result())})
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._door.close()
+
+    def _answer(self, peer: bytes, message: Message, address: str) -> None:
+        number = message.fields.get("id")
+        if not isinstance(number, int):
+            return
+        if message.kind == "doctor.hello":
+            self._send(peer, "doctor.hello", {**about(self._facts), "id": number})
+            self.visited(str(message.fields.get("name", "?"))[:60], address)
+        elif message.kind == "doctor.bulk":
+            self._send(peer, "doctor.got", {"id": number})
+        elif message.kind == "doctor.ask":
+            size = message.fields.get("bytes")
+            if isinstance(size, int) and 0 < size <= MOST_ASKED:
+                self._send(peer, "doctor.bulk", {"id": number}, bytes(size))
+        elif message.kind == "doctor.back":
+            port = message.fields.get("port")
+            # Only to where the visitor itself is: nobody can have this machine knock elsewhere.
+            if _is_number(address) and isinstance(port, int) and 0 < port < 65536 and len(self._tries) < 8:
+                future = self._pool.submit(tried, self._facts.name, address, port, timeout_s=BACK_S)
+                future.add_done_callback(lambda _: self._door.wake())
+                self._tries.append((peer, number, future))
+        elif message.kind == "doctor.facts":
+            self._send(peer, "doctor.facts", {"id": number}, json.dumps(machine_to_dict(self._facts)).encode())
+            if message.frames and (theirs := _facts_in(message)) is not None:
+                self.learned(theirs)
+
+    def _send(self, peer: bytes, kind: str, fields: Mapping[str, Any], *frames: bytes) -> None:
+        self._door.send(peer, pack(Message(kind=kind, fields=dict(fields), frames=frames)))

@@ -1,0 +1,210 @@
+"""A plan, a sweep and a scale as lines for a terminal or a pipe.
+
+Plans in, lines out. It predicts nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from potluck.plan.devices import DEVICES
+from potluck.plan.links import LINKS
+from potluck.plan.models import NAMES
+from potluck.plan.scale import Scale
+from potluck.plan.sweep import Sweep
+from potluck.report.line import Line
+from potluck.report.screen import paragraph
+from potluck.report.text import clean
+from potluck.spec.fleet import POTLUCK, SOLO, STRATEGIES, Fleet, Plan, Prediction
+from potluck.units import UNKNOWN, bits_text, bytes_text, count_text, percent_text, rate_text, seconds_text
+
+_LABEL, _BEST = "dim", "bold green"
+_GAP, _INDENT = 2, 14
+_MOST_MACHINES = 8
+_HEADERS = ("strategy", "s/step", "computing", "wire", "waited", "speed-up", "efficiency")
+
+
+def plan_lines(plan: Plan, width: int) -> list[Line]:
+    """Everything a plan says: the verdict first."""
+    job = plan.job
+    title = Line(clean(job.name, 40), "bold").add(
+        f"   {count_text(job.parameters)} parameters, {_batch(plan)} a step"
+    )
+    title.add(f", codec {clean(job.codec, 16)}")
+    lines = [title, Line(), *paragraph(plan.verdict, width, "bold"), Line()]
+    lines += _machines(plan, width)
+    lines += [Line(), *_table(plan.rows), Line()]
+    lines += paragraph(
+        f"speed-up {plan.ideal_speedup:.3f}, if every machine computed all the time",
+        width,
+        label="ideal",
+        indent=_INDENT,
+    )
+    for row in plan.rows:
+        words = "; ".join(filter(None, (clean(row.waits), clean(row.note))))
+        if words:
+            lines += paragraph(words, width, label=row.strategy, indent=_INDENT + 2)
+    lines += _levers(plan, width)
+    for number, text in enumerate(plan.assumptions):
+        lines += paragraph(clean(text), width, _LABEL, label="" if number else "assumed", indent=_INDENT)
+    return [line.trimmed().cropped(max(width, 80)) for line in lines]
+
+
+def _batch(plan: Plan) -> str:
+    job = plan.job
+    if job.tokens_per_sample > 1:
+        return f"{job.batch * job.tokens_per_sample:,} tokens ({job.batch:,} samples)"
+    return f"{job.batch:,} samples"
+
+
+def _machines(plan: Plan, width: int) -> list[Line]:
+    ours = next((row for row in plan.rows if row.strategy == POTLUCK), plan.rows[-1])
+    rows = [("machine", "device", "alone", "link", "share", "memory")]
+    for machine in plan.fleet.machines[:_MOST_MACHINES]:
+        unit = "tokens" if plan.job.tokens_per_sample > 1 else "samples"
+        memory = bytes_text(ours.memory_bytes[machine.name])
+        if machine.memory_bytes is not None:
+            memory += f" of {bytes_text(machine.memory_bytes)}"
+        rows.append(
+            (
+                clean(machine.name, 24) + (" (host)" if machine is plan.fleet.host else ""),
+                clean(machine.device, 24) or UNKNOWN,
+                rate_text(machine.samples_per_s * plan.job.tokens_per_sample, unit),
+                clean(machine.link, 20) or _rate(machine.link_bytes_per_s),
+                f"{ours.shares[machine.name]:,}" if ours.shares[machine.name] else "sits out",
+                memory,
+            )
+        )
+    lines = _grid(rows, right={2, 4, 5}, best=None)
+    more = len(plan.fleet.machines) - _MOST_MACHINES
+    return [*lines, Line(f"and {more} more", _LABEL)] if more > 0 else lines
+
+
+def _rate(bytes_per_s: float | None) -> str:
+    return "no limit" if bytes_per_s is None else bits_text(bytes_per_s)
+
+
+def _table(rows: Sequence[Prediction]) -> list[Line]:
+    best = max(rows, key=lambda row: row.speedup)
+    cells = [_HEADERS, *(_cells(row) for row in rows)]
+    return _grid(cells, right={1, 2, 3, 4, 5, 6}, best=None if best.strategy == SOLO else rows.index(best))
+
+
+def _cells(row: Prediction) -> tuple[str, ...]:
+    return (
+        row.strategy,
+        *(_seconds(s) for s in (row.step_s, row.compute_s, row.exchange_s, row.exposed_s)),
+        f"{row.speedup:.3f}",
+        f"{row.efficiency:.3f}",
+    )
+
+
+def _seconds(seconds: float) -> str:
+    """Three digits and no unit: the columns are of seconds."""
+    return f"{seconds:.{0 if seconds >= 99.95 else 1 if seconds >= 9.995 else 2 if seconds >= 0.0995 else 3}f}"
+
+
+def _levers(plan: Plan, width: int) -> list[Line]:
+    if not plan.levers:
+        return []
+    lines = [Line()]
+    for number, lever in enumerate(plan.levers):
+        text = f"{lever.what}: {lever.speedup:.2f}× ({lever.gain - 1:+.0%})"
+        lines += paragraph(text, width, label="" if number else "levers", indent=_INDENT)
+    return [*lines, Line()]
+
+
+def _grid(rows: Sequence[Sequence[str]], *, right: set[int], best: int | None) -> list[Line]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for number, row in enumerate(rows):
+        style = _LABEL if not number else _BEST if best is not None and number == best + 1 else ""
+        line = Line()
+        for i, text in enumerate(row):
+            line.cell(text, widths[i], style, right=i in right).add(" " * _GAP)
+        lines.append(line.trimmed())
+    lines.insert(1, Line("─" * min(sum(widths) + _GAP * (len(widths) - 1), 100), _LABEL))
+    return lines
+
+
+# -- sweeps and scales ----------------------------------------------------------------------------------
+
+UNITS = {"link_mbit": "Mbit/s", "guests": "guests", "batch_tokens": "tokens", "parameters": "parameters"}
+
+
+def value_text(variable: str, value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 or variable != "link_mbit" else f"{value:.3g}"
+
+
+def sweep_lines(sweep: Sweep, width: int) -> list[Line]:
+    """A row for each value, and where it starts to pay."""
+    variable = sweep.span.variable
+    names = strategies_of(sweep)
+    rows = [(UNITS[variable], *names, "ideal")]
+    for point in sweep.points:
+        speeds = [f"{point.speedup[name]:.2f}×" if name in point.speedup else UNKNOWN for name in names]
+        rows.append((value_text(variable, point.value), *speeds, f"{point.ideal:.2f}×"))
+    lines = _grid(rows, right=set(range(len(rows[0]))), best=None)
+    return [*lines, Line(), *paragraph(pays_text(sweep), width, "bold")]
+
+
+def strategies_of(sweep: Sweep) -> list[str]:
+    """Those that have a value somewhere, always in the same order."""
+    return [name for name in STRATEGIES if any(name in point.speedup for point in sweep.points)]
+
+
+def pays_text(sweep: Sweep) -> str:
+    unit = UNITS[sweep.span.variable]
+    if sweep.pays_from is None:
+        return "it pays nowhere in between: potluck stays under 1.02×"
+    value = value_text(sweep.span.variable, sweep.pays_from)
+    if sweep.pays_from <= sweep.span.first:
+        return f"it pays from the first value on: {value} {unit}"
+    return f"it pays from about {value} {unit} on (potluck reaches 1.02×)"
+
+
+def scale_lines(scale: Scale, fleet: Fleet, width: int) -> list[Line]:
+    """A row for each number of guests, and where the hub is full."""
+    rows = [("guests", "one hub", "helping", "link busy", "tree of hubs", "DDP's ring", "ideal")]
+    for row in scale.rows:
+        tree = f"{row.tree:.2f}×" + (f" ({row.fan}^{row.levels})" if row.tree > 1.001 * row.flat else "")
+        rows.append(
+            (
+                f"{row.guests:,}",
+                f"{row.flat:.2f}×",
+                f"{row.helping:,}",
+                percent_text(row.link_busy),
+                tree,
+                f"{row.ring:.2f}×",
+                f"{row.ideal:.2f}×",
+            )
+        )
+    kinds = ", ".join(clean(g.device or g.name, 24) for g in fleet.guests[:4])
+    title = Line(f"more and more guests ({kinds}) for {clean(fleet.host.name, 24)}", "bold")
+    words = scale.words[0].upper() + scale.words[1:] + "."
+    grid = _grid(rows, right=set(range(len(rows[0]))), best=None)
+    notes = paragraph(
+        "helping: guests that one hub uses at best; 2^6: hubs of 2 guests each, 6 levels", width, _LABEL
+    )
+    return [title, Line(), *grid, Line(), *paragraph(words, width, "bold"), *notes]
+
+
+def catalogue_lines() -> list[Line]:
+    """What is known by name, with where each figure comes from."""
+    rows = [("device", "bf16 TFLOP/s", "fp32", "memory", "utilisation", "peak from")]
+    for sheet in DEVICES.values():
+        bf16 = UNKNOWN if sheet.bf16_tflops is None else f"{sheet.bf16_tflops:g}"
+        fp32, memory = f"{sheet.fp32_tflops:g}", f"{sheet.memory_gb:g} GB"
+        rows.append((sheet.name, bf16, fp32, memory, f"× {sheet.utilisation:.2f}", sheet.source))
+    wires = [("link", "Mbit/s", "payload", "latency")]
+    for link in LINKS.values():
+        wires.append((link.name, f"{link.line_mbit:,.0f}", f"× {link.part:.2f}", seconds_text(link.latency_s)))
+    note = "Peaks are dense and from data sheets; utilisation and payload are assumed. Nothing here was measured."
+    return [
+        *_grid(rows, right={1, 2, 3, 4}, best=None),
+        Line(),
+        *_grid(wires, right={1, 2, 3}, best=None),
+        Line(),
+        Line(f"models: {', '.join(NAMES)}; gpt:12 is the recipe gpt of depth 12; 350M is a number of parameters"),
+        Line(note, _LABEL),
+    ]

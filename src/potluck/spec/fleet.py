@@ -1,0 +1,194 @@
+"""What a plan is made of and what it says: machines with speeds and links, a job, predictions, levers.
+
+Plain data that round-trips through JSON. It predicts nothing: that is `plan/`'s affair.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from potluck.errors import ConfigError
+from potluck.spec.config import nearest
+
+FP32_BYTES = 4
+SOLO, DDP, DDP_BALANCED, POTLUCK = "solo", "ddp", "ddp-balanced", "potluck"
+DDP_OVERLAP, DDP_BF16, DDP_INT8, DDP_ACCUMULATE = "ddp-overlap", "ddp-bf16", "ddp-int8", "ddp-accumulate"
+ZERO, FSDP = "zero", "fsdp"
+STRATEGIES = (
+    SOLO, DDP, DDP_BALANCED, DDP_OVERLAP, DDP_BF16, DDP_INT8, DDP_ACCUMULATE, ZERO, FSDP, POTLUCK,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetMachine:
+    """One machine, as far as a prediction needs it."""
+
+    name: str
+    samples_per_s: float
+    """While it computes."""
+    update_s: float = 0.0
+    """Seconds of the optimizer's update of the whole model."""
+    link_bytes_per_s: float | None = None
+    """What its link carries in each direction, as payload; None: no limit."""
+    latency_s: float = 0.0
+    """One way."""
+    micro_batch: int = 4
+    """Samples computed at once."""
+    largest_micro_batch: int = 256
+    """The most that it could compute at once."""
+    memory_bytes: float | None = None
+    device: str = ""
+    link: str = ""
+    """The link's name, where it has one."""
+
+    @property
+    def sample_s(self) -> float:
+        return 1 / self.samples_per_s
+
+    @property
+    def bytes_per_s(self) -> float:
+        return math.inf if self.link_bytes_per_s is None else self.link_bytes_per_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What is trained, in numbers."""
+
+    name: str
+    parameters: int
+    """Trained ones: each has a gradient that travels."""
+    batch: int
+    """Samples in a step, on all machines together."""
+    tokens_per_sample: int = 1
+    codec: str = "int4"
+    """How potluck packs weights' changes and gradients."""
+    activation_bytes_per_sample: float | None = None
+    bytes_per_parameter: float = FP32_BYTES
+    """Of a gradient on the wire, where nothing packs it."""
+
+    @property
+    def gradient_bytes(self) -> float:
+        return self.bytes_per_parameter * self.parameters
+
+    def with_batch(self, batch: int) -> Job:
+        return replace(self, batch=batch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """Machines; the first is the host."""
+
+    machines: tuple[FleetMachine, ...]
+
+    def __post_init__(self) -> None:
+        if not self.machines:
+            raise ConfigError("there is no machine to plan for", hint='for example --machine "desk=RTX 4070"')
+        names = [m.name for m in self.machines]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(f"two machines are called {name!r}", hint="give each its own name")
+
+    @property
+    def host(self) -> FleetMachine:
+        return self.machines[0]
+
+    @property
+    def guests(self) -> tuple[FleetMachine, ...]:
+        return self.machines[1:]
+
+    def machine(self, name: str) -> FleetMachine:
+        for machine in self.machines:
+            if machine.name == name:
+                return machine
+        raise ConfigError(f"there is no machine {name!r}", hint=nearest(name, [m.name for m in self.machines]))
+
+    def without(self, name: str) -> Fleet:
+        return Fleet(machines=tuple(m for m in self.machines if m.name != name))
+
+    def hosted_by(self, name: str) -> Fleet:
+        host = self.machine(name)
+        return Fleet(machines=(host, *(m for m in self.machines if m is not host)))
+
+    def changed(self, name: str, **values: Any) -> Fleet:
+        """With other values for one machine."""
+        return Fleet(machines=tuple(replace(m, **values) if m.name == name else m for m in self.machines))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """One strategy on one fleet."""
+
+    strategy: str
+    step_s: float
+    compute_s: float
+    """Of the machine that computes longest."""
+    exchange_s: float
+    """Seconds that bytes are on the wire, hidden or not."""
+    exposed_s: float
+    """Seconds of the step in which somebody waits for the wire."""
+    speedup: float
+    """Against the fastest machine alone."""
+    efficiency: float
+    """Samples/s ÷ the sum of what each machine reaches alone."""
+    shares: dict[str, int]
+    """Samples of each machine; 0: it sits out."""
+    idle_s: dict[str, float]
+    """Seconds of a step in which each machine computes nothing."""
+    memory_bytes: dict[str, float]
+    waits: str = ""
+    """Who waits for whom, in words."""
+    note: str = ""
+    """Where it is not the same training, or does not fit."""
+    fits: bool = True
+    """Into every machine's memory, as far as that is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lever:
+    """One change and what the model says of it."""
+
+    what: str
+    speedup: float
+    gain: float
+    """Step time now ÷ step time with it, for the same samples."""
+    same_training: bool = True
+    """False: it changes what is learnt, not only how fast (another batch, a coarser codec)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """All strategies on one fleet, in words and numbers."""
+
+    job: Job
+    fleet: Fleet
+    rows: tuple[Prediction, ...]
+    ideal_speedup: float
+    verdict: str
+    levers: tuple[Lever, ...] = ()
+    assumptions: tuple[str, ...] = field(default=())
+
+    def row(self, strategy: str) -> Prediction:
+        for row in self.rows:
+            if row.strategy == strategy:
+                return row
+        raise ConfigError(f"the plan has no strategy {strategy!r}", hint=nearest(strategy, list(STRATEGIES)))
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, table: Mapping[str, Any]) -> Plan:
+        machines = tuple(FleetMachine(**m) for m in table["fleet"]["machines"])
+        return cls(
+            job=Job(**table["job"]),
+            fleet=Fleet(machines=machines),
+            rows=tuple(Prediction(**row) for row in table["rows"]),
+            ideal_speedup=table["ideal_speedup"],
+            verdict=table["verdict"],
+            levers=tuple(Lever(**lever) for lever in table["levers"]),
+            assumptions=tuple(table["assumptions"]),
+        )

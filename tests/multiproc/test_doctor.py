@@ -1,0 +1,315 @@
+"""`potluck doctor` as a person uses it, without root: alone, with a listener, with a running host, with slips."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from potluck.doctor import examine
+from potluck.probe import names
+from potluck.probe.meeting import Listener, meet
+from potluck.probe.system import System
+from potluck.spec.facts import Case, Facts, Torch
+from potluck.train import checkpoint_folder
+from potluck.wire.frames import PROTOCOL
+from potluck.wire.keys import new_keys
+from potluck.wire.token import Token, encode
+from potluck.wire.transport import HostSocket
+from support.healthy import linux
+from support.processes import Processes
+
+pytestmark = pytest.mark.timeout(150)
+LIMIT_S = 80.0
+
+
+def doctor(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "PYTHONPATH") if name in os.environ}
+    source = str(Path(__file__).resolve().parents[2] / "src")
+    return subprocess.run(
+        [sys.executable, "-m", "potluck", "doctor", *arguments],
+        env={**kept, "PYTHONPATH": source, "PYTHONUTF8": "1", **env},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+
+
+def codes(done: subprocess.CompletedProcess[str]) -> set[str]:
+    assert "Traceback" not in done.stderr
+    return {finding["code"] for finding in json.loads(done.stdout)["findings"]}
+
+
+# -- two sides, in this process ---------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def listening(facts: Facts) -> Iterator[Token]:
+    keys = new_keys()
+    door = HostSocket(bind="127.0.0.1", port=0, keys=keys)
+    listener = Listener(door, facts)
+    stop = threading.Event()
+
+    def serve() -> None:
+        while not stop.is_set():
+            listener.serve(0.05)
+        listener.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield Token(
+            addresses=("127.0.0.1",), port=door.port, host_public=keys.public, guest_secret=keys.guest_secret
+        )
+    finally:
+        stop.set()
+        door.wake()
+        thread.join(10)
+
+
+def met(token: Token, facts: Facts) -> Case:
+    between, there = meet(facts, token, System(), lambda words: None)
+    return Case(here=facts, there=there, between=between)
+
+
+def test_two_sides_exchange_facts_and_try_both_ways() -> None:
+    here, there = replace(linux("here"), protocol=PROTOCOL), replace(linux("there", 6), protocol=PROTOCOL)
+    with listening(there) as token:
+        case = met(token, here)
+    assert case.there == there
+    between = case.between
+    assert between is not None
+    assert (between.handshake, between.partner) == ("ok", "doctor")
+    assert [r.outcome for r in (*between.reaches, *between.back)] == ["connected", "connected"]
+    assert [t.arrived for t in between.transfers] == [True, True, True]
+    assert examine(case).findings == ()
+
+
+def test_versions_that_differ_are_named() -> None:
+    there = linux("there", 6, protocol=PROTOCOL, potluck="9.9.9", torch=Torch(version="1.13.0"))
+    with listening(there) as token:
+        case = met(token, linux("here", protocol=PROTOCOL))
+    found = {f.code: f for f in examine(case).findings}
+    assert found.keys() == {"potluck-versions-differ", "torch-versions-differ"}
+    assert "9.9.9" in found["potluck-versions-differ"].what
+
+
+def test_a_token_of_another_run_is_named() -> None:
+    with listening(linux("there")) as token, listening(linux("other")) as other:
+        case = met(replace(token, guest_secret=other.guest_secret), linux("here"))
+    assert [f.code for f in examine(case).findings] == ["handshake-failed"]
+
+
+def test_something_else_that_listens_there_is_named() -> None:
+    def hang_up(server: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                with server.accept()[0] as visitor:
+                    visitor.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as web:
+        thread = threading.Thread(target=hang_up, args=(web,), daemon=True)
+        thread.start()
+        keys = new_keys()
+        token = Token(
+            addresses=("127.0.0.1",),
+            port=web.getsockname()[1],
+            host_public=keys.public,
+            guest_secret=keys.guest_secret,
+        )
+        case = met(token, linux("here"))
+        web.shutdown(socket.SHUT_RDWR)
+        thread.join(5)
+    (finding,) = examine(case).findings
+    assert finding.code == "handshake-failed"
+    assert "no potluck host" in finding.what
+
+
+def test_a_slow_resolver_is_left_alone_after_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    wake = threading.Event()
+
+    def slow(*_: Any, **__: Any) -> Any:
+        wake.wait(20)
+        raise socket.gaierror(-3, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    (lookup,) = names.lookups("tower", None, deadline_s=0.1)
+    wake.set()
+    assert not lookup.finished
+
+
+# -- the command ------------------------------------------------------------------------------------------------
+
+
+def test_with_a_running_host_it_learns_the_versions_and_takes_no_part(tmp_path: Path) -> None:
+    with Processes(tmp_path) as processes:
+        host = processes.potluck(
+            *("host", "--bind", "127.0.0.1", "--steps", "100000", "--device", "cpu", "--threads", "1"),
+            *("--depth", "1", "--sequence", "16", "--batch-tokens", "64", "--view", "plain"),
+            *("--runs", str(tmp_path / "runs")),
+            name="host",
+        )
+        host.wait_for_text("potluck join", deadline_s=LIMIT_S)
+        (token,) = (tmp_path / "runs").glob("*/token")
+        events = token.parent / "events.jsonl"
+        deadline = time.monotonic() + LIMIT_S
+        while '"step"' not in (events.read_text() if events.exists() else ""):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        done = doctor(tmp_path, "--token-file", str(token), "--save", "facts.json")
+        host.kill()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "a running host answers there" in done.stdout
+    assert "versions fit" in done.stdout
+    assert "guest" not in {json.loads(line)["event"].split("_")[0] for line in events.read_text().splitlines()}
+    saved = (tmp_path / "facts.json").read_text()
+    assert json.loads(saved)["between"]["partner"] == "host"
+    assert token.read_text().strip() not in saved + done.stdout + done.stderr
+
+
+def test_listen_prints_a_token_and_answers_the_other_side(tmp_path: Path) -> None:
+    with Processes(tmp_path) as processes:
+        other = processes.potluck("doctor", "--listen", "--bind", "127.0.0.1", name="listener")
+        token = other.wait_for_text(r"potluck doctor (potluck\d+-\S+)\n", deadline_s=LIMIT_S)[1]
+        done = doctor(tmp_path, token, "--json")
+        other.wait_for_text("came to look", deadline_s=LIMIT_S)
+        other.kill()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not codes(done) & {"blocked-here", "mtu-black-hole", "handshake-failed"}
+
+
+def test_pains_of_one_machine_made_for_real(tmp_path: Path) -> None:
+    """All at once, to be quick: a busy port, wrong variables, an orphan, a torn checkpoint, too large a model."""
+    run = tmp_path / "runs" / "x"
+
+    def write(folder: Path) -> dict[str, Any]:
+        (folder / "model.bin").write_bytes(bytes(1000))
+        return {"files": {"model.bin": checkpoint_folder.fingerprint(folder / "model.bin")}}
+
+    whole = checkpoint_folder.publish(run / "checkpoints", 10, write, keep=2)
+    torn = checkpoint_folder.publish(run / "checkpoints", 20, write, keep=2)
+    (torn / "model.bin").write_bytes(bytes(600))
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    sleep = "import time; time.sleep(60)"
+    orphan = subprocess.Popen([sys.executable, "-c", sleep, "potluck", "join", "--parent", str(gone.pid), "secret"])
+    try:
+        with socket.create_server(("0.0.0.0", 0)) as busy:
+            port = str(busy.getsockname()[1])
+            done = doctor(
+                tmp_path,
+                *("--json", "--port", port, "--run", str(run), "--parameters", "900B"),
+                GLOO_SOCKET_IFNAME="^lo",
+                NCCL_SOCKET_IFNAME="nowhere0",
+                MASTER_ADDR="localhost",
+                OMP_NUM_THREADS="77",
+                POTLUCK_THREADS="4000",
+            )
+    finally:
+        orphan.kill()
+        orphan.wait()
+    assert done.returncode == 1
+    found = {f["code"]: f for f in json.loads(done.stdout)["findings"]}
+    assert found.keys() >= {
+        "port-taken",
+        "socket-variable-syntax",
+        "socket-variable-unknown",
+        "master-addr-is-loopback",
+        "thread-variable",
+        "too-many-threads",
+        "orphan",
+        "torn-checkpoint",
+        "model-does-not-fit",
+    }
+    assert str(os.getpid()) in found["port-taken"]["what"]
+    assert found["torn-checkpoint"]["severity"] == "warning"
+    assert str(whole) in found["torn-checkpoint"]["breaks"]
+    assert any(f"kill {orphan.pid}" in f["fix"] for f in json.loads(done.stdout)["findings"])
+    assert "secret" not in done.stdout
+
+
+def test_facts_are_collected_without_importing_torch(tmp_path: Path) -> None:
+    """It must work where torch is broken, and be quick."""
+    code = "import sys\nfrom potluck.probe.host import *\ncollect(Wanted())\nprint('torch' in sys.modules)"
+    source = str(Path(__file__).resolve().parents[2] / "src")
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": source, "PATH": os.environ["PATH"]},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.stdout == "False\n", done.stderr
+
+
+def test_an_unknown_name_is_named(tmp_path: Path) -> None:
+    done = doctor(tmp_path, "no-such-machine.invalid:7171", "--json")
+    assert done.returncode == 1
+    assert "unknown-name" in codes(done)
+
+
+def test_recorded_facts_are_looked_at_again(tmp_path: Path) -> None:
+    first = doctor(tmp_path, "--save", "facts.json", "--json", OMP_NUM_THREADS="77")
+    again = doctor(tmp_path, "--facts", "facts.json", "--json")
+    assert again.stdout == first.stdout
+    assert "thread-variable" in codes(again)
+    assert first.stderr == "wrote facts.json\n"
+
+
+def test_bad_input_is_an_error_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "bad.json").write_text("{}")
+    keys = new_keys()
+    token = encode(Token(addresses=("127.0.0.1",), port=9, host_public=keys.public, guest_secret=keys.guest_secret))
+    for arguments, words in (
+        (["--facts", "bad.json"], "format None"),
+        (["--facts", "none.json"], "cannot read"),
+        (["--facts", "bad.json", "tower"], "takes no address"),
+        (["--listen", token], "takes no address"),
+        ([token[:-4] + "AAAA"], "damaged"),
+        ([token.replace(f"potluck{PROTOCOL}-", "potluck99-")], "protocol 99"),
+        (["--bind", "127.0.0.1"], "belongs to --listen"),
+        (["--listen", "--bind", "nowhere"], "IPv4"),
+        (["a b"], "neither an address nor a token"),
+        (["tower:99999"], "not a port"),
+        (["--parameters", "many"], "no number of parameters"),
+        (["--run", "none"], "no run folder"),
+        (["--cluster", "none.toml"], "cannot be read"),
+        (["--token-file", "none"], "cannot read a token"),
+    ):
+        from potluck.cli import _app
+
+        with contextlib.redirect_stderr(Collected()) as said, contextlib.chdir(tmp_path):
+            assert _app.run(["doctor", *arguments]) == 2, arguments
+        assert words in said.text, (arguments, said.text)
+        assert "hint:" in said.text
+        assert "Traceback" not in said.text
+
+
+class Collected:
+    """A stream that keeps what is written."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def write(self, text: str) -> int:
+        self.text += text
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+    def isatty(self) -> bool:
+        return False
