@@ -1,1 +1,21 @@
-"""The torch.distributed backend: its public names. It must not import torch before one of them is used."""
+"""The torch.distributed backend: its public names. It must not import torch before one of them is used.
+
+    import potluck
+    torch.distributed.init_process_group("potluck")
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_LAZY: dict[str, str] = {}
+
+__all__ = sorted(_LAZY)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'potluck.dist' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_LAZY[name]), name)

@@ -1,0 +1,208 @@
+"""One group's way through the mail: owns what a rank sends and takes within one collective, and how that fails.
+
+It must not know which algorithm sends what to whom.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import zmq
+from torch import Tensor
+
+from potluck.dist.links import Endpoint
+from potluck.dist.mesh import Aborted, DeadlinePassed, Kind, Mesh, Parcel, PeerGone
+from potluck.errors import CollectiveError, CollectiveTimeoutError, RankGoneError
+
+_COPIED_BYTES = 32 << 10
+"""Smaller bodies are copied: that is cheaper than to watch over them."""
+_ALIGN = 16
+_ASK_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What all ranks of a group do alike; rank 0's configuration decides."""
+
+    chunk_bytes: int = 1 << 20
+    small_bytes: int = 64 << 10
+
+
+def raw(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, not copied."""
+    return memoryview(tensor.view(torch.uint8).numpy()) if tensor.numel() else memoryview(b"")
+
+
+def chunks(nbytes: int, chunk_bytes: int) -> Iterator[tuple[int, int]]:
+    """How a message of so many bytes is cut; an empty one is one empty parcel."""
+    step = max(_ALIGN, chunk_bytes - chunk_bytes % _ALIGN)
+    if nbytes == 0:
+        yield 0, 0
+    for start in range(0, nbytes, step):
+        yield start, min(start + step, nbytes)
+
+
+class Lane:
+    """The ranks of one group, and the mail between them."""
+
+    def __init__(self, mesh: Mesh, group: int, rank: int, endpoints: list[Endpoint], terms: Terms) -> None:
+        self.mesh, self.group, self.rank, self.world = mesh, group, rank, len(endpoints)
+        self.endpoints, self.terms = endpoints, terms
+        self._ranks = {endpoint.name: rank for rank, endpoint in enumerate(endpoints)}
+
+    @property
+    def others(self) -> list[Endpoint]:
+        return [endpoint for rank, endpoint in enumerate(self.endpoints) if rank != self.rank]
+
+    def rank_of(self, name: str) -> int:
+        return self._ranks[name]
+
+    def who(self, rank: int) -> str:
+        """A rank as people should read it."""
+        return f"rank {rank} ({self.endpoints[rank].host})"
+
+    def check(self) -> None:
+        """Raise if the group has failed."""
+        text = self.mesh.aborted(self.group)
+        if text is not None:
+            raise CollectiveError(text, hint="the group cannot be used any more: destroy it and make a new one")
+
+    def fail(self, text: str) -> None:
+        """End the group here and on every other rank, with the same words."""
+        self.mesh.abort(self.group, text, self.others)
+
+    def where_others_stand(self) -> dict[int, dict[str, Any]]:
+        told = self.mesh.ask(self.group, self.others, _ASK_S)
+        return {self._ranks[name]: answer for name, answer in told.items()}
+
+
+class Trip:
+    """One collective of one rank, from the first parcel to the last."""
+
+    def __init__(self, lane: Lane, sequence: int, about: bytes, deadline: float) -> None:
+        self.lane, self.sequence, self.about, self.deadline = lane, sequence, about, deadline
+        self._trackers: list[tuple[int, Any]] = []
+        self.network_s = 0.0
+
+    @property
+    def name(self) -> str:
+        return f"{self.about.split(b'|')[0].decode()} #{self.sequence}"
+
+    # -- sending --------------------------------------------------------------------------------------------
+
+    def send(self, rank: int, data: Tensor) -> None:
+        """Send a flat CPU tensor, in chunks. It must stay as it is until settle(), or until the other rank has
+        answered with something that needed it."""
+        view = raw(data)
+        for start, stop in chunks(len(view), self.lane.terms.chunk_bytes):
+            self.send_part(rank, view[start:stop])
+
+    def send_part(self, rank: int, part: memoryview) -> None:
+        lane = self.lane
+        track = len(part) >= _COPIED_BYTES
+        tracker = lane.mesh.send(
+            lane.endpoints[rank], Kind.COLLECTIVE, lane.group, self.sequence, part, about=self.about, track=track
+        )
+        if tracker is not None and track:
+            self._trackers.append((rank, tracker))
+
+    def settle(self) -> None:
+        """Wait until nothing that was sent is needed in memory any more."""
+        for rank, tracker in self._trackers:
+            while not tracker.done:
+                try:
+                    tracker.wait(0.1)
+                except zmq.NotDone:
+                    reason = self.lane.mesh.links.why_gone(self.lane.endpoints[rank])
+                    if reason is not None:
+                        self._gone(rank, reason)
+                    if time.monotonic() > self.deadline:
+                        self._late([rank])
+        self._trackers.clear()
+
+    # -- receiving ------------------------------------------------------------------------------------------
+
+    def take(self, rank: int) -> Parcel:
+        """The next parcel of this collective from a rank; it must be about the same collective."""
+        lane = self.lane
+        began = time.perf_counter()
+        try:
+            parcel = lane.mesh.take(lane.group, lane.endpoints[rank], self.sequence, self.deadline)
+        except Aborted as aborted:
+            raise CollectiveError(
+                str(aborted), hint="the group cannot be used any more: destroy it and make a new one"
+            ) from None
+        except PeerGone as gone:
+            self._gone(rank, gone.reason)
+        except DeadlinePassed:
+            self._late([rank])
+        self.network_s += time.perf_counter() - began
+        if parcel.about != self.about:
+            self._mismatch(rank, parcel.about)
+        return parcel
+
+    def parts(self, rank: int, nbytes: int) -> Iterator[tuple[int, memoryview]]:
+        """What a rank sent with send(), as it comes: (offset in bytes, bytes)."""
+        offset = 0
+        while True:
+            view = self.take(rank).view
+            if offset + len(view) > nbytes:
+                self._wrong_size(rank, offset + len(view), nbytes)
+            yield offset, view
+            offset += len(view)
+            if offset >= nbytes:
+                return
+
+    def receive_into(self, rank: int, out: Tensor) -> None:
+        """Into a flat contiguous CPU tensor."""
+        target = raw(out)
+        for offset, view in self.parts(rank, len(target)):
+            target[offset : offset + len(view)] = view
+
+    def receive(self, rank: int, count: int, dtype: torch.dtype) -> Tensor:
+        out = torch.empty(count, dtype=dtype)
+        self.receive_into(rank, out)
+        return out
+
+    # -- failing --------------------------------------------------------------------------------------------
+
+    def _gone(self, rank: int, reason: str) -> None:
+        text = f"{self.name}: {self.lane.who(rank)} {reason}"
+        self.lane.fail(text)
+        raise RankGoneError(text, hint="look at that rank's own output: it ended first")
+
+    def _late(self, ranks: list[int]) -> None:
+        lane = self.lane
+        stand = lane.where_others_stand()
+        missing = []
+        for rank in range(lane.world):
+            if rank == lane.rank:
+                continue
+            if rank not in stand:
+                missing.append(f"{lane.who(rank)} does not answer")
+            elif stand[rank].get("sequence", 0) < self.sequence:
+                missing.append(f"{lane.who(rank)} never came, its last is {stand[rank].get('last', 'nothing')}")
+        if not missing:
+            missing = [f"{lane.who(rank)} came but did not finish" for rank in ranks]
+        about = self.about.decode("utf-8", "replace").replace("|", " ")
+        text = f"{self.name} ({about}) did not finish in time: " + "; ".join(missing)
+        lane.fail(text)
+        raise CollectiveTimeoutError(text, hint="look at what these ranks do; or give more time: timeout=timedelta(…)")
+
+    def _mismatch(self, rank: int, about: bytes) -> None:
+        mine, theirs = (text.decode("utf-8", "replace").replace("|", " ") for text in (self.about, about))
+        text = (
+            f"collective #{self.sequence} does not match: {self.lane.who(self.lane.rank)} calls {mine}, "
+            f"{self.lane.who(rank)} calls {theirs}"
+        )
+        self.lane.fail(text)
+        raise CollectiveError(text, hint="all ranks of a group must call the same collectives in the same order")
+
+    def _wrong_size(self, rank: int, got: int, wanted: int) -> None:
+        text = f"{self.name}: {self.lane.who(rank)} sent {got} bytes or more where {wanted} were expected"
+        self.lane.fail(text)
+        raise CollectiveError(text, hint="do the sizes of the tensors agree between the ranks?")
