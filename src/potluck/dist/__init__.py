@@ -1,14 +1,20 @@
 """The torch.distributed backend: its public names. It must not import torch before one of them is used.
 
-    import potluck
-    torch.distributed.init_process_group("potluck")
+import potluck
+torch.distributed.init_process_group("potluck")
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-_LAZY: dict[str, str] = {}
+_LAZY = {
+    "Config": "potluck.dist.config",
+    "compress": "potluck.dist.hooks",
+    "log_metrics": "potluck.dist.metrics",
+    "metrics": "potluck.dist.metrics",
+    "reset_metrics": "potluck.dist.metrics",
+}
 
 __all__ = sorted(_LAZY)
 

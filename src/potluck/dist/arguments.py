@@ -5,15 +5,75 @@ It must not know ranks beyond their number.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from potluck.dist import reduction
 from potluck.dist.host_tensors import HostTensor
+from potluck.dist.record import Header
 from potluck.errors import CollectiveError
+
+_MOST_SIZES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class What:
+    """What a caller asked for, less its number."""
+
+    op: str
+    dtype: str = ""
+    shape: tuple[int, ...] | None = None
+    nbytes: int = 0
+    reduction: str = ""
+    root: int | None = None
+
+    @classmethod
+    def of(
+        cls, name: str, tensors: Sequence[Tensor], *, op: Any = None, root: int | None = None, sized: bool = True
+    ) -> What:
+        """From the tensors whose sizes must agree between ranks; of several, how many elements each has."""
+        shape: tuple[int, ...] | None = None
+        if sized and len(tensors) == 1:
+            shape = tuple(tensors[0].shape)
+        elif sized and tensors:
+            shape = tuple(tensor.numel() for tensor in tensors[:_MOST_SIZES])
+        return cls(
+            op=name,
+            dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
+            shape=shape,
+            # Where sizes may differ, so do the words: they have to be equal.
+            nbytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors) if sized else 0,
+            reduction="" if op is None else reduction.name_of(op),
+            root=root,
+        )
+
+    def header(self, seq: int) -> tuple[Header, bytes]:
+        """With its number, and in words."""
+        return (
+            Header(
+                seq=seq,
+                op=self.op,
+                dtype=self.dtype,
+                shape=self.shape,
+                nbytes=self.nbytes,
+                reduction=self.reduction,
+                root=self.root,
+            ),
+            _words(self),
+        )
+
+
+@functools.lru_cache(maxsize=512)
+def _words(what: What) -> bytes:
+    """A training asks for the same collectives again and again."""
+    fields = {name: getattr(what, name) for name in What.__slots__}
+    return Header(seq=0, **fields).text().encode()
 
 
 def as_list(tensors: Any) -> list[Tensor]:
@@ -37,13 +97,6 @@ def options(kind: Any, given: Any, timeout: timedelta | None = None) -> Any:
     if timeout is not None:
         options.timeout = timeout
     return options
-
-
-def sizes(tensors: Sequence[Tensor]) -> tuple[str, ...]:
-    """What has to agree between ranks: types and numbers of elements; the shapes only for people to read."""
-    if len(tensors) == 1:
-        return str(tensors[0].dtype), f"{tensors[0].numel()} elements"
-    return str(tensors[0].dtype) if tensors else "", f"{[t.numel() for t in tensors]} elements"[:200]
 
 
 def dense(name: str, tensor: Tensor) -> None:
@@ -73,7 +126,9 @@ def cut(name: str, whole: Tensor, part: Tensor, world: int) -> list[Tensor]:
             f"{part.dtype} {tuple(part.shape)}"
         )
     if whole.is_contiguous():
-        return list(whole.detach().view(-1).split(part.numel())) if part.numel() else [whole.detach().view(-1)] * world
+        return (
+            list(whole.detach().view(-1).split(part.numel())) if part.numel() else [whole.detach().view(-1)] * world
+        )
     raise CollectiveError(f"{name} needs contiguous tensors", hint="call contiguous() first")
 
 

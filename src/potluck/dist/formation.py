@@ -7,24 +7,30 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import socket
 import threading
 import time
 from typing import Any
 
+from potluck.dist.config import Config, Resolved, ranks_text, resolve
 from potluck.dist.engine import Engine
-from potluck.dist.lane import Lane, Terms
+from potluck.dist.facts import gather
+from potluck.dist.lane import Call, Lane, Terms, Trip
 from potluck.dist.links import LinkSettings
 from potluck.dist.local import LocalGroup
 from potluck.dist.mailroom import Mailroom
 from potluck.dist.mesh import Aborted, DeadlinePassed, Mesh, PeerGone
-from potluck.dist.paths import Call, LocalPath, MeshPath, Path
+from potluck.dist.paths import LocalPath, MeshPath, Path
+from potluck.dist.record import Header, Record
 from potluck.dist.rendezvous import Card, Meeting, all_ready, meet
-from potluck.errors import CollectiveError, CollectiveTimeoutError
+from potluck.errors import CollectiveError, CollectiveTimeoutError, ConfigError, PotluckError
 from potluck.wire import shm
 
 _DRAIN_S = 2.0
+
+log = logging.getLogger("potluck.dist")
 
 
 class _Shared:
@@ -35,10 +41,19 @@ class _Shared:
         self._mesh: Mesh | None = None
         self._users = 0
 
-    def take(self, settings: LinkSettings) -> Mesh:
+    def take(self, settings: Resolved) -> Mesh:
+        """Its settings are those of the group that came first."""
         with self._lock:
             if self._mesh is None:
-                self._mesh = Mesh(settings, host=socket.gethostname())
+                links = LinkSettings(
+                    address=settings.address,
+                    port=settings.port,
+                    encrypt=settings.encryption,
+                    heartbeat_s=settings.heartbeat_s,
+                    heartbeat_timeout_s=settings.heartbeat_timeout_s,
+                    connect_s=settings.connect_timeout_s,
+                )
+                self._mesh = Mesh(links, host=socket.gethostname(), checksum=settings.checksum)
             self._users += 1
             return self._mesh
 
@@ -58,17 +73,20 @@ _open: list[Formation] = []
 class Formation:
     """The ranks of one group as they stand, from this rank's side."""
 
-    def __init__(self, rank: int, mesh: Mesh, meeting: Meeting, local: LocalGroup | None) -> None:
+    def __init__(
+        self, rank: int, mesh: Mesh, meeting: Meeting, settings: Resolved, local: LocalGroup | None
+    ) -> None:
         self.rank, self.world = rank, len(meeting.cards)
         self._mesh, self._meeting, self._local = mesh, meeting, local
-        self.lane = Lane(mesh, meeting.group, rank, [card.endpoint for card in meeting.cards], meeting.terms)
+        self.settings = settings
+        terms = Terms(chunk_bytes=settings.chunk_bytes, small_bytes=settings.small_bytes)
+        self.lane = Lane(mesh, meeting.group, rank, [card.endpoint for card in meeting.cards], terms)
         self.path: Path = MeshPath(self.lane) if local is None else LocalPath(local)
         self.mailroom = Mailroom(self.lane)
         self.engine = Engine(f"potluck-dist-{meeting.group & 0xFFFF:04x}")
+        self.record = Record(f"{meeting.group & 0xFFFF:04x}", rank)
         self._lock = threading.Lock()
         self.sequence = 0
-        self._last = "nothing"
-        self._finished = 0
         self._closed = False
         mesh.open(meeting.group, self._stand)
 
@@ -77,23 +95,28 @@ class Formation:
 
     # -- numbers --------------------------------------------------------------------------------------------
 
-    def next_sequence(self, about: str) -> int:
+    def next_sequence(self) -> int:
         with self._lock:
             self.sequence += 1
-            self._last = f"#{self.sequence} {about.replace('|', ' ')}"
             return self.sequence
-
-    def finished(self, sequence: int) -> None:
-        self._finished = sequence
 
     def _stand(self) -> dict[str, Any]:
         """For another rank that asks why nothing comes."""
-        return {"sequence": self.sequence, "finished": self._finished, "last": self._last}
+        return {"sequence": self.sequence, "where": self.record.where()}
 
     # -- ending ---------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         self.lane.check()
+
+    def failed(self, header: Header, error: BaseException) -> None:
+        """A collective of this rank did not end as it should: the others must not wait for it."""
+        text = (
+            str(error)
+            if isinstance(error, PotluckError)
+            else f"{header.op} #{header.seq} failed on rank {self.rank}: {error!r}"
+        )
+        self.abort(text)
 
     def abort(self, text: str) -> None:
         self.lane.fail(text)
@@ -118,9 +141,7 @@ class Formation:
     # -- a barrier that tells who is missing ----------------------------------------------------------------
 
     def monitored_barrier(self, call: Call, wait_all_ranks: bool) -> None:
-        from potluck.dist.lane import Trip
-
-        trip = Trip(self.lane, call.sequence, call.about, call.deadline)
+        trip = Trip(self.lane, call)
         empty = memoryview(b"")
         if self.rank != 0:
             trip.send_part(0, empty)
@@ -129,7 +150,7 @@ class Formation:
         missing: list[int] = []
         for rank in range(1, self.world):
             try:
-                self._mesh.take(self.lane.group, self.lane.endpoints[rank], call.sequence, call.deadline)
+                self._mesh.take(self.lane.group, self.lane.endpoints[rank], call.header.seq, call.deadline)
             except (DeadlinePassed, PeerGone):
                 missing.append(rank)
                 if not wait_all_ranks:
@@ -138,28 +159,28 @@ class Formation:
                 raise CollectiveError(str(aborted)) from None
         if missing:
             named = ", ".join(self.lane.who(rank) for rank in missing)
-            text = f"monitored_barrier #{call.sequence}: {named} did not come in time"
+            text = f"monitored_barrier #{call.header.seq}: {named} did not come in time"
             self.lane.fail(text)
             raise CollectiveTimeoutError(text, hint="look at what these ranks do")
         for rank in range(1, self.world):
             trip.send_part(rank, empty)
 
 
-def form(store: Any, rank: int, world: int, *, timeout_s: float, config: Any = None) -> Formation:
+def form(store: Any, rank: int, world: int, *, timeout_s: float, config: Config | None = None) -> Formation:
     """Meet the other ranks and make ready for collectives with them."""
-    began = time.monotonic()
+    settings = _resolved(config, rank, world)
+    deadline = time.monotonic() + timeout_s
 
     def left_s() -> float:
-        return max(1.0, timeout_s - (time.monotonic() - began))
+        return max(1.0, deadline - time.monotonic())
 
-    mesh = _shared.take(_settings())
+    mesh = _shared.take(settings)
     try:
-        machine = shm.neighbourhood()
-        mine = Card(endpoint=mesh.endpoint, machine=machine, terms=Terms())
+        mine = Card(endpoint=mesh.endpoint, machine=shm.neighbourhood(), shared=settings.shared())
         meeting = meet(store, rank, world, mine, left_s())
         mesh.admit([card.endpoint for card in meeting.cards])
-        local = _local_group(store, rank, meeting, left_s())
-        formation = Formation(rank, mesh, meeting, local)
+        local = _local_group(store, rank, meeting, settings, left_s())
+        formation = Formation(rank, mesh, meeting, settings, local)
         all_ready(store, rank, world, left_s())
     except BaseException:
         _shared.give_back()
@@ -168,26 +189,43 @@ def form(store: Any, rank: int, world: int, *, timeout_s: float, config: Any = N
     return formation
 
 
-def _local_group(store: Any, rank: int, meeting: Meeting, timeout_s: float) -> LocalGroup | None:
+def _resolved(config: Config | None, rank: int, world: int) -> Resolved:
+    if config is not None and not isinstance(config, Config):
+        raise ConfigError(
+            f"pg_options of the backend potluck must be a potluck.dist.Config, not {type(config).__name__}",
+            hint='init_process_group("potluck", pg_options=potluck.dist.Config(compression="int8"))',
+        )
+    port = os.environ.get("MASTER_PORT", "")
+    facts = gather(rank, world, os.environ.get("MASTER_ADDR"), int(port) if port.isdigit() else None)
+    settings = resolve(config, os.environ, facts)
+    log.setLevel(settings.log_level.upper())
+    log.info("%s", settings.one_line())
+    return settings
+
+
+def _local_group(
+    store: Any, rank: int, meeting: Meeting, settings: Resolved, timeout_s: float
+) -> LocalGroup | None:
+    """Shared memory between the ranks of this machine, where there are others and it is wanted."""
     neighbours = meeting.neighbours(rank)
     world = len(meeting.cards)
-    if len(neighbours) < world or world < 2 or os.environ.get("POTLUCK_DIST_TRANSPORT") == "tcp":
+    if settings.transport == "shm" and len(neighbours) < world:
+        far = [other for other in range(world) if other not in neighbours]
+        raise CollectiveError(
+            f"transport shm is for one machine, and {ranks_text(far)} cannot share memory with rank {rank}",
+            hint="use transport auto: shared memory where it can be, TCP between machines",
+        )
+    if settings.transport == "tcp" or len(neighbours) < 2 or len(neighbours) < world:
         return None
     names = [f"rank {other} ({meeting.cards[other].endpoint.host})" for other in neighbours]
     return LocalGroup.create(
-        store, "potluck/local", neighbours.index(rank), len(neighbours), names=names, timeout_s=timeout_s
+        store,
+        f"potluck/local/{neighbours[0]}",
+        neighbours.index(rank),
+        len(neighbours),
+        names=names,
+        timeout_s=timeout_s,
     )
-
-
-def _settings() -> LinkSettings:
-    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((master, 1))
-            address = probe.getsockname()[0]
-        except OSError:
-            address = "127.0.0.1"
-    return LinkSettings(address=address, avoid_port=int(os.environ.get("MASTER_PORT", "0") or 0))
 
 
 @atexit.register

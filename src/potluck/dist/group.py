@@ -1,12 +1,12 @@
 """The process group that torch drives: owns the translation from c10d's interface to collectives on flat tensors.
 
-It must not know how bytes travel: it has a path for collectives, a mailroom for messages, an engine for their order.
+It must not know how bytes travel: it has paths for collectives, a mailroom for messages, an engine for their order.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -17,9 +17,11 @@ from torch import Tensor
 
 from potluck.device import staging
 from potluck.dist import arguments, host_tensors, reduction, sparse
+from potluck.dist.arguments import What
 from potluck.dist.formation import Formation, form
 from potluck.dist.host_tensors import HostTensor
-from potluck.dist.paths import Call
+from potluck.dist.lane import Call
+from potluck.dist.metrics import METRICS
 from potluck.dist.work import PotluckWork
 from potluck.errors import CollectiveError
 
@@ -100,7 +102,7 @@ class PotluckGroup(dist.ProcessGroup):
 
     def _run(
         self,
-        about: Sequence[object],
+        what: What,
         tensors: Iterable[Tensor],
         opts: Any,
         body: Callable[[Call], None],
@@ -109,7 +111,7 @@ class PotluckGroup(dist.ProcessGroup):
         """Give a collective its number and its turn.
 
         Args:
-            about: what has to be the same on all ranks: name, operation, dtype, size, root.
+            what: what has to be the same on all ranks.
             tensors: whatever is read or written, to wait for their devices.
             body: does it, in the engine's turn.
         """
@@ -118,18 +120,27 @@ class PotluckGroup(dist.ProcessGroup):
         tensors = list(tensors)
         # By now the caller's device may still be computing what is to be sent.
         moments = [staging.moment(device) for device in {t.device for t in tensors if t.device.type != "cpu"}]
-        text = "|".join(str(part) for part in about if part is not None)
         timeout_s = self._timeout_s(opts)
-        sequence = formation.next_sequence(text)
-        work = PotluckWork(f"{about[0]} #{sequence}", tensors if result is None else result)
+        header, about = what.header(formation.next_sequence())
+        work = PotluckWork(f"{header.op} #{header.seq}", tensors if result is None else result)
+        entry = formation.record.add(header)
+        asked = time.perf_counter()
 
         def job() -> None:
-            for moment in moments:
-                if moment is not None:
-                    moment()
-            with torch.no_grad():
-                body(Call(sequence, text.encode(), time.monotonic() + timeout_s))
-            formation.finished(sequence)
+            entry.start()
+            try:
+                with METRICS.op(header.op, header.nbytes) as measured, torch.no_grad():
+                    measured.queued(time.perf_counter() - asked)
+                    for moment in moments:
+                        if moment is not None:
+                            moment()
+                    now = time.monotonic()
+                    body(Call(header, about, now + timeout_s, now))
+            except BaseException as error:
+                entry.fail(error)
+                formation.failed(header, error)
+                raise
+            entry.finish()
 
         formation.engine.submit(job, work, at_once=not getattr(opts, "asyncOp", True))
         return work
@@ -149,7 +160,9 @@ class PotluckGroup(dist.ProcessGroup):
         return self._allreduce("all_reduce", tensors, opts)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> PotluckWork:
-        return self._allreduce("all_reduce_coalesced", tensors, arguments.options(c10d.AllreduceCoalescedOptions, opts))
+        return self._allreduce(
+            "all_reduce_coalesced", tensors, arguments.options(c10d.AllreduceCoalescedOptions, opts)
+        )
 
     def _allreduce(self, name: str, tensors: list[Tensor], opts: Any) -> PotluckWork:
         op = opts.reduceOp
@@ -164,7 +177,7 @@ class PotluckGroup(dist.ProcessGroup):
                 arguments.unbundle(flat, scattered)
             host_tensors.bring_back(hosts)
 
-        return self._run((name, reduction.name_of(op), *arguments.sizes(tensors)), tensors, opts, body)
+        return self._run(What.of(name, tensors, op=op), tensors, opts, body)
 
     def _allreduce_sparse(self, tensor: Tensor, opts: Any) -> PotluckWork:
         if reduction.name_of(opts.reduceOp) != "SUM":
@@ -175,8 +188,7 @@ class PotluckGroup(dist.ProcessGroup):
         def body(call: Call) -> None:
             sparse.all_reduce(self._formation.path, call, self.size(), tensor)
 
-        about = ("all_reduce sparse", "SUM", tensor.dtype, tuple(tensor.shape))
-        return self._run(about, [tensor], opts, body)
+        return self._run(What.of("all_reduce_sparse", [tensor], op=opts.reduceOp), [tensor], opts, body)
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = SUM) -> PotluckWork:
         tensors = arguments.as_list(tensors)
@@ -191,8 +203,7 @@ class PotluckGroup(dist.ProcessGroup):
             if self.rank() == root:
                 host.bring_back()
 
-        about = ("reduce", reduction.name_of(op), *arguments.sizes(tensors), f"root {root}")
-        return self._run(about, tensors, opts, body)
+        return self._run(What.of("reduce", tensors, op=op, root=root), tensors, opts, body)
 
     def reduce_scatter(self, output: Any, inputs: Any, opts: Any = None) -> PotluckWork:
         opts = arguments.options(c10d.ReduceScatterOptions, opts)
@@ -210,7 +221,9 @@ class PotluckGroup(dist.ProcessGroup):
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> PotluckWork:
         name = "reduce_scatter_tensor_coalesced"
-        parts = [arguments.cut(name, whole, output, self.size()) for output, whole in zip(outputs, inputs, strict=True)]
+        parts = [
+            arguments.cut(name, whole, output, self.size()) for output, whole in zip(outputs, inputs, strict=True)
+        ]
         return self._reduce_scatter(name, outputs, parts, arguments.options(c10d.ReduceScatterOptions, opts))
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -231,9 +244,8 @@ class PotluckGroup(dist.ProcessGroup):
                 self._formation.path.reduce_scatter(call, room.flat, flats, op)
                 room.bring_back()
 
-        about = (name, reduction.name_of(op), *arguments.sizes(outputs))
         used = [*outputs, *(part for parts in inputs for part in parts)]
-        return self._run(about, used, opts, body, outputs)
+        return self._run(What.of(name, outputs, op=op), used, opts, body, outputs)
 
     # -- gathering ------------------------------------------------------------------------------------------
 
@@ -254,7 +266,9 @@ class PotluckGroup(dist.ProcessGroup):
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> PotluckWork:
         name = "all_gather_into_tensor_coalesced"
-        parts = [arguments.cut(name, output, mine, self.size()) for output, mine in zip(outputs, inputs, strict=True)]
+        parts = [
+            arguments.cut(name, output, mine, self.size()) for output, mine in zip(outputs, inputs, strict=True)
+        ]
         return self._allgather(name, parts, inputs, arguments.options(c10d.AllgatherOptions, opts), outputs)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -283,7 +297,7 @@ class PotluckGroup(dist.ProcessGroup):
                 host_tensors.bring_back(rooms)
 
         used = [*inputs, *(part for parts in outputs for part in parts)]
-        return self._run((name, *arguments.sizes(inputs)), used, opts, body, outputs if result is None else result)
+        return self._run(What.of(name, inputs), used, opts, body, outputs if result is None else result)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> PotluckWork:
         opts = arguments.options(c10d.GatherOptions, opts)
@@ -299,7 +313,7 @@ class PotluckGroup(dist.ProcessGroup):
             self._formation.path.gather(call, host_tensors.flats(rooms), flat, root)
             host_tensors.bring_back(rooms)
 
-        return self._run(("gather", *arguments.sizes([mine]), f"root {root}"), [mine, *parts], opts, body, outputs)
+        return self._run(What.of("gather", [mine], root=root), [mine, *parts], opts, body, outputs)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> PotluckWork:
         opts = arguments.options(c10d.ScatterOptions, opts)
@@ -315,7 +329,7 @@ class PotluckGroup(dist.ProcessGroup):
             self._formation.path.scatter(call, room.flat, flats, root)
             room.bring_back()
 
-        return self._run(("scatter", *arguments.sizes([output]), f"root {root}"), [output, *parts], opts, body, [output])
+        return self._run(What.of("scatter", [output], root=root), [output, *parts], opts, body, [output])
 
     # -- from one to all, and from all to all ---------------------------------------------------------------
 
@@ -335,7 +349,7 @@ class PotluckGroup(dist.ProcessGroup):
             if self.rank() != root:
                 host_tensors.bring_back(hosts)
 
-        return self._run(("broadcast", *arguments.sizes(tensors), f"root {root}"), tensors, opts, body)
+        return self._run(What.of("broadcast", tensors, root=root), tensors, opts, body)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> PotluckWork:
         arguments.one_each("all_to_all", outputs, self.size())
@@ -348,7 +362,7 @@ class PotluckGroup(dist.ProcessGroup):
             self._formation.path.all_to_all(call, host_tensors.flats(rooms), flats)
             host_tensors.bring_back(rooms)
 
-        return self._run(("all_to_all", inputs[0].dtype), [*outputs, *inputs], opts, body, outputs)
+        return self._run(What.of("all_to_all", inputs, sized=False), [*outputs, *inputs], opts, body, outputs)
 
     def all_to_all_single(
         self,
@@ -368,13 +382,13 @@ class PotluckGroup(dist.ProcessGroup):
             self._formation.path.all_to_all(call, room.flat.split(wanted), flat.split(counts))
             room.bring_back()
 
-        return self._run(("all_to_all_single", input.dtype), [output, input], opts, body, [output])
+        return self._run(What.of("all_to_all_single", [input], sized=False), [output, input], opts, body, [output])
 
     alltoall_base = all_to_all_single
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> PotluckWork:
         opts = arguments.options(c10d.BarrierOptions, opts, timeout)
-        return self._run(("barrier",), [], opts, self._formation.path.barrier)
+        return self._run(What.of("barrier", []), [], opts, self._formation.path.barrier)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier that, on rank 0, names the ranks that did not come: the first, or all of them."""
@@ -384,7 +398,7 @@ class PotluckGroup(dist.ProcessGroup):
         def body(call: Call) -> None:
             self._formation.monitored_barrier(call, wait_all_ranks)
 
-        self._run(("monitored_barrier",), [], opts, body).wait()
+        self._run(What.of("monitored_barrier", []), [], opts, body).wait()
 
     # -- messages -------------------------------------------------------------------------------------------
 

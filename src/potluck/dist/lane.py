@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import zmq
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from potluck.dist.links import Endpoint
 from potluck.dist.mesh import Aborted, DeadlinePassed, Kind, Mesh, Parcel, PeerGone
-from potluck.errors import CollectiveError, CollectiveTimeoutError, RankGoneError
+from potluck.dist.record import Header, timeout_error
+from potluck.errors import CollectiveError, RankGoneError
 
 _COPIED_BYTES = 32 << 10
 """Smaller bodies are copied: that is cheaper than to watch over them."""
@@ -26,10 +27,25 @@ _ASK_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What all ranks of a group do alike; rank 0's configuration decides."""
+    """What all ranks of a group do alike."""
 
-    chunk_bytes: int = 1 << 20
-    small_bytes: int = 64 << 10
+    chunk_bytes: int
+    small_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One collective of this rank: what it is, and when it has to be over."""
+
+    header: Header
+    about: bytes
+    """The header in words, which are the same on all ranks that are in the same collective."""
+    deadline: float
+    began: float
+
+    @property
+    def left_s(self) -> float:
+        return max(0.001, self.deadline - time.monotonic())
 
 
 def raw(tensor: Tensor) -> memoryview:
@@ -83,14 +99,15 @@ class Lane:
 class Trip:
     """One collective of one rank, from the first parcel to the last."""
 
-    def __init__(self, lane: Lane, sequence: int, about: bytes, deadline: float) -> None:
-        self.lane, self.sequence, self.about, self.deadline = lane, sequence, about, deadline
+    def __init__(self, lane: Lane, call: Call) -> None:
+        self.lane, self.call = lane, call
+        self.sequence, self.about, self.deadline = call.header.seq, call.about, call.deadline
         self._trackers: list[tuple[int, Any]] = []
         self.network_s = 0.0
 
     @property
     def name(self) -> str:
-        return f"{self.about.split(b'|')[0].decode()} #{self.sequence}"
+        return f"{self.call.header.op} #{self.sequence}"
 
     # -- sending --------------------------------------------------------------------------------------------
 
@@ -170,39 +187,35 @@ class Trip:
 
     # -- failing --------------------------------------------------------------------------------------------
 
-    def _gone(self, rank: int, reason: str) -> None:
+    def _gone(self, rank: int, reason: str) -> NoReturn:
         text = f"{self.name}: {self.lane.who(rank)} {reason}"
         self.lane.fail(text)
         raise RankGoneError(text, hint="look at that rank's own output: it ended first")
 
-    def _late(self, ranks: list[int]) -> None:
-        lane = self.lane
+    def _late(self, ranks: list[int]) -> NoReturn:
+        lane, waited_s = self.lane, time.monotonic() - self.call.began
         stand = lane.where_others_stand()
-        missing = []
+        missing: dict[int, str] = {}
         for rank in range(lane.world):
-            if rank == lane.rank:
-                continue
-            if rank not in stand:
-                missing.append(f"{lane.who(rank)} does not answer")
-            elif stand[rank].get("sequence", 0) < self.sequence:
-                missing.append(f"{lane.who(rank)} never came, its last is {stand[rank].get('last', 'nothing')}")
-        if not missing:
-            missing = [f"{lane.who(rank)} came but did not finish" for rank in ranks]
-        about = self.about.decode("utf-8", "replace").replace("|", " ")
-        text = f"{self.name} ({about}) did not finish in time: " + "; ".join(missing)
-        lane.fail(text)
-        raise CollectiveTimeoutError(text, hint="look at what these ranks do; or give more time: timeout=timedelta(…)")
+            if rank != lane.rank and rank not in stand:
+                missing[rank] = "does not answer"
+            elif rank != lane.rank and stand[rank].get("sequence", 0) < self.sequence:
+                missing[rank] = str(stand[rank].get("where", "unknown"))
+        error = timeout_error(self.call.header, missing=list(missing), waited_s=waited_s, last_seen=missing)
+        lane.fail(str(error))
+        raise error
 
-    def _mismatch(self, rank: int, about: bytes) -> None:
-        mine, theirs = (text.decode("utf-8", "replace").replace("|", " ") for text in (self.about, about))
-        text = (
-            f"collective #{self.sequence} does not match: {self.lane.who(self.lane.rank)} calls {mine}, "
-            f"{self.lane.who(rank)} calls {theirs}"
-        )
+    def _mismatch(self, rank: int, about: bytes) -> NoReturn:
+        sides = {self.lane.rank: self.about, rank: about}
+        lines = [f"  {self.lane.who(rank)}: {sides[rank].decode('utf-8', 'replace')}" for rank in sorted(sides)]
+        text = "\n".join([f"the ranks disagree at collective #{self.sequence}:", *lines])
         self.lane.fail(text)
-        raise CollectiveError(text, hint="all ranks of a group must call the same collectives in the same order")
+        raise CollectiveError(
+            text,
+            hint="every rank must make the same calls in the same order, with tensors of the same shape and dtype",
+        )
 
-    def _wrong_size(self, rank: int, got: int, wanted: int) -> None:
+    def _wrong_size(self, rank: int, got: int, wanted: int) -> NoReturn:
         text = f"{self.name}: {self.lane.who(rank)} sent {got} bytes or more where {wanted} were expected"
         self.lane.fail(text)
         raise CollectiveError(text, hint="do the sizes of the tensors agree between the ranks?")

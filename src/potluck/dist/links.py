@@ -29,7 +29,6 @@ _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _ZAP_DOMAIN = b"potluck-dist"
 _GONE = int(zmq.EVENT_DISCONNECTED)
 _THERE = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-_TRIED_PORTS = 64
 _GRACE_S = 0.5
 """How long after its connection broke a peer's last parcels may still be on their way to us."""
 _LINGER_MS = 3000
@@ -74,16 +73,13 @@ class LinkSettings:
     """What the configuration says about sockets."""
 
     address: str = "127.0.0.1"
-    port_base: int = 0
-    """The first port to try; 0: whatever is free."""
-    avoid_port: int = 0
-    """Never listen here: MASTER_PORT belongs to the store."""
+    port: int = 0
+    """Where to listen; 0: whatever is free."""
     encrypt: bool = True
     heartbeat_s: float = 1.0
-    silence_s: float = 20.0
-    """A peer that is waited for and says nothing for so long is gone."""
-    connect_s: float = 20.0
-    io_threads: int = 1
+    """libzmq's own threads ask and answer, so that a process which computes for long is not taken for dead."""
+    heartbeat_timeout_s: float = 5.0
+    connect_s: float = 60.0
 
 
 @dataclass(slots=True)
@@ -96,7 +92,6 @@ class _Link:
     lock: threading.Lock = field(default_factory=threading.Lock)
     since: float = 0.0
     there: bool = False
-    heard: float = 0.0
     broken: float | None = None
     left: bool = False
 
@@ -106,7 +101,7 @@ class Links:
 
     def __init__(self, settings: LinkSettings, host: str) -> None:
         self._settings = settings
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=settings.io_threads)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._public, self._secret = zmq.curve_keypair() if settings.encrypt else (b"", b"")
         self._admitted: set[bytes] = set()
         self._links: dict[str, _Link] = {}
@@ -140,26 +135,21 @@ class Links:
     def _bind(self) -> int:
         settings = self._settings
         address = f"[{settings.address}]" if ":" in settings.address else settings.address
-        last = settings.port_base + _TRIED_PORTS
-        for port in range(settings.port_base, last) if settings.port_base else [0] * 3:
-            if port and port == settings.avoid_port:
-                continue
-            try:
-                self._inbox.bind(f"tcp://{address}:{port or '*'}")
-            except zmq.ZMQError as error:
-                if error.errno == zmq.EADDRINUSE:
-                    continue
-                raise NetworkError(
-                    f"this rank cannot listen on {settings.address}: {error}",
-                    hint="name an address of this machine (see `ip address`), or leave the choice to potluck",
+        try:
+            self._inbox.bind(f"tcp://{address}:{settings.port or '*'}")
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EADDRINUSE:
+                raise PortTakenError(
+                    f"port {settings.port} of {settings.address} is taken",
+                    hint="choose another port base, or 0 for any free port",
                 ) from None
-            bound = self._inbox.getsockopt(zmq.LAST_ENDPOINT)
-            assert isinstance(bound, bytes)
-            return int(bound.rstrip(b"\0").rpartition(b":")[2])
-        raise PortTakenError(
-            f"the ports {settings.port_base} to {last - 1} of {settings.address} are all taken",
-            hint="choose another port base, or 0 for any free port",
-        )
+            raise NetworkError(
+                f"this rank cannot listen on {settings.address}: {error}",
+                hint="name an address of this machine, or leave the choice to potluck",
+            ) from None
+        bound = self._inbox.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(bound, bytes)
+        return int(bound.rstrip(b"\0").rpartition(b":")[2])
 
     # -- who is let in ------------------------------------------------------------------------------------
 
@@ -198,7 +188,8 @@ class Links:
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.LINGER, _LINGER_MS)
         socket.setsockopt(zmq.IPV6, int(":" in endpoint.address))
-        socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, int(self._settings.heartbeat_s * 1000))
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(self._settings.heartbeat_timeout_s * 1000))
         if endpoint.key:
             socket.setsockopt(zmq.CURVE_SERVERKEY, endpoint.key.encode("ascii"))
             socket.setsockopt(zmq.CURVE_PUBLICKEY, self._public)
@@ -209,7 +200,7 @@ class Links:
         monitor.connect(where)
         socket.connect(endpoint.url)
         now = time.monotonic()
-        return _Link(endpoint=endpoint, socket=socket, monitor=monitor, since=now, heard=now)
+        return _Link(endpoint=endpoint, socket=socket, monitor=monitor, since=now)
 
     def send(self, endpoint: Endpoint, head: bytes, body: Any = None, *, track: bool = False) -> Any:
         """Queue a parcel; never waits. With `track`, the body is not copied: it must stay as it is until the
@@ -241,11 +232,6 @@ class Links:
                 self._inbox.recv()
         return head, body
 
-    def heard_from(self, name: str) -> None:
-        link = self._links.get(name)
-        if link is not None:
-            link.heard = time.monotonic()
-
     def has_left(self, name: str) -> None:
         """It said goodbye: its broken connection is then no accident."""
         link = self._links.get(name)
@@ -254,22 +240,18 @@ class Links:
 
     # -- who is alive ---------------------------------------------------------------------------------------
 
-    def watch(self, head: bytes, doze_s: float, *, silently: bool) -> None:
-        """Look at every connection, send a sign of life, and wait a moment at the door; one thread's only."""
-        if self._zap.poll(int(doze_s * 1000)):
-            self._answer_door()
+    def watch(self, doze_s: float) -> None:
+        """Look at every connection, then wait a moment at the door; one thread's only."""
         for link in list(self._links.values()):
             with contextlib.suppress(zmq.Again):
                 while True:
                     event, _ = struct.unpack("=Hi", link.monitor.recv_multipart(zmq.NOBLOCK)[0])
                     if event == _THERE:
-                        link.there, link.heard = True, time.monotonic()
+                        link.there = True
                     elif event == _GONE and link.there and link.broken is None:
                         link.broken = time.monotonic()
-            if not silently and link.broken is None:
-                with link.lock:
-                    if not link.socket.closed:
-                        link.socket.send(head)
+        if self._zap.poll(int(doze_s * 1000)):
+            self._answer_door()
 
     def why_gone(self, endpoint: Endpoint) -> str | None:
         """What happened to a peer that is waited for, in words; None while nothing speaks against it."""
@@ -279,11 +261,9 @@ class Links:
         if link.left:
             return f"has left the group ({where})"
         if link.broken is not None and now - link.broken > _GRACE_S:
-            return f"has died, or its connection broke ({where})"
+            return f"has died, is frozen, or its connection broke ({where})"
         if not link.there and now - link.since > self._settings.connect_s:
             return f"could not be reached within {self._settings.connect_s:g} s ({where})"
-        if link.there and now - link.heard > self._settings.silence_s:
-            return f"has been silent for {now - link.heard:.0f} s ({where})"
         return None
 
     def close(self, farewell: bytes | None = None) -> None:

@@ -4,7 +4,7 @@ It must not know collectives: whoever waits says for what, from whom, and until 
 
 No thread stands between a parcel and who waits for it: whoever waits reads the socket, and puts what is meant for
 others into their boxes. One thread of our own, the pulse, reads when nobody waits, so that questions are answered
-and the end of a peer is seen; it gives a sign of life every moment.
+and the end of a peer is seen.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ class Kind(enum.IntEnum):
 
     COLLECTIVE = 1
     MESSAGE = 2
-    PULSE = 3
     FAREWELL = 4
     ABORT = 5
     ASK = 6
@@ -72,7 +71,6 @@ class Mesh:
         self.links = Links(settings, host)
         self.endpoint = self.links.endpoint
         self._checksum = checksum
-        self._heartbeat_s = settings.heartbeat_s
         self.lock = threading.Lock()
         self._arrived = threading.Condition(self.lock)
         self._reading = False
@@ -135,7 +133,7 @@ class Mesh:
     # -- receiving ------------------------------------------------------------------------------------------
 
     def take(self, group: int, source: Endpoint, tag: int, deadline: float, kind: Kind = Kind.COLLECTIVE) -> Parcel:
-        """The next parcel of that kind from one peer; RankGoneError, CollectiveTimeoutError, or what was aborted."""
+        """The next parcel of that kind from one peer. Raises Aborted, PeerGone or DeadlinePassed."""
         box: Box = (kind, group, source.name, tag)
 
         def look() -> Parcel | None:
@@ -210,7 +208,6 @@ class Mesh:
             return
         kind &= 15
         source = raw.decode("ascii", "replace")
-        self.links.heard_from(source)
         if flags & _CHECKED and zlib.crc32(memoryview(body.buffer)) != crc:
             self._fail(group, f"a parcel from {source} was damaged on its way (checksum)")
             return
@@ -226,12 +223,7 @@ class Mesh:
             self._command(kind, source, group, head[_HEAD.size : _HEAD.size + about])
 
     def _command(self, kind: int, source: str, group: int, about: bytes) -> None:
-        if kind == Kind.PULSE:
-            known = self._known.get(source)
-            if known is not None:
-                with contextlib.suppress(PotluckError):
-                    self.links.reach(known)  # it looks at us, so it gets our pulse as well
-        elif kind == Kind.FAREWELL:
+        if kind == Kind.FAREWELL:
             self.links.has_left(source)
         elif kind == Kind.ABORT:
             self._fail(group, about.decode("utf-8", "replace"))
@@ -283,13 +275,8 @@ class Mesh:
     # -- the pulse ------------------------------------------------------------------------------------------
 
     def _beat(self) -> None:
-        head = self._head(Kind.PULSE)
-        last = 0.0
         while not self._stop.is_set():
-            now = time.monotonic()
-            due = now - last >= self._heartbeat_s
-            last = now if due else last
-            self.links.watch(head, _TICK_S, silently=not due)
+            self.links.watch(_TICK_S)
             with self.lock:
                 if self._reading:
                     continue

@@ -5,31 +5,16 @@ It must not know torch's process groups or devices: tensors are flat, contiguous
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from potluck.dist import algorithms
-from potluck.dist.lane import Lane, Trip
+from potluck.dist.lane import Call, Lane, Trip
 from potluck.dist.local import LocalGroup
 from potluck.dist.reduction import Op
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One collective of this rank: its number in the group, what it is (compared between ranks), its end."""
-
-    sequence: int
-    about: bytes
-    deadline: float
-
-    @property
-    def left_s(self) -> float:
-        return max(0.001, self.deadline - time.monotonic())
 
 
 class Path(Protocol):
@@ -53,7 +38,7 @@ class MeshPath:
         self._lane = lane
 
     def _trip(self, call: Call) -> Trip:
-        return Trip(self._lane, call.sequence, call.about, call.deadline)
+        return Trip(self._lane, call)
 
     def barrier(self, call: Call) -> None:
         algorithms.barrier(self._trip(call))

@@ -18,10 +18,7 @@ _C10D = "torch.distributed.distributed_c10d"
 
 
 def register() -> None:
-    """Tell torch, now; a second call does nothing. What the backend needs is imported when a group is made.
-
-    Also the entry point `torch.backends`: where potluck is installed, torch calls it at its own import.
-    """
+    """Tell torch, now; a second call does nothing. What the backend needs is imported when a group is made."""
     c10d = sys.modules.get(_C10D)
     backend = getattr(c10d, "Backend", None)
     if backend is None or NAME.upper() in backend._plugins:
@@ -36,7 +33,10 @@ def _create(options: Any, backend_options: Any) -> Any:
 
 
 def watch() -> None:
-    """Register when torch.distributed is imported, be it already there or not."""
+    """Register when torch.distributed is imported, be it already there or not.
+
+    Also the entry point `torch.backends`: where potluck is installed, torch calls it at its own import.
+    """
     if _C10D in sys.modules:
         register()
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):

@@ -11,17 +11,16 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from potluck._version import __version__
-from potluck.dist.lane import Terms
+from potluck.dist.config import disagreement
 from potluck.dist.links import Endpoint
 from potluck.dist.mesh import PROTOCOL
 from potluck.errors import CollectiveError, GuestsMissingError, WireError
-
-_POLL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +30,8 @@ class Card:
     endpoint: Endpoint
     machine: str
     """Equal for ranks that can share memory."""
-    terms: Terms
+    shared: Mapping[str, Any]
+    """The settings that all ranks must have alike."""
     version: str = __version__
     protocol: int = PROTOCOL
 
@@ -40,7 +40,7 @@ class Card:
             {
                 "endpoint": self.endpoint.to_json(),
                 "machine": self.machine,
-                "terms": asdict(self.terms),
+                "shared": dict(self.shared),
                 "version": self.version,
                 "protocol": self.protocol,
             }
@@ -60,7 +60,7 @@ class Card:
             return cls(
                 endpoint=Endpoint.from_json(values["endpoint"]),
                 machine=values["machine"],
-                terms=Terms(**values["terms"]),
+                shared=dict(values["shared"]),
                 version=values["version"],
                 protocol=protocol,
             )
@@ -78,20 +78,17 @@ class Meeting:
     group: int
     cards: list[Card]
 
-    @property
-    def terms(self) -> Terms:
-        return self.cards[0].terms
-
     def neighbours(self, rank: int) -> list[int]:
         """The ranks on the same machine, itself among them."""
         return [other for other, card in enumerate(self.cards) if card.machine == self.cards[rank].machine]
 
 
 def meet(store: Any, rank: int, world: int, mine: Card, timeout_s: float) -> Meeting:
-    """Lay down this rank's card and read the others'; returns on every rank when all have been read by no one yet.
+    """Lay down this rank's card and read the others'.
 
     Raises:
         GuestsMissingError: it names the ranks that did not come.
+        CollectiveError: ranks of another version, or with other settings.
     """
     deadline = time.monotonic() + timeout_s
     if rank == 0:
@@ -106,6 +103,9 @@ def meet(store: Any, rank: int, world: int, mine: Card, timeout_s: float) -> Mee
     keys = [f"potluck/card/{other}" for other in range(world)]
     _wait(store, keys, deadline)
     cards = [Card.from_json(store.get(key)) for key in keys]
+    error = disagreement({other: card.shared for other, card in enumerate(cards)})
+    if error is not None:
+        raise error
     return Meeting(group=int(store.get("potluck/group")), cards=cards)
 
 

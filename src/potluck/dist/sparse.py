@@ -8,11 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from potluck.dist.paths import Call, Path
+from potluck.dist.lane import Call
+from potluck.dist.paths import Path
 
 
 def all_reduce(path: Path, call: Call, world: int, tensor: Tensor) -> None:
-    """In place. Everybody gets everybody's entries, padded to the longest, and adds them up in the order of ranks."""
+    """In place. Everybody gets everybody's entries, padded to the longest, and adds them up in rank order."""
     mine = tensor.detach().coalesce().cpu()
     counts = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
     path.all_gather(call, counts, torch.tensor([mine._nnz()]))

@@ -34,7 +34,7 @@ class PotluckWork(dist.Work):
         self._lock = threading.Lock()
         self._source = -1
         self.progress: Callable[[float | None], None] | None = None
-        """Set where nobody works in the background: waiting then does the work, until a moment (None: to its end)."""
+        """Set where nobody works in the background: waiting then does the work, until a moment (None: its end)."""
 
     def complete(self, error: BaseException | None = None, source: int = -1) -> None:
         with self._lock:
