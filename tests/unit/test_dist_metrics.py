@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import threading
 
 import pytest
 
-from potluck.dist import metrics as module
-from potluck.dist.metrics import Metrics, log_metrics, metrics, reset_metrics, table
+from potluck.dist import counting as module
+from potluck.dist.counting import Metrics, log_metrics, metrics, reset_metrics, table
 
 
 class Clock:
@@ -141,3 +142,11 @@ def test_the_public_three(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCap
 def test_an_unknown_phase_is_a_programmers_mistake(clock: Clock) -> None:
     with pytest.raises(AssertionError), Metrics(clock).op("send", 1) as op:
         op.add("lunch", 1.0)
+
+
+def test_the_function_is_not_hidden_by_a_module_of_its_name() -> None:
+    import potluck.dist
+
+    importlib.import_module("potluck.dist.counting")
+    assert callable(potluck.dist.metrics)
+    assert potluck.dist.metrics()["total"]["ops"] >= 0

@@ -11,9 +11,9 @@ from typing import Any
 _LAZY = {
     "Config": "potluck.dist.config",
     "compress": "potluck.dist.hooks",
-    "log_metrics": "potluck.dist.metrics",
-    "metrics": "potluck.dist.metrics",
-    "reset_metrics": "potluck.dist.metrics",
+    "log_metrics": "potluck.dist.counting",
+    "metrics": "potluck.dist.counting",
+    "reset_metrics": "potluck.dist.counting",
 }
 
 __all__ = sorted(_LAZY)

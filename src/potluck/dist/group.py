@@ -18,10 +18,10 @@ from torch import Tensor
 from potluck.device import staging
 from potluck.dist import arguments, host_tensors, reduction, sparse
 from potluck.dist.arguments import What
+from potluck.dist.counting import METRICS
 from potluck.dist.formation import Formation, form
 from potluck.dist.host_tensors import HostTensor
 from potluck.dist.lane import Call
-from potluck.dist.metrics import METRICS
 from potluck.dist.work import PotluckWork
 from potluck.errors import CollectiveError
 
