@@ -20,7 +20,7 @@ from torch import Tensor
 
 from potluck.dist import reduction
 from potluck.dist.local_memory import Memory, Sizes
-from potluck.dist.local_rounds import NOTE_LIMIT, SEPARATOR, Rounds, note_of
+from potluck.dist.local_rounds import NOTE_LIMIT, SEPARATOR, Differ, Rounds, Stage, note_of, run_stages
 from potluck.dist.rings import Patience
 from potluck.errors import CollectiveError
 
@@ -32,9 +32,9 @@ _COUNT = struct.Struct("<q")
 class LocalGroup(Rounds):
     """`size` processes of one machine; all of them call the same collectives in the same order.
 
-    One thread at a time may run collectives; `send` and `recv` may run beside them. Tensors are flat, contiguous and
-    in host memory. `note` says what a caller believes to be doing: where the notes of two members differ, all of them
-    raise CollectiveError with both. After any error the group is of no use.
+    One thread at a time may run collectives; `send` and `recv` may run beside them. Tensors are flat, contiguous
+    and in host memory. `note` says what a caller believes to be doing: where the notes of two members differ, all
+    of them raise CollectiveError with both. After any error the group is of no use.
     """
 
     @classmethod
@@ -46,11 +46,13 @@ class LocalGroup(Rounds):
         size: int,
         *,
         names: Sequence[str] | None = None,
+        differ: Differ | None = None,
         sizes: Sizes | None = None,
         timeout_s: float = 60.0,
     ) -> LocalGroup:
         """Meet the other members through `store` (torch's); every member raises where one of them cannot attach."""
-        return cls(Memory.meet(store, prefix, rank, size, sizes=sizes or Sizes(), timeout_s=timeout_s), names)
+        memory = Memory.meet(store, prefix, rank, size, sizes=sizes or Sizes(), timeout_s=timeout_s)
+        return cls(memory, names, differ)
 
     # Reductions
 
@@ -92,38 +94,37 @@ class LocalGroup(Rounds):
     def _reduce_in_parts(self, values: Tensor, op: Any, timeout_s: float, note: bytes) -> None:
         """Each piece has a part for each member, who reduces it and hands the result on: fewer bytes for many.
 
-        Three pieces are on their way: one is copied in, one is reduced, of one the results are copied out.
+        So a piece is copied in, one part of it reduced, and the other parts' results copied out.
         """
-        into, out = self._pieces, self._results
+        out = self._results
         width, count = self._cut(values)
         pieces = values.split(width)
         with self._begin(timeout_s) as patience:
-            for k in range(count + 2):
-                if k < count:
-                    self._put_for_others(into.free(self._others, patience), pieces[k], note if k == 0 else b"")
-                if 1 <= k <= count:
-                    number = into.read_round
-                    if k == 1:
-                        self._compare(number, note, patience)
-                    else:
-                        into.arrived(self._others, number, patience)
-                    part = self._reduce_part(pieces[k - 1], number, op)
-                    into.done(self.rank)
-                    number = out.free(self._others, patience)
-                    out.slot(self.rank, number, values.dtype)[: part.numel()].copy_(part)
-                    out.post(self.rank)
-                if k >= 2:
-                    self._collect(pieces[k - 2], out.read_round, patience)
-                    out.done(self.rank)
 
-    def _put_for_others(self, number: int, piece: Tensor, note: bytes) -> None:
+            def reduce_and_post(k: int, number: int) -> None:
+                part = self._reduce_part(pieces[k], number, op)
+                number = out.free(self._others, patience)
+                out.slot(self.rank, number, values.dtype)[: part.numel()].copy_(part)
+                out.post(self.rank)
+
+            def collect(k: int) -> None:
+                self._collect(pieces[k], out.read_round, patience)
+                out.done(self.rank)
+
+            filling = self._filling(note, lambda k, number: self._put_for_others(number, pieces[k]), patience)
+            reducing = self._draining(note, reduce_and_post, patience)
+            collecting = Stage(
+                ready=lambda: out.has(self._others, out.read_round),
+                wait=lambda k: out.arrived(self._others[:1], out.read_round, patience),
+                do=collect,
+            )
+            run_stages((filling, reducing, collecting), count)
+
+    def _put_for_others(self, number: int, piece: Tensor) -> None:
         """Copy in all of a piece but this member's own part, which nobody else reads."""
         start, stop = _part(piece.numel(), self.rank, self.size)
         self._put(number, piece[:start])
         self._put(number, piece[stop:], at=stop)
-        if note:
-            self._pieces.write_note(self.rank, number, note)
-        self._pieces.post(self.rank)
 
     def _reduce_part(self, piece: Tensor, number: int, op: Any) -> Tensor:
         """This member's part of a piece, reduced in place from the others' slots."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -21,6 +22,9 @@ from potluck.errors import CollectiveError, CollectiveTimeoutError, RankGoneErro
 NOTE_LIMIT = 400
 SEPARATOR = b"\0"
 _ALIGN = 16
+
+Differ = Callable[[dict[int, bytes]], Exception | None]
+"""Given every member's note, of which some differ: what is wrong about it, or None if that is as it should be."""
 
 
 class Call:
@@ -42,10 +46,47 @@ class Call:
             self._rounds.abort(str(error) or type(error).__name__)
 
 
+@dataclass(slots=True)
+class Stage:
+    """One of the things that every piece goes through, piece after piece."""
+
+    ready: Callable[[], bool]
+    """Whether the next piece can be done now."""
+    wait: Callable[[int], object]
+    """Until the next piece can be done."""
+    do: Callable[[int], None]
+    count: int = 0
+    """Pieces done."""
+
+
+def run_stages(stages: Sequence[Stage], count: int) -> None:
+    """Take `count` pieces through all stages, each piece as far as it can go before the next one is begun.
+
+    So a piece is still in the cache when it is needed again; and where another process is slow or not running, this
+    one goes ahead as far as there are free slots instead of waiting for it.
+    """
+    last = stages[-1]
+    while last.count < count:
+        furthest = None
+        for at in range(len(stages) - 1, -1, -1):
+            stage = stages[at]
+            if stage.count >= (stages[at - 1].count if at else count):
+                continue
+            furthest = furthest or stage
+            if stage.ready():
+                break
+        else:
+            assert furthest is not None
+            stage = furthest
+            stage.wait(stage.count)
+        stage.do(stage.count)
+        stage.count += 1
+
+
 class Rounds:
     """The members of a local group as they go through rounds together."""
 
-    def __init__(self, memory: Memory, names: Sequence[str] | None) -> None:
+    def __init__(self, memory: Memory, names: Sequence[str] | None = None, differ: Differ | None = None) -> None:
         self.rank, self.size = memory.rank, memory.size
         self.names = list(names) if names is not None else [f"rank {number}" for number in range(self.size)]
         self._memory = memory
@@ -53,6 +94,7 @@ class Rounds:
         self._others = [number for number in range(self.size) if number != self.rank]
         self._scratch: dict[torch.dtype, Tensor] = {}
         self._broken = ""
+        self._differ = differ or self._disagreement
 
     def abort(self, reason: str) -> None:
         """End every wait of every member within moments; `reason` is what they are told. From any thread."""
@@ -74,34 +116,63 @@ class Rounds:
         drain: Callable[[int, int], None],
         writers: Sequence[int] | None = None,
     ) -> None:
-        """`count` rounds, each filled while the one before is still being read by others.
+        """`count` rounds; the next ones are filled while others still read the ones before.
 
         `fill` and `drain` get the piece's index and the round's number. After the first round, in which everybody
         waits for everybody and compares notes, this member waits for `writers` only (None: all others).
         """
-        ring, rank, others = self._pieces, self.rank, self._others
-        writers = others if writers is None else writers
+        ring, rank = self._pieces, self.rank
         with call as patience:
-            for k in range(count + 1):
-                if k < count:
-                    number = ring.free(others, patience)
-                    fill(k, number)
-                    if k == 0:
-                        ring.write_note(rank, number, note)
-                    ring.post(rank)
-                    if count == 1:
-                        self._compare(number, note, patience)
-                        drain(0, number)
-                        ring.done(rank)
-                        return
-                if k:
-                    number = ring.read_round
-                    if k == 1:
-                        self._compare(number, note, patience)
-                    else:
-                        ring.arrived(writers, number, patience)
-                    drain(k - 1, number)
-                    ring.done(rank)
+            if count == 1:  # what is small is so often that it goes the straight way
+                number = ring.free(self._others, patience)
+                fill(0, number)
+                ring.write_note(rank, number, note)
+                ring.post(rank)
+                self._compare(number, note, patience)
+                drain(0, number)
+                ring.done(rank)
+                return
+            filling = self._filling(note, fill, patience)
+            run_stages((filling, self._draining(note, drain, patience, writers)), count)
+
+    def _filling(self, note: bytes, fill: Callable[[int, int], None], patience: Patience) -> Stage:
+        """Put pieces into slots, as far ahead as there are free ones."""
+        ring = self._pieces
+
+        def do(k: int) -> None:
+            fill(k, ring.round)
+            if k == 0:
+                ring.write_note(self.rank, ring.round, note)
+            ring.post(self.rank)
+
+        return Stage(
+            ready=lambda: ring.is_free(self._others), wait=lambda k: ring.free(self._others, patience), do=do
+        )
+
+    def _draining(
+        self,
+        note: bytes,
+        drain: Callable[[int, int], None],
+        patience: Patience,
+        writers: Sequence[int] | None = None,
+    ) -> Stage:
+        """Read the others' slots as they come."""
+        ring = self._pieces
+        needed = self._others if writers is None else writers
+
+        def wait(k: int) -> None:
+            if k == 0:
+                self._compare(ring.read_round, note, patience)
+            else:
+                ring.arrived(needed, ring.read_round, patience)
+
+        def do(k: int) -> None:
+            if k == 0:
+                wait(0)
+            drain(k, ring.read_round)
+            ring.done(self.rank)
+
+        return Stage(ready=lambda: ring.has(needed, ring.read_round), wait=wait, do=do)
 
     def _compare(self, number: int, note: bytes, patience: Patience) -> None:
         """Wait for everybody's first round, and see that all are doing the same."""
@@ -110,12 +181,16 @@ class Rounds:
         found = {other: ring.note(other, number).partition(SEPARATOR)[0] for other in self._others}
         mine = note.partition(SEPARATOR)[0]
         if any(theirs != mine for theirs in found.values()):
-            found[self.rank] = mine
-            told = "; ".join(f"{self.names[m]}: {found[m].decode(errors='replace')}" for m in sorted(found))
-            raise CollectiveError(
-                f"the ranks are not doing the same thing: {told}",
-                hint="every rank must call the same collectives in the same order, with the same sizes and types",
-            )
+            error = self._differ(dict(sorted({**found, self.rank: mine}.items())))
+            if error is not None:
+                raise error
+
+    def _disagreement(self, notes: dict[int, bytes]) -> Exception | None:
+        told = "; ".join(f"{self.names[member]}: {note.decode(errors='replace')}" for member, note in notes.items())
+        return CollectiveError(
+            f"the ranks are not doing the same thing: {told}",
+            hint="every rank must call the same collectives in the same order, with the same sizes and types",
+        )
 
     def _put(self, number: int, piece: Tensor, at: int = 0) -> None:
         """Copy a piece into this member's slot of a round."""

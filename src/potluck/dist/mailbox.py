@@ -70,7 +70,7 @@ class Mailbox:
             if self._early.get(tag):
                 return True
             number = self._ring.read_round
-            return self._ring.has(0, number) and _HEAD.unpack(self._ring.note(0, number))[0] == tag
+            return self._ring.has(_ONE, number) and _HEAD.unpack(self._ring.note(0, number))[0] == tag
 
     def _next(self, patience: Patience) -> tuple[int, int]:
         number = self._ring.read_round

@@ -88,6 +88,11 @@ class Ring:
         self._wait(self._dones, readers, number - self.shape.depth + 1, patience)
         return number
 
+    def is_free(self, readers: Iterable[int]) -> bool:
+        """Whether the next round's slot may be filled."""
+        words, target = self._words, self.round - self.shape.depth + 1
+        return all(words.reached(self._dones + reader, target) for reader in readers)
+
     def post(self, writer: int) -> None:
         """Announce what this process has put into its slot."""
         self.round += 1
@@ -97,8 +102,10 @@ class Ring:
         """Wait until the slots of `writers` are there in round `number`."""
         self._wait(self._posts, writers, number + 1, patience)
 
-    def has(self, writer: int, number: int) -> bool:
-        return self._words.reached(self._posts + writer, number + 1)
+    def has(self, writers: Iterable[int], number: int) -> bool:
+        """Whether the slots of `writers` are there in round `number`."""
+        words = self._words
+        return all(words.reached(self._posts + writer, number + 1) for writer in writers)
 
     def done(self, reader: int) -> None:
         """This process needs nothing of the oldest round that it was not done with."""

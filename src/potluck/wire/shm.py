@@ -123,6 +123,7 @@ class Segment:
             os.close(fd)
             raise
         if segment._map[:NONCE_BYTES] != bytes.fromhex(nonce):
+            segment._name = None  # not ours to remove
             segment.close()
             raise NetworkError("the shared memory found is not the one that was announced")
         return segment
