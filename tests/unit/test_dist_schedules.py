@@ -206,11 +206,11 @@ def test_exchange_gives_all_everybodys(world: int, seed: int, room: int) -> None
 
 
 @fast
-@given(worlds, pieces_of, seeds, st.integers(1, 3))
-def test_the_ring_reduces_everything_for_all_with_the_fewest_bytes(
-    world: int, pieces: int, seed: int, room: int
+@given(worlds, pieces_of, seeds, st.integers(1, 3), st.sampled_from([s.ring_all_reduce, s.owners_all_reduce]))
+def test_ring_and_owners_reduce_everything_for_all_with_the_fewest_bytes(
+    world: int, pieces: int, seed: int, room: int, make: Make
 ) -> None:
-    players = everyone(world, world * pieces, lambda r: s.ring_all_reduce(r, world, pieces))
+    players = everyone(world, world * pieces, lambda r: make(r, world, pieces))
     played = play(players, seed, room=room)
     per_chunk = 16
     total = world * pieces * per_chunk
@@ -361,10 +361,13 @@ def test_the_choice_exists_and_is_the_same_for_all(collective: str, nbytes: int,
 
 
 def test_what_is_chosen() -> None:
-    limits = s.Thresholds(small_bytes=1000, chunk_bytes=10_000)
+    limits = s.Thresholds(small_bytes=1000, ring_bytes=100_000, chunk_bytes=10_000)
     assert s.choose("all_reduce", 5000, 2, limits) == "direct"
     assert s.choose("all_reduce", 1000, 4, limits) == "gather_reduce"
-    assert s.choose("all_reduce", 1001, 4, limits) == "ring"
+    assert s.choose("all_reduce", 1001, 4, limits) == "owners"
+    assert s.choose("all_reduce", 100_001, 4, limits) == "ring"
+    assert s.choose("reduce_scatter", 100_001, 4, limits) == "ring"
+    assert s.choose("all_gather", 100_000, 4, limits) == "exchange"
     assert s.choose("broadcast", 10_000, 4, limits) == "binomial"
     assert s.choose("broadcast", 10_001, 4, limits) == "chain"
     assert s.choose("gather", 100, 16, limits) == "binomial"

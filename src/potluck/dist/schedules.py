@@ -19,6 +19,7 @@ Ranks are those of the group, 0 .. world - 1. What each algorithm costs, for S b
     direct          2 ranks, all-reduce          S sent per rank, 1 latency
     exchange        all-gather, gather-reduce    (N - 1) S sent per rank, 1 latency
     ring            all-reduce                   2 (N - 1) / N S sent per rank, 2 (N - 1) latencies
+    owners          all-reduce                   2 (N - 1) / N S sent per rank, 2 latencies, all to all at once
     binomial        broadcast, reduce            at most ceil(log2 N) S sent by one rank, ceil(log2 N) latencies
     chain           broadcast, reduce            S sent per rank, N - 1 latencies of a chunk
     pairwise        all-to-all, reduce-scatter   (N - 1) / N S sent per rank, 1 latency
@@ -70,6 +71,8 @@ class Thresholds:
 
     small_bytes: int = 32 * 1024
     """Up to this size latency is all that counts."""
+    ring_bytes: int = 16 * 1024 * 1024
+    """Above this size it matters that no link carries everybody's data at once, and not how many hops there are."""
     chunk_bytes: int = 512 * 1024
     """How much is sent at once, so that sending, receiving and reducing overlap."""
 
@@ -146,6 +149,30 @@ def ring_all_reduce(rank: int, world: int, pieces: int = 1) -> Schedule:
     scatter = ring_reduce_scatter(rank, world, pieces)
     gather = ring_all_gather(rank, world, pieces)
     return Schedule(rounds=scatter.rounds + gather.rounds, ahead=pieces)
+
+
+def owners_all_reduce(rank: int, world: int, pieces: int = 1) -> Schedule:
+    """Each rank reduces its own block and hands it out: a ring's bytes in two hops, where all links are alike.
+
+    Chunks as in the ring. All other ranks send to the owner of a block at once.
+    """
+    others = [(rank + step) % world for step in range(1, world)]
+    collect = tuple(
+        Round(
+            sends=tuple(Move(owner, owner * pieces + piece) for owner in others),
+            receives=tuple(Move(source, rank * pieces + piece) for source in sorted(others)),
+            combine=True,
+        )
+        for piece in range(pieces)
+    )
+    hand_out = tuple(
+        Round(
+            sends=tuple(Move(other, rank * pieces + piece) for other in others),
+            receives=tuple(Move(owner, owner * pieces + piece) for owner in sorted(others)),
+        )
+        for piece in range(pieces)
+    )
+    return Schedule(rounds=collect + hand_out if world > 1 else (), ahead=pieces)
 
 
 def _ring(rank: int, world: int, pieces: int, *, first: int, combine: bool) -> tuple[Round, ...]:
@@ -294,7 +321,12 @@ def _below(rank: int, world: int, root: int) -> tuple[int, ...]:
 # -- which of them
 
 ALGORITHMS: dict[str, dict[str, Callable[..., Schedule]]] = {
-    "all_reduce": {"direct": direct, "gather_reduce": gather_reduce, "ring": ring_all_reduce},
+    "all_reduce": {
+        "direct": direct,
+        "gather_reduce": gather_reduce,
+        "owners": owners_all_reduce,
+        "ring": ring_all_reduce,
+    },
     "reduce_scatter": {"pairwise": pairwise, "ring": ring_reduce_scatter},
     "all_gather": {"exchange": exchange, "ring": ring_all_gather},
     "broadcast": {"binomial": binomial_broadcast, "chain": chain_broadcast},
@@ -318,11 +350,14 @@ def choose(collective: str, nbytes: int, world: int, thresholds: Thresholds) -> 
     if collective == "all_reduce":
         if world == 2:
             return "direct"
-        return "gather_reduce" if small else "ring"
+        if small:
+            return "gather_reduce"
+        return "owners" if nbytes <= thresholds.ring_bytes else "ring"
+    few_hops = world == 2 or nbytes <= thresholds.ring_bytes
     if collective == "reduce_scatter":
-        return "pairwise" if small or world == 2 else "ring"
+        return "pairwise" if few_hops else "ring"
     if collective == "all_gather":
-        return "exchange" if small or world == 2 else "ring"
+        return "exchange" if few_hops else "ring"
     if collective in ("broadcast", "reduce"):
         # With one chunk there is nothing to overlap, and the tree has fewer latencies.
         return "binomial" if nbytes <= max(thresholds.small_bytes, thresholds.chunk_bytes) else "chain"
