@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,6 +82,18 @@ def test_settings_and_variables_are_the_same_set() -> None:
     assert {PREFIX + name.upper() for name in names} == set(env.DIST_VARIABLES)
     assert names == list(VALUES)
     assert set(SHARED) < set(names)
+
+
+def test_every_setting_is_documented_with_its_default() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "reference" / "dist.md").read_text(encoding="utf-8")
+    defaults = settled()
+    for name in VALUES:
+        row = re.search(rf"^\| `{name}` \| `{PREFIX}{name.upper()}` \| ([^|]+) \|", page, re.M)
+        assert row, f"dist.md has no row for {name}"
+        if row[1] not in ("chosen", "the group's"):
+            got = settled(environ={PREFIX + name.upper(): row[1]})
+            attribute = "port" if name == "port_base" else name
+            assert getattr(got, attribute) == getattr(defaults, attribute)
 
 
 def test_the_object_wins_over_the_variable() -> None:
