@@ -3,6 +3,9 @@
 It must not know how bytes travel: it has paths for collectives, a mailroom for messages, an engine for their order.
 """
 
+# mypy: disable-error-code="override,assignment,attr-defined"
+# torch declares these methods as overloads and calls them in one way each; its options it exports to Python alone.
+
 from __future__ import annotations
 
 import time
@@ -48,7 +51,7 @@ class PotluckGroup(dist.ProcessGroup):
         self._formation = formation
         self._timeout = timeout
         self._global_ranks = global_ranks or list(range(formation.world))
-        self._bound: torch.device | None = None
+        self._group_name = self._group_desc = ""
 
     # -- what torch wants to know ---------------------------------------------------------------------------
 
@@ -65,6 +68,21 @@ class PotluckGroup(dist.ProcessGroup):
 
     def __repr__(self) -> str:
         return f"PotluckGroup(rank {self.rank()} of {self.size()}, {self._formation.describe()})"
+
+    # torch keeps these two with the backends of a group; this group has none beside itself.
+    def _set_group_name(self, name: str) -> None:
+        self._group_name = name
+
+    def _set_group_desc(self, text: str) -> None:
+        self._group_desc = text
+
+    @property
+    def group_name(self) -> str:
+        return self._group_name
+
+    @property
+    def group_desc(self) -> str:
+        return self._group_desc
 
     @property
     def _device_types(self) -> list[torch.device]:

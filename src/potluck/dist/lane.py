@@ -50,7 +50,8 @@ class Call:
 
 def raw(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, not copied."""
-    return memoryview(tensor.view(torch.uint8).numpy()) if tensor.numel() else memoryview(b"")
+    values: Any = tensor.view(torch.uint8).numpy() if tensor.numel() else bytearray()
+    return memoryview(values)
 
 
 def chunks(nbytes: int, chunk_bytes: int) -> Iterator[tuple[int, int]]:

@@ -19,10 +19,12 @@ import zlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from potluck.dist.links import Endpoint, Links, LinkSettings
 from potluck.errors import PotluckError, RankGoneError
+
+T = TypeVar("T")
 
 PROTOCOL = 1
 _HEAD = struct.Struct("<HBB16sQqQII")
@@ -159,7 +161,7 @@ class Mesh:
         """Whoever waits shall look again; for who holds the lock."""
         self._arrived.notify_all()
 
-    def wait(self, look: Callable[[], Any], group: int, sources: list[Endpoint], deadline: float) -> Any:
+    def wait(self, look: Callable[[], T | None], group: int, sources: list[Endpoint], deadline: float) -> T:
         """Until `look`, called with the lock held, finds something. If all sources are gone, it never will."""
         while True:
             with self.lock:

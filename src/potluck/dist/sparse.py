@@ -24,8 +24,9 @@ def all_reduce(path: Path, call: Call, world: int, tensor: Tensor) -> None:
         torch.cat([rows[: int(count)] for rows, count in zip(indices, counts, strict=True)]).t(),
         torch.cat([rows[: int(count)] for rows, count in zip(values, counts, strict=True)]),
         tensor.shape,
+        check_invariants=False,
     ).coalesce()
-    tensor.detach().copy_(total.to(tensor.device))
+    tensor.copy_(total.to(tensor.device))  # not of detach(): the number of entries would stay what it was
 
 
 def _gathered(path: Path, call: Call, world: int, rows: Tensor, longest: int) -> list[Tensor]:

@@ -5,6 +5,7 @@ It must not know what is computed or sent.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +20,8 @@ from torch.futures import Future
 from potluck.errors import CollectiveTimeoutError
 
 _FOREVER = timedelta(0)
+
+log = logging.getLogger("potluck.dist")
 
 
 class PotluckWork(dist.Work):
@@ -104,10 +107,14 @@ class PotluckWork(dist.Work):
         return self._future
 
     def _fulfil(self, future: Future[Any]) -> None:
-        if self._error is not None:
-            future.set_exception(self._error)  # type: ignore[arg-type]
-        else:
-            future.set_result(self._result)
+        """What hangs on the future runs here: its faults are not the collective's."""
+        try:
+            if self._error is not None:
+                future.set_exception(self._error)
+            else:
+                future.set_result(self._result)
+        except Exception:
+            log.exception("what was to follow %s failed", self.name)
 
 
 def _new_future(result: Sequence[Tensor]) -> Future[Any]:
