@@ -349,22 +349,56 @@ def sparse(rank: int, world: int) -> None:
     same(tensor.to_dense(), sum((part(other).to_dense() for other in range(world)), torch.zeros(4)))
 
 
+def compressed(rank: int, world: int) -> list[float]:
+    """Sums of large tensors through int8: the error of one, and that of the mean over many steps."""
+    from potluck.dist import Config
+
+    options = Config(transport="tcp", compression="int8", small_bytes=1024)
+    dist.init_process_group("potluck", pg_options=options, timeout=timedelta(seconds=30))
+    try:
+        torch.manual_seed(rank)
+        mine = torch.randn(5000)
+        parts = [torch.empty(5000) for _ in range(world)]
+        dist.all_gather(parts, mine)
+        wanted = torch.stack(parts).sum(0)
+        tensor, total, steps = torch.empty(5000), torch.zeros(5000), 20
+        for _ in range(steps):
+            tensor.copy_(mine)
+            dist.all_reduce(tensor)
+            total += tensor
+        small = torch.full((8,), 0.1)
+        dist.all_reduce(small)
+        assert torch.equal(small, torch.full((8,), 0.1) * world), "small tensors stay exact"
+        scale = float(wanted.abs().mean())
+        return [float((found - wanted).abs().mean()) / scale for found in (tensor, total / steps)]
+    finally:
+        dist.destroy_process_group()
+
+
 def run_all(
     rank: int, world: int, which: str, device: str = "cpu", options: dict[str, Any] | None = None
 ) -> list[str]:
     """One rank's part of every case of a kind; what failed, as texts (the rest is then given up)."""
     import potluck
     from potluck.dist import Config
+    from potluck.wire import shm
 
     assert potluck.__version__
     if device != "cpu":
         from support import fake_device
 
         fake_device.install()
+    options = dict(options or {})
+    machines = options.pop("machines", None)
+    if machines is not None:
+        # As if the ranks of this box were dealt to so many machines.
+        shm.neighbourhood = lambda: f"machine {rank % machines}"
     config = Config(**options) if options else None
     dist.init_process_group("potluck", pg_options=config, timeout=timedelta(seconds=30))
     failed = []
     try:
+        if machines is not None:
+            assert "shared memory within" in repr(dist.group.WORLD), repr(dist.group.WORLD)
         for name, case in {"reductions": reductions, "movements": movements}[which](device):
             try:
                 case(rank, world)

@@ -64,7 +64,7 @@ class Ranks:
         env: Mapping[str, str] | None = None,
         may_die: Sequence[int] = (),
     ) -> list[Any]:
-        """function(rank, world, *args) on ranks 0 to world - 1; what each returned, None for one that died as told."""
+        """function(rank, world, *args) on that many ranks; what each returned, None for one that died as told."""
         self._replace_dead()
         port = free_port()
         for rank in range(world):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from potluck.dist import reduction
+from potluck.dist.compression import Exchange
 from potluck.dist.lane import Trip, chunks, raw
 from potluck.dist.reduction import Op
 
@@ -53,6 +54,23 @@ def all_reduce(trip: Trip, flat: Tensor, op: Op) -> None:
         _reduce_small(trip, flat, sent, op, targets=range(trip.lane.world))
     else:
         _reduce_by_owners(trip, flat, sent, op, targets=range(trip.lane.world))
+
+
+def compressed_all_reduce(trip: Trip, exchange: Exchange) -> None:
+    """By owners too, with what is sent packed by a codec."""
+    me, world = trip.lane.rank, trip.lane.world
+    for rank in _others(trip):
+        trip.send(rank, exchange.outgoing(rank))
+    for rank in range(world):
+        payload = None if rank == me else trip.receive(rank, exchange.payload_bytes(me), torch.uint8)
+        exchange.add(rank, payload)
+    result = exchange.result()
+    for rank in _others(trip):
+        trip.send(rank, result)
+    exchange.place(me, result)
+    for rank in _others(trip):
+        exchange.place(rank, trip.receive(rank, exchange.payload_bytes(rank), torch.uint8))
+    trip.settle()
 
 
 def reduce(trip: Trip, flat: Tensor, op: Op, root: int) -> None:

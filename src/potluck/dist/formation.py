@@ -14,9 +14,11 @@ import threading
 import time
 from typing import Any
 
+from potluck.dist.compression import Compressor
 from potluck.dist.config import Config, Resolved, ranks_text, resolve
 from potluck.dist.engine import Engine
 from potluck.dist.facts import gather
+from potluck.dist.hierarchy import HierarchicalPath
 from potluck.dist.lane import Call, Lane, Terms, Trip
 from potluck.dist.links import LinkSettings
 from potluck.dist.local import LocalGroup
@@ -81,7 +83,7 @@ class Formation:
         self.settings = settings
         terms = Terms(chunk_bytes=settings.chunk_bytes, small_bytes=settings.small_bytes)
         self.lane = Lane(mesh, meeting.group, rank, [card.endpoint for card in meeting.cards], terms)
-        self.path: Path = MeshPath(self.lane) if local is None else LocalPath(local)
+        self.path = self._path(local)
         self.mailroom = Mailroom(self.lane)
         self.engine = Engine(f"potluck-dist-{meeting.group & 0xFFFF:04x}")
         self.record = Record(f"{meeting.group & 0xFFFF:04x}", rank)
@@ -90,8 +92,27 @@ class Formation:
         self._closed = False
         mesh.open(meeting.group, self._stand)
 
+    def _path(self, local: LocalGroup | None) -> Path:
+        machines = self._meeting.machines()
+        if local is not None and len(machines) == 1:
+            return LocalPath(local)
+        packing = self.settings.compression
+        mail = MeshPath(self.lane, Compressor(packing) if packing != "none" else None)
+        if self.settings.transport == "tcp" or len(machines) == self.world:
+            return mail
+        firsts = [ranks[0] for ranks in machines]
+        between = MeshPath(self.lane.between(firsts), mail.compressor) if self.rank in firsts else None
+        return HierarchicalPath(mail, None if local is None else LocalPath(local), between, machines)
+
     def describe(self) -> str:
-        return "shared memory" if self._local is not None else "mail"
+        """For people: how the ranks are connected."""
+        machines = len(self._meeting.machines())
+        if isinstance(self.path, LocalPath):
+            return "shared memory"
+        encrypted = "encrypted TCP" if self.settings.encryption else "TCP in the clear"
+        if isinstance(self.path, HierarchicalPath):
+            return f"{encrypted} between {machines} machines, shared memory within"
+        return encrypted
 
     # -- numbers --------------------------------------------------------------------------------------------
 
@@ -215,7 +236,7 @@ def _local_group(
             f"transport shm is for one machine, and {ranks_text(far)} cannot share memory with rank {rank}",
             hint="use transport auto: shared memory where it can be, TCP between machines",
         )
-    if settings.transport == "tcp" or len(neighbours) < 2 or len(neighbours) < world:
+    if settings.transport == "tcp" or len(neighbours) < 2:
         return None
     names = [f"rank {other} ({meeting.cards[other].endpoint.host})" for other in neighbours]
     return LocalGroup.create(

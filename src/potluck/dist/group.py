@@ -21,6 +21,7 @@ from torch import Tensor
 from potluck.device import staging
 from potluck.dist import arguments, host_tensors, reduction, sparse
 from potluck.dist.arguments import What
+from potluck.dist.compression import identity_of
 from potluck.dist.counting import METRICS
 from potluck.dist.formation import Formation, form
 from potluck.dist.host_tensors import HostTensor
@@ -188,10 +189,13 @@ class PotluckGroup(dist.ProcessGroup):
             arguments.dense(name, tensor)
             reduction.check(op, tensor.dtype)
 
+        # The caller's tensor, not its copy in host memory, is the same in the next step.
+        identity = identity_of(tensors[0], None if len(tensors) == 1 else f"{name} {len(tensors)}")
+
         def body(call: Call) -> None:
             hosts = host_tensors.read(tensors)
             for flat, scattered in arguments.bundles(hosts):
-                self._formation.path.all_reduce(call, flat, op)
+                self._formation.path.all_reduce(call, flat, op, identity)
                 arguments.unbundle(flat, scattered)
             host_tensors.bring_back(hosts)
 

@@ -70,6 +70,16 @@ class Lane:
         self.mesh, self.group, self.rank, self.world = mesh, group, rank, len(endpoints)
         self.endpoints, self.terms = endpoints, terms
         self._ranks = {endpoint.name: rank for rank, endpoint in enumerate(endpoints)}
+        self.numbers = list(range(self.world))
+        """What people call the ranks: where these are only some of a group, their numbers there."""
+        self._everybody = endpoints
+
+    def between(self, ranks: list[int]) -> Lane:
+        """For some of the ranks, among whom this one is: they count from 0, and fail for all."""
+        chosen = [self.endpoints[rank] for rank in ranks]
+        lane = Lane(self.mesh, self.group, ranks.index(self.rank), chosen, self.terms)
+        lane.numbers, lane._everybody = list(ranks), self.endpoints
+        return lane
 
     @property
     def others(self) -> list[Endpoint]:
@@ -80,7 +90,7 @@ class Lane:
 
     def who(self, rank: int) -> str:
         """A rank as people should read it."""
-        return f"rank {rank} ({self.endpoints[rank].host})"
+        return f"rank {self.numbers[rank]} ({self.endpoints[rank].host})"
 
     def check(self) -> None:
         """Raise if the group has failed."""
@@ -90,7 +100,8 @@ class Lane:
 
     def fail(self, text: str) -> None:
         """End the group here and on every other rank, with the same words."""
-        self.mesh.abort(self.group, text, self.others)
+        own = self.mesh.endpoint.name
+        self.mesh.abort(self.group, text, [other for other in self._everybody if other.name != own])
 
     def where_others_stand(self) -> dict[int, dict[str, Any]]:
         told = self.mesh.ask(self.group, self.others, _ASK_S)
@@ -199,9 +210,9 @@ class Trip:
         missing: dict[int, str] = {}
         for rank in range(lane.world):
             if rank != lane.rank and rank not in stand:
-                missing[rank] = "does not answer"
+                missing[lane.numbers[rank]] = "does not answer"
             elif rank != lane.rank and stand[rank].get("sequence", 0) < self.sequence:
-                missing[rank] = str(stand[rank].get("where", "unknown"))
+                missing[lane.numbers[rank]] = str(stand[rank].get("where", "unknown"))
         error = timeout_error(self.call.header, missing=list(missing), waited_s=waited_s, last_seen=missing)
         lane.fail(str(error))
         raise error

@@ -11,17 +11,19 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from potluck.dist import algorithms
+from potluck.dist import algorithms, reduction
+from potluck.dist.compression import Compressor
 from potluck.dist.lane import Call, Lane, Trip
 from potluck.dist.local import LocalGroup
 from potluck.dist.reduction import Op
 
 
 class Path(Protocol):
-    """What a group can do with flat tensors; `parts` have one entry for each rank."""
+    """What a group can do with flat tensors; lists have one entry for each rank. `identity` tells that a tensor is
+    the one of the last step: what compression lost then is added now."""
 
     def barrier(self, call: Call) -> None: ...
-    def all_reduce(self, call: Call, flat: Tensor, op: Op) -> None: ...
+    def all_reduce(self, call: Call, flat: Tensor, op: Op, identity: object = None) -> None: ...
     def reduce(self, call: Call, flat: Tensor, op: Op, root: int) -> None: ...
     def broadcast(self, call: Call, flat: Tensor, root: int) -> None: ...
     def all_gather(self, call: Call, outputs: Sequence[Tensor], mine: Tensor) -> None: ...
@@ -34,17 +36,24 @@ class Path(Protocol):
 class MeshPath:
     """Everything over the mail."""
 
-    def __init__(self, lane: Lane) -> None:
-        self._lane = lane
+    def __init__(self, lane: Lane, compressor: Compressor | None = None) -> None:
+        self.lane, self.compressor = lane, compressor
 
     def _trip(self, call: Call) -> Trip:
-        return Trip(self._lane, call)
+        return Trip(self.lane, call)
 
     def barrier(self, call: Call) -> None:
         algorithms.barrier(self._trip(call))
 
-    def all_reduce(self, call: Call, flat: Tensor, op: Op) -> None:
-        algorithms.all_reduce(self._trip(call), flat, op)
+    def all_reduce(self, call: Call, flat: Tensor, op: Op, identity: object = None) -> None:
+        name, packed = reduction.name_of(op), self.compressor
+        # Small ones, which are often metrics, stay exact.
+        large = flat.nbytes > self.lane.terms.small_bytes and self.lane.world > 1
+        if packed is not None and large and packed.suits(name, flat.dtype):
+            exchange = packed.begin(identity, flat, self.lane.rank, self.lane.world, average=name == "AVG")
+            algorithms.compressed_all_reduce(self._trip(call), exchange)
+        else:
+            algorithms.all_reduce(self._trip(call), flat, op)
 
     def reduce(self, call: Call, flat: Tensor, op: Op, root: int) -> None:
         algorithms.reduce(self._trip(call), flat, op, root)
@@ -77,7 +86,7 @@ class LocalPath:
     def barrier(self, call: Call) -> None:
         self._local.barrier(timeout_s=call.left_s, note=call.about)
 
-    def all_reduce(self, call: Call, flat: Tensor, op: Op) -> None:
+    def all_reduce(self, call: Call, flat: Tensor, op: Op, identity: object = None) -> None:
         self._local.all_reduce(flat, op, timeout_s=call.left_s, note=call.about)
 
     def reduce(self, call: Call, flat: Tensor, op: Op, root: int) -> None:

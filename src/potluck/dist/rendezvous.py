@@ -78,6 +78,13 @@ class Meeting:
     group: int
     cards: list[Card]
 
+    def machines(self) -> list[list[int]]:
+        """The ranks of each machine, in the order of their first ones."""
+        by_machine: dict[str, list[int]] = {}
+        for rank, card in enumerate(self.cards):
+            by_machine.setdefault(card.machine, []).append(rank)
+        return list(by_machine.values())
+
     def neighbours(self, rank: int) -> list[int]:
         """The ranks on the same machine, itself among them."""
         return [other for other, card in enumerate(self.cards) if card.machine == self.cards[rank].machine]
