@@ -38,6 +38,7 @@ VERBS: dict[str, Verb] = {
     "join": Verb("potluck.cli.join:join", "Bring this machine to a run."),
     "report": Verb("potluck.cli.report:report", "What happened in a run."),
     "lab": Verb("potluck.cli.lab:lab", "A whole fleet on one box, strategies side by side."),
+    "bench": Verb("potluck.cli.bench:bench", "How fast collectives and DDP are here, beside other backends."),
 }
 
 

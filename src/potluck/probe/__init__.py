@@ -1,0 +1,1 @@
+"""What is measured: collectives and links. It must not know how results are shown."""
