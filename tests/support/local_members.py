@@ -25,7 +25,7 @@ from potluck.errors import CollectiveError, NetworkError, RankGoneError
 
 SLOT = 4096
 """A page: what is larger takes many pieces."""
-T = 20.0
+T = 60.0
 OPS = dist.ReduceOp
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.complex64, torch.bool)
 Store = dist.Store

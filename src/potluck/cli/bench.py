@@ -56,6 +56,7 @@ def bench() -> None:
 )
 @click.option("--repeats", type=click.IntRange(1), help="Of each size (default: 5 to 200, fewer of what is large).")
 @click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="CPU threads of each rank.")
+@click.option("--tolerance", type=click.FloatRange(0, 1), default=0.0, help="How far off an element may be.")
 @click.option(
     "--json", "json_file", metavar="FILE", help="Write the rows here; - for stdout, instead of the table."
 )
@@ -69,6 +70,7 @@ def collectives(
     dtype: str,
     repeats: int | None,
     threads: int,
+    tolerance: float,
     json_file: str | None,
     parent: int | None,
 ) -> None:
@@ -77,7 +79,7 @@ def collectives(
     Alone it starts its ranks on this machine; under torchrun it is one of them. algbw is bytes of the tensor per
     second, busbw what each rank must have sent at the least, to be held against a link. bound is the time of a
     perfect ring over the slowest link between the ranks, which is measured first: memory within a machine, a bare
-    TCP connection between machines.
+    TCP connection between machines. A compressed all-reduce is not exact: give it a --tolerance.
 
     \b
     Examples:
@@ -94,12 +96,14 @@ def collectives(
         own = ["collectives", "--backend", backend, "--sizes", sizes, "--op", op, "--dtype", dtype]
         own += ["--against", against] if against else []
         own += ["--repeats", str(repeats)] if repeats else []
+        own += ["--tolerance", str(tolerance)] if tolerance else []
         own += ["--json", json_file] if json_file else []
         start_ranks(own, processes, threads)
         return
     names = [backend] if against in (None, backend) else [backend, str(against)]
     with joined(names, parent) as (groups, store):
-        _measure(groups, store, op, wanted, dtype, repeats, json_file)
+        asked = {"dtype": dtype, "repeats": repeats, "tolerance": tolerance}
+        _measure(groups, store, op, wanted, asked, json_file)
 
 
 def _measure(
@@ -107,8 +111,7 @@ def _measure(
     store: Any,
     op: str,
     sizes: list[int],
-    dtype: str,
-    repeats: int | None,
+    asked: dict[str, Any],
     json_file: str | None,
 ) -> None:
     import torch
@@ -131,7 +134,8 @@ def _measure(
     for line in table.header():
         say(line)
     rows = []
-    for row in measure(groups, op, sizes, dtype=getattr(torch, dtype), repeats=repeats, link_bytes_per_s=rate):
+    asked |= {"dtype": getattr(torch, asked["dtype"]), "link_bytes_per_s": rate}
+    for row in measure(groups, op, sizes, **asked):
         rows.append(row)
         say(table.line(row))
     names = list(groups)

@@ -60,20 +60,24 @@ class Case:
         else:
             dist.reduce_scatter_tensor(self._output, self._input, group=group)
 
-    def wrong(self) -> int:
-        """Elements of this rank that are not what they should be."""
+    def wrong(self, tolerance: float = 0.0) -> int:
+        """Elements of this rank that are not what they should be, or further off than this share of the largest."""
+        return sum(_differ(found, wanted, tolerance) for found, wanted in self._results())
+
+    def _results(self) -> list[tuple[Tensor, Tensor]]:
+        """What came out on this rank, and what should have."""
         ranks = self.world * (self.world - 1) // 2
         total = self._pattern * self.world + ranks
         if self.op == "all_reduce":
-            return _differ(self._input, total)
+            return [(self._input, total)]
         if self.op == "broadcast":
-            return _differ(self._input, self._pattern)
+            return [(self._input, self._pattern)]
         if self.op == "reduce":
-            return _differ(self._input, total) if self.rank == 0 else 0
+            return [(self._input, total)] if self.rank == 0 else []
         if self.op == "reduce_scatter":
-            return _differ(self._output, total[self.rank * self._each : (self.rank + 1) * self._each])
+            return [(self._output, total[self.rank * self._each : (self.rank + 1) * self._each])]
         own = self._pattern[: self._each]
-        return _differ(self._output, torch.cat([own + other for other in range(self.world)]))
+        return [(self._output, torch.cat([own + other for other in range(self.world)]))]
 
 
 def measure(
@@ -83,6 +87,7 @@ def measure(
     *,
     dtype: torch.dtype = torch.float32,
     repeats: int | None = None,
+    tolerance: float = 0.0,
     link_bytes_per_s: float | None = None,
 ) -> Iterator[Row]:
     """Rows for each size and each group, by name; the same on every rank. The first group also aligns the ranks."""
@@ -101,7 +106,7 @@ def measure(
                 took_s = time.perf_counter() - began
                 if repeat >= _WARM_UP:
                     times[name].append(took_s)
-                wrong[name] = max(wrong[name], case.wrong())
+                wrong[name] = max(wrong[name], case.wrong(tolerance))
         for name in groups:
             time_s = _agreed(statistics.median(times[name]), dist.ReduceOp.MAX, common)
             yield Row(
@@ -123,8 +128,11 @@ def repeats_for(size_bytes: int) -> int:
     return max(_LEAST_REPEATS, min(_MOST_REPEATS, _BYTES_TO_MOVE // max(size_bytes, 1)))
 
 
-def _differ(found: Tensor, wanted: Tensor) -> int:
-    return int((found != wanted).sum())
+def _differ(found: Tensor, wanted: Tensor, tolerance: float) -> int:
+    if tolerance == 0:
+        return int((found != wanted).sum())
+    near = tolerance * float(wanted.abs().max())
+    return int((~((found - wanted).abs() <= near)).sum())  # so that what is no number counts as wrong
 
 
 def _agreed(value: float, op: Any, group: Group) -> float:

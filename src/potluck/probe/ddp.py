@@ -111,7 +111,7 @@ def train(job: Job, backend: str, link_bytes_per_s: float | None, where: str) ->
 
 def _backward(model: nn.Module, samples: Tensor) -> Tensor:
     loss = F.cross_entropy(model(samples[:, :-1]).flatten(0, 1), samples[:, 1:].flatten())
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     return loss.detach()
 
 

@@ -99,10 +99,10 @@ def _bytes(text: str, whole: str) -> int:
 
 def header() -> list[str]:
     """What the columns of `line` are."""
-    return [
-        "#   size     count    type redop |     time   algbw   busbw  wrong |   bound  of it | backend",
-        "#    (B)   (elem.)               |     (us)  (GB/s)  (GB/s)        |    (us)    (%) |",
-    ]
+    columns = "{:<10} {:>9} {:>7} {:>5} |{:>9} {:>7} {:>7} {:>6} |{:>9} {:>6} | {}"
+    names = ("#size", "count", "type", "redop", "time", "algbw", "busbw", "#wrong", "bound", "share", "backend")
+    units = ("#(B)", "(elem.)", "", "", "(us)", "(GB/s)", "(GB/s)", "", "(us)", "(%)", "")
+    return [columns.format(*names), columns.format(*units).rstrip()]
 
 
 def line(row: Row) -> str:
