@@ -42,6 +42,7 @@ def run_backend(backend: str, ranks: int, only: str) -> None:
     from torch.testing._internal.common_distributed import DistTestCases
 
     import potluck
+    import potluck.dist.group  # before the ranks are forked, as torch itself
 
     assert potluck.__version__
     torch.set_num_threads(1)

@@ -65,7 +65,7 @@ class Ranks:
         may_die: Sequence[int] = (),
     ) -> list[Any]:
         """function(rank, world, *args) on that many ranks; what each returned, None for one that died as told."""
-        self._replace_dead()
+        self.refresh()
         port = free_port()
         for rank in range(world):
             variables = {
@@ -98,7 +98,8 @@ class Ranks:
             self._ranks[rank].process.kill()
         return answers
 
-    def _replace_dead(self) -> None:
+    def refresh(self) -> None:
+        """Replace whoever died; call() does it too."""
         for number, rank in enumerate(self._ranks):
             # A process that is being killed is still alive for a moment.
             rank.process.join(0 if rank.pipe.poll(0) is False else 1)

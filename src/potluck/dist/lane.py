@@ -17,7 +17,7 @@ from torch import Tensor
 from potluck.dist.links import Endpoint
 from potluck.dist.mesh import Aborted, DeadlinePassed, Kind, Mesh, Parcel, PeerGone
 from potluck.dist.record import Header, timeout_error
-from potluck.errors import CollectiveError, RankGoneError
+from potluck.errors import CollectiveError, CollectiveTimeoutError, RankGoneError
 
 _COPIED_BYTES = 32 << 10
 """Smaller bodies are copied: that is cheaper than to watch over them."""
@@ -87,6 +87,11 @@ class Lane:
 
     def rank_of(self, name: str) -> int:
         return self._ranks[name]
+
+    def name_of(self, endpoint: str) -> str:
+        """As who(), for an endpoint of the whole group."""
+        ranks = {other.name: rank for rank, other in enumerate(self._everybody)}
+        return f"rank {ranks[endpoint]} ({self._everybody[ranks[endpoint]].host})"
 
     def who(self, rank: int) -> str:
         """A rank as people should read it."""
@@ -160,7 +165,9 @@ class Trip:
         lane = self.lane
         began = time.perf_counter()
         try:
-            parcel = lane.mesh.take(lane.group, lane.endpoints[rank], self.sequence, self.deadline)
+            parcel = lane.mesh.take(
+                lane.group, lane.endpoints[rank], self.sequence, self.deadline, contrary=self._contrary
+            )
         except Aborted as aborted:
             raise CollectiveError(
                 str(aborted), hint="the group cannot be used any more: destroy it and make a new one"
@@ -171,8 +178,12 @@ class Trip:
             self._late([rank])
         self.network_s += time.perf_counter() - began
         if parcel.about != self.about:
-            self._mismatch(rank, parcel.about)
+            self._mismatch(parcel)
         return parcel
+
+    def _contrary(self, parcel: Parcel) -> bool:
+        """Somebody else sent something for this collective that it is not: who is waited for may never send."""
+        return parcel.about != self.about
 
     def parts(self, rank: int, nbytes: int) -> Iterator[tuple[int, memoryview]]:
         """What a rank sent with send(), as it comes: (offset in bytes, bytes)."""
@@ -213,13 +224,16 @@ class Trip:
                 missing[lane.numbers[rank]] = "does not answer"
             elif rank != lane.rank and stand[rank].get("sequence", 0) < self.sequence:
                 missing[lane.numbers[rank]] = str(stand[rank].get("where", "unknown"))
+        told = lane.mesh.aborted(lane.group)
+        if told is not None:  # another rank was first, and its words hold for all
+            raise CollectiveTimeoutError(told, hint="look at the ranks that it names")
         error = timeout_error(self.call.header, missing=list(missing), waited_s=waited_s, last_seen=missing)
         lane.fail(str(error))
         raise error
 
-    def _mismatch(self, rank: int, about: bytes) -> NoReturn:
-        sides = {self.lane.rank: self.about, rank: about}
-        lines = [f"  {self.lane.who(rank)}: {sides[rank].decode('utf-8', 'replace')}" for rank in sorted(sides)]
+    def _mismatch(self, parcel: Parcel) -> NoReturn:
+        sides = {self.lane.name_of(parcel.source): parcel.about, self.lane.who(self.lane.rank): self.about}
+        lines = [f"  {who}: {sides[who].decode('utf-8', 'replace')}" for who in sorted(sides)]
         text = "\n".join([f"the ranks disagree at collective #{self.sequence}:", *lines])
         self.lane.fail(text)
         raise CollectiveError(

@@ -134,18 +134,34 @@ class Mesh:
 
     # -- receiving ------------------------------------------------------------------------------------------
 
-    def take(self, group: int, source: Endpoint, tag: int, deadline: float, kind: Kind = Kind.COLLECTIVE) -> Parcel:
-        """The next parcel of that kind from one peer. Raises Aborted, PeerGone or DeadlinePassed."""
+    def take(
+        self,
+        group: int,
+        source: Endpoint,
+        tag: int,
+        deadline: float,
+        kind: Kind = Kind.COLLECTIVE,
+        contrary: Callable[[Parcel], bool] | None = None,
+    ) -> Parcel:
+        """The next parcel of that kind from one peer. Raises Aborted, PeerGone or DeadlinePassed.
+
+        Args:
+            contrary: while nothing comes from that peer, a parcel of another that this holds for is returned.
+        """
         box: Box = (kind, group, source.name, tag)
 
         def look() -> Parcel | None:
             waiting = self._boxes.get(box)
-            if not waiting:
-                return None
-            parcel = waiting.popleft()
-            if not waiting:
-                del self._boxes[box]
-            return parcel
+            if waiting:
+                parcel = waiting.popleft()
+                if not waiting:
+                    del self._boxes[box]
+                return parcel
+            if contrary is not None:
+                for (of_kind, of_group, _, of_tag), parcels in self._boxes.items():
+                    if (of_kind, of_group, of_tag) == (kind, group, tag) and parcels and contrary(parcels[0]):
+                        return parcels[0]
+            return None
 
         return self.wait(look, group, [source], deadline)
 
