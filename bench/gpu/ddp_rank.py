@@ -4,8 +4,8 @@
 
 Without network namespaces gloo's connections cannot be led through a shaping proxy. So the gradients' exchange is
 gloo's own, over loopback, and its result is handed to DDP when a link of this rate would have carried it: each
-bucket after the ones before it, in both directions at once, with no overhead and no latency. DDP overlaps it with the
-backward as it always does. What is trained is `lab/ddp_worker.py`'s.
+bucket after the ones before it, in both directions at once, with no overhead and no latency. DDP overlaps it with
+the backward as it always does. What is trained is `lab/ddp_worker.py`'s.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python bench/gpu/desk.py [--steps 12]
 
 The host is this GPU held back to an RTX 4070 (40,000 tokens/s of GPT-2 124M), the guest another process on it held
-back to an M2 (an eighth of that), half a million tokens a step, 1 Gbit/s through the shaping proxy, encrypted, int4.
-All mathematics is real. The runs go on side by side: what they really compute is a fraction of the GPU's time.
+back to an M2 (an eighth of that), half a million tokens a step, 1 Gbit/s through the shaping proxy, encrypted,
+int4. All mathematics is real. The runs go on side by side: what they really compute takes little of the GPU's time.
 """
 
 from __future__ import annotations

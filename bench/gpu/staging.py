@@ -103,8 +103,8 @@ def measure(steps: int, replica: str) -> list[str]:
     a, b = min(plain), min(beside)
     mean_a, mean_b = sum(plain) / len(plain), sum(beside) / len(beside)
     return [
-        f"replica on the {replica}: step alone {mean_a:.4f} s (fastest {a:.4f}; {tokens / mean_a:,.0f} tokens/s), with"
-        f" a change and a contribution beside it {mean_b:.4f} s (fastest {b:.4f}):"
+        f"replica on the {replica}: step alone {mean_a:.4f} s (fastest {a:.4f}; {tokens / mean_a:,.0f} tokens/s),"
+        f" with a change and a contribution beside it {mean_b:.4f} s (fastest {b:.4f}):"
         f" {mean_b / mean_a - 1:+.2%} (bar 1 %)",
         f"extra GPU memory: peak {(with_coder[0] - alone[0]) / layout.count:.2f}, kept"
         f" {(with_coder[1] - alone[1]) / layout.count:.2f} bytes a parameter (bar 8)",

@@ -4,8 +4,8 @@
 
 The host trains GPT-2 124M (bf16, compiled) as fast as it can, half a million tokens a step. Its guests are puppets
 on this machine's cores: they hold the weights, take every change and deliver a whole coded gradient each step,
-encrypted over loopback. Counted is what the host computed itself in the time of its steps, waiting included. `plain torch`
-is the same model in a loop without Potluck.
+encrypted over loopback. Counted is what the host computed itself in the time of its steps, waiting included. `plain
+torch` is the same model in a loop without Potluck.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def measure(guests: list[int], steps: int) -> list[str]:
     torch.cuda.empty_cache()
     lines = [
         f"plain torch: {plain:,.0f} tokens/s",
-        "| guests | deliver a step | fleet tokens/s | host's own tokens/s | tax: all, without waiting | waiting | MFU |",
+        "| guests | deliver a step | fleet tokens/s | host's own tokens/s | tax, without waiting | waiting | MFU |",
         "|---|---|---|---|---|---|---|",
     ]
     alone: float | None = None
