@@ -53,7 +53,7 @@ class Run:
         self.start("host", [sys.executable, *command, "host", "gpt", *common, *where, *words])
 
     def guest(self, name: str, token: Path, *words: str) -> None:
-        common = ["join", "--token-file", str(token), "--name", name, "--view", "plain", "--wait-s", "300"]
+        common = ["join", "--token-file", str(token), "--name", name, "--view", "plain", "--wait", "300"]
         self.start(name, [sys.executable, "-m", "potluck", *common, *words])
 
     def token(self, within_s: float = 90.0) -> Path:

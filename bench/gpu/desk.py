@@ -28,6 +28,7 @@ GUEST_S = 8 * HOST_S
 GOODPUT_MBIT = 941.0
 """What TCP carries over 1 Gbit/s Ethernet."""
 MICRO_BATCH, CPU_THREADS = 8, 6
+ON = "@cuda"
 SKIP, SKIP_DDP = 4, 1
 IDEAL = 1 + HOST_S / GUEST_S
 CURVE = ["--depth", "4", "--sequence", "128", "--batch-tokens", "4096", "--steps", "500"]
@@ -35,7 +36,7 @@ CURVE_HOST_S = 0.007
 
 
 def host_device(seconds: float) -> list[str]:
-    return ["--device", f"paced:{seconds}@cuda", "--micro-batch", str(MICRO_BATCH), "--threads", "1"]
+    return ["--device", f"paced:{seconds}{ON}", "--micro-batch", str(MICRO_BATCH), "--threads", "1"]
 
 
 class Desk:
@@ -62,7 +63,7 @@ class Desk:
         guest = round(GLOBAL_BATCH / 9)
         self._ddp("ddp-balanced", (GLOBAL_BATCH - guest, guest))
         self._curves()
-        paced = ["--device", f"paced:{GUEST_S}@cuda", "--threads", "1", "--micro-batch", "4"]
+        paced = ["--device", f"paced:{GUEST_S}{ON}", "--threads", "1", "--micro-batch", "4"]
         together.guest("mac", self._through(0, together.token()), *paced)
         cores = ["--device", "cpu", "--threads", str(CPU_THREADS), "--micro-batch", "2"]
         real.guest("cores", self._through(1, real.token()), *cores)
@@ -78,7 +79,7 @@ class Desk:
         for seed in (1, 2, 3):
             words = [*CURVE, "--seed", str(seed), "--device", "cuda", "--micro-batch", "32", "--threads", "1"]
             self._run(f"curve-alone-{seed}").host(*words, "--set", "compile=no")
-        words = [*CURVE, "--seed", "1", "--device", f"paced:{CURVE_HOST_S}@cuda", "--micro-batch", "4"]
+        words = [*CURVE, "--seed", "1", "--device", f"paced:{CURVE_HOST_S}{ON}", "--micro-batch", "4"]
         waiting = ["--wait-for", "1", "--wait-s", "200", "--threads", "1", "--set", "compile=no"]
         self._run("curve-1").host(*words, *waiting)
 
@@ -102,8 +103,8 @@ class Desk:
             port = free.getsockname()[1]
         config = {"depth": 12, "sequence": SEQUENCE, "batch_tokens": SEQUENCE * GLOBAL_BATCH, "steps": 1000}
         machines = [
-            {"name": "host", "device": f"paced:{HOST_S}@cuda", "micro_batch": MICRO_BATCH},
-            {"name": "mac", "device": f"paced:{GUEST_S}@cuda", "micro_batch": 4},
+            {"name": "host", "device": f"paced:{HOST_S}{ON}", "micro_batch": MICRO_BATCH},
+            {"name": "mac", "device": f"paced:{GUEST_S}{ON}", "micro_batch": 4},
         ]
         spec = {
             "recipe": {"name": "gpt", "config": config},

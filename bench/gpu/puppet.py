@@ -1,10 +1,11 @@
-"""A guest that only delivers: a real link, real weights and real codecs, but its gradient is a fixed small noise.
+"""A guest that only takes and delivers: a real link and real messages, but nothing is computed or coded.
 
     python bench/gpu/puppet.py --token-file FILE --name NAME --sample-s 0.04
 
 Eight guests that compute GPT-2 would need eight machines; what they cost their host does not depend on what their
-gradients say. It sleeps where a guest computes. Its host must be the one of tax.py, which takes every gradient
-for right. It must not know anything of the host beyond the protocol.
+gradients say. It takes every change of the weights and forgets it, sleeps where a guest computes, and sends the
+same coded noise each time. Its host must be the one of tax.py, which takes every gradient for right. It must not
+know anything of the host beyond the protocol.
 """
 
 from __future__ import annotations
@@ -16,16 +17,43 @@ from pathlib import Path
 import torch
 
 from potluck import codec
-from potluck.device import pick
+from potluck.device import Mark, pick
 from potluck.hub.guest import GuestHub, RunOver
 from potluck.hub.link import GuestLink
 from potluck.hub.parity import SKETCH_VALUES
-from potluck.hub.tensors import ModelTensors
+from potluck.hub.tensors import ModelTensors, raw_bytes
 from potluck.hub.work import Work
 from potluck.spec.config import build
 from potluck.train import recipes
 from potluck.train.telemetry import versions
+from potluck.wire.frames import Message
 from potluck.wire.token import decode
+
+
+class PuppetHub(GuestHub):
+    """A guest's hub that holds no weights."""
+
+    def prepare(self) -> None:
+        counts = {piece.count for piece in self._layout.pieces}
+        self._noise = {n: raw_bytes(self._up.encode(torch.randn(n) * 1e-9)) for n in counts}
+
+    def _apply(self, message: Message) -> None:
+        fields = message.fields
+        if message.kind in ("hash", "resync"):
+            super()._apply(message)
+            return
+        if message.kind != "tensor":
+            with self._changed:
+                self._have[int(fields["piece"])] = int(fields["version"])
+                self._changed.notify_all()
+        self._taken(message)
+
+    def _code(self, work: Work, index: int, computed: Mark) -> None:
+        frame = self._noise[self._layout.pieces[index].count]
+        self._link.data(Message(kind="grad", fields={"lease": work.id, "piece": index}, frames=(frame,)))
+        with self._changed:
+            self._coded.add(index)
+            self._changed.notify_all()
 
 
 class Puppet:
@@ -35,18 +63,17 @@ class Puppet:
         fields = link.connect(120.0).fields
         recipe = recipes.get(str(fields["source"]["recipe"]))
         model = recipe.model(build(recipe.Config, fields["source"]["config"]))
-        self._tensors = ModelTensors(model)
-        self._noise = [torch.randn_like(p) * 1e-9 for p in self._tensors.trained]
         self._sample_s = sample_s
-        self._hub = GuestHub(
+        self._hub = PuppetHub(
             link,
-            self._tensors,
+            ModelTensors(model),
             down=codec.get(str(fields["codec_down"])),
             up=codec.get(str(fields["codec"])),
             device=pick("cpu", threads=1),
         )
 
     def serve(self) -> None:
+        self._hub.prepare()
         self._hub.open(lambda: (4, 8))
         try:
             while True:
@@ -67,9 +94,7 @@ class Puppet:
         else:
             compute_s = count * self._sample_s
             hub.closing(work, count, compute_s + work.tail_s)
-            for parameter, noise in zip(self._tensors.trained, self._noise):
-                parameter.grad = noise
-            time.sleep(max(0.0, compute_s - (time.monotonic() - work.received)))
+            time.sleep(compute_s)
             hub.finish(work, count=count, loss_sum=float(count), compute_s=compute_s)
         hub.let_go(work)
         hub.leave()

@@ -66,7 +66,7 @@ class Training:
         torch._foreach_mul_([p.grad for p in self.tensors.trained if p.grad is not None], 1 / STEP_SAMPLES)
         with self.coder.updating():
             self._optimizer.step()
-        float(loss)
+        float(loss.detach())
         return time.monotonic() - began
 
     def _answers(self) -> None:
