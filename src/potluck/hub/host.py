@@ -114,8 +114,15 @@ class HostHub:
                 self._coder.code_change()
             hit("host.dealt")
 
-    def take(self, count: int) -> tuple[tuple[int, ...], bool]:
-        """Positions for the host's next micro-batch (none: the step is full); whether it is a common batch."""
+    def take(self, count: int, finish: Callable[[], None]) -> tuple[tuple[int, ...], bool]:
+        """Positions for the host's next micro-batch (none: the step is full); whether it is a common batch.
+
+        `finish` is called where none is left: the host waits for nobody while its own device is still computing.
+        """
+        with self._lock:
+            none_left = not self._protocol.ledger.in_pool
+        if none_left:
+            finish()
         with self._changed:
             while True:
                 self._raise_failure()
