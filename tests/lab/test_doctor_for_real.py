@@ -157,6 +157,7 @@ def test_machines_kept_apart_by_their_switch_are_named(net: TwoMachines, listeni
         net.alpha.sh("ip neigh flush dev eth0")
         found = diagnosed(net.alpha, listening, status=1)
     assert found.keys() == {"apart-on-one-network"}
+    assert "Put both on one network" in found["apart-on-one-network"]["fix"]
     net.alpha.sh("ip neigh flush dev eth0")
 
 

@@ -158,9 +158,8 @@ def _silent_or_refused(case: Case, between: Between, tries: list[Reach], base: d
             machine=who,
             what=f"{who} is there, but nothing listens at {at}",
             breaks=nobody,
-            fix="there: potluck doctor --listen   (or potluck host), and use the token that it prints now; if "
-            "one runs, "
-            f"its firewall rejects: sudo ufw allow {first.port}/tcp",
+            fix="there: potluck doctor --listen   (or potluck host), and use the token that it prints now; "
+            f"if one runs, its firewall rejects: sudo ufw allow {first.port}/tcp",
             pains=(6,),
             **base,
         )
@@ -178,22 +177,7 @@ def _silent_or_refused(case: Case, between: Between, tries: list[Reach], base: d
             pains=(6,),
         )
     if near == "failed" or NO_ROUTE in outcomes:
-        same = any(same_network(i, first.address) for i in case.here.interfaces if i.up)
-        return Finding(
-            code="not-on-this-network" if not same else "apart-on-one-network",
-            machine=who,
-            what=f"{first.address} does not answer on this network at all"
-            if same
-            else f"there is no way from this machine's networks to {first.address}",
-            breaks=nobody,
-            fix="is that machine on? Is it a guest Wi-Fi, whose router keeps machines apart (AP isolation)? Put "
-            "both on "
-            "one network or cable, or a VPN such as Tailscale on both"
-            if same
-            else "put both machines on one network, or a VPN such as Tailscale on both",
-            pains=(11,),
-            **base,
-        )
+        return _apart(case, first.address, who, base)
     return Finding(
         code="no-answer",
         machine=who,
@@ -204,6 +188,19 @@ def _silent_or_refused(case: Case, between: Between, tries: list[Reach], base: d
         pains=(6, 11),
         **base,
     )
+
+
+def _apart(case: Case, address: str, who: str, base: dict[str, str]) -> Finding:
+    """The machine is off, or the two are on different networks, or something keeps them apart on one."""
+    if any(same_network(i, address) for i in case.here.interfaces if i.up):
+        code, what = "apart-on-one-network", f"{address} does not answer on this network at all"
+        fix = "is that machine on? Is it a guest Wi-Fi, whose router keeps machines apart (AP isolation)? "
+        fix += "Put both on one network or cable, or a VPN such as Tailscale on both"
+    else:
+        code, what = "not-on-this-network", f"there is no way from this machine's networks to {address}"
+        fix = "put both machines on one network, or a VPN such as Tailscale on both"
+    nobody = "this machine cannot join that host"
+    return Finding(code=code, machine=who, what=what, breaks=nobody, fix=fix, pains=(11,), **base)
 
 
 def _kept_in(case: Case, port: int) -> bool:
