@@ -13,6 +13,9 @@ PYTHONS := $(if $(PYTHON),$(PYTHON),python3 python3.14 python3.13 python3.12 pyt
 # Passed on: `make train ARGS="--guests 0"`, `make test ARGS=tests/unit`.
 ARGS ?=
 
+# Tests mostly wait for other processes: more of them at once than there are cores. 0: one after the other.
+WORKERS ?= 3
+
 # The stamp is written last and holds the folder's name, so a .venv whose making was interrupted, whose
 # interpreter is gone, or whose folder was moved is not taken for a sound one.
 SOUND := $(shell test "`cat $(STAMP) 2>/dev/null`" = "$(CURDIR)" && $(BIN)/python -c "" 2>/dev/null && echo yes)
@@ -57,7 +60,7 @@ train: $(STAMP)
 test: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 bench: $(STAMP)
 	@failed=; \

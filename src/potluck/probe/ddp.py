@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from potluck.spec.collectives import bus_factor
-from potluck.train.recipes.gpt import VOCABULARY, GptConfig, GptRecipe
+from potluck.train.recipes.gpt import BYTES, GptConfig, GptRecipe
 
 _WARM_UP = 2
 
@@ -69,7 +69,7 @@ def train(job: Job, backend: str, link_bytes_per_s: float | None, where: str) ->
     chance = torch.Generator().manual_seed(1000 + rank)
 
     def step(exchange: bool = True) -> tuple[float, Tensor]:
-        samples = torch.randint(0, VOCABULARY, (job.batch, job.sequence + 1), generator=chance)
+        samples = torch.randint(0, BYTES, (job.batch, job.sequence + 1), generator=chance)
         if world > 1:
             dist.barrier()
         began = time.perf_counter()
