@@ -58,7 +58,7 @@ class Memory:
         self._offset_of_reason = self._take(_REASON_BYTES)
         rings, mail = _shapes(size, sizes)
         count = 1 + size + sum(shape.words for shape in rings) + size * size * mail.words
-        spins = sizes.spins if sizes.spins is not None else (100 if len(cores()) >= size else 20)
+        spins = sizes.spins if sizes.spins is not None else (300 if len(cores()) >= size else 30)
         self.words = Words(self._slice(self._take(count * LINE_BYTES), count * LINE_BYTES), count, spins=spins)
         self._next_word = 1 + size
         self._bytes = torch.frombuffer(segment.view, dtype=torch.uint8)
