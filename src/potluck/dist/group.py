@@ -50,7 +50,7 @@ class PotluckGroup(dist.ProcessGroup):
     """A group of ranks on any devices and machines. Collectives of one group run in the order of the calls."""
 
     def __init__(self, formation: Formation, timeout: timedelta, global_ranks: list[int]) -> None:
-        super().__init__(formation.rank, formation.world)
+        super().__init__(formation.rank, formation.world)  # type: ignore[call-arg]
         self._formation = formation
         self._timeout = timeout
         self._global_ranks = global_ranks or list(range(formation.world))
@@ -61,7 +61,7 @@ class PotluckGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return "potluck"
 
-    name = _get_backend_name = getBackendName  # type: ignore[assignment]
+    name = _get_backend_name = getBackendName
 
     def rank(self) -> int:
         return self._formation.rank
