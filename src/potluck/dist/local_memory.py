@@ -28,10 +28,10 @@ _REASON_BYTES = 1024
 class Sizes:
     """How much memory a local group takes, and where its algorithms change."""
 
-    slot_bytes: int = 2 * 1024 * 1024
+    slot_bytes: int = 4 * 1024 * 1024
     """The largest piece of a tensor that passes at once. Pieces as small as a core's own cache save a fifth of the
     memory traffic, but on a busy machine every piece more is one more wait for a process that is not running."""
-    depth: int = 4
+    depth: int = 3
     """Pieces of one member that may be on their way."""
     small_bytes: int = 64 * 1024
     """Up to here everybody reads everything, which takes one round instead of two."""
