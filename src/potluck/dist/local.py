@@ -50,11 +50,13 @@ class LocalGroup(Rounds):
         *,
         names: Sequence[str] | None = None,
         differ: Differ | None = None,
-        sizes: Sizes | None = None,
         timeout_s: float = 60.0,
     ) -> LocalGroup:
-        """Meet the other members through `store` (torch's); every member raises where one of them cannot attach."""
-        memory = Memory.meet(store, prefix, rank, size, sizes=sizes or Sizes(), timeout_s=timeout_s)
+        """Meet the other members through `store` (torch's); every member raises where one of them cannot attach.
+
+        For other sizes than the usual ones: `LocalGroup(Memory.meet(..., sizes=Sizes(...)))`.
+        """
+        memory = Memory.meet(store, prefix, rank, size, sizes=Sizes(), timeout_s=timeout_s)
         return cls(memory, names, differ)
 
     # Reductions
