@@ -57,13 +57,14 @@ def test_a_rank_that_never_comes_is_named(ranks: Ranks, transport: str) -> None:
     *waiting, _ = ranks.call(f"{FAULTS}absent", 3, transport, 1.5)
     texts = [text for _, text, _ in waiting]
     assert all(seconds < 8 for *_, seconds in waiting)
-    assert {error for error, *_ in waiting} <= {"CollectiveTimeoutError", "CollectiveError"}
+    assert {error for error, *_ in waiting} <= {"CollectiveTimeoutError", "CollectiveError", "RankGoneError"}
     assert all("rank 2" in text and "all_reduce" in text for text in texts), texts
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_a_dead_rank_is_noticed_in_seconds(ranks: Ranks, transport: str) -> None:
-    *waiting, _ = ranks.call(f"{FAULTS}killed", 3, transport, "killed", may_die=[2])
+    with Ranks(3) as mortals:
+        *waiting, _ = mortals.call(f"{FAULTS}killed", 3, transport, "killed", may_die=[2])
     for error, text, seconds in waiting:
         assert error in ("RankGoneError", "CollectiveError")
         assert "rank 2" in text
@@ -72,20 +73,20 @@ def test_a_dead_rank_is_noticed_in_seconds(ranks: Ranks, transport: str) -> None
 
 def test_a_frozen_rank_is_noticed_in_seconds(ranks: Ranks) -> None:
     def thaw() -> None:
-        time.sleep(8)
+        time.sleep(12)
         os.kill(frozen, signal.SIGCONT)
         os.kill(frozen, signal.SIGKILL)
 
-    ranks.refresh()
-    frozen = ranks.pid(2)
-    thread = threading.Thread(target=thaw)
-    thread.start()
-    *waiting, _ = ranks.call(f"{FAULTS}killed", 3, "tcp", "frozen", may_die=[2])
-    thread.join()
+    with Ranks(3) as mortals:
+        frozen = mortals.pid(2)
+        thread = threading.Thread(target=thaw)
+        thread.start()
+        *waiting, _ = mortals.call(f"{FAULTS}killed", 3, "tcp", "frozen", may_die=[2])
+        thread.join()
     for error, text, seconds in waiting:
         assert error in ("RankGoneError", "CollectiveError")
         assert "rank 2" in text
-        assert seconds < 7
+        assert seconds < 10
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])

@@ -390,6 +390,7 @@ def run_all(
         fake_device.install()
     options = dict(options or {})
     machines = options.pop("machines", None)
+    own = shm.neighbourhood
     if machines is not None:
         # As if the ranks of this box were dealt to so many machines.
         shm.neighbourhood = lambda: f"machine {rank % machines}"
@@ -408,5 +409,6 @@ def run_all(
                 dist.group.WORLD.abort()  # type: ignore[union-attr]
                 break
     finally:
+        shm.neighbourhood = own
         dist.destroy_process_group()
     return failed

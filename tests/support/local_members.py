@@ -20,7 +20,7 @@ from torch import Tensor
 
 from potluck.dist import reduction
 from potluck.dist.local import LocalGroup
-from potluck.dist.local_memory import Sizes
+from potluck.dist.local_memory import Memory, Sizes
 from potluck.errors import CollectiveError, NetworkError, RankGoneError
 
 SLOT = 4096
@@ -33,7 +33,7 @@ Store = dist.Store
 
 def make(store: Store, name: str, rank: int, size: int) -> LocalGroup:
     sizes = Sizes(slot_bytes=SLOT, mail_bytes=SLOT, depth=3, small_bytes=1024)
-    return LocalGroup.create(store, name, rank, size, sizes=sizes, timeout_s=T)
+    return LocalGroup(Memory.meet(store, name, rank, size, sizes=sizes, timeout_s=T))
 
 
 def input_of(rank: int, count: int, dtype: torch.dtype) -> Tensor:

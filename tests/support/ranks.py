@@ -17,9 +17,10 @@ import traceback
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-PRELOADED = ["torch", "torch.distributed", "torch.nn.parallel", "numpy", "zmq", "psutil"]
+PRELOADED = ["torch", "torch.distributed.fsdp", "torch._dynamo", "numpy", "zmq", "psutil"]
+"""DDP imports torch._dynamo when it is first used: once here instead of once in every rank."""
 START_S = 60.0
 
 
@@ -45,7 +46,7 @@ class Rank:
 
 
 class Ranks:
-    """Up to `most` processes; whoever died is replaced before the next call."""
+    """Up to `most` processes. A test in which one dies, or is changed for good, uses some of its own."""
 
     def __init__(self, most: int) -> None:
         self._context = multiprocessing.get_context("forkserver")
@@ -65,7 +66,6 @@ class Ranks:
         may_die: Sequence[int] = (),
     ) -> list[Any]:
         """function(rank, world, *args) on that many ranks; what each returned, None for one that died as told."""
-        self.refresh()
         port = free_port()
         for rank in range(world):
             variables = {
@@ -98,14 +98,11 @@ class Ranks:
             self._ranks[rank].process.kill()
         return answers
 
-    def refresh(self) -> None:
-        """Replace whoever died; call() does it too."""
-        for number, rank in enumerate(self._ranks):
-            # A process that is being killed is still alive for a moment.
-            rank.process.join(0 if rank.pipe.poll(0) is False else 1)
-            if not rank.process.is_alive():
-                rank.pipe.close()
-                self._ranks[number] = Rank(number, self._context)
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self.close()
 
     def close(self) -> None:
         for rank in self._ranks:

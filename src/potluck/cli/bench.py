@@ -117,7 +117,7 @@ def _measure(
     import torch
     import torch.distributed as dist
 
-    from potluck.errors import UserError
+    from potluck.errors import PotluckError
     from potluck.probe import link
     from potluck.probe.collectives import measure
     from potluck.report.text import fitted
@@ -145,7 +145,7 @@ def _measure(
         write_json(json_file, [row.to_dict() for row in rows])
     wrong = sum(row.wrong for row in rows)
     if wrong:
-        raise UserError(f"{wrong} elements are not what they should be", hint="please report it, with the table")
+        raise PotluckError(f"{wrong} elements are not what they should be", hint="please report it, with the table")
 
 
 # -- ranks ----------------------------------------------------------------------------------------------

@@ -81,4 +81,4 @@ def room_for(tensor: Tensor) -> Tensor:
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether it lies in host memory as it reads: no gaps, no conjugate or sign still to be applied."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

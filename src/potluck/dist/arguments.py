@@ -17,7 +17,7 @@ from torch import Tensor
 from potluck.dist import reduction
 from potluck.dist.host_tensors import HostTensor
 from potluck.dist.record import Header
-from potluck.errors import CollectiveError
+from potluck.errors import CollectiveError, CollectiveTimeoutError, PotluckError
 
 _MOST_SIZES = 32
 
@@ -161,3 +161,11 @@ def unbundle(flat: Tensor, hosts: Sequence[HostTensor]) -> None:
     if hosts:
         for host, values in zip(hosts, flat.split([host.flat.numel() for host in hosts]), strict=True):
             host.flat.copy_(values)
+
+
+def worded(header: Header, error: BaseException) -> BaseException:
+    """The error with what it happened in, where its words do not say so."""
+    if not isinstance(error, PotluckError) or f"#{header.seq}" in error.what:
+        return error
+    late = " ran into its timeout and failed" if isinstance(error, CollectiveTimeoutError) else ""
+    return type(error)(f"{header.op} #{header.seq} ({header.text()}){late}: {error.what}", hint=error.hint)

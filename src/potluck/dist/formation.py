@@ -180,7 +180,8 @@ class Formation:
                 raise CollectiveError(str(aborted)) from None
         if missing:
             named = ", ".join(self.lane.who(rank) for rank in missing)
-            text = f"monitored_barrier #{call.header.seq}: {named} did not come in time"
+            # The first words are gloo's: scripts look for them.
+            text = f"Rank 0 timed out in monitoredBarrier #{call.header.seq}: {named} did not come in time"
             self.lane.fail(text)
             raise CollectiveTimeoutError(text, hint="look at what these ranks do")
         for rank in range(1, self.world):

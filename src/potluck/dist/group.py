@@ -41,14 +41,16 @@ def create(options: Any, backend_options: Any) -> PotluckGroup:
         timeout_s=options.timeout.total_seconds(),
         config=backend_options,
     )
-    return PotluckGroup(formation, options.timeout, list(options.global_ranks_in_group))
+    own_s = formation.settings.timeout_s
+    timeout = options.timeout if own_s is None else timedelta(seconds=own_s)
+    return PotluckGroup(formation, timeout, list(options.global_ranks_in_group))
 
 
 class PotluckGroup(dist.ProcessGroup):
     """A group of ranks on any devices and machines. Collectives of one group run in the order of the calls."""
 
     def __init__(self, formation: Formation, timeout: timedelta, global_ranks: list[int]) -> None:
-        super().__init__(formation.rank, formation.world)
+        super().__init__(formation.rank, formation.world)  # type: ignore[call-arg]
         self._formation = formation
         self._timeout = timeout
         self._global_ranks = global_ranks or list(range(formation.world))
@@ -59,7 +61,7 @@ class PotluckGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return "potluck"
 
-    name = _get_backend_name = getBackendName  # type: ignore[assignment]
+    name = _get_backend_name = getBackendName
 
     def rank(self) -> int:
         return self._formation.rank
@@ -138,7 +140,7 @@ class PotluckGroup(dist.ProcessGroup):
         formation.check()
         tensors = list(tensors)
         # By now the caller's device may still be computing what is to be sent.
-        moments = [staging.moment(device) for device in {t.device for t in tensors if t.device.type != "cpu"}]
+        moments = [staging.moment(device) for device in {t.device for t in tensors if not t.is_cpu}]
         timeout_s = self._timeout_s(opts)
         header, about = what.header(formation.next_sequence())
         work = PotluckWork(f"{header.op} #{header.seq}", tensors if result is None else result)
@@ -148,17 +150,20 @@ class PotluckGroup(dist.ProcessGroup):
         def job() -> None:
             entry.start()
             try:
-                with METRICS.op(header.op, header.nbytes) as measured, torch.no_grad():
+                with METRICS.op(header.op, header.nbytes) as measured:
                     measured.queued(time.perf_counter() - asked)
                     for moment in moments:
                         if moment is not None:
                             moment()
                     now = time.monotonic()
                     body(Call(header, about, now + timeout_s, now))
-            except BaseException as error:
+            except BaseException as raised:
+                error = arguments.worded(header, raised)
                 entry.fail(error)
                 formation.failed(header, error)
-                raise
+                if error is raised:
+                    raise
+                raise error from None
             entry.finish()
 
         formation.engine.submit(job, work, at_once=not getattr(opts, "asyncOp", True))
@@ -184,13 +189,15 @@ class PotluckGroup(dist.ProcessGroup):
         )
 
     def _allreduce(self, name: str, tensors: list[Tensor], opts: Any) -> PotluckWork:
-        op = opts.reduceOp
+        op = reduction.plain(opts.reduceOp)
         for tensor in tensors:
             arguments.dense(name, tensor)
             reduction.check(op, tensor.dtype)
 
         # The caller's tensor, not its copy in host memory, is the same in the next step.
-        identity = identity_of(tensors[0], None if len(tensors) == 1 else f"{name} {len(tensors)}")
+        identity: object = None
+        if self._formation.settings.compression != "none":
+            identity = identity_of(tensors[0], None if len(tensors) == 1 else f"{name} {len(tensors)}")
 
         def body(call: Call) -> None:
             hosts = host_tensors.read(tensors)
@@ -215,7 +222,7 @@ class PotluckGroup(dist.ProcessGroup):
     def reduce(self, tensors: Any, opts: Any = None, op: Any = SUM) -> PotluckWork:
         tensors = arguments.as_list(tensors)
         opts = arguments.options(c10d.ReduceOptions, opts)
-        (tensor,), op, root = tensors, opts.reduceOp, opts.rootRank
+        (tensor,), op, root = tensors, reduction.plain(opts.reduceOp), opts.rootRank
         arguments.dense("reduce", tensor)
         reduction.check(op, tensor.dtype)
 
@@ -253,7 +260,7 @@ class PotluckGroup(dist.ProcessGroup):
     def _reduce_scatter(
         self, name: str, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any
     ) -> PotluckWork:
-        op = opts.reduceOp
+        op = reduction.plain(opts.reduceOp)
         for output, parts in zip(outputs, inputs, strict=True):
             arguments.one_each(name, parts, self.size())
             arguments.alike(name, [output, *parts])

@@ -17,9 +17,12 @@ class HostTensor:
 
     def __init__(self, tensor: Tensor, *, read: bool) -> None:
         self._tensor = tensor
-        self._same = staging.is_plain(tensor.detach())
-        host = staging.to_host(tensor) if read else staging.room_for(tensor)
-        self.flat = host.reshape(-1)
+        own = tensor.detach()
+        self._same = staging.is_plain(own)
+        if self._same:
+            self.flat = own.view(-1)
+        else:
+            self.flat = (staging.to_host(own) if read else staging.room_for(own)).reshape(-1)
 
     def bring_back(self) -> None:
         if not self._same:

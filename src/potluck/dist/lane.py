@@ -139,7 +139,7 @@ class Trip:
         lane = self.lane
         track = len(part) >= _COPIED_BYTES
         tracker = lane.mesh.send(
-            lane.endpoints[rank], Kind.COLLECTIVE, lane.group, self.sequence, part, about=self.about, track=track
+            lane.endpoints[rank], (Kind.COLLECTIVE, lane.group, self.sequence), part, about=self.about, track=track
         )
         if tracker is not None and track:
             self._trackers.append((rank, tracker))

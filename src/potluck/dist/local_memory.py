@@ -28,10 +28,10 @@ _REASON_BYTES = 1024
 class Sizes:
     """How much memory a local group takes, and where its algorithms change."""
 
-    slot_bytes: int = 2 * 1024 * 1024
+    slot_bytes: int = 4 * 1024 * 1024
     """The largest piece of a tensor that passes at once. Pieces as small as a core's own cache save a fifth of the
     memory traffic, but on a busy machine every piece more is one more wait for a process that is not running."""
-    depth: int = 4
+    depth: int = 3
     """Pieces of one member that may be on their way."""
     small_bytes: int = 64 * 1024
     """Up to here everybody reads everything, which takes one round instead of two."""
@@ -58,7 +58,7 @@ class Memory:
         self._offset_of_reason = self._take(_REASON_BYTES)
         rings, mail = _shapes(size, sizes)
         count = 1 + size + sum(shape.words for shape in rings) + size * size * mail.words
-        spins = sizes.spins if sizes.spins is not None else (100 if len(cores()) >= size else 20)
+        spins = sizes.spins if sizes.spins is not None else (300 if len(cores()) >= size else 30)
         self.words = Words(self._slice(self._take(count * LINE_BYTES), count * LINE_BYTES), count, spins=spins)
         self._next_word = 1 + size
         self._bytes = torch.frombuffer(segment.view, dtype=torch.uint8)

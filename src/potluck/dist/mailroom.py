@@ -54,7 +54,7 @@ class Mailroom:
         total = len(view)
         for start, stop in chunks(total, lane.terms.chunk_bytes):
             lane.mesh.send(
-                lane.endpoints[to], Kind.MESSAGE, lane.group, tag, view[start:stop], about=about, total=total
+                lane.endpoints[to], (Kind.MESSAGE, lane.group, tag), view[start:stop], about=about, total=total
             )
 
     # -- receiving ------------------------------------------------------------------------------------------

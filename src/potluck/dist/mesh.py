@@ -62,6 +62,9 @@ class Parcel:
         return memoryview(b"") if self.body is None else memoryview(self.body.buffer)
 
 
+Label = tuple[Kind, int, int]
+"""(kind, group, tag) of a parcel."""
+
 Box = tuple[int, int, str, int]
 """(kind, group, source, tag)."""
 
@@ -112,9 +115,7 @@ class Mesh:
     def send(
         self,
         to: Endpoint,
-        kind: Kind,
-        group: int,
-        tag: int,
+        label: Label,
         body: memoryview | None = None,
         *,
         about: bytes = b"",
@@ -123,12 +124,11 @@ class Mesh:
     ) -> Any:
         flags = _CHECKED if self._checksum and body is not None else 0
         crc = zlib.crc32(body) if flags and body is not None else 0
-        head = self._head(kind, flags, group, tag, total, crc, len(about)) + about
+        head = self._head(label, flags, total, crc, len(about)) + about
         return self.links.send(to, head, body, track=track)
 
-    def _head(
-        self, kind: Kind, flags: int = 0, group: int = 0, tag: int = 0, total: int = 0, crc: int = 0, about: int = 0
-    ) -> bytes:
+    def _head(self, label: Label, flags: int = 0, total: int = 0, crc: int = 0, about: int = 0) -> bytes:
+        kind, group, tag = label
         name = self.endpoint.name.encode("ascii")
         return _HEAD.pack(_MAGIC, (PROTOCOL << 4) | kind, flags, name, group, tag, total, crc, about)
 
@@ -250,7 +250,7 @@ class Mesh:
             if known is not None:
                 told = json.dumps(answer() if answer is not None else {}).encode()
                 with contextlib.suppress(PotluckError):
-                    self.send(known, Kind.TELL, group, 0, about=told)
+                    self.send(known, (Kind.TELL, group, 0), about=told)
         elif kind == Kind.TELL:
             with contextlib.suppress(ValueError), self.lock:
                 self._told[group, source] = json.loads(about)
@@ -267,7 +267,7 @@ class Mesh:
         self._fail(group, text)
         for other in others:
             with contextlib.suppress(PotluckError):
-                self.send(other, Kind.ABORT, group, 0, about=text.encode()[:4000])
+                self.send(other, (Kind.ABORT, group, 0), about=text.encode()[:4000])
 
     def aborted(self, group: int) -> str | None:
         return self._aborted.get(group)
@@ -279,7 +279,7 @@ class Mesh:
                 self._told.pop((group, other.name), None)
         for other in others:
             with contextlib.suppress(PotluckError):
-                self.send(other, Kind.ASK, group, 0)
+                self.send(other, (Kind.ASK, group, 0))
         wanted = {other.name for other in others}
 
         def look() -> bool | None:
@@ -317,7 +317,7 @@ class Mesh:
             if self._reading:
                 return  # a thread that will not end still reads: its socket must not be taken from under it
             self._reading = True
-        self.links.close(self._head(Kind.FAREWELL))
+        self.links.close(self._head((Kind.FAREWELL, 0, 0)))
 
 
 class Aborted(Exception):

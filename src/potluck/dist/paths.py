@@ -5,8 +5,7 @@ It must not know torch's process groups or devices: tensors are flat, contiguous
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -17,7 +16,6 @@ from potluck.dist.compression import Compressor
 from potluck.dist.lane import Call, Lane, Trip
 from potluck.dist.local import LocalGroup
 from potluck.dist.reduction import Op
-from potluck.errors import PotluckError
 
 
 class Path(Protocol):
@@ -85,58 +83,40 @@ class LocalPath:
     def __init__(self, local: LocalGroup) -> None:
         self._local = local
 
-    @contextmanager
-    def _told(self, call: Call) -> Iterator[None]:
-        """What goes wrong within the machine is told with what it went wrong in."""
-        try:
-            yield
-        except PotluckError as error:
-            what = f"{call.header.op} #{call.header.seq} ({call.header.text()}): {error.what}"
-            raise type(error)(what, hint=error.hint) from None
-
     def barrier(self, call: Call) -> None:
-        with self._told(call):
-            self._local.barrier(timeout_s=call.left_s, note=call.about)
+        self._local.barrier(timeout_s=call.left_s, note=call.about)
 
     def all_reduce(self, call: Call, flat: Tensor, op: Op, identity: object = None) -> None:
-        with self._told(call):
-            self._local.all_reduce(flat, op, timeout_s=call.left_s, note=call.about)
+        self._local.all_reduce(flat, op, timeout_s=call.left_s, note=call.about)
 
     def reduce(self, call: Call, flat: Tensor, op: Op, root: int) -> None:
-        with self._told(call):
-            self._local.reduce(flat, root, op, timeout_s=call.left_s, note=call.about)
+        self._local.reduce(flat, root, op, timeout_s=call.left_s, note=call.about)
 
     def broadcast(self, call: Call, flat: Tensor, root: int) -> None:
-        with self._told(call):
-            self._local.broadcast(flat, root, timeout_s=call.left_s, note=call.about)
+        self._local.broadcast(flat, root, timeout_s=call.left_s, note=call.about)
 
     def all_gather(self, call: Call, outputs: Sequence[Tensor], mine: Tensor) -> None:
         whole = _room(outputs)
-        with self._told(call):
-            self._local.all_gather(whole, mine, timeout_s=call.left_s, note=call.about)
+        self._local.all_gather(whole, mine, timeout_s=call.left_s, note=call.about)
         _deal(whole, outputs)
 
     def gather(self, call: Call, outputs: Sequence[Tensor], mine: Tensor, root: int) -> None:
         whole = _room(outputs) if outputs else None
-        with self._told(call):
-            self._local.gather(whole, mine, root, timeout_s=call.left_s, note=call.about)
+        self._local.gather(whole, mine, root, timeout_s=call.left_s, note=call.about)
         if whole is not None:
             _deal(whole, outputs)
 
     def scatter(self, call: Call, output: Tensor, inputs: Sequence[Tensor], root: int) -> None:
         whole = _joined(inputs) if inputs else None
-        with self._told(call):
-            self._local.scatter(output, whole, root, timeout_s=call.left_s, note=call.about)
+        self._local.scatter(output, whole, root, timeout_s=call.left_s, note=call.about)
 
     def reduce_scatter(self, call: Call, output: Tensor, inputs: Sequence[Tensor], op: Op) -> None:
-        with self._told(call):
-            self._local.reduce_scatter(output, _joined(inputs), op, timeout_s=call.left_s, note=call.about)
+        self._local.reduce_scatter(output, _joined(inputs), op, timeout_s=call.left_s, note=call.about)
 
     def all_to_all(self, call: Call, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         whole = _room(outputs)
         counts, wanted = [part.numel() for part in inputs], [part.numel() for part in outputs]
-        with self._told(call):
-            self._local.all_to_all(whole, _joined(inputs), wanted, counts, timeout_s=call.left_s, note=call.about)
+        self._local.all_to_all(whole, _joined(inputs), wanted, counts, timeout_s=call.left_s, note=call.about)
         _deal(whole, outputs)
 
 

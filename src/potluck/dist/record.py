@@ -143,7 +143,7 @@ def timeout_error(
         why = "every rank came, but not all of the data"
         hint = "a link or a rank stalled in the middle; a longer timeout helps if it is only slow"
     seen = [f"  rank {rank}: {last_seen[rank]}" for rank in missed if last_seen and rank in last_seen]
-    text = f"{what} ({parts}) did not finish within {seconds_text(waited_s)}: {why}"
+    text = f"{what} ({parts}) did not finish within the timeout of {seconds_text(waited_s)}: {why}"
     return CollectiveTimeoutError("\n".join([text, *seen[:_MOST_LINES]]), hint=hint)
 
 

@@ -43,10 +43,18 @@ _ROUNDING = frozenset({"SUM", "AVG", "PREMUL_SUM", "PRODUCT"})
 
 def name_of(op: Op) -> str:
     """SUM, AVG, ...: the operation's name, whichever of torch's two types it comes as."""
+    if type(op) is str:  # it went through plain()
+        return op
     name = getattr(getattr(op, "op", op), "name", None)
     if name not in _DTYPES:
         raise CollectiveError(f"{op!r} is no reduction", hint="use one of torch.distributed.ReduceOp")
     return str(name)
+
+
+def plain(op: Op) -> Op:
+    """The same operation as its name, where that says all: torch's objects are slow to look at."""
+    name = name_of(op)
+    return op if name == "PREMUL_SUM" else name
 
 
 def supports(op: Op, dtype: torch.dtype) -> bool:

@@ -118,6 +118,11 @@ class Ring:
         _LENGTH.pack_into(self._notes, at, len(note))
         self._notes[at + _LENGTH.size : at + _LENGTH.size + len(note)] = note
 
+    def note_is(self, writer: int, number: int, note: bytes) -> bool:
+        """Whether a writer has left exactly this note."""
+        at = self._note_at(writer, number) + _LENGTH.size
+        return bytes(self._notes[at - _LENGTH.size : at + len(note)]) == _LENGTH.pack(len(note)) + note
+
     def note(self, writer: int, number: int) -> bytes:
         at = self._note_at(writer, number)
         (length,) = _LENGTH.unpack_from(self._notes, at)

@@ -12,6 +12,7 @@ from potluck.dist.lane import Call
 from potluck.dist.paths import Path
 
 
+@torch.no_grad()
 def all_reduce(path: Path, call: Call, world: int, tensor: Tensor) -> None:
     """In place. Everybody gets everybody's entries, padded to the longest, and adds them up in rank order."""
     mine = tensor.detach().coalesce().cpu()

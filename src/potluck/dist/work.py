@@ -31,7 +31,9 @@ class PotluckWork(dist.Work):
         super().__init__()
         self.name = name
         self._result = list(result)
-        self._done = threading.Event()
+        self._finished = False
+        self._end: threading.Event | None = None
+        """Made when somebody waits: most collectives are over before that."""
         self._error: BaseException | None = None
         self._future: Future[Any] | None = None
         self._lock = threading.Lock()
@@ -41,37 +43,45 @@ class PotluckWork(dist.Work):
 
     def complete(self, error: BaseException | None = None, source: int = -1) -> None:
         with self._lock:
-            if self._done.is_set():
+            if self._finished:
                 return
-            self._error, self._source = error, source
-            self._done.set()
-            future = self._future
+            self._error, self._source, self._finished = error, source, True
+            future, end = self._future, self._end
+        if end is not None:
+            end.set()
         if future is not None:
             self._fulfil(future)
 
     def wait(self, timeout: timedelta = _FOREVER) -> bool:
-        seconds = timeout.total_seconds() if timeout is not None else 0.0
-        until = time.monotonic() + seconds if seconds > 0 else None
-        if self.progress is not None and not self._done.is_set():
-            self.progress(until)
-        if not self._done.wait(None if until is None else max(0.0, until - time.monotonic())):
-            raise CollectiveTimeoutError(
-                f"{self.name} had not finished after {seconds:g} s of waiting",
-                hint="it is still under way: wait again, with more time",
-            )
+        if not self._finished:
+            self._wait(timeout.total_seconds() if timeout is not None else 0.0)
         if self._error is not None:
             raise self._error
         return True
 
+    def _wait(self, seconds: float) -> None:
+        until = time.monotonic() + seconds if seconds > 0 else None
+        if self.progress is not None:
+            self.progress(until)
+        with self._lock:
+            if self._finished:
+                return
+            end = self._end = self._end or threading.Event()
+        if not end.wait(None if until is None else max(0.0, until - time.monotonic())):
+            raise CollectiveTimeoutError(
+                f"{self.name} had not finished after {seconds:g} s of waiting",
+                hint="it is still under way: wait again, with more time",
+            )
+
     @property
     def finished(self) -> bool:
         """Without doing anything for it."""
-        return self._done.is_set()
+        return self._finished
 
     def is_completed(self) -> bool:
-        if self.progress is not None and not self._done.is_set():
+        if self.progress is not None and not self._finished:
             self.progress(time.monotonic())
-        return self._done.is_set()
+        return self._finished
 
     def is_success(self) -> bool:
         return self.is_completed() and self._error is None
@@ -97,7 +107,7 @@ class PotluckWork(dist.Work):
         with self._lock:
             if self._future is None:
                 self._future = _new_future(self._result)
-                done = self._done.is_set()
+                done = self._finished
             else:
                 return self._future
         if done:

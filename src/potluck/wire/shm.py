@@ -33,8 +33,6 @@ _WORD_MASK = 0xFFFFFFFF
 _HALF_WORD = 0x80000000
 _FUTEX_CALLS = {"x86_64": 202, "aarch64": 98, "riscv64": 98}
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
-_give_way: Callable[[], Any] = getattr(os, "sched_yield", lambda: time.sleep(0))
-"""Lets another process, or another thread of this one, go first."""
 
 
 def available() -> tuple[bool, str]:
@@ -247,7 +245,7 @@ class Words:
     """32-bit counters in shared memory, each written by one process, on which the others wait."""
 
     def __init__(self, memory: memoryview, count: int, *, spins: int, futex: bool = True) -> None:
-        """`memory`: `count` times LINE_BYTES; `spins`: looks before the first sleep."""
+        """`memory`: `count` times LINE_BYTES; `spins`: looks before the first sleep, of some 0.1 µs each."""
         self.spins = spins
         self._words = memory[: count * LINE_BYTES].cast("I")
         self._stride = LINE_BYTES // 4
@@ -283,9 +281,9 @@ class Words:
         """
         words, at = self._words, index * self._stride
         for _ in range(self.spins):
+            # Without giving way to others: on a busy machine one would get its turn again milliseconds later.
             if not (words[at] - target) & _HALF_WORD:
                 return self.reached(index, target)
-            _give_way()
         pause_s = 0.00002
         while not self.reached(index, target):
             left_s = deadline - time.monotonic()
