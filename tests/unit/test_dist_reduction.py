@@ -159,8 +159,9 @@ def test_an_operation_comes_as_a_member_or_as_an_object() -> None:
     for name in NAMES:
         member = getattr(ReduceOp, name)
         assert reduction.name_of(member) == reduction.name_of(ReduceOp(member)) == name
+        assert reduction.name_of(name) == name
     with pytest.raises(CollectiveError, match="no reduction"):
-        reduction.name_of("SUM")
+        reduction.name_of(object())  # type: ignore[arg-type]
 
 
 def test_a_refusal_is_a_runtime_error_as_with_other_backends() -> None:
