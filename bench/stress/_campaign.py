@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -101,5 +102,7 @@ def begin(
     if more is not None:
         more(parser)
     options = parser.parse_args()
+    # A shell's background jobs ignore Ctrl-C, and whatever they start would too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     import_everything()
     return Campaign(row, what, options.times, options.minutes, options.seed, options.json, options)

@@ -32,7 +32,6 @@ MARK = "STRESS_MARK"
 os.environ["PYTHONPATH"] = str(ROOT / "src")  # for guests that the host starts
 os.environ["TERM"] = "xterm"
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup guests would rightly stay
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so would they
 campaign = begin("R10", "Ctrl-C, SIGTERM, terminal gone, host gone", times=200, minutes=60)
 
 
