@@ -130,7 +130,7 @@ def measure(guests: list[int], steps: int, hold_s: float) -> list[str]:
                 row, own = summary(number, table.measured(), alone)
                 alone = alone or own
                 lines.append(row)
-                say(row)
+                say("\n".join([row, *table.troubles()]))
         except RuntimeError as error:
             say(str(error))
         finally:
