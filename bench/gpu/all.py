@@ -1,4 +1,4 @@
-"""Every figure of the GPU in one call: python bench/gpu/all.py [--only codec,staging,tax,desk]
+"""Every figure of the GPU in one call: python bench/gpu/all.py [--only codec,staging,parity,tax,desk]
 
 About nine minutes on one H200 with 16 cores. Each part runs in a process of its own, so that the GPU's memory is
 free again for the next; one that fails says why, and the others follow.
@@ -19,7 +19,8 @@ PARTS = {
     "codec": ["codec_rates.py"],
     "staging": ["staging.py", "--replica", "host"],
     "staging-device": ["staging.py", "--replica", "device"],
-    "tax": ["tax.py"],
+    "parity": ["parity.py"],
+    "tax": ["tax.py", "--plain"],
     "desk": ["desk.py"],
 }
 

@@ -1,4 +1,4 @@
-"""Desk and Mac at full size, a guest on real cores, and 500 steps of loss: everything that is paced, at once.
+"""Desk and Mac at full size, and a guest on real cores: everything that is paced, at once.
 
     python bench/gpu/desk.py [--steps 12]
 
@@ -31,8 +31,6 @@ MICRO_BATCH, CPU_THREADS = 8, 6
 ON = "@cuda"
 SKIP, SKIP_DDP = 4, 1
 IDEAL = 1 + HOST_S / GUEST_S
-CURVE = ["--depth", "4", "--sequence", "128", "--batch-tokens", "4096", "--steps", "500"]
-CURVE_HOST_S = 0.007
 
 
 def host_device(seconds: float) -> list[str]:
@@ -46,7 +44,7 @@ class Desk:
         self._folder, self._steps = folder, steps
         link = LinkSpec(name="guest", rate_bytes_per_s=GOODPUT_MBIT * 125_000, latency_s=0.0002)
         self._links = []
-        for name in ("potluck", "cpu", "curve"):
+        for name in ("potluck", "cpu"):
             (folder / name).mkdir()
             self._links.append(ProxyProcess([link], folder=folder / name))
         self.runs: dict[str, Run] = {}
@@ -62,26 +60,14 @@ class Desk:
         self._ddp("ddp", (GLOBAL_BATCH // 2, GLOBAL_BATCH // 2))
         guest = round(GLOBAL_BATCH / 9)
         self._ddp("ddp-balanced", (GLOBAL_BATCH - guest, guest))
-        self._curves()
         paced = ["--device", f"paced:{GUEST_S}{ON}", "--threads", "1", "--micro-batch", "4"]
         together.guest("mac", self._through(0, together.token()), *paced)
         cores = ["--device", "cpu", "--threads", str(CPU_THREADS), "--micro-batch", "2"]
         real.guest("cores", self._through(1, real.token()), *cores)
-        curve = self.runs["curve-1"]
-        curve.guest("cores", self._through(2, curve.token()), "--device", "cpu", "--threads", "2")
 
     def _run(self, name: str) -> Run:
         self.runs[name] = Run(self._folder / name)
         return self.runs[name]
-
-    def _curves(self) -> None:
-        """Three seeds alone as fast as they can, and the first with a guest on the CPU, paced to let it in."""
-        for seed in (1, 2, 3):
-            words = [*CURVE, "--seed", str(seed), "--device", "cuda", "--micro-batch", "32", "--threads", "1"]
-            self._run(f"curve-alone-{seed}").host(*words, "--set", "compile=no")
-        words = [*CURVE, "--seed", "1", "--device", f"paced:{CURVE_HOST_S}{ON}", "--micro-batch", "4"]
-        waiting = ["--wait-for", "1", "--wait-s", "200", "--threads", "1", "--set", "compile=no"]
-        self._run("curve-1").host(*words, *waiting)
 
     def _through(self, link: int, token_file: Path) -> Path:
         """A token that leads through the proxy."""
@@ -133,7 +119,6 @@ class Desk:
             self._patiently(name, lambda run=self.runs[name], n=steps: len(run.events("step")) >= n, 240.0)
         self._patiently("ddp-balanced", lambda: len(self.ddp_steps("ddp-balanced")) >= 4, 30.0)
         self._patiently("ddp", lambda: len(self.ddp_steps("ddp")) >= 2, 60.0)
-        self._patiently("curve-1", lambda: bool(self.runs["curve-1"].events("run_end")), 60.0)
 
     def _patiently(self, name: str, found: Any, within_s: float) -> None:
         try:
@@ -176,7 +161,7 @@ def table(desk: Desk) -> list[str]:
             f"| {label} | {seconds:.3f} (slowest {slowest:.3f}) | {alone / seconds:.3f} |"
             f" {GLOBAL_BATCH - mean:.1f} + {mean:.1f} |"
         )
-    for name in ("potluck", "cpu", "curve-1"):
+    for name in ("potluck", "cpu"):
         for event in desk.runs[name].events("guest_joined"):
             lines.append(
                 f"{name}: {event['machine']} on {event['device']}, cosine of gradients {event['parity']:.5f}"
@@ -187,33 +172,13 @@ def table(desk: Desk) -> list[str]:
     return lines
 
 
-def curve_lines(desk: Desk) -> list[str]:
-    """Mean loss of the last 50 of 500 steps: three seeds alone, and the first with a guest."""
-
-    def last(name: str) -> tuple[float, float]:
-        steps = desk.runs[name].events("step")
-        guests = sum(n for e in steps for who, n in e["samples"].items() if who != "host")
-        share = guests / max(1, sum(sum(e["samples"].values()) for e in steps))
-        tail = [e["loss"] for e in steps[450:500]]
-        return sum(tail) / len(tail) if len(tail) == 50 else float("nan"), share
-
-    seeds = [last(f"curve-alone-{seed}")[0] for seed in (1, 2, 3)]
-    ours, share = last("curve-1")
-    return [
-        f"loss, mean of steps 451-500 of a 3.3 M model: bf16 host alone, seeds 1, 2, 3:"
-        f" {', '.join(f'{loss:.4f}' for loss in seeds)}; seed 1 with a fp32 guest on the CPU that computed"
-        f" {share:.0%} of all samples: {ours:.4f} ({ours - seeds[0]:+.4f}; spread of the seeds"
-        f" {max(seeds) - min(seeds):.4f})",
-    ]
-
-
 def measure(steps: int) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         desk = Desk(Path(folder), steps)
         try:
             desk.start()
             desk.wait()
-            return [*table(desk), *curve_lines(desk)]
+            return table(desk)
         finally:
             desk.end()
 

@@ -1,11 +1,12 @@
 """The host tax: tokens/s that a GPU host computes itself, alone and with guests attached that deliver.
 
-    python bench/gpu/tax.py [--guests 2,8] [--steps 16]
+    python bench/gpu/tax.py [--guests 2,8] [--steps 8] [--plain]
 
-The host trains GPT-2 124M (bf16, compiled) as fast as it can, half a million tokens a step. Its guests are puppets
-on this machine's cores: they take every change of the weights and deliver a whole coded gradient each step,
-encrypted over loopback; their weights are not compared, for they keep none. Counted is what the host computed
-itself in the time of its steps, waiting included. `plain torch` is the same model in a loop without Potluck.
+The host trains GPT-2 124M (bf16, compiled) as fast as it can, a million tokens a step; the guests come while it
+runs. They are puppets on this machine's cores: they take every change of the weights and deliver a whole
+coded gradient each step, encrypted over loopback; their weights are not compared, for they keep none. Counted
+is what the host computed itself in the time of its steps, waiting included. `plain torch` is the same model in a
+loop without Potluck.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ import time
 from pathlib import Path
 
 import torch
-from _runs import GLOBAL_BATCH, GPT2, HERE, SEQUENCE, Event, Run, say
+from _runs import HERE, SEQUENCE, Event, Run, say
 
 from potluck.train.recipes.gpt import GptConfig, GptRecipe
 
-MICRO_BATCH, WARM_UP = 32, 5
+GLOBAL_BATCH, MICRO_BATCH, WARM_UP = 1024, 32, 3
+MODEL = ["--depth", "12", "--sequence", str(SEQUENCE), "--batch-tokens", str(SEQUENCE * GLOBAL_BATCH)]
 GUEST_PART = 1 / 24
 """A puppet's speed as a part of the host's."""
 
@@ -43,7 +45,7 @@ def plain_tokens_per_s(steps: int) -> float:
         optimizer.zero_grad()
         total = torch.zeros((), device=device)
         for first in range(0, GLOBAL_BATCH, MICRO_BATCH):
-            samples = data.__getitems__([(step * 512 + first + i) % len(data) for i in range(MICRO_BATCH)])
+            samples = data.__getitems__([(step * GLOBAL_BATCH + first + i) % len(data) for i in range(MICRO_BATCH)])
             batch = torch.stack(samples).pin_memory().to(device, non_blocking=True)
             loss = recipe.loss(model, batch, config)
             (loss * MICRO_BATCH).backward()
@@ -57,32 +59,43 @@ def plain_tokens_per_s(steps: int) -> float:
     return steps * SEQUENCE * GLOBAL_BATCH / (time.monotonic() - began)
 
 
-def with_guests(guests: int, steps: int, sample_s: float, folder: Path) -> list[Event]:
-    """The events of the steps after all guests had joined, but for the first few."""
-    run = Run(folder / f"guests-{guests}")
-    try:
+class Table:
+    """One host, more and more guests."""
+
+    def __init__(self, folder: Path, steps: int) -> None:
+        self._run, self._steps, self._guests = Run(folder / "run"), steps, 0
         config = folder / "run.toml"
         config.write_text("[run]\ncheck_replica_every = 0\n")
-        words = [*GPT2, "--steps", "100000", "--micro-batch", str(MICRO_BATCH), "--config", str(config)]
-        words += ["--wait-for", str(guests), "--wait-s", "200"] if guests else []
-        run.host(*words, command=[str(HERE / "trusting_host.py")])
-        token = run.token()
-        for number in range(guests):
-            command = [sys.executable, str(HERE / "puppet.py"), "--token-file", str(token)]
-            command += ["--name", f"puppet-{number + 1}", "--sample-s", str(sample_s)]
-            run.start(f"puppet-{number + 1}", command, env={"OMP_NUM_THREADS": "1"})
+        words = [*MODEL, "--steps", "100000", "--micro-batch", str(MICRO_BATCH), "--config", str(config)]
+        self._run.host(*words, command=[str(HERE / "trusting_host.py")])
+        self._token = self._run.token()
 
-        run.wait(lambda: len(run.events("guest_joined")) >= guests, 120.0, "guests")
-        first = WARM_UP + len(run.events("step"))
-        run.wait(lambda: len(run.events("step")) >= first + steps, 120.0, f"{steps} steps with all guests")
-        return run.events("step")[first:]
-    except RuntimeError as error:
-        say(str(error))
-        found = run.events("step")
-        say(f"{len(found)} steps; the last ones: " + "; ".join(str(e["samples"]) for e in found[-4:]))
-        return []
-    finally:
-        run.end()
+    def hold(self, seconds: float) -> None:
+        time.sleep(seconds)
+        self._run.wait(lambda: len(self._run.events("step")) >= 3, 150.0, "first steps")
+
+    def guests(self, number: int, sample_s: float) -> None:
+        """Start as many more as are wanted, and wait until all have joined."""
+        for guest in range(self._guests + 1, number + 1):
+            command = [sys.executable, str(HERE / "puppet.py"), "--token-file", str(self._token)]
+            command += ["--name", f"puppet-{guest}", "--sample-s", str(sample_s)]
+            self._run.start(f"puppet-{guest}", command, env={"OMP_NUM_THREADS": "1"})
+        self._guests = number
+        self._run.wait(lambda: len(self._run.events("guest_joined")) >= number, 120.0, "guests")
+
+    def measured(self) -> list[Event]:
+        """The next steps, but for the first few."""
+        first = WARM_UP + len(self._run.events("step"))
+        self._run.wait(lambda: len(self._run.events("step")) >= first + self._steps, 120.0, "steps")
+        return self._run.events("step")[first:]
+
+    def troubles(self) -> list[str]:
+        kinds = ("guest_sits_out", "lease_taken_back", "contribution_dropped", "guest_left")
+        found = [event for kind in kinds for event in self._run.events(kind)]
+        return [f"{e['event']}: {e.get('machine')}, step {e.get('step')}: {e.get('reason')}" for e in found[:6]]
+
+    def end(self) -> None:
+        self._run.end()
 
 
 def summary(guests: int, events: list[Event], alone: float | None) -> tuple[str, float]:
@@ -101,36 +114,42 @@ def summary(guests: int, events: list[Event], alone: float | None) -> tuple[str,
     )
 
 
-def measure(guests: list[int], steps: int) -> list[str]:
-    plain = plain_tokens_per_s(max(4, steps // 2))
-    say(f"plain torch: {plain:,.0f} tokens/s")
-    torch.cuda.empty_cache()
+def measure(guests: list[int], steps: int, hold_s: float) -> list[str]:
     lines = [
-        f"plain torch: {plain:,.0f} tokens/s",
         "| guests | deliver a step | fleet tokens/s | host's own tokens/s | tax, without waiting | waiting | MFU |",
         "|---|---|---|---|---|---|---|",
     ]
-    alone: float | None = None
     with tempfile.TemporaryDirectory() as folder:
-        for number in [0, *guests]:
-            sample_s = SEQUENCE / (alone or plain) / GUEST_PART
-            events = with_guests(number, steps, sample_s, Path(folder))
-            if not events:
-                lines.append(f"| {number} | failed | | | | | |")
-                continue
-            row, own = summary(number, events, alone)
-            alone = alone or own
-            lines.append(row)
-            say(row)
+        table = Table(Path(folder), steps)
+        alone: float | None = None
+        try:
+            table.hold(hold_s)
+            for number in [0, *guests]:
+                if alone is not None:
+                    table.guests(number, SEQUENCE / alone / GUEST_PART)
+                row, own = summary(number, table.measured(), alone)
+                alone = alone or own
+                lines.append(row)
+                say("\n".join([row, *table.troubles()]))
+        except RuntimeError as error:
+            say(str(error))
+        finally:
+            lines += table.troubles()
+            table.end()
     return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="What guests cost a GPU host.")
     parser.add_argument("--guests", default="2,8")
-    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=8, help="measured with each number of guests")
+    parser.add_argument("--plain", action="store_true", help="plain torch first")
+    parser.add_argument("--hold-s", type=float, default=0.0, help="do not measure before so many seconds")
     options = parser.parse_args()
-    print("\n".join(measure([int(n) for n in options.guests.split(",")], options.steps)))
+    if options.plain:
+        say(f"plain torch: {plain_tokens_per_s(options.steps):,.0f} tokens/s")
+        torch.cuda.empty_cache()
+    print("\n".join(measure([int(n) for n in options.guests.split(",")], options.steps, options.hold_s)))
 
 
 if __name__ == "__main__":

@@ -46,18 +46,18 @@ def test_a_guest_of_another_kind_contributes(tmp_path: Path, guest: str) -> None
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("replica", ["host", "device"])
 def test_a_host_at_full_speed_with_two_guests(tmp_path: Path, replica: str) -> None:
-    """The recipe in bf16, compiled, micro-batches queued ahead, the replica compared by hash every few steps."""
+    """The recipe in bf16, micro-batches queued ahead, the replica compared by hash every few steps."""
     config = tmp_path / "run.toml"
     config.write_text(f'[run]\nreplica = "{replica}"\ncheck_replica_every = 3\n')
-    words = ["--depth", "6", "--sequence", "512", "--batch-tokens", "524288", "--steps", "120"]
-    words += ["--micro-batch", "64"]
+    words = ["--depth", "6", "--sequence", "512", "--batch-tokens", "524288", "--steps", "40"]
+    words += ["--micro-batch", "64", "--set", "compile=no"]
     with Fleet(tmp_path / "fleet") as fleet:
         host = fleet.host("gpt", "--config", str(config), "--wait-for", "2", "--device", "cuda", *words)
         guests = [fleet.guest(name, "--device", "cuda", "--micro-batch", "16") for name in ("ann", "bob")]
         host.succeeds(deadline_s=120)
         for guest in guests:
             guest.succeeds(deadline_s=20)
-        fleet.assert_every_step_is_full(global_batch=1024, steps=120)
+        fleet.assert_every_step_is_full(global_batch=1024, steps=40)
         joined = fleet.events("guest_joined")
         assert len(joined) == 2
         assert all(event["parity"] > 0.98 for event in joined)

@@ -53,7 +53,7 @@ class CudaDevice(Device):
     """Computes on the GPU of that index, which becomes the current one of this process."""
 
     kind = "cuda"
-    ahead = 2
+    ahead = 1  # with more, the driver's queue of launches fills up, and a full one may block Python's other threads
     parts_at_once = 16
 
     def __init__(self, index: int = 0) -> None:
@@ -108,7 +108,8 @@ class CudaDevice(Device):
     def beside(self) -> Iterator[None]:
         stream = getattr(self._side, "stream", None)
         if stream is None:
-            stream = self._side.stream = torch.cuda.Stream(self.torch_device)
+            # Little work that others wait for: it goes before the training's next blocks, not after all of them.
+            stream = self._side.stream = torch.cuda.Stream(self.torch_device, priority=-1)
         with torch.cuda.stream(stream):
             yield
 

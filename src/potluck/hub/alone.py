@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from potluck.hub.ledger import Ledger
 from potluck.hub.members import Member
-from potluck.hub.quota import Estimate
+from potluck.hub.quota import Estimate, split_evenly
 from potluck.hub.stepping import StepResult
 
 
@@ -22,7 +22,7 @@ class AloneHub:
         self._ledger.open_step()
 
     def take(self, count: int, finish: Callable[[], None]) -> tuple[tuple[int, ...], bool]:
-        positions = self._ledger.take(count)
+        positions = self._ledger.take(next(iter(split_evenly(self._ledger.in_pool, count)), count))
         if not positions:
             finish()
         return positions, False
