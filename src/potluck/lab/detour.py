@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
+
 from potluck.errors import TokenError
 from potluck.spec.rig import Machine
 from potluck.wire.proxy import ProxyProcess
@@ -76,8 +78,6 @@ class Detours:
 
 def remove_leftovers(prefix: str) -> None:
     """Remove temporary folders whose owner was killed: they hold tokens. Its id follows the prefix."""
-    import psutil  # not above: whether namespaces can be had is asked where nothing is installed, too
-
     for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         owner = folder.name.removeprefix(prefix).partition("-")[0]
         if owner.isdecimal() and not psutil.pid_exists(int(owner)):

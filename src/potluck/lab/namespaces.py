@@ -16,20 +16,22 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from potluck.errors import UserError
 from potluck.lab import enter, permission, state
 from potluck.lab.box import Box
-from potluck.lab.detour import Detours
 from potluck.lab.network import needs_netem, wiring
 from potluck.lab.permission import why_not
 from potluck.lab.supervisor import Request
 from potluck.spec.rig import HOST, Rig
 from potluck.wire.shaping import Fault
+
+if TYPE_CHECKING:
+    from potluck.lab.detour import Detours
 
 __all__ = ["NamespaceBox", "why_not"]
 
@@ -60,7 +62,7 @@ class NamespaceBox(Box):
         self._state: state.State | None = None
         self._supervisor: subprocess.Popen[bytes] | None = None
         self._started: list[subprocess.Popen[bytes]] = []
-        self._detours = Detours(self._for_a_proxy) if detours else None
+        self._detours = _detours(self._for_a_proxy) if detours else None
 
     def __enter__(self) -> Self:
         before = permission.require(netem=needs_netem(self._rig))
@@ -324,3 +326,9 @@ def _end_groups(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, number)
+
+
+def _detours(entering: Callable[[str, Sequence[str]], list[str]]) -> Detours:
+    from potluck.lab.detour import Detours  # it needs what is not installed for everybody who holds namespaces
+
+    return Detours(entering)
