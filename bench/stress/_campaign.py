@@ -6,6 +6,7 @@ It must not know what is tried.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
 import signal
@@ -51,7 +52,11 @@ class Campaign:
             self.figures[name] = max(self.figures.get(name, value), value)
 
     def run(self, attempt: Callable[[int, Path, random.Random], int | None]) -> None:
-        """Try until it was done `times` times; an attempt may say how many times it was (1)."""
+        """Try until it was done `times` times, or Ctrl-C; an attempt may say how many times it was (1)."""
+        with contextlib.suppress(KeyboardInterrupt):
+            self._try(attempt)
+
+    def _try(self, attempt: Callable[[int, Path, random.Random], int | None]) -> None:
         number = 0
         while self.done < self.times and not self.time_is_up:
             with tempfile.TemporaryDirectory(prefix="potluck-stress-", ignore_cleanup_errors=True) as folder:
@@ -104,5 +109,6 @@ def begin(
     options = parser.parse_args()
     # A shell's background jobs ignore Ctrl-C, and whatever they start would too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is counted so far is printed
     import_everything()
     return Campaign(row, what, options.times, options.minutes, options.seed, options.json, options)

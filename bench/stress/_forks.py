@@ -97,6 +97,7 @@ def fork(work: Callable[[], int], *, name: str, log: Path, env: Mapping[str, str
         return Process(pid, name, log)
     status = 70
     try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the campaign's own handler is not theirs
         with contextlib.suppress(OSError):
             os.setpgid(0, 0)
         with contextlib.suppress(OSError, AttributeError):  # only Linux has it
