@@ -45,6 +45,7 @@ class Terminal(Process):
         if pid == 0:
             status = 70
             try:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 os.environ.update(env)
                 status = run([str(word) for word in words])
             finally:
