@@ -13,7 +13,8 @@ PYTHONS := $(if $(PYTHON),$(PYTHON),python3 python3.14 python3.13 python3.12 pyt
 # Passed on: `make train ARGS="--guests 0"`, `make test ARGS=tests/unit`.
 ARGS ?=
 
-# Tests mostly wait for other processes: more of them at once than there are cores. 0: one after the other.
+# Tests mostly wait for other processes: more of them at once than there are cores. 0: one after the other. Files go
+# to the workers in their order, the slow ones (faults, lab, multiproc) before the many quick ones.
 WORKERS ?= 3
 
 # The stamp is written last and holds the folder's name, so a .venv whose making was interrupted, whose
@@ -60,7 +61,7 @@ train: $(STAMP)
 test: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 bench: $(STAMP)
 	@failed=; \

@@ -76,7 +76,7 @@ def test_a_disk_that_fails_at_any_moment_costs_no_checkpoint(tmp_path: Path, mom
 KILLS = """
 import os, signal, sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[2])
+sys.path[:0] = [sys.argv[2], os.path.dirname(sys.argv[2])]
 from test_checkpoint_faults import MOMENTS, keep, newest, prepared
 from potluck import failpoints
 for moment in MOMENTS:
