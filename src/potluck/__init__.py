@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from potluck._version import __version__
+from potluck.dist import registration
 from potluck.errors import PotluckError
 
 if TYPE_CHECKING:
@@ -30,6 +31,9 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     return getattr(importlib.import_module(_LAZY[name]), name)
+
+
+registration.watch()  # torch.distributed.init_process_group("potluck") works once both have been imported
 
 
 def __dir__() -> list[str]:

@@ -14,6 +14,24 @@ from potluck.errors import ConfigError
 
 PREFIX = "POTLUCK_"
 
+DIST_VARIABLES: Mapping[str, str] = {
+    "POTLUCK_DIST_TRANSPORT": "torch.distributed: auto, tcp, or shm for ranks that are all on one machine",
+    "POTLUCK_DIST_ADDRESS": "torch.distributed: the address of this machine to listen at",
+    "POTLUCK_DIST_INTERFACE": "torch.distributed: the network interface to listen at, for example eth0",
+    "POTLUCK_DIST_PORT_BASE": "torch.distributed: rank r listens at this port + r; 0 takes any free port",
+    "POTLUCK_DIST_CHUNK_BYTES": "torch.distributed: how much is sent at once, for example 512KiB",
+    "POTLUCK_DIST_SMALL_BYTES": "torch.distributed: up to this size a collective is made for latency",
+    "POTLUCK_DIST_COMPRESSION": "torch.distributed: none, fp16, bf16, int8, int4, topk or topk:0.01 for all-reduce",
+    "POTLUCK_DIST_CHECKSUM": "torch.distributed: 1 checks every chunk that arrives, 0 does not",
+    "POTLUCK_DIST_ENCRYPTION": "torch.distributed: 0 sends in the clear between machines, 1 does not",
+    "POTLUCK_DIST_TIMEOUT_S": "torch.distributed: seconds for a collective, instead of the group's own timeout",
+    "POTLUCK_DIST_CONNECT_TIMEOUT_S": "torch.distributed: seconds for all ranks to reach each other",
+    "POTLUCK_DIST_HEARTBEAT_S": "torch.distributed: seconds between two signs of life",
+    "POTLUCK_DIST_HEARTBEAT_TIMEOUT_S": "torch.distributed: a rank is gone after so many silent seconds",
+    "POTLUCK_DIST_LOG_LEVEL": "torch.distributed: debug, info, warning or error",
+}
+"""What their values mean is for `dist/config.py` to say."""
+
 VARIABLES: Mapping[str, str] = {
     "POTLUCK_TOKEN": "the token that `potluck join` uses when none is typed",
     "POTLUCK_DEVICE": "the device to compute on: cpu, cuda, cuda:1, mps",
@@ -23,6 +41,7 @@ VARIABLES: Mapping[str, str] = {
     "POTLUCK_NAME": "this machine's name, as the other machines see it",
     "POTLUCK_TRACE": "a file that gets a line for every interval in which this process computed",
     "POTLUCK_FAILPOINT": "for tests of Potluck itself: fail at a named moment, NAME=ACTION[@COUNT]",
+    **DIST_VARIABLES,
 }
 
 _YES = frozenset({"1", "true", "yes", "on"})
@@ -50,9 +69,7 @@ class Environment:
 def read(environ: Mapping[str, str] | None = None) -> Environment:
     """Read and check every POTLUCK_* variable; an empty one counts as not set."""
     environ = os.environ if environ is None else environ
-    for name in sorted(environ):
-        if name.startswith(PREFIX) and name not in VARIABLES:
-            raise _unknown(name)
+    check_names(environ)
     given = {name: environ.get(name, "").strip() for name in VARIABLES}
     return Environment(
         token=_token(given["POTLUCK_TOKEN"]),
@@ -64,6 +81,13 @@ def read(environ: Mapping[str, str] | None = None) -> Environment:
         trace=_trace(given["POTLUCK_TRACE"]),
         failpoint=given["POTLUCK_FAILPOINT"] or None,
     )
+
+
+def check_names(environ: Mapping[str, str]) -> None:
+    """Refuse a POTLUCK_* variable that does not exist, with the nearest name that does."""
+    for name in sorted(environ):
+        if name.startswith(PREFIX) and name not in VARIABLES:
+            raise _unknown(name)
 
 
 def _unknown(name: str) -> ConfigError:

@@ -7,12 +7,15 @@
     │   ├── TokenError         a token that is damaged or of another version
     │   ├── RunFolderError     a run folder that is missing, damaged or not writable
     │   ├── LoopError          the training loop used in a way that cannot work
+    │   ├── CollectiveError    a collective of torch.distributed that cannot work (also a RuntimeError)
     │   └── ScriptError        the user's script raised an exception of its own: exit status 1
     ├── NetworkError           a machine or a link: exit status 3
     │   ├── PortTakenError     the port is held by another process (a user's choice: exit status 2)
     │   ├── HostGoneError      the host stayed silent past the deadline
     │   ├── GuestsMissingError guests that were waited for did not come
-    │   └── RefusedError       the host turned this guest away, with its reason
+    │   ├── RefusedError       the host turned this guest away, with its reason
+    │   ├── CollectiveTimeoutError  ranks never came to a collective (also RuntimeError)
+    │   └── RankGoneError      a rank of the group died or cannot be reached (also RuntimeError)
     ├── WireError              bytes that are not a message of this protocol
     └── CheckpointError        no readable checkpoint where one was needed
 
@@ -69,6 +72,12 @@ class LoopError(UserError):
     code = "bad-loop"
 
 
+class CollectiveError(UserError, RuntimeError):
+    """Also a RuntimeError: scripts written for other backends of torch.distributed catch that."""
+
+    code = "bad-collective"
+
+
 class ScriptError(UserError):
     code = "script-failed"
     exit_status = 1
@@ -94,6 +103,14 @@ class GuestsMissingError(NetworkError):
 
 class RefusedError(NetworkError):
     code = "refused"
+
+
+class CollectiveTimeoutError(NetworkError, RuntimeError):
+    code = "collective-timeout"
+
+
+class RankGoneError(NetworkError, RuntimeError):
+    code = "rank-gone"
 
 
 class WireError(PotluckError):

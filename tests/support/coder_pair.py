@@ -70,7 +70,14 @@ class FakeLink:
 class Pair:
     """A host's coder and a guest's hub, with the rules of the feed between them and no socket."""
 
-    def __init__(self, codec: str, dtype: torch.dtype = torch.float32, device: Device | None = None) -> None:
+    def __init__(
+        self,
+        codec: str,
+        dtype: torch.dtype = torch.float32,
+        device: Device | None = None,
+        *,
+        replica_on_host: bool = False,
+    ) -> None:
         torch.manual_seed(1)
         self.device = device or pick("cpu")
         self.model = Net(dtype)
@@ -84,7 +91,12 @@ class Pair:
         assert self.pieces > 4
         self.said = threading.Event()
         self.coder = HostCoder(
-            self.tensors, down=get(codec), up=get(codec), device=self.device, notify=self.said.set
+            self.tensors,
+            down=get(codec),
+            up=get(codec),
+            device=self.device,
+            notify=self.said.set,
+            replica_on_host=replica_on_host,
         )
         self.feed = Feed(pieces=self.pieces, window_bytes=2000)
         self.feed.open = True

@@ -38,7 +38,7 @@ def count(config: GptConfig) -> int:
 
 def test_sizes_follow_from_the_depth() -> None:
     assert count(GptConfig(depth=4)) == 3_323_392
-    assert count(GptConfig(depth=12, sequence=1024, batch_tokens=8192)) == pytest.approx(86e6, rel=0.005)
+    assert count(GptConfig(depth=12, sequence=1024, batch_tokens=8192)) == pytest.approx(124.5e6, rel=0.005)
     config = GptConfig(depth=3, sequence=32, batch_tokens=100)
     assert (config.width, config.global_batch, RECIPE.tokens_per_sample(config)) == (192, 3, 32)
 

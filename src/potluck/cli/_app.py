@@ -40,6 +40,7 @@ VERBS: dict[str, Verb] = {
     "plan": Verb("potluck.cli.plan:plan", "Is it worth it? Predicted before anything runs."),
     "report": Verb("potluck.cli.report:report", "What happened in a run."),
     "lab": Verb("potluck.cli.lab:lab", "A whole fleet on one box, strategies side by side."),
+    "bench": Verb("potluck.cli.bench:bench", "How fast collectives and DDP are here, beside other backends."),
 }
 
 

@@ -8,6 +8,7 @@
     none.py        float32 as it is, 4 bytes per value
     half.py        fp16 and bf16, 2 bytes per value
     block.py       int8 and int4 with a scale for every 128 values, 1.016 and 0.516 bytes per value
+    fused.py       the same on a GPU in one pass, where Triton is there; kernels.py is what it runs
     topk.py        the largest few by magnitude, 6 bytes for each one kept
     feedback.py    what a codec loses now is sent later: error feedback, and a replica that follows its target
 
@@ -22,14 +23,15 @@ from typing import TYPE_CHECKING, Any
 from potluck.codec.names import NAMES
 
 if TYPE_CHECKING:
-    from potluck.codec.feedback import encode_change, encode_with_feedback
+    from potluck.codec.feedback import add_decoded, encode_change, encode_with_feedback
     from potluck.codec.interface import Codec
     from potluck.codec.registry import get
 
-__all__ = ["NAMES", "Codec", "encode_change", "encode_with_feedback", "get"]
+__all__ = ["NAMES", "Codec", "add_decoded", "encode_change", "encode_with_feedback", "get"]
 
 _HOME = {
     "Codec": "interface",
+    "add_decoded": "feedback",
     "encode_change": "feedback",
     "encode_with_feedback": "feedback",
     "get": "registry",

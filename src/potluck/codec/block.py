@@ -21,6 +21,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from potluck.codec import fused
 from potluck.codec.interface import Report
 from potluck.codec.tensors import (
     MAGNITUDE,
@@ -62,7 +63,8 @@ class BlockCodec:
         return 2 * (whole + (left > 0)) + whole * self.block_bytes + min(left, self.block_bytes)
 
     def encode(self, values: Tensor) -> Tensor:
-        return self._encode(checked_values(values), None)
+        values = checked_values(values)
+        return fused.encode(self, values) if fused.usable(values.device) else self._encode(values, None)
 
     def encode_reporting(self, values: Tensor, report: Report) -> Tensor:
         return self._encode(checked_values(values), report)
@@ -70,6 +72,9 @@ class BlockCodec:
     def decode(self, payload: Tensor, count: int, out: Tensor | None = None) -> Tensor:
         payload = checked_payload(payload, count, self.nbytes(count), self.name)
         out = destination(out, count, payload.device)
+        if fused.usable(payload.device) and payload.data_ptr() % 2 == 0:
+            fused.decode(self, payload, out)
+            return out
         stored, codes = _split(payload, count)
         scales = stored.to(torch.int32).bitwise_left_shift_(16).view(torch.float32).unsqueeze(1)
         for at, blocks, code_bytes in self._walk(count, payload.device):

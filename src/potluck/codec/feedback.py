@@ -1,13 +1,17 @@
-"""What a codec loses now is sent later: error feedback, and a replica that follows its target.
+"""What a codec loses now is sent later: error feedback, a replica that follows its target, sums of payloads.
 
 It must not know how any codec packs its values.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
+from potluck.codec import fused
+from potluck.codec.block import BlockCodec
 from potluck.codec.interface import Codec
 from potluck.codec.tensors import spans
 
@@ -23,6 +27,8 @@ def encode_with_feedback(codec: Codec, values: Tensor, residual: Tensor) -> Tens
         residual: [count] float32, contiguous, on the same device. Zeros at first; changed in place.
     """
     total, kept = _in_place(values, "values"), _in_place(residual, "residual")
+    if isinstance(codec, BlockCodec) and fused.usable(total.device):
+        return fused.encode_with_feedback(codec, total, kept)
     for start, stop in spans(total.numel(), total.device):
         total[start:stop].add_(kept[start:stop])
 
@@ -46,6 +52,8 @@ def encode_change(codec: Codec, target: Tensor, replica: Tensor) -> Tensor:
         replica: [count] float32, contiguous, on the same device; changed in place.
     """
     wanted, followed = target.detach(), _in_place(replica, "replica")
+    if isinstance(codec, BlockCodec) and fused.usable(followed.device) and wanted.is_contiguous():
+        return fused.encode_change(codec, wanted, followed)
     change = torch.empty_like(followed)
     for start, stop in spans(change.numel(), change.device):
         torch.sub(wanted[start:stop], followed[start:stop], out=change[start:stop])
@@ -54,6 +62,39 @@ def encode_change(codec: Codec, target: Tensor, replica: Tensor) -> Tensor:
         followed[start : start + decoded.numel()].add_(decoded)
 
     return codec.encode_reporting(change, follow)
+
+
+def add_decoded(
+    codec: Codec,
+    payload: Tensor,
+    counts: Sequence[int],
+    total: Tensor,
+    *,
+    first: bool,
+    room: Callable[[int], Tensor],
+) -> None:
+    """Add what the payloads of pieces decode to; with `first`, write it over whatever `total` holds.
+
+    Args:
+        payload: the pieces' payloads one after the other, [bytes] uint8.
+        counts: how many values each piece has.
+        total: [sum of counts] float32, contiguous, on the payload's device; changed in place.
+        room: gives memory for so many float32 there, where that is needed.
+    """
+    summed = _in_place(total, "total")
+    fusable = isinstance(codec, BlockCodec) and fused.usable(summed.device)
+    if fusable and fused.add_pieces(codec, payload, counts, summed, first=first):  # type: ignore[arg-type]
+        return
+    at = read = 0
+    for count in counts:
+        part, nbytes = summed[at : at + count], codec.nbytes(count)
+        if first:
+            codec.decode(payload[read : read + nbytes], count, out=part)
+        else:
+            decoded = codec.decode(payload[read : read + nbytes], count, out=room(count))
+            for start, stop in spans(count, summed.device):
+                part[start:stop].add_(decoded[start:stop])
+        at, read = at + count, read + nbytes
 
 
 def _in_place(tensor: Tensor, name: str) -> Tensor:

@@ -3,7 +3,7 @@
 It must not know the network, the codecs or the training loop; they see a `Device` and never ask which.
 """
 
-from potluck.device.base import Device, Memory
+from potluck.device.base import Device, Mark, Memory
 from potluck.device.pick import Factory, pick, register
 
-__all__ = ["Device", "Factory", "Memory", "pick", "register"]
+__all__ = ["Device", "Factory", "Mark", "Memory", "pick", "register"]

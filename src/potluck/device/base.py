@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -24,11 +26,27 @@ class Memory:
     free_bytes: int
 
 
+class Mark:
+    """A point in the work that a device was given. This one has been passed: some devices work at once."""
+
+    def wait(self) -> None:
+        """Until the device has passed it; other threads go on meanwhile."""
+
+
 class Device(ABC):
     """What computes on this machine. Used by one training thread; to_host and from_host by any thread."""
 
     kind: str
     """What a person types, less what follows the colon: cpu, cuda, mps, paced."""
+
+    ahead: int = 0
+    """Micro-batches that may be queued behind the one that computes; 0: each is done before the next is given."""
+
+    parts_at_once: int = 1
+    """How many tensors `joined` should be given: where each copy costs a fixed time, more than one."""
+
+    peak_flops: float | None = None
+    """What its matrix units could do at most in bf16, where that is known."""
 
     def __init__(self, torch_device: torch.device, label: str) -> None:
         self.torch_device = torch_device
@@ -54,6 +72,28 @@ class Device(ABC):
     @abstractmethod
     def from_host(self, tensor: Tensor) -> Tensor:
         """A CPU tensor brought to this device (on the CPU: itself)."""
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """CPU tensors of bytes brought to this device as one, back to back (on the CPU: a single one is itself)."""
+        return self.from_host(parts[0] if len(parts) == 1 else torch.cat(list(parts)))
+
+    def host_buffer(self, count: int) -> Tensor:
+        """[count] float32 in host memory, of the kind that this device reads and writes fastest."""
+        return torch.empty(count)
+
+    def mark(self) -> Mark:
+        """The point up to which this thread has given the device work."""
+        return Mark()
+
+    def after(self, mark: Mark) -> None:  # noqa: B027 - nothing is ever unfinished where work is done at once
+        """What this thread gives the device from now on starts after `mark`. Nobody waits for that here."""
+
+    def beside(self) -> AbstractContextManager[None]:
+        """What this thread gives the device inside runs beside the training's work, in no order with it.
+
+        What must come after a point in the training's work says so with `after`.
+        """
+        return nullcontext()
 
     @abstractmethod
     def memory(self) -> Memory: ...

@@ -5,27 +5,64 @@ It must not know other vendors, and it does nothing with CUDA before a device is
 
 from __future__ import annotations
 
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
-from potluck.device.base import Device, Memory
+from potluck.device.base import Device, Mark, Memory
 from potluck.errors import ConfigError
 
 PINNED_LIMIT_BYTES = 64 << 20
-"""Copies up to this size go into pinned memory, at 54 GB/s on an H200 where ordinary memory takes 1.5 to 12.
+"""Copies up to this size go through pinned memory, at 54 GB/s on an H200 where ordinary memory takes 1.5 to 12.
 torch keeps what it once pinned, which larger copies are too rare to deserve."""
+
+PEAK_FLOPS = {
+    "H200": 989e12,
+    "H100 80GB HBM3": 989e12,
+    "A100.*": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "GeForce RTX 4090": 165e12,
+    "GeForce RTX 4080": 97e12,
+    "GeForce RTX 4070": 58e12,
+    "GeForce RTX 4060": 30e12,
+    "GeForce RTX 3090": 71e12,
+    "GeForce RTX 3080": 59e12,
+}
+"""Dense bf16 with sums in float32, from the maker's data sheets, by what stands after NVIDIA in the device's name.
+A name that is not here (a Ti, a laptop's) has another rate."""
+
+
+class CudaMark(Mark):
+    """An event on the stream that was the thread's current one."""
+
+    def __init__(self, device: torch.device) -> None:
+        # Blocking: a thread that waits gives its core away, and others need it.
+        self.event = torch.cuda.Event(blocking=True)
+        self.event.record(torch.cuda.current_stream(device))
+
+    def wait(self) -> None:
+        self.event.synchronize()
 
 
 class CudaDevice(Device):
     """Computes on the GPU of that index, which becomes the current one of this process."""
 
     kind = "cuda"
+    ahead = 1  # with more, the driver's queue of launches fills up, and a full one may block Python's other threads
+    parts_at_once = 16
 
     def __init__(self, index: int = 0) -> None:
         device = torch.device("cuda", index)
         torch.cuda.set_device(device)  # for users' code that says only "cuda"
         properties = torch.cuda.get_device_properties(device)
         super().__init__(device, f"{properties.name} {round(properties.total_memory / 2**30)} GB")
+        self.peak_flops = _peak(properties.name)
+        self._side = threading.local()
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
@@ -34,15 +71,47 @@ class CudaDevice(Device):
         # The copy comes after the work queued on this thread's current stream: the default one, unless the
         # thread changed it.
         source = tensor.detach().contiguous()
-        if source.nbytes > PINNED_LIMIT_BYTES:
+        if source.device.type == "cpu" or source.nbytes > PINNED_LIMIT_BYTES:
             return source.to("cpu")
         host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
         host.copy_(source, non_blocking=True)
-        torch.cuda.current_stream(self.torch_device).synchronize()
+        self.mark().wait()
         return host
 
     def from_host(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.torch_device)
+        if tensor.nbytes > PINNED_LIMIT_BYTES:
+            return tensor.to(self.torch_device)
+        # Through pinned memory nobody waits: torch reuses it only when the copy has been made.
+        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor.detach())
+        return pinned.to(self.torch_device, non_blocking=True)
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        total = torch.empty(sum(part.numel() for part in parts), dtype=parts[0].dtype, device=self.torch_device)
+        at = 0
+        for part in parts:
+            pinned = torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part)
+            total[at : at + part.numel()].copy_(pinned, non_blocking=True)
+            at += part.numel()
+        return total
+
+    def host_buffer(self, count: int) -> Tensor:
+        return torch.empty(count, pin_memory=True)
+
+    def mark(self) -> CudaMark:
+        return CudaMark(self.torch_device)
+
+    def after(self, mark: Mark) -> None:
+        if isinstance(mark, CudaMark):
+            torch.cuda.current_stream(self.torch_device).wait_event(mark.event)
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        stream = getattr(self._side, "stream", None)
+        if stream is None:
+            # Little work that others wait for: it goes before the training's next blocks, not after all of them.
+            stream = self._side.stream = torch.cuda.Stream(self.torch_device, priority=-1)
+        with torch.cuda.stream(stream):
+            yield
 
     def memory(self) -> Memory:
         free, total = torch.cuda.mem_get_info(self.torch_device)
@@ -57,6 +126,11 @@ class CudaDevice(Device):
         super().set_rng_state(state)
         if "cuda" in state:
             torch.cuda.set_rng_state(state["cuda"].cpu(), self.torch_device)
+
+
+def _peak(name: str) -> float | None:
+    name = name.removeprefix("NVIDIA ")
+    return next((rate for pattern, rate in PEAK_FLOPS.items() if re.fullmatch(pattern, name)), None)
 
 
 def why_not() -> str | None:

@@ -1,4 +1,4 @@
-"""A device of a chosen speed: real mathematics on the CPU, then sleep until the emulated time has passed.
+"""A device of a chosen speed: real mathematics on the CPU or a GPU, then sleep until the emulated time has passed.
 
 It must not know what is trained or what else hooks the model. It exists to measure fleets on one machine, so
 its one duty is honesty: no gradient may be there before the emulated device could have computed it.
@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from potluck.device import cuda
+from potluck.device.base import Device
 from potluck.device.cpu import CpuDevice
 from potluck.errors import ConfigError
 
@@ -28,20 +30,24 @@ FORWARD_PART = 1 / 3
 """The backward computes two products, for the input and for the weight, where the forward computes one."""
 
 
-class PacedDevice(CpuDevice):
-    """The CPU, held back to `seconds_per_sample`; as fast as the CPU where that is slower.
+class Pacing(Device):
+    """Holds the device that comes after it among the base classes back to `seconds_per_sample`.
 
-    `changes`: (step, seconds a sample from that step on), steps counted from 1 and rising.
+    As fast as that device where it is slower. Where work is queued, nothing is given to the device before its
+    time. `changes`: (step, seconds a sample from that step on), steps counted from 1 and rising.
     """
 
     kind = "paced"
+    ahead = 0
 
     def __init__(self, seconds_per_sample: float, changes: Sequence[tuple[int, float]] = ()) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[call-arg]  # the other base class's
+        self.peak_flops = None
         self.seconds_per_sample = seconds_per_sample
         """Of the step under way."""
         self._speeds = [(1, seconds_per_sample), *changes]
-        self.label = f"paced {seconds_per_sample:g} s/sample on cpu" + (", changing" if changes else "")
+        self.label = f"paced {seconds_per_sample:g} s/sample on {self.torch_device.type}"
+        self.label += ", changing" if changes else ""
         self._hooks: list[RemovableHandle] = []
         self._forward_work: dict[nn.Module, int] = {}  # what a call of the module concludes, in elements
         self._backward_work: dict[Tensor, int] = {}  # what the arrival of the parameter's gradient concludes
@@ -64,7 +70,10 @@ class PacedDevice(CpuDevice):
         self._forward_work = _forward_work(model)
         self._forward_total = sum(self._forward_work.values())
         self._backward_work, self._backward_total = _backward_work(model)
-        self._hooks = [module.register_forward_hook(self._after_forward) for module in self._forward_work]
+        # A compiled model would be traced through them; it is held back to its backward, and at its end.
+        compiled = any(module._compiled_call_impl is not None for module in model.modules())
+        layers = [] if compiled else list(self._forward_work)
+        self._hooks = [module.register_forward_hook(self._after_forward) for module in layers]
         self._hooks += [
             parameter.register_post_accumulate_grad_hook(self._after_gradient) for parameter in self._backward_work
         ]
@@ -117,6 +126,16 @@ class PacedDevice(CpuDevice):
             self._overslept_s = time.perf_counter() - until_s
 
 
+class PacedDevice(Pacing, CpuDevice):
+    """The CPU, held back."""
+
+
+class PacedCudaDevice(Pacing, cuda.CudaDevice):
+    """A GPU, held back."""
+
+    kind = "paced"
+
+
 def _share(done: int, total: int) -> float:
     return min(1.0, done / total) if total else 1.0
 
@@ -159,8 +178,16 @@ def _backward_work(model: nn.Module) -> tuple[dict[Tensor, int], int]:
     return work, sum(elements for _, _, elements in visits)
 
 
-def make(argument: str) -> PacedDevice:
-    """The device that "paced:0.6" names, or "paced:0.6,9=0.3" where the speed is another one from step 9 on."""
+def make(argument: str) -> Pacing:
+    """The device that "paced:0.6" names, or "paced:0.6,9=0.3" where the speed is another one from step 9 on.
+
+    "paced:0.6@cuda" computes on a GPU.
+    """
+    argument, _, on = argument.partition("@")
+    if on not in ("", "cpu", "cuda"):
+        raise ConfigError(
+            f"a paced device computes on cpu or cuda, not on {on!r}", hint="for example paced:0.2@cuda"
+        )
     first, *rest = argument.split(",")
     words = [word.partition("=") for word in rest]
     steps = [_step(step) for step, _, _ in words]
@@ -169,7 +196,12 @@ def make(argument: str) -> PacedDevice:
             f"a paced device changes its speed at later and later steps, not as in {argument!r}",
             hint="for example --device paced:0.6,9=0.3,17=0.6: steps from 2 on, each with its seconds a sample",
         )
-    return PacedDevice(_seconds(first), list(zip(steps, [_seconds(seconds) for _, _, seconds in words])))
+    changes = list(zip(steps, [_seconds(seconds) for _, _, seconds in words]))
+    seconds = _seconds(first)
+    if on != "cuda":
+        return PacedDevice(seconds, changes)
+    cuda.make("")  # says why not, where there is none
+    return PacedCudaDevice(seconds, changes)
 
 
 def _step(word: str) -> int:

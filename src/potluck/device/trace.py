@@ -52,6 +52,10 @@ class Trace:
             self._write(self._start_s, time.monotonic(), self._samples)
             self._start_s = None
 
+    def interval(self, start_s: float, end_s: float, samples: int) -> None:
+        """A micro-batch was computed from then to then."""
+        self._write(start_s, end_s, samples)
+
     def close(self) -> None:
         os.close(self._file)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from potluck.hub.ledger import Ledger
 from potluck.hub.members import Member
-from potluck.hub.quota import Estimate
+from potluck.hub.quota import Estimate, split_evenly
 from potluck.hub.stepping import StepResult
 
 
@@ -21,8 +21,11 @@ class AloneHub:
     def begin_step(self) -> None:
         self._ledger.open_step()
 
-    def take(self, count: int) -> tuple[tuple[int, ...], bool]:
-        return self._ledger.take(count), False
+    def take(self, count: int, finish: Callable[[], None]) -> tuple[tuple[int, ...], bool]:
+        positions = self._ledger.take(next(iter(split_evenly(self._ledger.in_pool, count)), count))
+        if not positions:
+            finish()
+        return positions, False
 
     def computed(self, positions: tuple[int, ...], seconds: float) -> None:
         self._ledger.host_computed(positions, self._name)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from potluck.codec import Codec, encode_with_feedback
-from potluck.device import Device
+from potluck.device import Device, Mark
 from potluck.errors import PotluckError
 from potluck.failpoints import hit
 from potluck.hub.feed import NOTHING
@@ -68,7 +68,7 @@ class GuestHub:
         self._incoming: deque[Message] = deque()
         self._busy = False
         """The worker is reading gradients or changing weights at this moment."""
-        self._to_code: deque[tuple[Work, int]] = deque()
+        self._to_code: deque[tuple[Work, int, Mark]] = deque()
         self._final: set[int] = set()
         """Pieces of the active work's gradient that were handed over to be coded."""
         self._coded: set[int] = set()
@@ -184,7 +184,8 @@ class GuestHub:
         with self._changed:
             fresh = [index for index in pieces if index not in self._final]
             self._final.update(fresh)
-            self._to_code.extend((work, index) for index in fresh)
+            computed = self._device.mark()  # where work is queued, they are not there yet
+            self._to_code.extend((work, index, computed) for index in fresh)
             self._changed.notify_all()
 
     def finish(self, work: Work, *, count: int, loss_sum: float, compute_s: float) -> None:
@@ -339,8 +340,9 @@ class GuestHub:
 
     def _run(self) -> None:
         try:
-            while self._turn():
-                pass
+            with self._device.beside():
+                while self._turn():
+                    pass
         except BaseException as error:
             with self._changed:
                 self._failure, self._busy = error, False
@@ -400,6 +402,7 @@ class GuestHub:
         fields, payload = message.fields, self._device.from_host(from_bytes(message.frames[0]))
         if message.kind == "tensor":
             write_part(self._tensors.fixed, str(fields["name"]), int(fields["start"]), payload)
+            self._device.mark().wait()
         else:
             index, version = int(fields["piece"]), int(fields["version"])
             piece = self._layout.pieces[index]
@@ -411,6 +414,7 @@ class GuestHub:
                 add_to_piece(piece, self._tensors.trained, change)
             else:
                 return  # of before a reconnection: the host will send this piece whole
+            self._device.mark().wait()  # what the training thread computes from here on must see it
             with self._changed:
                 self._have[index] = version
                 self._changed.notify_all()
@@ -444,8 +448,9 @@ class GuestHub:
                 self._hashing = None
                 self._link.control("hashed", hashing.digests(), version=hashing.version)
 
-    def _code(self, work: Work, index: int) -> None:
+    def _code(self, work: Work, index: int, computed: Mark) -> None:
         hit("guest.before-code")
+        self._device.after(computed)
         piece = self._layout.pieces[index]
         if self._residual is None:
             self._residual = torch.zeros(self._layout.count, device=self._device.torch_device)
@@ -453,10 +458,10 @@ class GuestHub:
         gradients = {s.tensor: self._tensors.trained[s.tensor].grad for s in piece.spans}
         values = read_piece(piece, gradients, self._buffer(piece.count))
         residual = self._residual[piece.offset : piece.offset + piece.count]
-        payload = encode_with_feedback(self._up, values, residual)
+        payload = self._device.to_host(encode_with_feedback(self._up, values, residual))
         if not self._up.finite(payload, piece.count):
             self._finite = False
-        frame = raw_bytes(self._device.to_host(payload))
+        frame = raw_bytes(payload)
         self._link.data(Message(kind="grad", fields={"lease": work.id, "piece": index}, frames=(frame,)))
         hit("guest.coded")
         with self._changed:

@@ -23,6 +23,7 @@ from potluck.hub.host_coder import Answer, Coded, Decoded, Failed, Hashed, HostC
 from potluck.hub.members import JOINING, Member
 from potluck.hub.parity import Sketch, compare
 from potluck.hub.protocol import HostProtocol
+from potluck.hub.quota import split_evenly
 from potluck.hub.recorder import Recorder
 from potluck.hub.stepping import StepResult
 from potluck.hub.tensors import ModelTensors
@@ -114,15 +115,24 @@ class HostHub:
                 self._coder.code_change()
             hit("host.dealt")
 
-    def take(self, count: int) -> tuple[tuple[int, ...], bool]:
-        """Positions for the host's next micro-batch (none: the step is full); whether it is a common batch."""
+    def take(self, count: int, finish: Callable[[], None]) -> tuple[tuple[int, ...], bool]:
+        """Positions for the host's next micro-batch (none: the step is full); whether it is a common batch.
+
+        `finish` is called where none is left: the host waits for nobody while its own device is still computing.
+        """
+        with self._lock:
+            none_left = not self._protocol.ledger.in_pool
+        if none_left:
+            finish()
         with self._changed:
             while True:
                 self._raise_failure()
                 now = time.monotonic()
                 self._see_standstill(now)
                 check = self._protocol.check_samples
-                take, actions = self._protocol.stepping.take(check or count, now)
+                # As equal as possible: a device is slow on the few samples that would be left at the end.
+                even = next(iter(split_evenly(self._protocol.ledger.in_pool, count)), count)
+                take, actions = self._protocol.stepping.take(check or even, now)
                 self._do(actions)
                 if take.full:
                     return (), False

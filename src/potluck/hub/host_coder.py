@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from potluck.codec import Codec, encode_change
-from potluck.device import Device
+from potluck.codec import Codec, add_decoded, encode_change
+from potluck.device import Device, Mark
 from potluck.errors import WireError
 from potluck.failpoints import hit
 from potluck.hub.feed import NOTHING, Item, PieceState, TensorPart
 from potluck.hub.hashes import PieceHashes
 from potluck.hub.tensors import ModelTensors, from_bytes, raw_bytes, read_piece, round_to_types
+from potluck.spec.layout import Piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +73,16 @@ class HostCoder:
     """One worker thread with four queues: contributions first, then the change, the replica's hash, newcomers."""
 
     def __init__(
-        self, tensors: ModelTensors, *, down: Codec, up: Codec, device: Device, notify: Callable[[], None]
+        self,
+        tensors: ModelTensors,
+        *,
+        down: Codec,
+        up: Codec,
+        device: Device,
+        notify: Callable[[], None],
+        replica_on_host: bool = False,
     ) -> None:
+        """`replica_on_host`: keep the replica in host memory, where the device's is too dear for it."""
         self._tensors = tensors
         self._layout = tensors.layout
         self._down, self._up, self._device = down, up, device
@@ -85,7 +94,10 @@ class HostCoder:
         self._replica: Tensor | None = None
         self._sum: Tensor | None = None
         self._sum_used = False
-        self._scratch: Tensor | None = None
+        self._replica_on_host = replica_on_host
+        self._rooms: dict[str, Tensor] = {}
+        # The training thread's work and this thread's are in no order on a device that queues; these points are.
+        self._weights_there = self._sum_there = self._sum_read = Mark()
         self._changed = threading.Condition()
         self._contributions: deque[tuple[str, int, dict[int, Any], float]] = deque()
         self._requests: deque[tuple[str, Item, TensorPart | None]] = deque()
@@ -112,6 +124,7 @@ class HostCoder:
     def code_change(self) -> None:
         """Bring the replica to the weights' version, piece by piece, beside training."""
         with self._changed:
+            self._weights_there = self._device.mark()
             version = self.version
             self._to_code = deque(i for i, s in enumerate(self.state) if s.version != version)
             self._changed.notify()
@@ -127,16 +140,21 @@ class HostCoder:
         if not self._sum_used:
             return
         assert self._sum is not None
+        self._device.after(self._sum_there)
         offset = 0
+        gradients, parts = [], []
         for parameter in self._tensors.trained:
             part = self._sum[offset : offset + parameter.numel()].view_as(parameter)
             offset += parameter.numel()
-            if parameter.grad is None:
-                # Nobody used it: as on one machine, the optimizer must not see it at all.
-                if bool(part.any()):
-                    parameter.grad = part.to(parameter.dtype, copy=True)
-            else:
-                parameter.grad.add_(part)
+            if parameter.grad is not None:
+                gradients.append(parameter.grad)
+                parts.append(part)
+            elif bool(part.any()):
+                # Where nobody used it, the optimizer must not see it at all, as on one machine.
+                parameter.grad = part.to(parameter.dtype, copy=True)
+        if gradients:
+            torch._foreach_add_(gradients, parts)
+        self._sum_read = self._device.mark()
         self._sum_used = False
 
     # -- the I/O thread ---------------------------------------------------------------------------------
@@ -176,8 +194,9 @@ class HostCoder:
 
     def _run(self) -> None:
         try:
-            while self._turn():
-                self._notify()
+            with self._device.beside():
+                while self._turn():
+                    self._notify()
         except BaseException as error:
             self.results.append(Failed(error))
             self._notify()
@@ -217,10 +236,9 @@ class HostCoder:
 
     def _hash(self, index: int) -> None:
         hashing, piece = self._hashing, self._layout.pieces[index]
-        assert self._replica is not None
         if hashing is None or hashing.version != self.state[index].version:
             return  # another version has been asked for meanwhile
-        values = self._replica[piece.offset : piece.offset + piece.count]
+        values = self._replica_of(piece)
         hashing.take(index, raw_bytes(self._device.to_host(values)))
         if hashing.complete:
             self.results.append(Hashed(hashing.version, hashing.digests()))
@@ -251,20 +269,24 @@ class HostCoder:
             if old.version == version:
                 return  # asked for twice: a second change of the same version would reach nobody
             hit("host.before-change")
-            target = read_piece(piece, self._tensors.trained, self._buffer(piece.count))
-            if self._replica is None:
-                self._replica = torch.empty(self._layout.count, device=self._device.torch_device)
-            replica = self._replica[piece.offset : piece.offset + piece.count]
+            self._device.after(self._weights_there)
+            target = read_piece(piece, self._tensors.trained, self._room("target", piece.count))
+            kept = self._replica_of(piece)
             change, base = None, old.version
             if old.version == NOTHING:
-                replica.copy_(target)
+                kept.copy_(target)
+                self._device.mark().wait()
             else:
+                replica = self._brought(kept)
                 payload = encode_change(self._down, target, replica)
-                if self._down.finite(payload, piece.count):
-                    round_to_types(piece, self._tensors.trained, replica)
-                    change = raw_bytes(self._device.to_host(payload))
+                round_to_types(piece, self._tensors.trained, replica)
+                if replica is not kept:
+                    kept.copy_(replica, non_blocking=True)
+                sent = self._device.to_host(payload)  # waits for all of the above
+                if self._down.finite(sent, piece.count):
+                    change = raw_bytes(sent)
                 else:
-                    replica.copy_(target)
+                    kept.copy_(target)
                     base = NOTHING  # goes out whole, or it would stay broken for ever
         with self._changed:
             self.state[index] = PieceState(base, version, old.change_bytes, old.whole_bytes, change)
@@ -278,8 +300,7 @@ class HostCoder:
             self.results.append(Answer(guest, item, 0, payload, part))
             return
         piece = self._layout.pieces[item.index]
-        assert self._replica is not None
-        values = self._replica[piece.offset : piece.offset + piece.count]
+        values = self._replica_of(piece)
         payload = raw_bytes(self._device.to_host(values).clone())
         self.results.append(Answer(guest, item, self.state[item.index].version, payload))
 
@@ -296,24 +317,52 @@ class HostCoder:
                     raise WireError("its gradient is not finite")
             if self._sum is None:
                 self._sum = torch.empty(self._layout.count, device=self._device.torch_device)
-            for piece, payload in zip(self._layout.pieces, payloads):
-                self._add_piece(piece.offset, piece.count, payload)
+            self._sum_up(payloads, self._sum)
             self._sum_used = True
         except WireError as error:
             why_not = str(error)
         hit("host.decoded")
         self.results.append(Decoded(guest, lease, loss_sum, why_not))
 
-    def _add_piece(self, offset: int, count: int, payload: Tensor) -> None:
-        assert self._sum is not None
-        target = self._sum[offset : offset + count]
-        on_device = self._device.from_host(payload)
-        if not self._sum_used:
-            self._up.decode(on_device, count, out=target)
-        else:
-            target.add_(self._up.decode(on_device, count, out=self._buffer(count)))
+    def _sum_up(self, payloads: list[Tensor], total: Tensor) -> None:
+        """As many pieces at a time as the device likes: one copy and one pass for all of them."""
+        self._device.after(self._sum_read)
+        pieces, most = self._layout.pieces, self._device.parts_at_once
+        for start in range(0, len(pieces), most):
+            some = pieces[start : start + most]
+            counts = [p.count for p in some]
+            payload = self._device.joined(payloads[start : start + most])
+            part = total[some[0].offset : some[-1].offset + some[-1].count]
+            add_decoded(
+                self._up,
+                payload,
+                counts,
+                part,
+                first=not self._sum_used,
+                room=lambda count: self._room("decoded", count),
+            )
+        self._sum_there = self._device.mark()
 
-    def _buffer(self, count: int) -> Tensor:
-        if self._scratch is None or self._scratch.numel() < count:
-            self._scratch = torch.empty(count, device=self._device.torch_device)
-        return self._scratch[:count]
+    def _replica_of(self, piece: Piece) -> Tensor:
+        """The replica's values of a piece, where they are kept."""
+        if self._replica is None:
+            count = self._layout.count
+            self._replica = (
+                self._device.host_buffer(count)
+                if self._replica_on_host
+                else torch.empty(count, device=self._device.torch_device)
+            )
+        return self._replica[piece.offset : piece.offset + piece.count]
+
+    def _brought(self, kept: Tensor) -> Tensor:
+        """The replica's values on the device: themselves, or a copy of those in host memory."""
+        if kept.device.type == self._device.torch_device.type:
+            return kept
+        return self._room("replica", kept.numel()).copy_(kept, non_blocking=True)
+
+    def _room(self, name: str, count: int) -> Tensor:
+        """Memory for a piece, used again and again."""
+        room = self._rooms.get(name)
+        if room is None or room.numel() < count:
+            room = self._rooms[name] = torch.empty(count, device=self._device.torch_device)
+        return room[:count]

@@ -252,7 +252,7 @@ class Worker:
         for size in sizes:
             samples = self._ledger.samples_of(positions[first : first + size])
             first += size
-            yield to_device(self._loader.fetch(samples), self._device.torch_device)
+            yield to_device(self._loader.fetch(samples), self._device)
 
 
 # -- the process ----------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ class Training:
 
     def compute(self, model: nn.Module, positions: Sequence[int], scale: float = 1.0) -> float:
         """Add the gradient of these samples' mean loss, times `scale`; their summed loss."""
-        batch = to_device(self._loader.fetch(self._ledger.samples_of(positions)), self.device.torch_device)
+        batch = to_device(self._loader.fetch(self._ledger.samples_of(positions)), self.device)
         self.device.begin(len(positions))
         loss: Tensor = self.recipe.loss(model, batch, self.config)
         (loss * scale).backward()

@@ -127,6 +127,8 @@ def _speed_line(state: RunState, width: int) -> Line:
     if number(step, "tokens_per_s") is not None:
         facts.append((rate_text(number(step, "tokens_per_s"), "tokens"), ""))
     facts.append((f"{seconds_text(number(step, 'step_s'))} a step", ""))
+    if (mfu := number(step, "mfu")) is not None:
+        facts.append((f"MFU {mfu:.0%}", ""))
     line, gap = _labelled("speed"), ""
     for text, style in facts:
         if line.width + len(gap) + len(text) <= width:

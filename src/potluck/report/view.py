@@ -152,6 +152,8 @@ def _step_line(event: Event) -> str:
     ]
     if number(event, "tokens_per_s") is not None:
         facts.append(rate_text(number(event, "tokens_per_s"), "tokens"))
+    if (mfu := number(event, "mfu")) is not None:
+        facts.append(f"MFU {mfu:.0%}")
     if number(event, "speedup") is not None:
         facts.append(f"{factor_text(number(event, 'speedup'))} alone")
     eta_s = number(event, "eta_s")

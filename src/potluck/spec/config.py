@@ -13,7 +13,7 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from potluck.errors import ConfigError
 
@@ -44,6 +44,9 @@ class RunConfig:
     """Guests to wait for before the first step."""
     wait_s: float = 120.0
     """How long to wait for them."""
+    replica: Literal["auto", "device", "host"] = "auto"
+    """Where the host keeps what its guests hold, 4 bytes a parameter: on its device, or in host memory (auto, on a
+    GPU)."""
     checkpoint_every: int = 50
     """Steps between checkpoints; 0 for only one at the end."""
     check_replica_every: int = 50

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from potluck.device import Device
 from potluck.errors import DataError
 
 Collate = Callable[[list[Any]], Any]
@@ -55,10 +55,10 @@ class Loader:
             return self._collate(list(items))
 
 
-def to_device(batch: Any, device: torch.device) -> Any:
+def to_device(batch: Any, device: Device) -> Any:
     """The same batch with its tensors on `device`."""
     if isinstance(batch, Tensor):
-        return batch.to(device)
+        return device.from_host(batch)
     if isinstance(batch, dict):
         return {key: to_device(value, device) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):

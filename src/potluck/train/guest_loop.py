@@ -189,7 +189,7 @@ class GuestTrainer:
             batch = None if work.over else self._p.loader.fetch(work.samples[number])
         else:
             batch = self._hub.batch(work, number)
-        return None if batch is None else to_device(batch, self._device.torch_device)
+        return None if batch is None else to_device(batch, self._device)
 
     # -- a check ----------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from potluck.train import checkpoint_folder
 from potluck.train.beginning import Beginning
 from potluck.train.checkpoint import CheckpointWriter, Loaded, Snapshot, load_latest
 from potluck.train.data import Loader, to_device
+from potluck.train.flight import Flight
 from potluck.train.launch import Interrupted, Launch
 from potluck.train.microbatch import MicroBatch
 from potluck.train.options import Options
@@ -62,7 +63,9 @@ class HostTrainer:
         self._writer = CheckpointWriter(folder.checkpoints, on_saved=self._saved, before=before) if folder else None
         self._telemetry = Telemetry(parts.launch, parts.options, hub)
         self._saved_bytes: SavedBytes | None = None
-        self._began = 0.0
+        self._flight = Flight(self._device, self._computed)
+        self._measuring = True
+        """Whether the micro-batch under way is timed by itself, and not as one of several in flight."""
         self._waited_on_disk_s = 0.0
         self._beginning: Beginning | None = None
         self._checkpoint_due = False
@@ -136,29 +139,42 @@ class HostTrainer:
             parameter.grad = None
         while True:
             self._stop_if_asked()
-            positions, check = self._hub.take(self._p.micro.size())
+            positions, check = self._hub.take(self._p.micro.size(), self._flight.finish)
             if not positions:
                 break
-            self._began = time.monotonic()
-            batch = to_device(self._p.loader.fetch(self._hub.samples_of(positions)), self._device.torch_device)
+            began = time.monotonic()
+            batch = to_device(self._p.loader.fetch(self._hub.samples_of(positions)), self._device)
             loss_before = step.loss_sum() if check else 0.0
             chances = self._device.rng_state() if check else {}
             step.hand_out(len(positions))
-            if self._p.micro.searching:
-                self._saved_bytes = SavedBytes()
-                self._saved_bytes.start()
-            self._device.begin(len(positions))
+            self._begin(len(positions))
             yield batch
             step.check_done()
             if check:
                 loss = (step.loss_sum() - loss_before) / len(positions)
                 self._check_computed(positions, loss, random=_differ(chances, self._device.rng_state()))
-            seconds = time.monotonic() - self._began
-            self._hub.computed(positions, seconds)
-            self._telemetry.computed(len(positions), seconds)
+            self._flight.launched(positions, began)
+            if self._measuring:
+                self._flight.finish()
         self._update(step)
 
+    def _begin(self, samples: int) -> None:
+        """A micro-batch begins; while sizes are tried, none is queued behind another."""
+        self._measuring = self._p.micro.searching or not self._device.ahead
+        if not self._measuring:
+            return
+        if self._p.micro.searching:
+            self._saved_bytes = SavedBytes()
+            self._saved_bytes.start()
+        self._device.begin(samples)
+
+    def _computed(self, positions: tuple[int, ...], seconds: float) -> None:
+        self._hub.computed(positions, seconds)
+        self._telemetry.computed(len(positions), seconds)
+
     def _after_backward(self, samples: int) -> None:
+        if not self._measuring:
+            return
         seconds = self._device.end()
         saved = self._saved_bytes.stop() if self._saved_bytes is not None else 0
         self._saved_bytes = None

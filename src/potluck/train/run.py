@@ -146,7 +146,14 @@ class Run:
         launch, tensors = self._launch, parts.tensors
         assert launch.socket is not None
         up, down = codecs.get(launch.config.codec), codecs.get(down_codec(launch.config))
-        coder = HostCoder(tensors, down=down, up=up, device=launch.device, notify=launch.socket.wake)
+        coder = HostCoder(
+            tensors,
+            down=down,
+            up=up,
+            device=launch.device,
+            notify=launch.socket.wake,
+            replica_on_host=replica_on_host(launch),
+        )
         coder.version = parts.ledger.step
         terms = HostTerms(
             name=launch.name,
@@ -223,6 +230,13 @@ class Run:
             limit=limit,
             free_bytes=self._launch.device.memory().free_bytes,
         )
+
+
+def replica_on_host(launch: Launch) -> bool:
+    """Whether the replica is kept in host memory: where that is not the device's own, unless told otherwise."""
+    if launch.config.replica == "auto":
+        return launch.device.torch_device.type == "cuda"
+    return launch.config.replica == "host"
 
 
 def down_codec(config: RunConfig) -> str:

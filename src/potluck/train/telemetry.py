@@ -41,11 +41,18 @@ class Telemetry:
         self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)
         """(step's seconds, the update's part of it)"""
         self._speedup: float | None = None
+        self._flops_per_sample: float | None = None
 
     def started(self, step: int, tensors: ModelTensors) -> None:
         self._first_step = step
         self._started = self._last_end = time.monotonic()
         options, launch = self._options, self._launch
+        if options.tokens_per_sample:
+            # A product and a sum for each weight: in the forward, for the input's gradient, and for a trained
+            # weight's own. What attention adds is not counted.
+            trained = tensors.layout.count
+            frozen = sum(t.count for t in tensors.fingerprint if t.role == "frozen")
+            self._flops_per_sample = options.tokens_per_sample * (6.0 * trained + 4.0 * frozen)
         self._launch.log.emit(
             {
                 "event": "run_start",
@@ -93,6 +100,7 @@ class Telemetry:
                 "samples": result.samples,
                 "samples_per_s": rate,
                 "tokens_per_s": rate * options.tokens_per_sample if options.tokens_per_sample else None,
+                "mfu": self._mfu(result, step_s),
                 "speedup": self._speedup,
                 "predicted_s": result.predicted_s,
                 "eta_s": mean_s * (options.steps - step) if options.steps else None,
@@ -120,6 +128,13 @@ class Telemetry:
                 "folder": str(self._launch.folder.path) if self._launch.folder else "",
             }
         )
+
+    def _mfu(self, result: StepResult, step_s: float) -> float | None:
+        """What part of this machine's peak its own samples used; None where the peak is not known."""
+        peak = self._launch.device.peak_flops
+        if peak is None or self._flops_per_sample is None or step_s <= 0:
+            return None
+        return result.samples.get(self._launch.name, 0) * self._flops_per_sample / step_s / peak
 
     def _times_alone(self, mean_s: float) -> float | None:
         """How many times faster than this machine would be by itself, from its own measured rate."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import math
+import os
 import secrets
 import threading
 import time
@@ -49,6 +50,8 @@ ENOUGH_BYTES_PER_CALL = 4 * 1024 * 1024
 """What one receive() returns at most, or a message more: so that the caller gets to its timers, and so that the
 memory of large frames is used again while it is still in the cache."""
 
+IO_THREADS = max(1, min(4, (os.cpu_count() or 1) // 4))
+"""One encrypts some 550 MB a second; connections are spread over them."""
 QUEUE_MESSAGES = 1024
 """Messages queued for one peer before send() says False; the sender's own credit ends long before."""
 UNREAD_MESSAGES = 64
@@ -352,7 +355,7 @@ class _Station:
     """
 
     def __init__(self, owner: object) -> None:
-        self._context = zmq.Context()
+        self._context = zmq.Context(io_threads=IO_THREADS)
         self._sockets: list[zmq.Socket[bytes]] = []
         self.waker = Waker()
         self.before_closing: Callable[[], None] = lambda: None

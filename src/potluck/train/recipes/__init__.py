@@ -60,6 +60,9 @@ class Recipe(Protocol):
     def model(self, config: Any) -> nn.Module:
         """The initial model on the CPU: the same for the same config on every machine, without any data."""
 
+    def compile(self, model: nn.Module, config: Any, device: torch.device, *, guest: bool) -> None:
+        """Have a model that is on its device compiled, where that pays."""
+
     def optimizer(self, model: nn.Module, config: Any) -> torch.optim.Optimizer:
         """An optimizer over the model's trained parameters."""
 

@@ -143,6 +143,9 @@ class CnnRecipe:
             torch.manual_seed(config.seed)
             return DigitNet(config.width)
 
+    def compile(self, model: nn.Module, config: CnnConfig, device: torch.device, *, guest: bool) -> None:
+        """Too small a model for that."""
+
     def optimizer(self, model: nn.Module, config: CnnConfig) -> torch.optim.AdamW:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         return torch.optim.AdamW(trained, lr=config.lr, weight_decay=config.weight_decay)

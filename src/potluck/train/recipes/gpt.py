@@ -2,9 +2,10 @@
 
 It knows nothing of hosts, guests or runs: it says what is trained, on what, and how the result is shown.
 
-Sizes at head size 64 and an untied head: depth 4 has 3.3 M parameters; depth 12 with sequence 1024 has 86 M,
-the body of GPT-2 124M (whose other 38 M are its vocabulary of 50,257; this one has 256 bytes). The default,
-depth 2, has 0.48 M: in two minutes on two cores it comes further than a larger model would.
+Sizes at head size 64: depth 4 has 3.3 M parameters; depth 12 with sequence 1024 is GPT-2 124M, with a table of
+50,304 tokens that is tied to the head, though the text's tokens are bytes and use 256 of them: so it has the size,
+the speed and the traffic of the model that people train. The default, depth 2, has 0.48 M: in two minutes on two
+cores it comes further than a larger model would.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from potluck.errors import ConfigError
 from potluck.train.recipes import corpus
-from potluck.train.recipes.modes import Precision, evaluating, precision
+from potluck.train.recipes.modes import Compile, Precision, compiled, evaluating, fused, precision
 from potluck.train.recipes.schedule import warmup_cosine
 
 if TYPE_CHECKING:
     from potluck.train.recipes import Recipe
 
-VOCABULARY = 256
+BYTES = 256
+GPT2_DEPTH, GPT2_VOCABULARY = 12, 50_304
+"""GPT-2's smallest model; its 50,257 tokens are rounded up to what matrix units like."""
 HEAD_SIZE = 64
 _VALIDATION_SAMPLES = 256
 _VALIDATION_BATCH = 16
@@ -65,8 +68,14 @@ class GptConfig:
     clip_norm: float = 1.0
     """Gradients longer than this are scaled down to it; 0 leaves them as they are."""
 
-    precision: Precision = "fp32"
-    """Number format of the matrix products (autocast); weights and their updates stay fp32."""
+    precision: Precision = "auto"
+    """Number format of the matrix products (autocast), bf16 on CUDA if left out; weights stay fp32."""
+
+    compile: Compile = "auto"
+    """Whether torch.compile makes the model faster; left out, on a host with CUDA."""
+
+    vocabulary: int | None = None
+    """Tokens in the model's table: 256, the bytes, or more; left out, GPT-2's from depth 12 on."""
 
     data: str | None = None
     """A text file or a folder of them; left out, the sources of the Python standard library."""
@@ -90,6 +99,8 @@ class GptConfig:
         for name in ("warmup", "weight_decay", "clip_norm", "temperature", "seed"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}", hint=f"{name} must be 0 or more")
+        if self.vocabulary is not None and self.vocabulary < BYTES:
+            raise ConfigError(f"vocabulary is {self.vocabulary}", hint="a text has 256 bytes: 256 or more")
         if self.lr is not None and not 0 < self.lr < math.inf:
             raise ConfigError(f"lr is {self.lr}", hint="lr must be above 0, for example 0.001")
         if self.batch_tokens < self.sequence:
@@ -101,6 +112,11 @@ class GptConfig:
     @property
     def width(self) -> int:
         return HEAD_SIZE * self.depth
+
+    @property
+    def tokens(self) -> int:
+        """Rows of the table of tokens."""
+        return self.vocabulary or (GPT2_VOCABULARY if self.depth >= GPT2_DEPTH else BYTES)
 
     @property
     def global_batch(self) -> int:
@@ -140,14 +156,16 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Bytes in, a score for every next byte out."""
 
-    def __init__(self, *, depth: int, width: int, heads: int, sequence: int) -> None:
+    def __init__(self, *, depth: int, width: int, heads: int, sequence: int, tokens: int = BYTES) -> None:
         super().__init__()
         self.sequence = sequence
-        self.bytes = nn.Embedding(VOCABULARY, width)
+        self.bytes = nn.Embedding(tokens, width)
         self.positions = nn.Embedding(sequence, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.head = nn.Linear(width, tokens, bias=False)
+        if tokens > BYTES:
+            self.head.weight = self.bytes.weight
         self._initialise(depth, width)
 
     def _initialise(self, depth: int, width: int) -> None:
@@ -162,14 +180,19 @@ class GPT(nn.Module):
                 residual = name.endswith(("attention_out.weight", "mlp_out.weight"))
                 nn.init.normal_(parameter, std=std / math.sqrt(2 * depth) if residual else std)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """tokens: (batch, time) of int64 -> scores (batch, time, 256)."""
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """tokens, targets: (batch, time) of int64 -> scores (batch, time, tokens), or their mean loss.
+
+        The loss belongs to the model because a compiled one can then do without writing the scores down.
+        """
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.bytes(tokens) + self.positions(positions)
         for block in self.blocks:
             x = block(x)
         scores: Tensor = self.head(self.norm(x))
-        return scores
+        if targets is None:
+            return scores
+        return F.cross_entropy(scores.float().flatten(0, 1), targets.flatten())
 
 
 class GptRecipe:
@@ -182,7 +205,17 @@ class GptRecipe:
         """The initial model, on the CPU, the same for the same seed; the caller's chances are untouched."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
-            return GPT(depth=config.depth, width=config.width, heads=config.depth, sequence=config.sequence)
+            return GPT(
+                depth=config.depth,
+                width=config.width,
+                heads=config.depth,
+                sequence=config.sequence,
+                tokens=config.tokens,
+            )
+
+    def compile(self, model: nn.Module, config: GptConfig, device: torch.device, *, guest: bool) -> None:
+        if compiled(config.compile, device, guest=guest):
+            model.compile()
 
     def optimizer(self, model: nn.Module, config: GptConfig) -> torch.optim.AdamW:
         """AdamW with decay on matrices only."""
@@ -193,7 +226,8 @@ class GptRecipe:
             {"params": decayed, "weight_decay": config.weight_decay},
             {"params": others, "weight_decay": 0.0},
         ]
-        return torch.optim.AdamW(groups, lr=config.peak_lr, betas=(0.9, 0.95))
+        one_pass = fused(p for _, p in trained) or None
+        return torch.optim.AdamW(groups, lr=config.peak_lr, betas=(0.9, 0.95), fused=one_pass)
 
     def scheduler(self, optimizer: torch.optim.Optimizer, config: GptConfig) -> LambdaLR:
         """Up in a straight line over `warmup` steps, then down a cosine to a tenth at the last step."""
@@ -206,10 +240,14 @@ class GptRecipe:
 
     def loss(self, model: nn.Module, batch: Tensor, config: GptConfig) -> Tensor:
         """Mean cross entropy in nats a byte. batch: (samples, sequence + 1) of uint8."""
-        tokens = batch.long()
+        tokens, targets = batch[:, :-1].long(), batch[:, 1:].long()
+        if model._compiled_call_impl is not None:
+            # What is left of a step for the last micro-batch differs from step to step: compile once for all sizes.
+            for tensor in (tokens, targets):
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
         with precision(batch.device, config.precision):
-            scores = model(tokens[:, :-1])
-        return F.cross_entropy(scores.float().flatten(0, 1), tokens[:, 1:].flatten())
+            loss: Tensor = model(tokens, targets)
+        return loss
 
     def tokens_per_sample(self, config: GptConfig) -> int | None:
         return config.sequence
@@ -242,11 +280,11 @@ def generate(model: nn.Module, prompt: bytes, config: GptConfig, device: torch.d
     deadline = time.monotonic() + _GENERATION_LIMIT_S
     while len(written) < len(prompt) + _GENERATED_BYTES and time.monotonic() < deadline:
         with precision(device, config.precision):
-            scores = model(torch.tensor([written[-context:]], device=device))[0, -1].float().cpu()
+            scores = model(torch.tensor([written[-context:]], device=device))[0, -1, :BYTES].float().cpu()
         if config.temperature == 0:
             written.append(int(scores.argmax()))
             continue
-        best, candidates = scores.topk(min(config.top_k, VOCABULARY))
+        best, candidates = scores.topk(min(config.top_k, BYTES))
         drawn = torch.multinomial(torch.softmax(best / config.temperature, dim=0), 1, generator=chance)
         written.append(int(candidates[drawn]))
     return bytes(written)

@@ -17,6 +17,7 @@ def train(recipe: Recipe, config: Any) -> nn.Module:
     """Train the recipe to its end; the trained model (on a guest this does not return)."""
     run = start()
     model = recipe.model(config).to(run.device)
+    recipe.compile(model, config, run.device, guest=run.is_guest)
     optimizer = recipe.optimizer(model, config)
     steps = run.training(
         model,

@@ -6,20 +6,37 @@ It knows torch alone, no recipe.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["auto", "fp32", "bf16"]
+Compile = Literal["auto", "yes", "no"]
 
 
 def precision(device: torch.device, chosen: Precision) -> contextlib.AbstractContextManager[object]:
-    """Matrix products in the chosen format within this context; weights stay what they are."""
-    if chosen == "fp32":
+    """Matrix products in the chosen format within this context; weights stay what they are.
+
+    "auto": bf16 where the device has matrix units for it (CUDA), fp32 elsewhere.
+    """
+    if chosen == "fp32" or (chosen == "auto" and device.type != "cuda"):
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=torch.bfloat16)
+
+
+def compiled(chosen: Compile, device: torch.device, *, guest: bool) -> bool:
+    """Whether to compile the model. "auto": on CUDA, but not on a guest.
+
+    A guest computes its first layers while the later ones' weights arrive, which a compiled model cannot.
+    """
+    return chosen == "yes" or (chosen == "auto" and device.type == "cuda" and not guest)
+
+
+def fused(parameters: Iterable[Tensor]) -> bool:
+    """Whether an optimizer over these should do its update in one pass."""
+    return all(parameter.device.type == "cuda" for parameter in parameters)
 
 
 @contextlib.contextmanager

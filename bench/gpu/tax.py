@@ -1,0 +1,156 @@
+"""The host tax: tokens/s that a GPU host computes itself, alone and with guests attached that deliver.
+
+    python bench/gpu/tax.py [--guests 2,8] [--steps 8] [--plain]
+
+The host trains GPT-2 124M (bf16, compiled) as fast as it can, a million tokens a step; the guests come while it
+runs. They are puppets on this machine's cores: they take every change of the weights and deliver a whole
+coded gradient each step, encrypted over loopback; their weights are not compared, for they keep none. Counted
+is what the host computed itself in the time of its steps, waiting included. `plain torch` is the same model in a
+loop without Potluck.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from _runs import HERE, SEQUENCE, Event, Run, say
+
+from potluck.train.recipes.gpt import GptConfig, GptRecipe
+
+GLOBAL_BATCH, MICRO_BATCH, WARM_UP = 1024, 32, 3
+MODEL = ["--depth", "12", "--sequence", str(SEQUENCE), "--batch-tokens", str(SEQUENCE * GLOBAL_BATCH)]
+GUEST_PART = 1 / 24
+"""A puppet's speed as a part of the host's."""
+
+
+def plain_tokens_per_s(steps: int) -> float:
+    """The same model, optimizer and accumulation in a loop of plain torch."""
+    recipe = GptRecipe()
+    config = GptConfig(depth=12, sequence=SEQUENCE, batch_tokens=SEQUENCE * GLOBAL_BATCH)
+    device = torch.device("cuda")
+    model = recipe.model(config).to(device)
+    recipe.compile(model, config, device, guest=False)
+    optimizer = recipe.optimizer(model, config)
+    data = recipe.dataset(config)
+    began = 0.0
+    for step in range(steps + 3):
+        if step == 3:
+            torch.cuda.synchronize()
+            began = time.monotonic()
+        optimizer.zero_grad()
+        total = torch.zeros((), device=device)
+        for first in range(0, GLOBAL_BATCH, MICRO_BATCH):
+            samples = data.__getitems__([(step * GLOBAL_BATCH + first + i) % len(data) for i in range(MICRO_BATCH)])
+            batch = torch.stack(samples).pin_memory().to(device, non_blocking=True)
+            loss = recipe.loss(model, batch, config)
+            (loss * MICRO_BATCH).backward()
+            total += loss.detach() * MICRO_BATCH
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+        torch._foreach_mul_([p.grad for p in model.parameters()], 1 / GLOBAL_BATCH)  # type: ignore[arg-type]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        float(total)
+    return steps * SEQUENCE * GLOBAL_BATCH / (time.monotonic() - began)
+
+
+class Table:
+    """One host, more and more guests."""
+
+    def __init__(self, folder: Path, steps: int) -> None:
+        self._run, self._steps, self._guests = Run(folder / "run"), steps, 0
+        config = folder / "run.toml"
+        config.write_text("[run]\ncheck_replica_every = 0\n")
+        words = [*MODEL, "--steps", "100000", "--micro-batch", str(MICRO_BATCH), "--config", str(config)]
+        self._run.host(*words, command=[str(HERE / "trusting_host.py")])
+        self._token = self._run.token()
+
+    def hold(self, seconds: float) -> None:
+        time.sleep(seconds)
+        self._run.wait(lambda: len(self._run.events("step")) >= 3, 150.0, "first steps")
+
+    def guests(self, number: int, sample_s: float) -> None:
+        """Start as many more as are wanted, and wait until all have joined."""
+        for guest in range(self._guests + 1, number + 1):
+            command = [sys.executable, str(HERE / "puppet.py"), "--token-file", str(self._token)]
+            command += ["--name", f"puppet-{guest}", "--sample-s", str(sample_s)]
+            self._run.start(f"puppet-{guest}", command, env={"OMP_NUM_THREADS": "1"})
+        self._guests = number
+        self._run.wait(lambda: len(self._run.events("guest_joined")) >= number, 120.0, "guests")
+
+    def measured(self) -> list[Event]:
+        """The next steps, but for the first few."""
+        first = WARM_UP + len(self._run.events("step"))
+        self._run.wait(lambda: len(self._run.events("step")) >= first + self._steps, 120.0, "steps")
+        return self._run.events("step")[first:]
+
+    def troubles(self) -> list[str]:
+        kinds = ("guest_sits_out", "lease_taken_back", "contribution_dropped", "guest_left")
+        found = [event for kind in kinds for event in self._run.events(kind)]
+        return [f"{e['event']}: {e.get('machine')}, step {e.get('step')}: {e.get('reason')}" for e in found[:6]]
+
+    def end(self) -> None:
+        self._run.end()
+
+
+def summary(guests: int, events: list[Event], alone: float | None) -> tuple[str, float]:
+    """A row of the table, and the host's own tokens a second."""
+    seconds = sum(e["step_s"] for e in events)
+    own = SEQUENCE * sum(e["samples"].get("host", 0) for e in events) / seconds
+    fleet = SEQUENCE * GLOBAL_BATCH * len(events) / seconds
+    delivered = sum(len(e["samples"]) - 1 for e in events) / len(events)
+    wait = sum(e["wait_s"] for e in events) / seconds
+    busy = own / (1 - wait)
+    tax = f"{1 - own / alone:+.2%}, {1 - busy / alone:+.2%}" if alone else "—"
+    mfu = f"{sum(e['mfu'] or 0.0 for e in events) / len(events):.2f}"
+    return (
+        f"| {guests} | {delivered:.1f} | {fleet:,.0f} | {own:,.0f} | {tax} | {wait:.2%} | {mfu} |",
+        own,
+    )
+
+
+def measure(guests: list[int], steps: int, hold_s: float) -> list[str]:
+    lines = [
+        "| guests | deliver a step | fleet tokens/s | host's own tokens/s | tax, without waiting | waiting | MFU |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        table = Table(Path(folder), steps)
+        alone: float | None = None
+        try:
+            table.hold(hold_s)
+            for number in [0, *guests]:
+                if alone is not None:
+                    table.guests(number, SEQUENCE / alone / GUEST_PART)
+                row, own = summary(number, table.measured(), alone)
+                alone = alone or own
+                lines.append(row)
+                say("\n".join([row, *table.troubles()]))
+        except RuntimeError as error:
+            say(str(error))
+        finally:
+            lines += table.troubles()
+            table.end()
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What guests cost a GPU host.")
+    parser.add_argument("--guests", default="2,8")
+    parser.add_argument("--steps", type=int, default=8, help="measured with each number of guests")
+    parser.add_argument("--plain", action="store_true", help="plain torch first")
+    parser.add_argument("--hold-s", type=float, default=0.0, help="do not measure before so many seconds")
+    options = parser.parse_args()
+    if options.plain:
+        say(f"plain torch: {plain_tokens_per_s(options.steps):,.0f} tokens/s")
+        torch.cuda.empty_cache()
+    print("\n".join(measure([int(n) for n in options.guests.split(",")], options.steps, options.hold_s)))
+
+
+if __name__ == "__main__":
+    main()

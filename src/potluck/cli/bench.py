@@ -1,0 +1,220 @@
+"""`potluck bench`: how fast collectives and DDP are here. Parses, starts ranks where nobody has, and renders."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from potluck.cli._app import LazyGroup, Verb
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+VERBS: dict[str, Verb] = {
+    "collectives": Verb("potluck.cli.bench:collectives", "all_reduce and its kin, size by size, each row checked."),
+    "ddp": Verb("potluck.cli.bench_ddp:ddp", "A small GPT under stock DDP: 1, 2, 4 processes, two machines."),
+}
+MOST_PROCESSES = 64
+
+
+@click.group(cls=LazyGroup, verbs=VERBS)
+def bench() -> None:
+    """How fast the torch.distributed backend is here, beside others.
+
+    \b
+    Examples:
+      potluck bench collectives --against gloo          both, in turn, on this machine
+      torchrun --nproc-per-node 4 -m potluck bench collectives
+      potluck bench ddp                                 a small GPT, tokens/s
+    """
+
+
+@click.command()
+@click.option(
+    "--backend", default="potluck", show_default=True, help="The backend of torch.distributed to measure."
+)
+@click.option("--against", metavar="BACKEND", help="Another one, measured in turn with it: gloo.")
+@click.option("--sizes", default="4K:256M", show_default=True, help="FROM:TO, each 4 times the last, or A,B,C.")
+@click.option(
+    "--processes", type=click.IntRange(2, MOST_PROCESSES), default=2, show_default=True, help="Ranks to start."
+)
+@click.option(
+    "--op",
+    type=click.Choice(["all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce"]),
+    default="all_reduce",
+    show_default=True,
+    help="The collective.",
+)
+@click.option(
+    "--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), default="float32", show_default=True
+)
+@click.option("--repeats", type=click.IntRange(1), help="Of each size (default: 5 to 200, fewer of what is large).")
+@click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="CPU threads of each rank.")
+@click.option("--tolerance", type=click.FloatRange(0, 1), default=0.0, help="How far off an element may be.")
+@click.option(
+    "--json", "json_file", metavar="FILE", help="Write the rows here; - for stdout, instead of the table."
+)
+@click.option("--parent", type=int, hidden=True)
+def collectives(
+    backend: str,
+    against: str | None,
+    sizes: str,
+    processes: int,
+    op: str,
+    dtype: str,
+    repeats: int | None,
+    threads: int,
+    tolerance: float,
+    json_file: str | None,
+    parent: int | None,
+) -> None:
+    """Time a collective over many sizes, in the columns of nccl-tests, and check every element of every result.
+
+    Alone it starts its ranks on this machine; under torchrun it is one of them. algbw is bytes of the tensor per
+    second, busbw what each rank must have sent at the least, to be held against a link. bound is the time of a
+    perfect ring over the slowest link between the ranks, which is measured first: memory within a machine, a bare
+    TCP connection between machines. A compressed all-reduce is not exact: give it a --tolerance.
+
+    \b
+    Examples:
+      potluck bench collectives --against gloo
+      potluck bench collectives --processes 4 --sizes 4K,1M,64M
+      potluck bench collectives --op all_gather --json rows.json
+      torchrun --nnodes 2 --nproc-per-node 1 --rdzv-endpoint desk:29500 -m potluck bench collectives
+    """
+    from potluck.spec.collectives import parse_sizes
+
+    wanted = parse_sizes(sizes)
+    writable(json_file)
+    if not is_rank():
+        own = ["collectives", "--backend", backend, "--sizes", sizes, "--op", op, "--dtype", dtype]
+        own += ["--against", against] if against else []
+        own += ["--repeats", str(repeats)] if repeats else []
+        own += ["--tolerance", str(tolerance)] if tolerance else []
+        own += ["--json", json_file] if json_file else []
+        start_ranks(own, processes, threads)
+        return
+    names = [backend] if against in (None, backend) else [backend, str(against)]
+    with joined(names, parent) as (groups, store):
+        asked = {"dtype": dtype, "repeats": repeats, "tolerance": tolerance}
+        _measure(groups, store, op, wanted, asked, json_file)
+
+
+def _measure(
+    groups: dict[str, Any],
+    store: Any,
+    op: str,
+    sizes: list[int],
+    asked: dict[str, Any],
+    json_file: str | None,
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from potluck.errors import PotluckError
+    from potluck.probe import link
+    from potluck.probe.collectives import measure
+    from potluck.report.text import fitted
+    from potluck.spec import collectives as table
+
+    first, speaks = dist.get_rank() == 0, dist.get_rank() == 0 and json_file != "-"
+
+    def say(line: str) -> None:
+        if speaks:
+            click.echo(fitted(line, sys.stdout))
+
+    rate, kind = link.slowest(store, dist.get_rank(), dist.get_world_size())
+    say(f"# {op}, {dist.get_world_size()} ranks; link: {kind}, {(rate or 0) / 1e9:.2f} GB/s measured")
+    for line in table.header():
+        say(line)
+    rows = []
+    asked |= {"dtype": getattr(torch, asked["dtype"]), "link_bytes_per_s": rate}
+    for row in measure(groups, op, sizes, **asked):
+        rows.append(row)
+        say(table.line(row))
+    names = list(groups)
+    for line in table.comparison(rows, names[0], names[1]) if len(names) > 1 else []:
+        say(line)
+    if first and json_file:
+        write_json(json_file, [row.to_dict() for row in rows])
+    wrong = sum(row.wrong for row in rows)
+    if wrong:
+        raise PotluckError(f"{wrong} elements are not what they should be", hint="please report it, with the table")
+
+
+# -- ranks ----------------------------------------------------------------------------------------------
+
+
+def is_rank() -> bool:
+    """Whether torchrun, or we, have started this process as one of many."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def start_ranks(arguments: list[str], processes: int, threads: int) -> None:
+    """This very command, as several ranks; Ctrl-C ends them all."""
+    from potluck.launch.life import leased
+    from potluck.launch.ranks import run_ranks
+
+    own = [sys.executable, "-m", "potluck", "bench", *arguments, "--parent", str(os.getpid())]
+    with leased():
+        run_ranks(own, processes, threads=threads)
+
+
+@contextmanager
+def joined(names: list[str], parent: int | None) -> Iterator[tuple[dict[str, Any], Any]]:
+    """The groups by name, the first of them the default one, and the store behind them."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    from potluck.errors import UserError
+    from potluck.launch.life import leased
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    with leased(parent):
+        try:
+            dist.init_process_group(names[0])
+            groups = {names[0]: dist.group.WORLD}
+            for name in names[1:]:
+                groups[name] = dist.new_group(backend=name)
+        except (ValueError, AssertionError) as error:
+            words = " ".join(str(error).split())[:300]
+            raise UserError(
+                f"no group with {', '.join(names)}: {words}", hint="for example --against gloo"
+            ) from error
+        yield groups, _get_default_store()
+        # Not where something failed: to leave in order would be to wait for those who do not come.
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+# -- files ----------------------------------------------------------------------------------------------
+
+
+def writable(json_file: str | None) -> None:
+    """Find out now, not after minutes, that results cannot be written."""
+    from potluck.errors import UserError
+
+    if json_file in (None, "-"):
+        return
+    try:
+        with open(str(json_file), "a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"cannot write {json_file}: {error.strerror or error}", hint="give --json a file"
+        ) from error
+
+
+def write_json(json_file: str, table: object) -> None:
+    text = json.dumps(table, indent=1)
+    if json_file == "-":
+        click.echo(text)
+    else:
+        Path(json_file).write_text(text + "\n", encoding="utf-8")

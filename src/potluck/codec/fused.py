@@ -1,0 +1,141 @@
+"""Where the block codecs run as fused kernels: on a GPU with Triton that passed its trial, and nowhere else.
+
+It must not know what is coded or why. Each function does what its counterpart in plain torch does, to the bit.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+TRIAL_VALUES = 128 * 40 + 77
+
+_trials: dict[torch.device, bool] = {}
+_trying = threading.Lock()
+
+
+class Blocks(Protocol):
+    """What these functions need of a block codec."""
+
+    block_bytes: ClassVar[int]
+
+    def nbytes(self, count: int) -> int: ...
+
+
+def usable(device: torch.device) -> bool:
+    """Whether the kernels can be used on this device; the first question for a GPU tries them."""
+    if device.type != "cuda":
+        return False
+    known = _trials.get(device)
+    if known is None:
+        with _trying:
+            known = _trials.get(device)
+            if known is None:
+                _trials[device] = False  # the trial compares with plain torch, which asks again
+                known = _trials[device] = _passes_trial(device)
+    return known
+
+
+def encode(codec: Blocks, values: Tensor) -> Tensor:
+    payload = torch.empty(codec.nbytes(values.numel()), dtype=torch.uint8, device=values.device)
+    _encode(codec, values, values, payload, "AS_IT_IS")
+    return payload
+
+
+def decode(codec: Blocks, payload: Tensor, out: Tensor) -> None:
+    """Into `out`."""
+    _decode(codec, payload, out, "WRITE")
+
+
+def add_pieces(codec: Blocks, payload: Tensor, counts: Sequence[int], total: Tensor, *, first: bool) -> bool:
+    """Add what payloads one after the other decode to; with `first`, write it. False: they lie too unevenly."""
+    each, equal = counts[0], len(counts) if counts[-1] == counts[0] else len(counts) - 1
+    nbytes = codec.nbytes(each)
+    if nbytes % 2 or payload.data_ptr() % 2 or any(count != each for count in counts[:equal]):
+        return False
+    verb = "WRITE" if first else "ADD"
+    _decode(codec, payload[: equal * nbytes], total[: equal * each], verb, pieces=equal)
+    if equal < len(counts):
+        _decode(codec, payload[equal * nbytes :], total[equal * each :], verb)
+    return True
+
+
+def encode_change(codec: Blocks, target: Tensor, replica: Tensor) -> Tensor:
+    """Of target - replica; what the payload holds of it is added to the replica, if it is finite."""
+    payload = torch.empty(codec.nbytes(replica.numel()), dtype=torch.uint8, device=replica.device)
+    worst = _encode(codec, target, replica, payload, "DIFFERENCE")
+    _decode(codec, payload, replica, "ADD_IF_FINITE", worst=worst)
+    return payload
+
+
+def encode_with_feedback(codec: Blocks, values: Tensor, residual: Tensor) -> Tensor:
+    """Of values + residual; what the payload lost of it is left in the residual, if the payload is finite."""
+    payload = torch.empty(codec.nbytes(values.numel()), dtype=torch.uint8, device=values.device)
+    worst = _encode(codec, values, residual, payload, "SUM")
+    _decode(codec, payload, residual, "SUBTRACT_IF_FINITE", other=values, worst=worst)
+    return payload
+
+
+def _encode(codec: Blocks, a: Tensor, b: Tensor, payload: Tensor, what: str) -> Tensor:
+    from potluck.codec import kernels
+
+    count = a.numel()
+    worst = torch.zeros(1, dtype=torch.int32, device=a.device)
+    if count:
+        grid = (_programs(count), 1)
+        packed = codec.block_bytes == 64
+        options: dict[str, Any] = {"WHAT": getattr(kernels, what), "PACKED": packed, "enable_fp_fusion": False}
+        kernels.encode_kernel[grid](a, b, payload, worst, count, **options)
+    return worst
+
+
+def _decode(
+    codec: Blocks,
+    payload: Tensor,
+    out: Tensor,
+    what: str,
+    *,
+    other: Tensor | None = None,
+    worst: Tensor | None = None,
+    pieces: int = 1,
+) -> None:
+    from potluck.codec import kernels
+
+    count = out.numel() // pieces
+    if count:
+        packed = codec.block_bytes == 64
+        unused = out if other is None else other
+        finite = payload if worst is None else worst
+        grid = (_programs(count), pieces)
+        kernels.decode_kernel[grid](payload, out, unused, finite, count, DO=getattr(kernels, what), PACKED=packed)
+
+
+def _programs(count: int) -> int:
+    from potluck.codec import kernels
+
+    return -(-count // (128 * int(kernels.ROWS.value)))
+
+
+def _passes_trial(device: torch.device) -> bool:
+    """Triton needs a compiler on the machine and a GPU that it knows; and its results must be plain torch's."""
+    from potluck.codec.block import Int4Codec, Int8Codec
+
+    numbers = torch.Generator().manual_seed(1)
+    values = torch.randn(TRIAL_VALUES, generator=numbers) * 1e-3
+    try:
+        for codec in (Int4Codec(), Int8Codec()):
+            payload = encode(codec, values.to(device))
+            decoded = torch.empty(TRIAL_VALUES, device=device)
+            decode(codec, payload, decoded)
+            expected = codec.encode(values)
+            if not torch.equal(payload.cpu(), expected):
+                return False
+            if not torch.equal(decoded.cpu(), codec.decode(expected, TRIAL_VALUES)):
+                return False
+    except Exception:  # whatever it is that this machine lacks, plain torch does not need it
+        return False
+    return True

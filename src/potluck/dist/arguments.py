@@ -1,0 +1,171 @@
+"""What callers hand to a collective: owns the looks at it before anything is sent, and its errors.
+
+It must not know ranks beyond their number.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from potluck.dist import reduction
+from potluck.dist.host_tensors import HostTensor
+from potluck.dist.record import Header
+from potluck.errors import CollectiveError, CollectiveTimeoutError, PotluckError
+
+_MOST_SIZES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class What:
+    """What a caller asked for, less its number."""
+
+    op: str
+    dtype: str = ""
+    shape: tuple[int, ...] | None = None
+    nbytes: int = 0
+    reduction: str = ""
+    root: int | None = None
+
+    @classmethod
+    def of(
+        cls, name: str, tensors: Sequence[Tensor], *, op: Any = None, root: int | None = None, sized: bool = True
+    ) -> What:
+        """From the tensors whose sizes must agree between ranks; of several, how many elements each has."""
+        shape: tuple[int, ...] | None = None
+        if sized and len(tensors) == 1:
+            shape = tuple(tensors[0].shape)
+        elif sized and tensors:
+            shape = tuple(tensor.numel() for tensor in tensors[:_MOST_SIZES])
+        return cls(
+            op=name,
+            dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
+            shape=shape,
+            # Where sizes may differ, so do the words: they have to be equal.
+            nbytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors) if sized else 0,
+            reduction="" if op is None else reduction.name_of(op),
+            root=root,
+        )
+
+    def header(self, seq: int) -> tuple[Header, bytes]:
+        """With its number, and in words."""
+        return (
+            Header(
+                seq=seq,
+                op=self.op,
+                dtype=self.dtype,
+                shape=self.shape,
+                nbytes=self.nbytes,
+                reduction=self.reduction,
+                root=self.root,
+            ),
+            _words(self),
+        )
+
+
+@functools.lru_cache(maxsize=512)
+def _words(what: What) -> bytes:
+    """A training asks for the same collectives again and again."""
+    fields = {name: getattr(what, name) for name in What.__slots__}
+    return Header(seq=0, **fields).text().encode()
+
+
+def as_list(tensors: Any) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def as_lists(tensors: Any) -> list[list[Tensor]]:
+    """A list of lists, from that or from one list."""
+    return [list(tensors)] if tensors and isinstance(tensors[0], Tensor) else [list(part) for part in tensors]
+
+
+def options(kind: Any, given: Any, timeout: timedelta | None = None) -> Any:
+    """torch's options; those who call the group itself may give a bare operation, a root, or nothing."""
+    if isinstance(given, kind) or hasattr(given, "asyncOp"):
+        return given
+    options = kind()
+    if isinstance(given, int) and not isinstance(given, bool) and hasattr(options, "rootRank"):
+        options.rootRank = given
+    elif given is not None:
+        options.reduceOp = given
+    if timeout is not None:
+        options.timeout = timeout
+    return options
+
+
+def dense(name: str, tensor: Tensor) -> None:
+    if tensor.layout != torch.strided:
+        raise CollectiveError(f"{name} takes no sparse tensors", hint="use to_dense(), or all_reduce with SUM")
+
+
+def one_each(name: str, parts: Sequence[Tensor], world: int) -> None:
+    if len(parts) != world:
+        raise CollectiveError(f"{name} needs one tensor for each of {world} ranks, got {len(parts)}")
+
+
+def alike(name: str, tensors: Sequence[Tensor]) -> None:
+    first = tensors[0]
+    for tensor in tensors[1:]:
+        if tensor.dtype != first.dtype or tensor.numel() != first.numel():
+            raise CollectiveError(
+                f"{name}: its tensors must be of one size and type, not {first.dtype} {tuple(first.shape)} and "
+                f"{tensor.dtype} {tuple(tensor.shape)}"
+            )
+
+
+def cut(name: str, whole: Tensor, part: Tensor, world: int) -> list[Tensor]:
+    if whole.numel() != part.numel() * world or whole.dtype != part.dtype:
+        raise CollectiveError(
+            f"{name}: one tensor must be {world} times the other, not {whole.dtype} {tuple(whole.shape)} and "
+            f"{part.dtype} {tuple(part.shape)}"
+        )
+    if whole.is_contiguous():
+        return (
+            list(whole.detach().view(-1).split(part.numel())) if part.numel() else [whole.detach().view(-1)] * world
+        )
+    raise CollectiveError(f"{name} needs contiguous tensors", hint="call contiguous() first")
+
+
+def split_counts(name: str, tensor: Tensor, splits: list[int] | None, world: int) -> list[int]:
+    """Elements for each rank, from rows for each rank."""
+    rows = tensor.shape[0] if tensor.dim() else 0
+    width = tensor.numel() // rows if rows else 1
+    if not splits:
+        if rows % world:
+            raise CollectiveError(f"{name}: {rows} rows cannot be split evenly between {world} ranks")
+        splits = [rows // world] * world
+    if len(splits) != world or sum(splits) != rows:
+        raise CollectiveError(f"{name}: the splits {splits} do not add up to {rows} rows for {world} ranks")
+    return [count * width for count in splits]
+
+
+def bundles(hosts: Sequence[HostTensor]) -> Iterable[tuple[Tensor, list[HostTensor]]]:
+    """One flat tensor for all of a dtype, so that many small ones cost one journey."""
+    if len(hosts) == 1:
+        yield hosts[0].flat, []
+        return
+    by_type: dict[torch.dtype, list[HostTensor]] = {}
+    for host in hosts:
+        by_type.setdefault(host.flat.dtype, []).append(host)
+    for same in by_type.values():
+        yield torch.cat([host.flat for host in same]), same
+
+
+def unbundle(flat: Tensor, hosts: Sequence[HostTensor]) -> None:
+    if hosts:
+        for host, values in zip(hosts, flat.split([host.flat.numel() for host in hosts]), strict=True):
+            host.flat.copy_(values)
+
+
+def worded(header: Header, error: BaseException) -> BaseException:
+    """The error with what it happened in, where its words do not say so."""
+    if not isinstance(error, PotluckError) or f"#{header.seq}" in error.what:
+        return error
+    late = " ran into its timeout and failed" if isinstance(error, CollectiveTimeoutError) else ""
+    return type(error)(f"{header.op} #{header.seq} ({header.text()}){late}: {error.what}", hint=error.hint)

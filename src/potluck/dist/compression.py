@@ -1,0 +1,180 @@
+"""Owns all-reduce with fewer bytes: what each rank packs, adds and hands out, and what packing lost so far.
+
+It must not send anything: payloads are given to the caller and taken from it, whatever carries them.
+
+Each rank owns a part of the tensor. It gets that part from all others, packed; adds it up in float32 in the order
+of the ranks; and hands out the sum, packed again. So every rank sends 2(N-1)/N of the packed tensor, and all ranks
+end with the same bits, for all of them decode the same payload:
+
+    exchange = compressor.begin(identity, flat, rank, world, average=True)
+    for part in others:       send exchange.outgoing(part) to rank `part`
+    for source in all ranks:  exchange.add(source, payload)       # None for one's own
+    payload = exchange.result(), to everybody
+    for part in all ranks:    exchange.place(part, payload)
+
+Both packings have error feedback: what a payload lost is added to the next one of the same tensor. A value that is
+not finite makes values of the result not finite, as without compression, and leaves no trace in what is kept.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+
+from potluck.codec import Codec, encode_with_feedback, get
+from potluck.dist.schedules import Span, split
+
+DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
+"""What is compressed; whoever reduces float64 wants all of its digits."""
+
+REDUCTIONS = frozenset({"SUM", "AVG"})
+
+_MULTIPLE = 128
+"""Parts begin at the borders of the codecs' blocks."""
+_MOST_TENSORS = 256
+
+
+def identity_of(tensor: Tensor, name: str | None = None) -> Hashable:
+    """What tells that a tensor is the one of the last step: its name, else its place in memory and its size."""
+    return name if name is not None else (str(tensor.device), tensor.data_ptr(), tensor.numel(), tensor.dtype)
+
+
+class Residuals:
+    """What packing lost, for each tensor: [n] float32 each, of the tensors used last. For any thread."""
+
+    def __init__(self, most: int = _MOST_TENSORS) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[Hashable, Tensor] = OrderedDict()
+
+    def get(self, key: Hashable, count: int, device: torch.device) -> Tensor:
+        """The tensor's residual, to be changed in place; zeros where there is none of this size."""
+        with self._lock:
+            found = self._kept.pop(key, None)
+            if found is None or found.numel() != count or found.device != device:
+                found = torch.zeros(count, dtype=torch.float32, device=device)
+            self._kept[key] = found
+            while len(self._kept) > self._most:
+                self._kept.popitem(last=False)
+            return found
+
+    def clear(self) -> None:
+        with self._lock:
+            self._kept.clear()
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._kept)
+
+
+class Compressor:
+    """Compressed all-reduces with one codec; keeps the residuals between them."""
+
+    def __init__(self, codec: str, *, feedback: bool = True, most_tensors: int = _MOST_TENSORS) -> None:
+        """
+        Args:
+            codec: fp16, bf16, int8, int4, topk or topk:RATIO.
+            feedback: False only to see what it is good for.
+            most_tensors: of how many tensors the residuals are kept; those used longest ago are forgotten.
+        """
+        self.codec: Codec = get(codec)
+        # Of what goes to the owners, and of what owners hand out.
+        self._up = Residuals(most_tensors) if feedback else None
+        self._down = Residuals(most_tensors) if feedback else None
+
+    @staticmethod
+    def suits(reduction: str, dtype: torch.dtype) -> bool:
+        """Whether this reduction of this dtype can be compressed; where not, it is done exactly."""
+        return reduction in REDUCTIONS and dtype in DTYPES
+
+    def begin(self, identity: Hashable, flat: Tensor, rank: int, world: int, *, average: bool = False) -> Exchange:
+        """An all-reduce of `flat`, [n] and contiguous, in place."""
+        count, device = flat.numel(), flat.device
+        up = self._up.get(identity, count, device) if self._up is not None else None
+        spans = split(count, world, _MULTIPLE)
+        start, stop = spans[rank]
+        down = self._down.get(identity, stop - start, device) if self._down is not None else None
+        return Exchange(self.codec, flat, spans, rank, up=up, down=down, average=average)
+
+    def forget(self) -> None:
+        """Drop every residual, as after loading a checkpoint."""
+        for kept in (self._up, self._down):
+            if kept is not None:
+                kept.clear()
+
+
+class Exchange:
+    """One compressed all-reduce on one rank. Payloads are [n] uint8, on the tensor's device."""
+
+    def __init__(
+        self,
+        codec: Codec,
+        flat: Tensor,
+        spans: tuple[Span, ...],
+        rank: int,
+        *,
+        up: Tensor | None,
+        down: Tensor | None,
+        average: bool,
+    ) -> None:
+        self.spans = spans
+        """The part of the tensor that each rank owns."""
+        self._codec, self._flat, self._rank = codec, flat.detach(), rank
+        self._up, self._down, self._average = up, down, average
+        start, stop = spans[rank]
+        self._sum = torch.zeros(stop - start, dtype=torch.float32, device=flat.device)
+        self._next = 0
+
+    def payload_bytes(self, part: int) -> int:
+        """The length of any payload of this part."""
+        start, stop = self.spans[part]
+        return self._codec.nbytes(stop - start)
+
+    def outgoing(self, part: int) -> Tensor:
+        """What the owner of this part must get from this rank; to be called once for each part but the own."""
+        assert part != self._rank
+        start, stop = self.spans[part]
+        values = self._flat[start:stop].to(torch.float32, copy=True)
+        if self._up is None:
+            return self._codec.encode(values)
+        return encode_with_feedback(self._codec, values, self._up[start:stop])
+
+    def add(self, source: int, payload: Tensor | None = None) -> None:
+        """Add what a rank sent for this rank's part, in the order of the ranks; None: this rank's own values.
+
+        Raises:
+            WireError: the payload is none of this codec and size.
+        """
+        assert source == self._next, "sums must not depend on who came first"
+        assert (payload is None) == (source == self._rank)
+        self._next += 1
+        if payload is None:
+            start, stop = self.spans[self._rank]
+            self._sum.add_(self._flat[start:stop])
+        else:
+            self._sum.add_(self._codec.decode(payload, self._sum.numel()))
+
+    def result(self) -> Tensor:
+        """What everybody must get from this rank, when all was added."""
+        assert self._next == len(self.spans)
+        if self._average:
+            self._sum.div_(len(self.spans))
+        if self._down is None:
+            return self._codec.encode(self._sum)
+        return encode_with_feedback(self._codec, self._sum, self._down)
+
+    def place(self, part: int, payload: Tensor) -> None:
+        """Write an owner's result where it belongs; one's own too, so that all ranks have the same bits.
+
+        Raises:
+            WireError: the payload is none of this codec and size.
+        """
+        start, stop = self.spans[part]
+        if self._flat.dtype == torch.float32:
+            self._codec.decode(payload, stop - start, out=self._flat[start:stop])
+        else:
+            self._flat[start:stop].copy_(self._codec.decode(payload, stop - start))

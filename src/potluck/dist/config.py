@@ -1,0 +1,412 @@
+"""Owns the settings of the backend: their names, their variables, their limits, and how they become one choice.
+
+It must not open a socket or look at the machine: `resolve` is given the facts, and is pure.
+
+A setting comes from the `Config` object, else from its POTLUCK_DIST_* variable, else it has its default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from potluck import env
+from potluck.codec.names import parse as parse_codec
+from potluck.errors import CollectiveError, ConfigError
+from potluck.units import seconds_text
+
+PREFIX = "POTLUCK_DIST_"
+TRANSPORTS = ("auto", "tcp", "shm")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+SHARED = ("transport", "chunk_bytes", "small_bytes", "compression", "checksum", "encryption", "heartbeat_s")
+"""What all ranks of a group must agree on."""
+
+_KIB = 1024
+_UNITS = {"": 1, "b": 1, "kib": _KIB, "mib": _KIB**2, "k": _KIB, "m": _KIB**2}
+_YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """Settings of the backend; what is None is taken from its variable, else from the default.
+
+    Example:
+        options = potluck.dist.Config(compression="int8", interface="eth0")
+        torch.distributed.init_process_group("potluck", pg_options=options)
+    """
+
+    transport: str | None = None
+    """auto: shared memory between ranks of one machine, TCP between machines. tcp: TCP everywhere. shm: refuse
+    ranks on another machine."""
+    address: str | None = None
+    """The address of this machine at which other machines reach it; None: chosen, with a reason in the log."""
+    interface: str | None = None
+    """The network interface whose address is taken; `address` wins."""
+    port_base: int | None = None
+    """Rank r listens at this port + r, leaving out MASTER_PORT; 0, the default: any free port."""
+    chunk_bytes: int | None = None
+    """How much is sent at once, so that sending, receiving and reducing overlap; default 512 KiB."""
+    small_bytes: int | None = None
+    """Up to this size a collective has the fewest latencies, above it the fewest bytes; default 32 KiB."""
+    compression: str | None = None
+    """How the floats of an all-reduce are packed: none, fp16, bf16, int8, int4, topk, topk:0.05."""
+    checksum: bool | None = None
+    """Whether each chunk carries a checksum; default off, for encryption has its own."""
+    encryption: bool | None = None
+    """Whether what goes between machines is encrypted and authenticated; default on."""
+    timeout_s: float | None = None
+    """For a collective; None: the timeout that the group was made with."""
+    connect_timeout_s: float | None = None
+    """For all ranks to reach each other; default 60 s."""
+    heartbeat_s: float | None = None
+    """Between two signs of life; default 1 s."""
+    heartbeat_timeout_s: float | None = None
+    """Silence after which a rank is gone; default 5 s."""
+    log_level: str | None = None
+    """What the logger `potluck.dist` lets through; default warning."""
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if value is not None:
+                object.__setattr__(self, item.name, _checked(item.name, value, f"Config({item.name}={value!r})"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interface:
+    """An address of this machine."""
+
+    name: str
+    address: str
+    """As a number, without a zone or a mask."""
+    up: bool = True
+    loopback: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What `resolve` must know of the machine and of the group."""
+
+    rank: int
+    world: int
+    interfaces: tuple[Interface, ...] = ()
+    master_address: str | None = None
+    """As the user gave it."""
+    master_port: int | None = None
+    source_address: str | None = None
+    """This machine's address on the way to MASTER_ADDR, as the routing table has it; None: there is no way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """Every setting, decided."""
+
+    rank: int
+    transport: str
+    address: str
+    interface: str
+    reason: str
+    """Why this address."""
+    port: int
+    """Where this rank listens; 0: any free port."""
+    chunk_bytes: int
+    small_bytes: int
+    compression: str
+    checksum: bool
+    encryption: bool
+    timeout_s: float | None
+    connect_timeout_s: float
+    heartbeat_s: float
+    heartbeat_timeout_s: float
+    log_level: str
+    said_by: Mapping[str, str] = field(default_factory=dict)
+    """By whom each setting was given: config, the variable's name, or default."""
+
+    def shared(self) -> dict[str, Any]:
+        """What the other ranks must have too; for the rendezvous."""
+        return {name: getattr(self, name) for name in SHARED}
+
+    def one_line(self) -> str:
+        """For the log: what was chosen, in a line."""
+        port = f"port {self.port}" if self.port else "any free port"
+        parts = [
+            f"transport {self.transport}",
+            f"{self.address} ({self.interface}: {self.reason}), {port}",
+            f"chunks of {_size(self.chunk_bytes)}, small up to {_size(self.small_bytes)}",
+            f"compression {self.compression}",
+            f"checksum {_switch(self.checksum)}",
+            f"encryption {_switch(self.encryption)}",
+            f"timeout {seconds_text(self.timeout_s) if self.timeout_s else 'of the group'}",
+            f"heartbeat {self.heartbeat_s:g}/{self.heartbeat_timeout_s:g} s",
+        ]
+        return f"rank {self.rank}: " + ", ".join(parts)
+
+    def describe(self) -> str:
+        """A line for each setting, with who said so."""
+        rows = [("address", f"{self.address} on {self.interface}: {self.reason}")]
+        for item in fields(Config):
+            if item.name in ("address", "interface"):
+                continue
+            value = self.port if item.name == "port_base" else getattr(self, item.name)
+            rows.append(("port" if item.name == "port_base" else item.name, _shown(item.name, value)))
+        lines = []
+        for name, text in rows:
+            who = self.said_by.get("port_base" if name == "port" else name, "default")
+            lines.append(f"  {name:<20} {text}" + ("" if who == "default" else f"  (by {who})"))
+        return "\n".join([f"potluck backend, rank {self.rank}:", *lines])
+
+
+def resolve(config: Config | None, environ: Mapping[str, str], facts: Facts) -> Resolved:
+    """Settle every setting.
+
+    Raises:
+        ConfigError: a variable that does not exist or has a wrong value, or an address that this machine has not.
+    """
+    settings, said_by = _merged(config or Config(), environ)
+    if settings["heartbeat_timeout_s"] < 2 * settings["heartbeat_s"]:
+        raise ConfigError(
+            f"heartbeat_timeout_s={settings['heartbeat_timeout_s']:g} is less than two heartbeats"
+            f" of {settings['heartbeat_s']:g} s",
+            hint="one sign of life that is late would end the run: give at least two",
+        )
+    chosen, reason = _address(settings.pop("address"), settings.pop("interface"), facts)
+    port = _port(settings.pop("port_base"), facts)
+    return Resolved(
+        rank=facts.rank,
+        address=chosen.address,
+        interface=chosen.name,
+        reason=reason,
+        port=port,
+        said_by=said_by,
+        **settings,
+    )
+
+
+def disagreement(by_rank: Mapping[int, Mapping[str, Any]]) -> CollectiveError | None:
+    """What to raise where ranks came with different settings (`shared()` of each); None where they agree."""
+    ranks = sorted(by_rank)
+    for name in SHARED:
+        values: dict[Any, list[int]] = {}
+        for rank in ranks:
+            values.setdefault(by_rank[rank].get(name), []).append(rank)
+        if len(values) > 1:
+            sides = "; ".join(f"{_shown(name, value)} on {ranks_text(who)}" for value, who in values.items())
+            return CollectiveError(
+                f"the ranks have different settings of {name}: {sides}",
+                hint=f"give all the same Config, or the same {PREFIX}{name.upper()}",
+            )
+    return None
+
+
+def ranks_text(ranks: list[int]) -> str:
+    """[0, 1, 2, 5] -> 'ranks 0-2, 5'."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    return ("rank " if len(ranks) == 1 else "ranks ") + text
+
+
+# -- settings
+
+
+def _merged(config: Config, environ: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
+    env.check_names(environ)
+    settings: dict[str, Any] = {}
+    said_by: dict[str, str] = {}
+    for name, rule in _RULES.items():
+        variable = PREFIX + name.upper()
+        text = environ.get(variable, "").strip()
+        given = getattr(config, name)
+        if given is not None:
+            settings[name], said_by[name] = given, "config"
+        elif text:
+            settings[name], said_by[name] = _checked(name, text, f"{variable}={text!r}"), variable
+        else:
+            settings[name], said_by[name] = rule.default, "default"
+    return settings, said_by
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    default: Any
+    read: Callable[[Any], Any]
+    """Text or a value -> the value; raises ValueError."""
+    hint: str
+
+
+def _checked(name: str, value: Any, shown: str) -> Any:
+    rule = _RULES[name]
+    try:
+        return rule.read(value)
+    except ConfigError as error:
+        raise ConfigError(f"{shown} is not valid: {error.what}", hint=error.hint) from None
+    except (ValueError, TypeError):
+        raise ConfigError(f"{shown} is not valid", hint=rule.hint) from None
+
+
+def _word(value: Any) -> str:
+    if not isinstance(value, str) or not value or not value.isprintable() or any(c.isspace() for c in value):
+        raise ValueError
+    return value
+
+
+def _one_of(words: tuple[str, ...]) -> Callable[[Any], str]:
+    def read(value: Any) -> str:
+        word = _word(value).lower()
+        if word not in words:
+            raise ValueError
+        return word
+
+    return read
+
+
+def _flag(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    word = _word(value).lower()
+    if word not in _YES + _NO:
+        raise ValueError
+    return word in _YES
+
+
+def _whole(low: int, high: int) -> Callable[[Any], int]:
+    def read(value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int | str):
+            raise ValueError
+        count = _count(value) if isinstance(value, str) else value
+        if not low <= count <= high:
+            raise ValueError
+        return count
+
+    return read
+
+
+def _count(text: str) -> int:
+    digits = text.strip().lower()
+    unit = digits.lstrip("0123456789").strip()
+    number = digits[: len(digits) - len(digits.lstrip("0123456789"))]
+    if not number or len(number) > 15 or unit not in _UNITS:
+        raise ValueError
+    return int(number) * _UNITS[unit]
+
+
+def _seconds(low: float, high: float) -> Callable[[Any], float]:
+    def read(value: Any) -> float:
+        if isinstance(value, bool):
+            raise ValueError
+        seconds = float(value)
+        if not low <= seconds <= high:  # not a number is outside too
+            raise ValueError
+        return seconds
+
+    return read
+
+
+def _compression(value: Any) -> str:
+    name = _word(value).lower()
+    parse_codec(name)
+    return name
+
+
+_BYTES = "a number of bytes from {} to {}, for example 524288 or 512KiB"
+_TIME = "a number of seconds from {:g} to {:g}"
+_SWITCH = "use 1 or 0 (True or False in a Config)"
+_DAY = 86_400.0
+
+_RULES: dict[str, _Rule] = {
+    "transport": _Rule("auto", _one_of(TRANSPORTS), "use one of " + ", ".join(TRANSPORTS)),
+    "address": _Rule(None, _word, "use an address of this machine, as a number such as 192.168.1.7"),
+    "interface": _Rule(None, _word, "use the name of a network interface of this machine, such as eth0"),
+    "port_base": _Rule(0, _whole(0, 65_535), "use 0 for any free port, or a port from 1024 to 65535"),
+    "chunk_bytes": _Rule(512 * _KIB, _whole(4 * _KIB, 64 * _KIB**2), _BYTES.format("4KiB", "64MiB")),
+    "small_bytes": _Rule(32 * _KIB, _whole(0, 64 * _KIB**2), _BYTES.format("0", "64MiB")),
+    "compression": _Rule("none", _compression, "use none, fp16, bf16, int8, int4, topk or topk:0.05"),
+    "checksum": _Rule(False, _flag, _SWITCH),
+    "encryption": _Rule(True, _flag, _SWITCH),
+    "timeout_s": _Rule(None, _seconds(0.001, 30 * _DAY), _TIME.format(0.001, 30 * _DAY)),
+    "connect_timeout_s": _Rule(60.0, _seconds(0.1, _DAY), _TIME.format(0.1, _DAY)),
+    "heartbeat_s": _Rule(1.0, _seconds(0.05, 600), _TIME.format(0.05, 600)),
+    "heartbeat_timeout_s": _Rule(5.0, _seconds(0.1, _DAY), _TIME.format(0.1, _DAY)),
+    "log_level": _Rule("warning", _one_of(LOG_LEVELS), "use one of " + ", ".join(LOG_LEVELS)),
+}
+
+
+# -- the address and the port
+
+
+def _address(address: str | None, interface: str | None, facts: Facts) -> tuple[Interface, str]:
+    usable = [i for i in facts.interfaces if i.up]
+    there = "this machine has " + (", ".join(f"{i.address} ({i.name})" for i in usable) or "no address at all")
+    if address is not None:
+        found = [i for i in usable if i.address == address]
+        if not found:
+            raise ConfigError(f"{address} is no address of this machine", hint=f"{there}; name one of them")
+        return found[0], "it was asked for"
+    if interface is not None:
+        found = [i for i in usable if i.name == interface]
+        if not found:
+            down = any(i.name == interface for i in facts.interfaces)
+            what = f"the interface {interface!r} is down" if down else f"there is no interface {interface!r} here"
+            raise ConfigError(what, hint=there)
+        return _best(found), "the interface was asked for"
+    if facts.source_address is not None:
+        found = [i for i in usable if i.address == facts.source_address]
+        chosen = found[0] if found else Interface(name="?", address=facts.source_address)
+        if chosen.loopback:
+            return chosen, f"MASTER_ADDR {facts.master_address} is this machine"
+        return chosen, f"it routes to MASTER_ADDR {facts.master_address}"
+    outside = [i for i in usable if not i.loopback]
+    why = f"there is no route to MASTER_ADDR {facts.master_address}" if facts.master_address else "no MASTER_ADDR"
+    if outside:
+        return _best(outside), f"{why}, so the first interface that is up"
+    if usable:
+        return _best(usable), f"{why}, and no other interface is up"
+    raise ConfigError("this machine has no address to listen at", hint="check its network, or set `address`")
+
+
+def _best(candidates: list[Interface]) -> Interface:
+    """The first with an IPv4 address; a link-local address, which works with a zone only, comes last."""
+    return min(candidates, key=lambda i: (i.address.startswith(("fe80:", "169.254.")), ":" in i.address))
+
+
+def _port(base: int, facts: Facts) -> int:
+    if base == 0:
+        return 0
+    port = base + facts.rank
+    if facts.master_port is not None and base <= facts.master_port <= port:
+        port += 1  # MASTER_PORT is the store's
+    if base < 1024 or port > 65_535:
+        raise ConfigError(
+            f"port_base={base} gives rank {facts.rank} of {facts.world} port {port}",
+            hint=f"take a base from 1024 to {65_535 - facts.world}, or 0 for any free port",
+        )
+    return port
+
+
+# -- text
+
+
+def _size(count: int) -> str:
+    for unit, name in ((_KIB**2, "MiB"), (_KIB, "KiB")):
+        if count >= unit and count % unit == 0:
+            return f"{count // unit} {name}"
+    return f"{count} B"
+
+
+def _switch(on: bool) -> str:
+    return "on" if on else "off"
+
+
+def _shown(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return _switch(value)
+    if name.endswith("_bytes") and isinstance(value, int):
+        return _size(value)
+    if name.endswith("_s"):
+        return f"{value:g} s" if isinstance(value, int | float) else "the group's"
+    return "any free port" if name == "port_base" and value == 0 else str(value)

@@ -1,0 +1,225 @@
+"""Owns the figures of the backend: how many collectives, how large, how long, and where the time went.
+
+It must not know how a collective works: it is told when one begins, what it spends its time on, and when it ends.
+Everything is bounded: latencies are those of the last collectives of each kind, and kinds are few.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from potluck.units import bits_text, bytes_text, count_text, seconds_text
+
+PHASES = ("queue", "staging", "network", "reduction")
+"""Waiting for its turn; copies between device and host memory; sending and receiving; arithmetic and codecs."""
+
+OTHER = "other"
+_KEPT_LATENCIES = 1024
+_MOST_KINDS = 64
+
+log = logging.getLogger("potluck.dist")
+
+
+@dataclass(slots=True)
+class _Kind:
+    count: int = 0
+    errors: int = 0
+    nbytes: int = 0
+    sent_bytes: int = 0
+    seconds: float = 0.0
+    peak_bytes_per_s: float = 0.0
+    phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    latencies: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_LATENCIES))
+
+    def figures(self) -> dict[str, Any]:
+        ordered = sorted(self.latencies)
+        return {
+            "ops": self.count,
+            "errors": self.errors,
+            "bytes": self.nbytes,
+            "sent_bytes": self.sent_bytes,
+            "avg_s": self.seconds / self.count if self.count else None,
+            "p50_s": _quantile(ordered, 0.50),
+            "p99_s": _quantile(ordered, 0.99),
+            "peak_bytes_per_s": self.peak_bytes_per_s or None,
+            **{f"{phase}_s": self.phases[phase] for phase in PHASES},
+        }
+
+
+class Measured:
+    """One collective under way; a context whose end counts it. Belongs to one thread at a time.
+
+    An exception that leaves the context counts as an error, and its duration not as a latency.
+    """
+
+    def __init__(self, owner: Metrics, name: str, nbytes: int) -> None:
+        self._owner, self._name, self._nbytes = owner, name, nbytes
+        self._began = owner.clock()
+        self._phases: dict[str, float] = {}
+        self._sent_bytes = 0
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """What happens inside is time of this phase."""
+        began = self._owner.clock()
+        try:
+            yield
+        finally:
+            self.add(name, self._owner.clock() - began)
+
+    def add(self, phase: str, seconds: float) -> None:
+        """Time of a phase, measured elsewhere."""
+        assert phase in PHASES, phase
+        self._phases[phase] = self._phases.get(phase, 0.0) + seconds
+
+    def queued(self, seconds: float) -> None:
+        """The collective had waited so long before this object was made: it counts as time of the whole."""
+        self.add("queue", seconds)
+        self._began -= seconds
+
+    def sent(self, nbytes: int) -> None:
+        """So many bytes went out for it."""
+        self._sent_bytes += nbytes
+
+    def __enter__(self) -> Measured:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._owner._count(self, failed=kind is not None)
+
+
+class Metrics:
+    """The figures of one process, filled from any number of threads."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
+        self._lock = threading.Lock()
+        self._kinds: dict[str, _Kind] = {}
+        self._since = clock()
+
+    def op(self, name: str, nbytes: int) -> Measured:
+        """`with metrics.op("all_reduce", 4096) as op: ...`, inside of it `with op.phase("network"): ...`."""
+        return Measured(self, name, nbytes)
+
+    def error(self, name: str) -> None:
+        """A collective failed that never began."""
+        with self._lock:
+            self._kind(name).errors += 1
+
+    def snapshot(self) -> dict[str, Any]:
+        """All figures, ready for JSON: `total`, and `by_op` with the same figures for each kind of collective."""
+        with self._lock:
+            total = _Kind()
+            kept: list[float] = []
+            for kind in self._kinds.values():
+                total.count += kind.count
+                total.errors += kind.errors
+                total.nbytes += kind.nbytes
+                total.sent_bytes += kind.sent_bytes
+                total.seconds += kind.seconds
+                total.peak_bytes_per_s = max(total.peak_bytes_per_s, kind.peak_bytes_per_s)
+                kept.extend(kind.latencies)
+                for phase in PHASES:
+                    total.phases[phase] += kind.phases[phase]
+            total.latencies = deque(kept)
+            return {
+                "since_s": self.clock() - self._since,
+                "total": total.figures(),
+                "by_op": {name: kind.figures() for name, kind in sorted(self._kinds.items())},
+            }
+
+    def reset(self) -> None:
+        """Begin again from nothing; what is under way counts when it ends."""
+        with self._lock:
+            self._kinds.clear()
+            self._since = self.clock()
+
+    def _count(self, done: Measured, *, failed: bool) -> None:
+        seconds = max(0.0, self.clock() - done._began)
+        with self._lock:
+            kind = self._kind(done._name)
+            kind.sent_bytes += done._sent_bytes
+            for phase, spent in done._phases.items():
+                kind.phases[phase] += spent
+            if failed:
+                kind.errors += 1
+                return
+            kind.count += 1
+            kind.nbytes += done._nbytes
+            kind.seconds += seconds
+            kind.latencies.append(seconds)
+            if seconds > 0:
+                kind.peak_bytes_per_s = max(kind.peak_bytes_per_s, done._nbytes / seconds)
+
+    def _kind(self, name: str) -> _Kind:
+        if name not in self._kinds and len(self._kinds) >= _MOST_KINDS:
+            name = OTHER
+        return self._kinds.setdefault(name, _Kind())
+
+
+METRICS = Metrics()
+"""Those of this process, over all groups."""
+
+
+def metrics() -> dict[str, Any]:
+    """What the backend did in this process so far, over all groups.
+
+    Example:
+        >>> potluck.dist.metrics()["total"]["p99_s"]
+        0.0031
+    """
+    return METRICS.snapshot()
+
+
+def reset_metrics() -> None:
+    """Count from nothing again."""
+    METRICS.reset()
+
+
+def log_metrics(level: int = logging.INFO) -> None:
+    """Write the figures to the logger `potluck.dist`, as a table."""
+    log.log(level, "%s", table(METRICS.snapshot()))
+
+
+def table(snapshot: dict[str, Any]) -> str:
+    """A snapshot as a table for people."""
+    head = ("collective", "ops", "errors", "data", "sent", "avg", "p50", "p99", "peak", *PHASES)
+    rows = [head]
+    for name, figures in [*snapshot["by_op"].items(), ("total", snapshot["total"])]:
+        rows.append(
+            (
+                name,
+                count_text(figures["ops"]),
+                count_text(figures["errors"]),
+                bytes_text(figures["bytes"]),
+                bytes_text(figures["sent_bytes"]),
+                seconds_text(figures["avg_s"]),
+                seconds_text(figures["p50_s"]),
+                seconds_text(figures["p99_s"]),
+                bits_text(figures["peak_bytes_per_s"]),
+                *(seconds_text(figures[f"{phase}_s"]) for phase in PHASES),
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    lines = [
+        "  ".join(cell.ljust(w) if at == 0 else cell.rjust(w) for at, (cell, w) in enumerate(zip(row, widths)))
+        for row in rows
+    ]
+    return "\n".join([f"collectives of the last {seconds_text(snapshot['since_s'])}:", *lines])
+
+
+def _quantile(ordered: list[float], share: float) -> float | None:
+    """The smallest value that at least `share` of them do not exceed."""
+    if not ordered:
+        return None
+    return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]

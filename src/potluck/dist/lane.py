@@ -1,0 +1,247 @@
+"""One group's way through the mail: owns what a rank sends and takes within one collective, and how that fails.
+
+It must not know which algorithm sends what to whom.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+import zmq
+from torch import Tensor
+
+from potluck.dist.links import Endpoint
+from potluck.dist.mesh import Aborted, DeadlinePassed, Kind, Mesh, Parcel, PeerGone
+from potluck.dist.record import Header, timeout_error
+from potluck.errors import CollectiveError, CollectiveTimeoutError, RankGoneError
+
+_COPIED_BYTES = 32 << 10
+"""Smaller bodies are copied: that is cheaper than to watch over them."""
+_ALIGN = 16
+_ASK_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What all ranks of a group do alike."""
+
+    chunk_bytes: int
+    small_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One collective of this rank: what it is, and when it has to be over."""
+
+    header: Header
+    about: bytes
+    """The header in words, which are the same on all ranks that are in the same collective."""
+    deadline: float
+    began: float
+
+    @property
+    def left_s(self) -> float:
+        return max(0.001, self.deadline - time.monotonic())
+
+
+def raw(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, not copied."""
+    values: Any = tensor.view(torch.uint8).numpy() if tensor.numel() else bytearray()
+    return memoryview(values)
+
+
+def chunks(nbytes: int, chunk_bytes: int) -> Iterator[tuple[int, int]]:
+    """How a message of so many bytes is cut; an empty one is one empty parcel."""
+    step = max(_ALIGN, chunk_bytes - chunk_bytes % _ALIGN)
+    if nbytes == 0:
+        yield 0, 0
+    for start in range(0, nbytes, step):
+        yield start, min(start + step, nbytes)
+
+
+class Lane:
+    """The ranks of one group, and the mail between them."""
+
+    def __init__(self, mesh: Mesh, group: int, rank: int, endpoints: list[Endpoint], terms: Terms) -> None:
+        self.mesh, self.group, self.rank, self.world = mesh, group, rank, len(endpoints)
+        self.endpoints, self.terms = endpoints, terms
+        self._ranks = {endpoint.name: rank for rank, endpoint in enumerate(endpoints)}
+        self.numbers = list(range(self.world))
+        """What people call the ranks: where these are only some of a group, their numbers there."""
+        self._everybody = endpoints
+
+    def between(self, ranks: list[int]) -> Lane:
+        """For some of the ranks, among whom this one is: they count from 0, and fail for all."""
+        chosen = [self.endpoints[rank] for rank in ranks]
+        lane = Lane(self.mesh, self.group, ranks.index(self.rank), chosen, self.terms)
+        lane.numbers, lane._everybody = list(ranks), self.endpoints
+        return lane
+
+    @property
+    def others(self) -> list[Endpoint]:
+        return [endpoint for rank, endpoint in enumerate(self.endpoints) if rank != self.rank]
+
+    def rank_of(self, name: str) -> int:
+        return self._ranks[name]
+
+    def name_of(self, endpoint: str) -> str:
+        """As who(), for an endpoint of the whole group."""
+        ranks = {other.name: rank for rank, other in enumerate(self._everybody)}
+        return f"rank {ranks[endpoint]} ({self._everybody[ranks[endpoint]].host})"
+
+    def who(self, rank: int) -> str:
+        """A rank as people should read it."""
+        return f"rank {self.numbers[rank]} ({self.endpoints[rank].host})"
+
+    def check(self) -> None:
+        """Raise if the group has failed."""
+        text = self.mesh.aborted(self.group)
+        if text is not None:
+            raise CollectiveError(text, hint="the group cannot be used any more: destroy it and make a new one")
+
+    def fail(self, text: str) -> None:
+        """End the group here and on every other rank, with the same words."""
+        own = self.mesh.endpoint.name
+        self.mesh.abort(self.group, text, [other for other in self._everybody if other.name != own])
+
+    def where_others_stand(self) -> dict[int, dict[str, Any]]:
+        told = self.mesh.ask(self.group, self.others, _ASK_S)
+        return {self._ranks[name]: answer for name, answer in told.items()}
+
+
+class Trip:
+    """One collective of one rank, from the first parcel to the last."""
+
+    def __init__(self, lane: Lane, call: Call) -> None:
+        self.lane, self.call = lane, call
+        self.sequence, self.about, self.deadline = call.header.seq, call.about, call.deadline
+        self._trackers: list[tuple[int, Any]] = []
+        self.network_s = 0.0
+
+    @property
+    def name(self) -> str:
+        return f"{self.call.header.op} #{self.sequence}"
+
+    # -- sending --------------------------------------------------------------------------------------------
+
+    def send(self, rank: int, data: Tensor) -> None:
+        """Send a flat CPU tensor, in chunks. It must stay as it is until settle(), or until the other rank has
+        answered with something that needed it."""
+        view = raw(data)
+        for start, stop in chunks(len(view), self.lane.terms.chunk_bytes):
+            self.send_part(rank, view[start:stop])
+
+    def send_part(self, rank: int, part: memoryview) -> None:
+        lane = self.lane
+        track = len(part) >= _COPIED_BYTES
+        tracker = lane.mesh.send(
+            lane.endpoints[rank], (Kind.COLLECTIVE, lane.group, self.sequence), part, about=self.about, track=track
+        )
+        if tracker is not None and track:
+            self._trackers.append((rank, tracker))
+
+    def settle(self) -> None:
+        """Wait until nothing that was sent is needed in memory any more."""
+        for rank, tracker in self._trackers:
+            while not tracker.done:
+                try:
+                    tracker.wait(0.1)
+                except zmq.NotDone:
+                    reason = self.lane.mesh.links.why_gone(self.lane.endpoints[rank])
+                    if reason is not None:
+                        self._gone(rank, reason)
+                    if time.monotonic() > self.deadline:
+                        self._late([rank])
+        self._trackers.clear()
+
+    # -- receiving ------------------------------------------------------------------------------------------
+
+    def take(self, rank: int) -> Parcel:
+        """The next parcel of this collective from a rank; it must be about the same collective."""
+        lane = self.lane
+        began = time.perf_counter()
+        try:
+            parcel = lane.mesh.take(
+                lane.group, lane.endpoints[rank], self.sequence, self.deadline, contrary=self._contrary
+            )
+        except Aborted as aborted:
+            raise CollectiveError(
+                str(aborted), hint="the group cannot be used any more: destroy it and make a new one"
+            ) from None
+        except PeerGone as gone:
+            self._gone(rank, gone.reason)
+        except DeadlinePassed:
+            self._late([rank])
+        self.network_s += time.perf_counter() - began
+        if parcel.about != self.about:
+            self._mismatch(parcel)
+        return parcel
+
+    def _contrary(self, parcel: Parcel) -> bool:
+        """Somebody else sent something for this collective that it is not: who is waited for may never send."""
+        return parcel.about != self.about
+
+    def parts(self, rank: int, nbytes: int) -> Iterator[tuple[int, memoryview]]:
+        """What a rank sent with send(), as it comes: (offset in bytes, bytes)."""
+        offset = 0
+        while True:
+            view = self.take(rank).view
+            if offset + len(view) > nbytes:
+                self._wrong_size(rank, offset + len(view), nbytes)
+            yield offset, view
+            offset += len(view)
+            if offset >= nbytes:
+                return
+
+    def receive_into(self, rank: int, out: Tensor) -> None:
+        """Into a flat contiguous CPU tensor."""
+        target = raw(out)
+        for offset, view in self.parts(rank, len(target)):
+            target[offset : offset + len(view)] = view
+
+    def receive(self, rank: int, count: int, dtype: torch.dtype) -> Tensor:
+        out = torch.empty(count, dtype=dtype)
+        self.receive_into(rank, out)
+        return out
+
+    # -- failing --------------------------------------------------------------------------------------------
+
+    def _gone(self, rank: int, reason: str) -> NoReturn:
+        text = f"{self.name}: {self.lane.who(rank)} {reason}"
+        self.lane.fail(text)
+        raise RankGoneError(text, hint="look at that rank's own output: it ended first")
+
+    def _late(self, ranks: list[int]) -> NoReturn:
+        lane, waited_s = self.lane, time.monotonic() - self.call.began
+        stand = lane.where_others_stand()
+        missing: dict[int, str] = {}
+        for rank in range(lane.world):
+            if rank != lane.rank and rank not in stand:
+                missing[lane.numbers[rank]] = "does not answer"
+            elif rank != lane.rank and stand[rank].get("sequence", 0) < self.sequence:
+                missing[lane.numbers[rank]] = str(stand[rank].get("where", "unknown"))
+        told = lane.mesh.aborted(lane.group)
+        if told is not None:  # another rank was first, and its words hold for all
+            raise CollectiveTimeoutError(told, hint="look at the ranks that it names")
+        error = timeout_error(self.call.header, missing=list(missing), waited_s=waited_s, last_seen=missing)
+        lane.fail(str(error))
+        raise error
+
+    def _mismatch(self, parcel: Parcel) -> NoReturn:
+        sides = {self.lane.name_of(parcel.source): parcel.about, self.lane.who(self.lane.rank): self.about}
+        lines = [f"  {who}: {sides[who].decode('utf-8', 'replace')}" for who in sorted(sides)]
+        text = "\n".join([f"the ranks disagree at collective #{self.sequence}:", *lines])
+        self.lane.fail(text)
+        raise CollectiveError(
+            text,
+            hint="every rank must make the same calls in the same order, with tensors of the same shape and dtype",
+        )
+
+    def _wrong_size(self, rank: int, got: int, wanted: int) -> NoReturn:
+        text = f"{self.name}: {self.lane.who(rank)} sent {got} bytes or more where {wanted} were expected"
+        self.lane.fail(text)
+        raise CollectiveError(text, hint="do the sizes of the tensors agree between the ranks?")

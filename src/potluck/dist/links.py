@@ -1,0 +1,285 @@
+"""The sockets between this process and its peers: owns keys, who is let in, and who is alive.
+
+It must not know groups, ranks or what the parcels mean.
+
+Every process has one socket that takes parcels (PULL) and one for each peer that it has something to say to
+(PUSH). Each has a key pair (CURVE); the public keys come with the endpoints, from the rendezvous, and nobody
+else is let in. A connection that breaks is a peer that is gone: ZeroMQ would connect anew, but what was on the way
+is lost, and a collective with a hole in it must not go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import struct
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import zmq
+from zmq.utils import z85
+
+from potluck.errors import NetworkError, PortTakenError, WireError
+
+_ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+_ZAP_DOMAIN = b"potluck-dist"
+_GONE = int(zmq.EVENT_DISCONNECTED)
+_THERE = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+_GRACE_S = 0.5
+"""How long after its connection broke a peer's last parcels may still be on their way to us."""
+_LINGER_MS = 3000
+_MAX_PARCEL_BYTES = 1 << 31
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """Where a process takes parcels. It crosses the store as JSON."""
+
+    name: str
+    """Random, new for every start: a process that was started again is another peer."""
+    address: str
+    port: int
+    key: str
+    """The public key (Z85), or "" where encryption is off."""
+    host: str
+    """The machine's name, for people."""
+
+    def to_json(self) -> str:
+        return json.dumps({slot: getattr(self, slot) for slot in self.__slots__})
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Endpoint:
+        try:
+            values = json.loads(text)
+            return cls(**{slot: values[slot] for slot in cls.__slots__})
+        except (ValueError, KeyError, TypeError):
+            raise WireError(
+                "the store holds something that is not a rank's address",
+                hint="do all ranks run the same version of potluck?",
+            ) from None
+
+    @property
+    def url(self) -> str:
+        address = f"[{self.address}]" if ":" in self.address else self.address
+        return f"tcp://{address}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkSettings:
+    """What the configuration says about sockets."""
+
+    address: str = "127.0.0.1"
+    port: int = 0
+    """Where to listen; 0: whatever is free."""
+    encrypt: bool = True
+    heartbeat_s: float = 1.0
+    """libzmq's own threads ask and answer, so that a process which computes for long is not taken for dead."""
+    heartbeat_timeout_s: float = 5.0
+    connect_s: float = 60.0
+
+
+@dataclass(slots=True)
+class _Link:
+    """What this process knows of one peer, and how it speaks to it."""
+
+    endpoint: Endpoint
+    socket: zmq.Socket[bytes]
+    monitor: zmq.Socket[bytes]
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    since: float = 0.0
+    there: bool = False
+    broken: float | None = None
+    left: bool = False
+
+
+class Links:
+    """All sockets of this process. `receive` belongs to one thread at a time; the rest is safe for all."""
+
+    def __init__(self, settings: LinkSettings, host: str) -> None:
+        self._settings = settings
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._public, self._secret = zmq.curve_keypair() if settings.encrypt else (b"", b"")
+        self._admitted: set[bytes] = set()
+        self._links: dict[str, _Link] = {}
+        self._lock = threading.Lock()
+        self.closed = False
+        self._zap = self._context.socket(zmq.REP)
+        self._zap.bind(_ZAP_ENDPOINT)
+        self._inbox = self._new_inbox()
+        try:
+            port = self._bind()
+        except BaseException:
+            self._context.destroy(0)
+            raise
+        name = secrets.token_hex(8)
+        self.endpoint = Endpoint(
+            name=name, address=settings.address, port=port, key=self._public.decode("ascii"), host=host
+        )
+
+    def _new_inbox(self) -> zmq.Socket[bytes]:
+        inbox = self._context.socket(zmq.PULL)
+        inbox.setsockopt(zmq.RCVHWM, 0)
+        inbox.setsockopt(zmq.MAXMSGSIZE, _MAX_PARCEL_BYTES)
+        inbox.setsockopt(zmq.IPV6, int(":" in self._settings.address))
+        if self._settings.encrypt:
+            inbox.setsockopt(zmq.CURVE_SERVER, 1)
+            inbox.setsockopt(zmq.CURVE_SECRETKEY, self._secret)
+            inbox.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
+            inbox.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        return inbox
+
+    def _bind(self) -> int:
+        settings = self._settings
+        address = f"[{settings.address}]" if ":" in settings.address else settings.address
+        try:
+            self._inbox.bind(f"tcp://{address}:{settings.port or '*'}")
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EADDRINUSE:
+                raise PortTakenError(
+                    f"port {settings.port} of {settings.address} is taken",
+                    hint="choose another port base, or 0 for any free port",
+                ) from None
+            raise NetworkError(
+                f"this rank cannot listen on {settings.address}: {error}",
+                hint="name an address of this machine, or leave the choice to potluck",
+            ) from None
+        bound = self._inbox.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(bound, bytes)
+        return int(bound.rstrip(b"\0").rpartition(b":")[2])
+
+    # -- who is let in ------------------------------------------------------------------------------------
+
+    def admit(self, endpoints: Iterable[Endpoint]) -> None:
+        """Their holders may send to this process from now on."""
+        with self._lock:
+            self._admitted.update(endpoint.key.encode("ascii") for endpoint in endpoints)
+
+    def _answer_door(self) -> None:
+        with contextlib.suppress(zmq.Again):
+            while True:
+                version, number, domain, _, _, mechanism, *credentials = self._zap.recv_multipart(zmq.NOBLOCK)
+                key = z85.encode(credentials[0]) if credentials else b""
+                with self._lock:
+                    known = domain == _ZAP_DOMAIN and mechanism == b"CURVE" and key in self._admitted
+                status = [b"200", b"OK"] if known else [b"400", b"unknown key"]
+                self._zap.send_multipart([version, number, *status, b"", b""])
+
+    # -- sending --------------------------------------------------------------------------------------------
+
+    def reach(self, endpoint: Endpoint) -> _Link:
+        """The link to a peer; its socket begins to connect when this is first asked."""
+        link = self._links.get(endpoint.name)
+        if link is not None:
+            return link
+        with self._lock:
+            if self.closed:
+                raise NetworkError("the process group has been shut down", hint="make a new one to go on")
+            link = self._links.get(endpoint.name)
+            if link is None:
+                link = self._links[endpoint.name] = self._connect(endpoint)
+        return link
+
+    def _connect(self, endpoint: Endpoint) -> _Link:
+        socket = self._context.socket(zmq.PUSH)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        socket.setsockopt(zmq.IPV6, int(":" in endpoint.address))
+        socket.setsockopt(zmq.HEARTBEAT_IVL, int(self._settings.heartbeat_s * 1000))
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(self._settings.heartbeat_timeout_s * 1000))
+        if endpoint.key:
+            socket.setsockopt(zmq.CURVE_SERVERKEY, endpoint.key.encode("ascii"))
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, self._public)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, self._secret)
+        where = f"inproc://monitor-{endpoint.name}"
+        socket.monitor(where, _GONE | _THERE)
+        monitor = self._context.socket(zmq.PAIR)
+        monitor.connect(where)
+        socket.connect(endpoint.url)
+        now = time.monotonic()
+        return _Link(endpoint=endpoint, socket=socket, monitor=monitor, since=now)
+
+    def send(self, endpoint: Endpoint, head: bytes, body: Any = None, *, track: bool = False) -> Any:
+        """Queue a parcel; never waits. With `track`, the body is not copied: it must stay as it is until the
+        tracker that is returned says `done`."""
+        link = self.reach(endpoint)
+        with link.lock:
+            if link.socket.closed:
+                return None
+            if body is None:
+                link.socket.send(head)
+                return None
+            link.socket.send(head, zmq.SNDMORE)
+            return link.socket.send(body, copy=not track, track=track)
+
+    # -- receiving ------------------------------------------------------------------------------------------
+
+    def receive(self, timeout_ms: int) -> tuple[bytes, Any] | None:
+        """The next parcel, as its head and its body (a frame, or None); None when nothing came in time."""
+        if timeout_ms and not self._inbox.poll(timeout_ms):
+            return None
+        try:
+            head = self._inbox.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        body = None
+        if self._inbox.getsockopt(zmq.RCVMORE):
+            body = self._inbox.recv(copy=False)
+            while self._inbox.getsockopt(zmq.RCVMORE):
+                self._inbox.recv()
+        return head, body
+
+    def has_left(self, name: str) -> None:
+        """It said goodbye: its broken connection is then no accident."""
+        link = self._links.get(name)
+        if link is not None:
+            link.left = True
+
+    # -- who is alive ---------------------------------------------------------------------------------------
+
+    def watch(self, doze_s: float) -> None:
+        """Look at every connection, then wait a moment at the door; one thread's only."""
+        for link in list(self._links.values()):
+            with contextlib.suppress(zmq.Again):
+                while True:
+                    event, _ = struct.unpack("=Hi", link.monitor.recv_multipart(zmq.NOBLOCK)[0])
+                    if event == _THERE:
+                        link.there = True
+                    elif event == _GONE and link.there and link.broken is None:
+                        link.broken = time.monotonic()
+        if self._zap.poll(int(doze_s * 1000)):
+            self._answer_door()
+
+    def why_gone(self, endpoint: Endpoint) -> str | None:
+        """What happened to a peer that is waited for, in words; None while nothing speaks against it."""
+        link = self.reach(endpoint)
+        now = time.monotonic()
+        where = f"{endpoint.host}, {endpoint.address} port {endpoint.port}"
+        if link.left:
+            return f"has left the group ({where})"
+        if link.broken is not None and now - link.broken > _GRACE_S:
+            return f"has died, is frozen, or its connection broke ({where})"
+        if not link.there and now - link.since > self._settings.connect_s:
+            return f"could not be reached within {self._settings.connect_s:g} s ({where})"
+        return None
+
+    def close(self, farewell: bytes | None = None) -> None:
+        """Say goodbye, let what was sent go out, and end all sockets. Nobody may be in receive() or watch()."""
+        with self._lock:
+            if self.closed:
+                return
+            self.closed = True
+        for link in self._links.values():
+            with link.lock:
+                if farewell is not None and link.broken is None and not link.left:
+                    link.socket.send(farewell)
+                linger = 0 if link.broken is not None or not link.there else _LINGER_MS
+                link.socket.disable_monitor()
+                link.socket.close(linger)
+                link.monitor.close(0)
+        self._zap.close(0)
+        self._inbox.close(0)
+        self._context.term()

@@ -1,0 +1,202 @@
+"""The memory that the members of a local group share: owns its layout, how they meet, and who is gone.
+
+It must not know of collectives: it hands out rings and mailboxes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from potluck.dist.mailbox import Mailbox
+from potluck.dist.rings import Ring, Shape
+from potluck.errors import CollectiveError, NetworkError
+from potluck.wire.shm import LINE_BYTES, Processes, Segment, Words, available
+
+MAX_MEMBERS = 64
+_PAGE = 4096
+_REASON_BYTES = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """How much memory a local group takes, and where its algorithms change."""
+
+    slot_bytes: int = 4 * 1024 * 1024
+    """The largest piece of a tensor that passes at once. Pieces as small as a core's own cache save a fifth of the
+    memory traffic, but on a busy machine every piece more is one more wait for a process that is not running."""
+    depth: int = 3
+    """Pieces of one member that may be on their way."""
+    small_bytes: int = 64 * 1024
+    """Up to here everybody reads everything, which takes one round instead of two."""
+    mail_bytes: int = 256 * 1024
+    """The largest piece of what one member sends to another."""
+    spins: int | None = None
+    """Looks before a wait goes to sleep; None: many where every member can have a core, else few."""
+
+    def __post_init__(self) -> None:
+        if self.slot_bytes % _PAGE or self.mail_bytes % _PAGE or self.slot_bytes < _PAGE or self.mail_bytes < _PAGE:
+            raise ValueError("slots are whole pages")
+        if self.depth < 2:
+            raise ValueError("two slots at least: one is read while the next is filled")
+
+
+class Memory:
+    """One member's view of the group's memory."""
+
+    def __init__(self, segment: Segment, rank: int, size: int, sizes: Sizes) -> None:
+        self.rank, self.size, self.sizes = rank, size, sizes
+        self._segment = segment
+        self._processes = Processes({})
+        self._at = 0
+        self._offset_of_reason = self._take(_REASON_BYTES)
+        rings, mail = _shapes(size, sizes)
+        count = 1 + size + sum(shape.words for shape in rings) + size * size * mail.words
+        spins = sizes.spins if sizes.spins is not None else (300 if len(cores()) >= size else 30)
+        self.words = Words(self._slice(self._take(count * LINE_BYTES), count * LINE_BYTES), count, spins=spins)
+        self._next_word = 1 + size
+        self._bytes = torch.frombuffer(segment.view, dtype=torch.uint8)
+        self.pieces, self.results = (self._ring(shape) for shape in rings)
+        self._mail = [[self._ring(mail) for _ in range(size)] for _ in range(size)]  # [from][to]
+        self._boxes: dict[tuple[int, int], Mailbox] = {}
+
+    @classmethod
+    def meet(
+        cls, store: Any, prefix: str, rank: int, size: int, *, sizes: Sizes, timeout_s: float = 60.0
+    ) -> Memory:
+        """Member 0 makes the memory, the others attach; its name is gone before this returns.
+
+        Raises:
+            NetworkError: on every member, where one of them could not.
+        """
+        if not 2 <= size <= MAX_MEMBERS:
+            raise CollectiveError(f"a local group has 2 to {MAX_MEMBERS} members, not {size}")
+        ok, why = available()
+        segment, fault = None, "" if ok else why
+        try:
+            if not ok:
+                raise NetworkError(why)
+            if rank == 0:
+                segment = Segment.create(nbytes_of(size, sizes))
+                store.set(f"{prefix}/segment", segment.address)
+            else:
+                segment = Segment.attach(_get(store, f"{prefix}/segment", timeout_s))
+        except (NetworkError, OSError, ValueError) as error:
+            fault = str(error)
+            if rank == 0:
+                store.set(f"{prefix}/segment", "none")
+        store.set(f"{prefix}/member/{rank}", json.dumps({"pid": os.getpid(), "fault": fault}))
+        try:
+            found = [json.loads(_get(store, f"{prefix}/member/{other}", timeout_s)) for other in range(size)]
+        finally:
+            if segment is not None:
+                segment.forget_name()
+        faults = [f"local member {other}: {it['fault']}" for other, it in enumerate(found) if it["fault"]]
+        if faults or segment is None:
+            if segment is not None:
+                segment.close()
+            raise NetworkError(f"no shared memory between these processes: {'; '.join(faults)}")
+        memory = cls(segment, rank, size, sizes)
+        memory._processes = Processes({other: it["pid"] for other, it in enumerate(found) if other != rank})
+        return memory
+
+    def inbox(self, source: int) -> Mailbox:
+        return self._box(source, self.rank)
+
+    def outbox(self, to: int) -> Mailbox:
+        return self._box(self.rank, to)
+
+    def _box(self, source: int, to: int) -> Mailbox:
+        box = self._boxes.get((source, to))
+        if box is None:
+            peer = to if source == self.rank else source
+            box = self._boxes.setdefault((source, to), Mailbox(self._mail[source][to], peer))
+        return box
+
+    def tell(self, reason: str) -> None:
+        """Leave word for everybody why this group has ended; the first word stands."""
+        if not self.words.read(0):
+            text = reason.encode()[: _REASON_BYTES - 1]
+            at = self._offset_of_reason
+            self._segment.view[at : at + len(text) + 1] = text + b"\0"
+            self.words.write(0, 1)
+
+    def told(self) -> str:
+        """The word that somebody has left, or nothing."""
+        if not self.words.read(0):
+            return ""
+        at = self._offset_of_reason
+        return bytes(self._segment.view[at : at + _REASON_BYTES]).partition(b"\0")[0].decode(errors="replace")
+
+    def gone(self) -> set[int]:
+        """Members whose processes have ended."""
+        return self._processes.gone()
+
+    def left(self) -> set[int]:
+        """Members who have closed the group."""
+        return {other for other in range(self.size) if self.words.read(1 + other)}
+
+    def close(self) -> None:
+        self.words.write(1 + self.rank, 1)
+        self._processes.close()
+        self._segment.forget_name()
+
+    def _take(self, nbytes: int) -> int:
+        at = self._at
+        self._at += _pages(nbytes)
+        return at
+
+    def _slice(self, at: int, nbytes: int) -> memoryview:
+        return self._segment.view[at : at + nbytes]
+
+    def _ring(self, shape: Shape) -> Ring:
+        notes = self._slice(self._take(shape.note_bytes), shape.note_bytes)
+        at = self._take(shape.data_bytes)
+        ring = Ring(shape, self.words, self._next_word, notes, self._bytes[at : at + shape.data_bytes])
+        self._next_word += shape.words
+        return ring
+
+
+def cores() -> set[int]:
+    """The processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
+def nbytes_of(size: int, sizes: Sizes) -> int:
+    """Of address space; memory is taken when it is first used."""
+    rings, mail = _shapes(size, sizes)
+    words = 1 + size + sum(shape.words for shape in rings) + size * size * mail.words
+    each: Callable[[Shape], int] = lambda shape: _pages(shape.note_bytes) + _pages(shape.data_bytes)  # noqa: E731
+    return _pages(_REASON_BYTES) + _pages(words * LINE_BYTES) + sum(map(each, rings)) + size * size * each(mail)
+
+
+def _shapes(size: int, sizes: Sizes) -> tuple[tuple[Shape, Shape], Shape]:
+    pieces = Shape(writers=size, readers=size, depth=sizes.depth, slot_bytes=sizes.slot_bytes)
+    results = Shape(
+        writers=size, readers=size, depth=sizes.depth, slot_bytes=_pages(sizes.slot_bytes // size + 64 * 16)
+    )
+    return (pieces, results), Shape(writers=1, readers=1, depth=sizes.depth, slot_bytes=sizes.mail_bytes)
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // _PAGE) * _PAGE
+
+
+def _get(store: Any, key: str, timeout_s: float) -> str:
+    try:
+        store.wait([key], timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise NetworkError(
+            f"a process of this machine did not come within {timeout_s:g} s: {key}",
+            hint="look at its own output for why",
+        ) from error
+    found: bytes = store.get(key)
+    return found.decode()

@@ -1,0 +1,171 @@
+"""Messages from one rank to another: owns which receive gets which message.
+
+It must not know collectives, nor how a message got here.
+
+Nobody works in the background: who waits for one receive does what is there to do for all of the group.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from potluck.device import staging
+from potluck.dist.lane import Lane, chunks, raw
+from potluck.dist.mesh import Aborted, DeadlinePassed, Kind, PeerGone
+from potluck.dist.work import PotluckWork
+from potluck.errors import CollectiveError, CollectiveTimeoutError, RankGoneError
+
+
+@dataclass(slots=True)
+class _Receive:
+    """A receive that was asked for and has not got its message yet."""
+
+    work: PotluckWork
+    tensor: Tensor
+    source: int | None
+    tag: int
+    deadline: float
+
+
+class Mailroom:
+    """The messages of one group."""
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+        self._wanted: list[_Receive] = []
+        self._taken: set[tuple[int, int]] = set()
+        """(source, tag) of messages that a thread is receiving now: their further parts are its own."""
+
+    # -- sending --------------------------------------------------------------------------------------------
+
+    def send(self, tensor: Tensor, to: int, tag: int) -> None:
+        """Queue a copy of the tensor; never waits for the other rank."""
+        host = staging.to_host(tensor).reshape(-1)
+        lane = self._lane
+        lane.check()
+        if to == lane.rank:
+            raise CollectiveError(f"rank {to} cannot send to itself", hint="copy the tensor instead")
+        view = raw(host)
+        about = f"{tensor.dtype}|{tuple(tensor.shape)}".encode()
+        total = len(view)
+        for start, stop in chunks(total, lane.terms.chunk_bytes):
+            lane.mesh.send(
+                lane.endpoints[to], (Kind.MESSAGE, lane.group, tag), view[start:stop], about=about, total=total
+            )
+
+    # -- receiving ------------------------------------------------------------------------------------------
+
+    def post(self, work: PotluckWork, tensor: Tensor, source: int | None, tag: int, timeout_s: float) -> None:
+        """Ask for the next message from a rank, or from any."""
+        wanted = _Receive(work, tensor, source, tag, time.monotonic() + timeout_s)
+        with self._lane.mesh.lock:
+            self._wanted.append(wanted)
+        work.progress = lambda until: self._progress(wanted, until)
+
+    def _progress(self, mine: _Receive, until: float | None) -> None:
+        """Serve receives, of whoever, until this one is done, or until a moment."""
+        lane = self._lane
+        while not mine.work.finished:
+            end = mine.deadline if until is None else min(until, mine.deadline)
+            sources = lane.others if mine.source is None else [lane.endpoints[mine.source]]
+            try:
+                found = lane.mesh.wait(lambda: self._next(mine), lane.group, sources, end)
+            except DeadlinePassed:
+                if time.monotonic() <= mine.deadline:
+                    return
+                self._drop(mine, self._late(mine))
+                return
+            except PeerGone as gone:
+                text = f"recv: {lane.who(lane.rank_of(gone.name))} {gone.reason}"
+                self._drop(mine, RankGoneError(text, hint="look at that rank's own output: it ended first"))
+                return
+            except Aborted as aborted:
+                self._drop(mine, CollectiveError(str(aborted), hint="the group cannot be used any more"))
+                return
+            if isinstance(found, tuple):
+                self._serve(*found)
+
+    def _next(self, mine: _Receive) -> tuple[_Receive, int] | bool | None:
+        """The first receive whose message is there; called with the mesh's lock held."""
+        if mine.work.finished:
+            return True
+        seen: set[tuple[int | None, int]] = set()
+        for wanted in self._wanted:
+            key = (wanted.source, wanted.tag)
+            if key in seen or (None, wanted.tag) in seen:
+                continue
+            source = self._ready(wanted)
+            if source is not None:
+                self._wanted.remove(wanted)
+                self._taken.add((source, wanted.tag))
+                return wanted, source
+            seen.add(key)
+        return None
+
+    def _ready(self, wanted: _Receive) -> int | None:
+        lane = self._lane
+        names = (
+            lane.mesh.sources(lane.group, wanted.tag)
+            if wanted.source is None
+            else [lane.endpoints[wanted.source].name]
+        )
+        for name in names:
+            source = lane.rank_of(name)
+            if (source, wanted.tag) not in self._taken and lane.mesh.has_message(lane.group, name, wanted.tag):
+                return source
+        return None
+
+    def _serve(self, wanted: _Receive, source: int) -> None:
+        try:
+            host = self._collect(wanted, source)
+            staging.from_host(host, wanted.tensor)
+        except (PeerGone, DeadlinePassed, Aborted) as error:
+            wanted.work.complete(RankGoneError(f"recv from {self._lane.who(source)} broke off: {error}"))
+        except Exception as error:
+            wanted.work.complete(error)
+        else:
+            wanted.work.complete(source=source)
+        finally:
+            with self._lane.mesh.lock:
+                self._taken.discard((source, wanted.tag))
+                self._lane.mesh.notify()
+
+    def _collect(self, wanted: _Receive, source: int) -> Tensor:
+        lane = self._lane
+        out = torch.empty(wanted.tensor.numel(), dtype=wanted.tensor.dtype)
+        target, offset, about, total = raw(out), 0, b"", 0
+        while True:
+            parcel = lane.mesh.take(
+                lane.group, lane.endpoints[source], wanted.tag, wanted.deadline, kind=Kind.MESSAGE
+            )
+            view, about, total = parcel.view, parcel.about, parcel.total
+            if offset + len(view) <= len(target):
+                target[offset : offset + len(view)] = view
+            offset += len(view)
+            if offset >= total:
+                break
+        if total != len(target):
+            theirs = about.decode("utf-8", "replace").replace("|", " ")
+            raise CollectiveError(
+                f"recv: {lane.who(source)} sent {theirs}, which does not fit into "
+                f"{wanted.tensor.dtype} {tuple(wanted.tensor.shape)}",
+                hint="sender and receiver must agree on the size and the type of the tensor",
+            )
+        return out
+
+    def _drop(self, wanted: _Receive, error: Exception) -> None:
+        with self._lane.mesh.lock:
+            if wanted in self._wanted:
+                self._wanted.remove(wanted)
+        wanted.work.complete(error)
+
+    def _late(self, wanted: _Receive) -> CollectiveTimeoutError:
+        whom = "any rank" if wanted.source is None else self._lane.who(wanted.source)
+        return CollectiveTimeoutError(
+            f"recv: nothing came from {whom} with tag {wanted.tag} in time",
+            hint="does that rank send, to this rank, in this group, with this tag?",
+        )

@@ -1,0 +1,148 @@
+"""Rings of slots in shared memory, through which processes of one machine hand each other bytes; owns their order.
+
+It must not know which collective runs, nor what is reduced: it counts rounds.
+
+In every round each process may fill its own slot and announce it (post), and read the slots of others (arrived),
+and says when it needs nothing of that round any more (done). A slot is filled again only when everybody is done
+with what it held. All processes make the same rounds in the same order, so a round needs no name but its number.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from potluck.wire.shm import Words
+
+NOTE_BYTES = 512
+_LENGTH = struct.Struct("<I")
+
+
+@dataclass(slots=True)
+class Patience:
+    """How long to wait, what ends it early, and who is told that it was in vain."""
+
+    deadline: float
+    check: Callable[[Callable[[], list[int]]], None]
+    """Given how to tell who is missing: raises where waiting for them makes no sense any more."""
+    late: Callable[[Iterable[int]], Exception]
+    """What to raise when these have not come in time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """How large a ring is."""
+
+    writers: int
+    readers: int
+    depth: int
+    slot_bytes: int
+
+    @property
+    def words(self) -> int:
+        return self.writers + self.readers
+
+    @property
+    def note_bytes(self) -> int:
+        return self.writers * self.depth * NOTE_BYTES
+
+    @property
+    def data_bytes(self) -> int:
+        return self.writers * self.depth * self.slot_bytes
+
+
+class Ring:
+    """The slots of `writers`, read by `readers`; this process is one of either or both.
+
+    A word for each writer counts its posts, one for each reader the rounds with which it is done.
+    """
+
+    def __init__(self, shape: Shape, words: Words, first_word: int, notes: memoryview, data: Tensor) -> None:
+        self.shape = shape
+        self.round = 0
+        """The next round that this process posts."""
+        self.read_round = 0
+        """The next round with which it will be done."""
+        self._words = words
+        self._posts = first_word
+        self._dones = first_word + shape.writers
+        self._notes = notes
+        self._data = data.view(shape.writers, shape.depth, shape.slot_bytes)  # [writers, depth, bytes]
+        self._views: dict[torch.dtype, list[list[Tensor]]] = {}
+
+    def slot(self, writer: int, number: int, dtype: torch.dtype) -> Tensor:
+        """The slot of `writer` in round `number`, as a flat tensor of `dtype`."""
+        views = self._views.get(dtype)
+        if views is None:
+            views = [[slot.view(dtype) for slot in slots] for slots in self._data]
+            self._views[dtype] = views
+        return views[writer][number % self.shape.depth]
+
+    def free(self, readers: Iterable[int], patience: Patience) -> int:
+        """Wait until the next round's slot may be filled; returns the round's number."""
+        number = self.round
+        self._wait(self._dones, readers, number - self.shape.depth + 1, patience)
+        return number
+
+    def is_free(self, readers: Iterable[int]) -> bool:
+        """Whether the next round's slot may be filled."""
+        words, target = self._words, self.round - self.shape.depth + 1
+        return all(words.reached(self._dones + reader, target) for reader in readers)
+
+    def post(self, writer: int) -> None:
+        """Announce what this process has put into its slot."""
+        self.round += 1
+        self._words.write(self._posts + writer, self.round)
+
+    def arrived(self, writers: Iterable[int], number: int, patience: Patience) -> None:
+        """Wait until the slots of `writers` are there in round `number`."""
+        self._wait(self._posts, writers, number + 1, patience)
+
+    def has(self, writers: Iterable[int], number: int) -> bool:
+        """Whether the slots of `writers` are there in round `number`."""
+        words = self._words
+        return all(words.reached(self._posts + writer, number + 1) for writer in writers)
+
+    def done(self, reader: int) -> None:
+        """This process needs nothing of the oldest round that it was not done with."""
+        self.read_round += 1
+        self._words.write(self._dones + reader, self.read_round)
+
+    def write_note(self, writer: int, number: int, note: bytes) -> None:
+        at = self._note_at(writer, number)
+        note = note[: NOTE_BYTES - _LENGTH.size]
+        _LENGTH.pack_into(self._notes, at, len(note))
+        self._notes[at + _LENGTH.size : at + _LENGTH.size + len(note)] = note
+
+    def note_is(self, writer: int, number: int, note: bytes) -> bool:
+        """Whether a writer has left exactly this note."""
+        at = self._note_at(writer, number) + _LENGTH.size
+        return bytes(self._notes[at - _LENGTH.size : at + len(note)]) == _LENGTH.pack(len(note)) + note
+
+    def note(self, writer: int, number: int) -> bytes:
+        at = self._note_at(writer, number)
+        (length,) = _LENGTH.unpack_from(self._notes, at)
+        return bytes(self._notes[at + _LENGTH.size : at + _LENGTH.size + min(length, NOTE_BYTES - _LENGTH.size)])
+
+    def _note_at(self, writer: int, number: int) -> int:
+        return (writer * self.shape.depth + number % self.shape.depth) * NOTE_BYTES
+
+    def _wait(self, base: int, members: Iterable[int], target: int, patience: Patience) -> None:
+        words = self._words
+
+        def missing() -> list[int]:
+            return [other for other in members if not words.reached(base + other, target)]
+
+        for member in members:
+            if words.reached(base + member, target):
+                continue
+            if not words.wait(base + member, target, patience.deadline, lambda: patience.check(missing)):
+                raise patience.late(missing())
+
+    def close(self) -> None:
+        self._views.clear()
+        self._notes.release()

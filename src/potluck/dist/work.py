@@ -1,0 +1,137 @@
+"""What a caller holds while a collective is under way: owns its completion, its error and its future.
+
+It must not know what is computed or sent.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from potluck.errors import CollectiveTimeoutError
+
+_FOREVER = timedelta(0)
+
+log = logging.getLogger("potluck.dist")
+
+
+class PotluckWork(dist.Work):
+    """Completed once, by whoever does the work. Waiting raises what went wrong."""
+
+    def __init__(self, name: str, result: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.name = name
+        self._result = list(result)
+        self._finished = False
+        self._end: threading.Event | None = None
+        """Made when somebody waits: most collectives are over before that."""
+        self._error: BaseException | None = None
+        self._future: Future[Any] | None = None
+        self._lock = threading.Lock()
+        self._source = -1
+        self.progress: Callable[[float | None], None] | None = None
+        """Set where nobody works in the background: waiting then does the work, until a moment (None: its end)."""
+
+    def complete(self, error: BaseException | None = None, source: int = -1) -> None:
+        with self._lock:
+            if self._finished:
+                return
+            self._error, self._source, self._finished = error, source, True
+            future, end = self._future, self._end
+        if end is not None:
+            end.set()
+        if future is not None:
+            self._fulfil(future)
+
+    def wait(self, timeout: timedelta = _FOREVER) -> bool:
+        if not self._finished:
+            self._wait(timeout.total_seconds() if timeout is not None else 0.0)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def _wait(self, seconds: float) -> None:
+        until = time.monotonic() + seconds if seconds > 0 else None
+        if self.progress is not None:
+            self.progress(until)
+        with self._lock:
+            if self._finished:
+                return
+            end = self._end = self._end or threading.Event()
+        if not end.wait(None if until is None else max(0.0, until - time.monotonic())):
+            raise CollectiveTimeoutError(
+                f"{self.name} had not finished after {seconds:g} s of waiting",
+                hint="it is still under way: wait again, with more time",
+            )
+
+    @property
+    def finished(self) -> bool:
+        """Without doing anything for it."""
+        return self._finished
+
+    def is_completed(self) -> bool:
+        if self.progress is not None and not self._finished:
+            self.progress(time.monotonic())
+        return self._finished
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def result(self) -> list[Tensor]:
+        return self._result
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        self.wait()
+
+    def source_rank(self) -> int:
+        return self._source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> Future[Any]:
+        with self._lock:
+            if self._future is None:
+                self._future = _new_future(self._result)
+                done = self._finished
+            else:
+                return self._future
+        if done:
+            self._fulfil(self._future)
+        elif self.progress is not None:
+            threading.Thread(target=self.progress, args=(None,), name="potluck-dist-wait", daemon=True).start()
+        return self._future
+
+    def _fulfil(self, future: Future[Any]) -> None:
+        """What hangs on the future runs here: its faults are not the collective's."""
+        try:
+            if self._error is not None:
+                future.set_exception(self._error)
+            else:
+                future.set_result(self._result)
+        except Exception:
+            log.exception("what was to follow %s failed", self.name)
+
+
+def _new_future(result: Sequence[Tensor]) -> Future[Any]:
+    """One that may hold these tensors: torch wants to be told of devices that are not the CPU."""
+    devices = sorted({tensor.device for tensor in result if tensor.device.type != "cpu"}, key=str)
+    try:
+        return Future(devices=[torch.device(device) for device in devices])
+    except RuntimeError:
+        # torch has no guard for this device, so that its streams cannot be ordered: nothing is asynchronous there.
+        return Future()

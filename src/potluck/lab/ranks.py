@@ -1,0 +1,71 @@
+"""One command as a rank on each of two emulated machines; owns the rig it takes and the variables each rank gets.
+
+It must not know what the command does.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from potluck.errors import ScriptError
+from potluck.lab.namespaces import NamespaceBox
+from potluck.spec.rig import Machine, Rig, Workload
+
+PORT = 29_500
+"""Each machine has all ports to itself."""
+_POLL_S = 0.05
+_TAIL = 30
+_SOURCE = str(Path(__file__).resolve().parents[2])
+
+
+def pair(link_mbit: float | None) -> Rig:
+    """Two machines with a link of so many Mbit/s, or as fast as this box can make it."""
+    machines = (
+        Machine(name="one", role="host", link_mbit=link_mbit),
+        Machine(name="two", role="guest", link_mbit=link_mbit),
+    )
+    return Rig(name="pair", about="two machines", workload=Workload(), machines=machines)
+
+
+def run_on_pair(
+    commands: Sequence[Sequence[str]], link_mbit: float | None, folder: Path, *, limit_s: float = 600.0
+) -> list[Path]:
+    """Run the first command on the one machine and the second on the other; what each said, as files in `folder`.
+
+    Raises:
+        ScriptError: one failed or did not end in time; it names the machine and shows the end of its log.
+    """
+    rig = pair(link_mbit)
+    logs = [folder / f"{machine.name}.log" for machine in rig.machines]
+    with NamespaceBox(rig) as box:
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": box.address("one")}
+        variables |= {"MASTER_PORT": str(PORT), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "eth0"}
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, (_SOURCE, os.environ.get("PYTHONPATH", ""))))
+        processes = [
+            box.start(machine.name, command, env={**variables, "RANK": str(rank), "LOCAL_RANK": "0"}, log=log)
+            for rank, (machine, command, log) in enumerate(zip(rig.machines, commands, logs))
+        ]
+        deadline = time.monotonic() + limit_s
+        while any(process.poll() is None for process in processes):
+            for machine, process, log in zip(rig.machines, processes, logs):
+                if process.poll():
+                    raise ScriptError(f"the rank on machine {machine.name} failed: {_tail(log)}")
+            if time.monotonic() > deadline:
+                raise ScriptError(f"the ranks had not ended after {limit_s:g} s: {_tail(logs[0])}")
+            time.sleep(_POLL_S)
+        for machine, process, log in zip(rig.machines, processes, logs):
+            if process.returncode:
+                raise ScriptError(f"the rank on machine {machine.name} failed: {_tail(log)}")
+    return logs
+
+
+def potluck_command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "potluck", *arguments]
+
+
+def _tail(log: Path) -> str:
+    return " | ".join(log.read_text(errors="replace").splitlines()[-_TAIL:])

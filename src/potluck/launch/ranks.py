@@ -1,0 +1,97 @@
+"""Ranks on this very machine: one command, started once for each rank as torchrun would, and never left behind.
+
+Owns their life. It must not know what the command does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+
+from potluck.errors import ScriptError
+
+_POLL_S = 0.05
+_PATIENCE_S = 3.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def rank_environment(rank: int, world: int, address: str, port: int) -> dict[str, str]:
+    """The variables by which torch.distributed finds its place."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+    }
+
+
+def run_ranks(command: Sequence[str], world: int, *, threads: int, env: Mapping[str, str] | None = None) -> None:
+    """Run `command` as `world` ranks; rank 0 speaks on our standard output, all of them on standard error.
+
+    Raises:
+        ScriptError: the first that failed, by number and status; the others are ended.
+    """
+    port = free_port()
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(world):
+            variables = {**os.environ, **(env or {}), **rank_environment(rank, world, "127.0.0.1", port)}
+            variables["OMP_NUM_THREADS"] = str(threads)
+            processes.append(
+                subprocess.Popen(
+                    list(command),
+                    env=variables,
+                    stdin=subprocess.DEVNULL,
+                    stdout=None if rank == 0 else subprocess.DEVNULL,
+                    start_new_session=True,  # Ctrl-C is for us: we end them
+                )
+            )
+        wait_for(processes)
+    finally:
+        end(processes)
+
+
+def wait_for(processes: Sequence[subprocess.Popen[bytes]], deadline_s: float | None = None) -> None:
+    """Until all have ended well, or one has not."""
+    began = time.monotonic()
+    while True:
+        statuses = [process.poll() for process in processes]
+        failed = [(rank, status) for rank, status in enumerate(statuses) if status]
+        if failed:
+            rank, status = failed[0]
+            how = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
+            raise ScriptError(f"rank {rank} {how}", hint="what it said stands above")
+        if None not in statuses:
+            return
+        if deadline_s is not None and time.monotonic() - began > deadline_s:
+            raise ScriptError(f"the ranks had not ended after {deadline_s:g} s")
+        time.sleep(_POLL_S)
+
+
+def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End those that still run, with all that they started: politely, then not."""
+    for process in processes:
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGTERM)
+    deadline = time.monotonic() + _PATIENCE_S
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.05, deadline - time.monotonic()))
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()

@@ -1,0 +1,141 @@
+"""How fast collectives are, on the group of torch.distributed that is up; owns the measurement and its check.
+
+It must not know how the processes were started, nor how rows are shown.
+
+Backends are measured in turn, repetition by repetition, so that what else goes on in the machine meets all alike.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from potluck.spec.collectives import Row
+
+_WARM_UP = 2
+_MOST_REPEATS, _LEAST_REPEATS = 200, 5
+_BYTES_TO_MOVE = 256 << 20
+_PERIOD = 13
+"""Inputs are whole numbers that repeat: their sums are exact, so a wrong element is one that differs at all."""
+
+Group = Any
+
+
+class Case:
+    """One collective at one size on this rank: its tensors, how it is called, and what must come out."""
+
+    def __init__(self, op: str, size_bytes: int, dtype: torch.dtype, rank: int, world: int) -> None:
+        self.op, self.world, self.rank = op, world, rank
+        parts = world if op in ("all_gather", "reduce_scatter") else 1
+        each = max(1, size_bytes // dtype.itemsize // parts)
+        self.count = each * parts
+        """Elements of the long side, which is what the size says."""
+        self._pattern = (torch.arange(self.count) % _PERIOD).to(dtype)
+        self._each = each
+        self._input = self._pattern.clone()
+        self._output = torch.empty(
+            each if op == "reduce_scatter" else self.count if op == "all_gather" else 0, dtype=dtype
+        )
+
+    def reset(self) -> None:
+        """Element i of rank r is i modulo 13, plus r."""
+        self._input.copy_(self._pattern).add_(self.rank)
+        self._output.zero_()
+
+    def call(self, group: Group) -> None:
+        if self.op == "all_reduce":
+            dist.all_reduce(self._input, group=group)
+        elif self.op == "broadcast":
+            dist.broadcast(self._input, 0, group=group)
+        elif self.op == "reduce":
+            dist.reduce(self._input, 0, group=group)
+        elif self.op == "all_gather":
+            dist.all_gather_into_tensor(self._output, self._input[: self._each], group=group)
+        else:
+            dist.reduce_scatter_tensor(self._output, self._input, group=group)
+
+    def wrong(self, tolerance: float = 0.0) -> int:
+        """Elements of this rank that are not what they should be, or further off than this share of the largest."""
+        return sum(_differ(found, wanted, tolerance) for found, wanted in self._results())
+
+    def _results(self) -> list[tuple[Tensor, Tensor]]:
+        """What came out on this rank, and what should have."""
+        ranks = self.world * (self.world - 1) // 2
+        total = self._pattern * self.world + ranks
+        if self.op == "all_reduce":
+            return [(self._input, total)]
+        if self.op == "broadcast":
+            return [(self._input, self._pattern)]
+        if self.op == "reduce":
+            return [(self._input, total)] if self.rank == 0 else []
+        if self.op == "reduce_scatter":
+            return [(self._output, total[self.rank * self._each : (self.rank + 1) * self._each])]
+        own = self._pattern[: self._each]
+        return [(self._output, torch.cat([own + other for other in range(self.world)]))]
+
+
+def measure(
+    groups: Mapping[str, Group],
+    op: str,
+    sizes: Sequence[int],
+    *,
+    dtype: torch.dtype = torch.float32,
+    repeats: int | None = None,
+    tolerance: float = 0.0,
+    link_bytes_per_s: float | None = None,
+) -> Iterator[Row]:
+    """Rows for each size and each group, by name; the same on every rank. The first group also aligns the ranks."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    common = next(iter(groups.values()))
+    for size_bytes in sizes:
+        case = Case(op, size_bytes, dtype, rank, world)
+        times: dict[str, list[float]] = {name: [] for name in groups}
+        wrong = dict.fromkeys(groups, 0)
+        for repeat in range(_WARM_UP + (repeats or repeats_for(size_bytes))):
+            for name, group in groups.items():
+                case.reset()
+                dist.barrier(group=common)
+                began = time.perf_counter()
+                case.call(group)
+                took_s = time.perf_counter() - began
+                if repeat >= _WARM_UP:
+                    times[name].append(took_s)
+                wrong[name] = max(wrong[name], case.wrong(tolerance))
+        for name in groups:
+            time_s = _agreed(statistics.median(times[name]), dist.ReduceOp.MAX, common)
+            yield Row(
+                backend=name,
+                op=op,
+                size_bytes=case.count * dtype.itemsize,
+                count=case.count,
+                dtype=str(dtype).removeprefix("torch.").replace("float32", "float"),
+                redop="sum" if op in ("all_reduce", "reduce", "reduce_scatter") else "",
+                world=world,
+                time_s=time_s,
+                wrong=int(_agreed(float(wrong[name]), dist.ReduceOp.SUM, common)),
+                link_bytes_per_s=link_bytes_per_s,
+            )
+
+
+def repeats_for(size_bytes: int) -> int:
+    """Many of what is small: its times scatter most."""
+    return max(_LEAST_REPEATS, min(_MOST_REPEATS, _BYTES_TO_MOVE // max(size_bytes, 1)))
+
+
+def _differ(found: Tensor, wanted: Tensor, tolerance: float) -> int:
+    if tolerance == 0:
+        return int((found != wanted).sum())
+    near = tolerance * float(wanted.abs().max())
+    return int((~((found - wanted).abs() <= near)).sum())  # so that what is no number counts as wrong
+
+
+def _agreed(value: float, op: Any, group: Group) -> float:
+    held = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(held, op, group=group)
+    return float(held.item())

@@ -1,0 +1,53 @@
+"""What the link between ranks carries, so that a collective can be held against it; owns which link that is.
+
+It must not know of backends.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import torch
+
+from potluck.probe import tcp
+from potluck.wire.shm import neighbourhood
+
+MEMORY, TCP = "memory", "tcp"
+
+
+def slowest(store: Any, rank: int, world: int, *, seconds: float = 1.0) -> tuple[float | None, str]:
+    """Bytes per second of the slowest kind of link between ranks, and its kind; the same on all ranks.
+
+    Within a machine that is how fast processes copy memory, all of them at once; between machines a bare TCP
+    connection from the first rank to the first that is on another machine.
+    """
+    if world < 2:
+        return None, ""
+    store.set(f"bench/where/{rank}", neighbourhood())
+    where = [store.get(f"bench/where/{other}").decode() for other in range(world)]
+    away = next((other for other, place in enumerate(where) if place != where[0]), None)
+    if away is None:
+        store.set(f"bench/ready/{rank}", "yes")
+        for other in range(world):
+            store.get(f"bench/ready/{other}")
+        store.set(f"bench/memory/{rank}", repr(memory_bytes_per_s()))
+        return min(float(store.get(f"bench/memory/{other}")) for other in range(world)), MEMORY
+    if rank in (0, away):
+        towards = (os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "1")))
+        rate = tcp.bytes_per_s(store, "bench/tcp", rank == 0, towards=towards, seconds=seconds)
+        if rank == 0:
+            store.set("bench/tcp/agreed", repr(rate))
+    return float(store.get("bench/tcp/agreed")), TCP
+
+
+def memory_bytes_per_s(nbytes: int = 32 << 20, repeats: int = 5) -> float:
+    """How fast this process copies memory: what a link between processes of one machine is made of."""
+    source, target = torch.ones(nbytes, dtype=torch.uint8), torch.ones(nbytes, dtype=torch.uint8)
+    best = float("inf")
+    for _ in range(repeats):
+        began = time.perf_counter()
+        target.copy_(source)
+        best = min(best, time.perf_counter() - began)
+    return nbytes / best

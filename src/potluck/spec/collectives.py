@@ -1,0 +1,126 @@
+"""What a benchmark of collectives is asked and finds: sizes, rows, and the arithmetic of bandwidths. Pure.
+
+It knows nothing of processes or clocks: times come in as numbers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from potluck.errors import UserError
+
+BUS: Mapping[str, str] = {
+    "all_reduce": "2(N-1)/N",
+    "reduce_scatter": "(N-1)/N",
+    "all_gather": "(N-1)/N",
+    "broadcast": "1",
+    "reduce": "1",
+}
+"""What of the tensor's bytes has to leave each rank, at the least, in each collective; as nccl-tests counts it."""
+DEFAULT_SIZES = "4K:256M"
+MAX_BYTES = 4 << 30
+_SIZE = re.compile(r"(\d+)\s*([kmg]?)(i?b)?", re.IGNORECASE)
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One size on one backend."""
+
+    backend: str
+    op: str
+    size_bytes: int
+    count: int
+    dtype: str
+    redop: str
+    """What is reduced by, or nothing."""
+    world: int
+    time_s: float
+    """The median over repetitions, of the slowest rank."""
+    wrong: int
+    """Elements that are not what they should be, over all ranks."""
+    link_bytes_per_s: float | None = None
+    """What the slowest link between two ranks carries, where it is known."""
+
+    @property
+    def algbw(self) -> float:
+        """Bytes of the tensor per second."""
+        return self.size_bytes / self.time_s if self.time_s > 0 else 0.0
+
+    @property
+    def busbw(self) -> float:
+        """Bytes per second that each rank must have sent at the least: to be compared with a link's."""
+        return self.algbw * bus_factor(self.op, self.world)
+
+    @property
+    def bound_s(self) -> float | None:
+        """How long a perfect ring over this link would take."""
+        if not self.link_bytes_per_s:
+            return None
+        return self.size_bytes * bus_factor(self.op, self.world) / self.link_bytes_per_s
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"algbw": self.algbw, "busbw": self.busbw, "bound_s": self.bound_s}
+
+
+def bus_factor(op: str, world: int) -> float:
+    """Bytes on the busiest link over bytes of the tensor."""
+    share = (world - 1) / world
+    return {"2(N-1)/N": 2 * share, "(N-1)/N": share, "1": 1.0}[BUS[op]]
+
+
+def parse_sizes(text: str) -> list[int]:
+    """'4K:256M' (each four times the one before) or '4K,1M,64M', in bytes."""
+    first, colon, last = text.partition(":")
+    if colon:
+        size, stop = _bytes(first, text), _bytes(last, text)
+        if stop < size:
+            raise UserError(f"--sizes {text}: the second is less than the first", hint="for example 4K:256M")
+        found = []
+        while size <= stop:
+            found.append(size)
+            size *= 4
+        return found if found[-1] == stop else [*found, stop]
+    return [_bytes(part, text) for part in text.split(",")]
+
+
+def _bytes(text: str, whole: str) -> int:
+    match = _SIZE.fullmatch(text.strip())
+    size = int(match[1]) * _UNITS[match[2].lower()] if match else 0
+    if not 4 <= size <= MAX_BYTES:
+        raise UserError(
+            f"--sizes {whole}: {text!r} is no size from 4 bytes to 4G", hint="for example 4K:256M, or 4K,1M,64M"
+        )
+    return size
+
+
+def header() -> list[str]:
+    """What the columns of `line` are."""
+    columns = "{:<10} {:>9} {:>7} {:>5} |{:>9} {:>7} {:>7} {:>6} |{:>9} {:>6} | {}"
+    names = ("#size", "count", "type", "redop", "time", "algbw", "busbw", "#wrong", "bound", "share", "backend")
+    units = ("#(B)", "(elem.)", "", "", "(us)", "(GB/s)", "(GB/s)", "", "(us)", "(%)", "")
+    return [columns.format(*names), columns.format(*units).rstrip()]
+
+
+def line(row: Row) -> str:
+    """A row in the columns of nccl-tests, and beside it how long a perfect ring would take."""
+    bound = (
+        f"{row.bound_s * 1e6:9.1f} {100 * row.bound_s / row.time_s:6.0f}" if row.bound_s else f"{'-':>9} {'-':>6}"
+    )
+    numbers = f"{row.time_s * 1e6:9.1f} {row.algbw / 1e9:7.2f} {row.busbw / 1e9:7.2f} {row.wrong:6d}"
+    what = f"{row.size_bytes:10d} {row.count:9d} {row.dtype:>7} {row.redop or 'none':>5}"
+    return f"{what} |{numbers} |{bound} | {row.backend}"
+
+
+def comparison(rows: Sequence[Row], backend: str, against: str) -> list[str]:
+    """How much faster one backend was than another, size by size."""
+    times = {(row.backend, row.size_bytes): row.time_s for row in rows}
+    found = []
+    for size in sorted({row.size_bytes for row in rows}):
+        mine, theirs = times.get((backend, size)), times.get((against, size))
+        if mine and theirs:
+            found.append(f"# {size:>10} B: {backend} is {theirs / mine:.2f} times as fast as {against}")
+    return found

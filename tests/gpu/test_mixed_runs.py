@@ -1,0 +1,67 @@
+"""Whole runs with a CUDA host: guests on the CPU, on a fake device and on the GPU, and the same loss as alone."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.fleet import JOB, Fleet
+from support.processes import SOURCE
+
+STEPS, BATCH = 12, 32
+HOST = ("--wait-for", "1", "--micro-batch", "4")
+PACED = ("--device", "paced:0.05@cuda")
+FAKE = """
+from support import fake_device
+fake_device.install()
+from potluck.cli import main
+main()
+"""
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("guest", ["cpu", "cuda", "fake"])
+def test_a_guest_of_another_kind_contributes(tmp_path: Path, guest: str) -> None:
+    with Fleet(tmp_path / "fleet") as fleet:
+        host = fleet.host(JOB, *HOST, *PACED, arguments=["--steps", STEPS, "--batch", BATCH])
+        if guest == "fake":
+            wrapper = tmp_path / "with_fake_device.py"
+            wrapper.write_text(FAKE)
+            path = os.pathsep.join([str(SOURCE), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+            command = [sys.executable, str(wrapper), *fleet.join_words("ann", "--device", "fake")]
+            ann = fleet.start(command, name="ann", env={"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""})
+        else:
+            ann = fleet.guest("ann", "--device", guest)
+        host.succeeds(deadline_s=100)
+        ann.succeeds(deadline_s=20)
+        fleet.assert_every_step_is_full(global_batch=BATCH, steps=STEPS)
+        assert fleet.events("guest_joined", "ann")[0]["parity"] > 0.999
+        assert len(fleet.steps_with("ann")) > STEPS / 2
+        assert fleet.steps()[-1]["loss"] < fleet.steps()[0]["loss"]
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("replica", ["host", "device"])
+def test_a_host_at_full_speed_with_two_guests(tmp_path: Path, replica: str) -> None:
+    """The recipe in bf16, micro-batches queued ahead, the replica compared by hash every few steps."""
+    config = tmp_path / "run.toml"
+    config.write_text(f'[run]\nreplica = "{replica}"\ncheck_replica_every = 3\n')
+    words = ["--depth", "6", "--sequence", "512", "--batch-tokens", "524288", "--steps", "40"]
+    words += ["--micro-batch", "64", "--set", "compile=no"]
+    with Fleet(tmp_path / "fleet") as fleet:
+        host = fleet.host("gpt", "--config", str(config), "--wait-for", "2", "--device", "cuda", *words)
+        guests = [fleet.guest(name, "--device", "cuda", "--micro-batch", "16") for name in ("ann", "bob")]
+        host.succeeds(deadline_s=120)
+        for guest in guests:
+            guest.succeeds(deadline_s=20)
+        fleet.assert_every_step_is_full(global_batch=1024, steps=40)
+        joined = fleet.events("guest_joined")
+        assert len(joined) == 2
+        assert all(event["parity"] > 0.98 for event in joined)
+        assert len(fleet.steps_with("ann")) > 10
+        assert not fleet.events("replica_mismatch")
+        assert fleet.steps()[-1]["mfu"] is None or fleet.steps()[-1]["mfu"] > 0
+        assert fleet.steps()[-1]["loss"] < 0.8 * fleet.steps()[0]["loss"]

@@ -1,0 +1,70 @@
+"""`potluck bench` with real ranks: started by itself, checked, and ended with Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from support.processes import Processes
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform == "win32", reason="starts sessions of POSIX"),
+    pytest.mark.timeout(150),  # several times torch is imported, on a machine that may be busy
+]
+
+
+def test_collectives_are_timed_and_checked_on_both_backends(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    with Processes(tmp_path) as processes:
+        arguments = ["--against", "gloo", "--sizes", "4K,300000", "--repeats", "2", "--json", str(out)]
+        text = processes.potluck("bench", "collectives", *arguments).succeeds(deadline_s=100)
+    rows = json.loads(out.read_text())
+    assert [(row["backend"], row["size_bytes"]) for row in rows] == [
+        ("potluck", 4096),
+        ("gloo", 4096),
+        ("potluck", 300_000),
+        ("gloo", 300_000),
+    ]
+    assert all(row["wrong"] == 0 and row["time_s"] > 0 and row["busbw"] > 0 and row["bound_s"] > 0 for row in rows)
+    assert "times as fast as gloo" in text
+    assert text.count("| potluck") == 2
+
+
+def test_ddp_learns_the_same_on_both_backends(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    with Processes(tmp_path) as processes:
+        arguments = ["--against", "gloo", "--processes", "2", "--depth", "1", "--sequence", "16", "--steps", "2"]
+        processes.potluck("bench", "ddp", *arguments, "--json", str(out)).succeeds(deadline_s=120)
+    rows = json.loads(out.read_text())
+    assert [(row["world"], row["backend"]) for row in rows] == [(2, "potluck"), (2, "gloo")]
+    assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-5)
+    assert all(row["tokens_per_s"] > 0 for row in rows)
+    assert rows[0]["all_reduce_s"] > 0
+    assert rows[0]["computed_s"] > 0
+
+
+def test_ctrl_c_ends_every_rank(tmp_path: Path) -> None:
+    with Processes(tmp_path) as processes:
+        bench = processes.potluck("bench", "collectives", "--sizes", "4K", "--repeats", "10000000")
+        bench.wait_for_text("algbw", deadline_s=100)
+        ranks = psutil.Process(bench.pid).children()
+        assert len(ranks) == 2
+        bench.interrupt()
+        bench.exits_with(130, deadline_s=20)
+        _, alive = psutil.wait_procs(ranks, timeout=10)
+        assert not alive
+        assert "Traceback" not in bench.stderr()
+
+
+def test_what_cannot_work_is_said_before_anything_starts(tmp_path: Path) -> None:
+    with Processes(tmp_path) as processes:
+        wrong = processes.potluck("bench", "collectives", "--sizes", "lots")
+        wrong.exits_with(2, deadline_s=30)
+        assert "4K:256M" in wrong.stderr()
+        wrong = processes.potluck("bench", "ddp", "--processes", "two")
+        wrong.exits_with(2, deadline_s=30)
+        assert "1,2,4" in wrong.stderr()

@@ -1,0 +1,54 @@
+"""Every collective, operation, dtype, memory layout and number of ranks against values computed in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from support.ranks import Ranks
+
+MOST = 5
+SMALL_PIECES = {"chunk_bytes": 4096, "small_bytes": 256}
+"""So that tensors of a few kilobytes go the ways of large ones."""
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    pool = Ranks(MOST)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("which", ["reductions", "movements"])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
+def test_every_collective(ranks: Ranks, world: int, transport: str, which: str) -> None:
+    options = {"transport": transport, **SMALL_PIECES}
+    failed = ranks.call("support.dist_cases:run_all", world, which, "cpu", options, deadline_s=55)
+    assert failed == [[]] * world
+
+
+@pytest.mark.parametrize("which", ["reductions", "movements"])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_through_a_device_that_is_not_the_cpu(ranks: Ranks, transport: str, which: str) -> None:
+    options = {"transport": transport, **SMALL_PIECES}
+    with Ranks(2) as changed:
+        failed = changed.call("support.dist_cases:run_all", 2, which, "fake", options, deadline_s=55)
+    assert failed == [[]] * 2
+
+
+@pytest.mark.parametrize("which", ["reductions", "movements"])
+@pytest.mark.parametrize(("world", "machines"), [(3, 2), (4, 2), (5, 3)])
+def test_ranks_on_several_machines_that_share_memory_at_home(
+    ranks: Ranks, world: int, machines: int, which: str
+) -> None:
+    options = {"machines": machines, **SMALL_PIECES}
+    failed = ranks.call("support.dist_cases:run_all", world, which, "cpu", options, deadline_s=55)
+    assert failed == [[]] * world
+
+
+def test_a_compressed_all_reduce_loses_little_and_makes_up_for_it(ranks: Ranks) -> None:
+    for once, over_many in ranks.call("support.dist_cases:compressed", 2):
+        assert 0 < once < 0.02
+        assert over_many < once / 4

@@ -1,0 +1,414 @@
+"""The cases of the conformance suite: each calls a collective and compares with a value computed alone.
+
+It knows torch.distributed's interface, and of Potluck only the name of its backend: gloo can be put in its place.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+COMPLEX = (torch.complex64, torch.complex128)
+TYPES = (*WHOLE, *FLOATS, *COMPLEX)
+LAYOUTS = ("plain", "transposed", "strided", "empty", "scalar", "large")
+FEW = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
+
+Case = tuple[str, Callable[[int, int], None]]
+
+
+def allowed(op: str, dtype: torch.dtype) -> bool:
+    if op == "AVG":
+        return dtype in FLOATS or dtype in COMPLEX
+    if op in ("BAND", "BOR", "BXOR"):
+        return dtype in WHOLE
+    return op == "SUM" or dtype not in COMPLEX
+
+
+def values(rank: int, dtype: torch.dtype, layout: str = "plain") -> Tensor:
+    """Of one rank: small whole numbers, so that every order of adding gives the same bits."""
+    shape = {"empty": (0, 3), "scalar": (), "large": (37, 61)}.get(layout, (4, 6))
+    count = 1
+    for size in shape:
+        count *= size
+    numbers = (torch.arange(count) * 7 + rank * 5) % 3 + 1
+    tensor = (numbers > 1 if dtype == torch.bool else numbers.to(dtype)).reshape(shape)
+    if dtype in COMPLEX:
+        tensor = tensor * (1 + 1j) if count else tensor
+    return tensor
+
+
+def laid_out(tensor: Tensor, layout: str) -> Tensor:
+    """The same values, otherwise in memory."""
+    if layout == "transposed":
+        return tensor.t().contiguous().t()
+    if layout == "strided":
+        wide = torch.zeros(*tensor.shape[:-1], tensor.shape[-1] * 2, dtype=tensor.dtype)
+        wide[..., ::2] = tensor
+        return wide[..., ::2]
+    return tensor.clone()
+
+
+def reduced(op: str, parts: list[Tensor]) -> Tensor:
+    """Computed in one process, without the backend's own arithmetic."""
+    dtype = parts[0].dtype
+    stack = torch.stack(parts)
+    if op in ("BAND", "BOR", "BXOR"):
+        step = {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}[op]
+        return functools.reduce(step, parts)
+    if dtype == torch.bool:
+        return stack.any(0) if op in ("SUM", "MAX") else stack.all(0)
+    if op == "MIN":
+        return stack.amin(0)
+    if op == "MAX":
+        return stack.amax(0)
+    wide = stack.to(torch.complex128 if dtype in COMPLEX else torch.float64 if dtype in FLOATS else torch.int64)
+    total = wide.prod(0) if op == "PRODUCT" else wide.sum(0)
+    return (total / len(parts) if op == "AVG" else total).to(dtype)
+
+
+def same(found: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(found.cpu(), wanted, rtol=1e-2 if wanted.dtype in FLOATS[:2] else 1e-6, atol=1e-6)
+
+
+def finish(work: Any, asynchronous: bool) -> None:
+    assert (work is not None) == asynchronous
+    if work is not None:
+        assert work.wait(timedelta(seconds=30))
+        assert work.is_completed()
+
+
+def on(device: str, tensor: Tensor) -> Tensor:
+    return tensor if device == "cpu" else tensor.to(device)
+
+
+def types_of(device: str) -> tuple[torch.dtype, ...]:
+    """The device of the tests has no complex numbers."""
+    return TYPES if device == "cpu" else (*WHOLE, *FLOATS)
+
+
+def reductions(device: str) -> Iterator[Case]:
+    for op, dtype in itertools.product(OPS, types_of(device)):
+        if allowed(op, dtype):
+            yield (
+                f"all_reduce {op} {dtype}",
+                functools.partial(all_reduce, op=op, dtype=dtype, layout="plain", later=False, device=device),
+            )
+    for layout, later, dtype in itertools.product(LAYOUTS, (False, True), FEW):
+        settings = {"op": "SUM", "dtype": dtype, "layout": layout, "later": later, "device": device}
+        yield f"all_reduce SUM {dtype} {layout} async={later}", functools.partial(all_reduce, **settings)
+    for layout, later, op in itertools.product(LAYOUTS, (False, True), ("SUM", "MAX", "AVG")):
+        dtype = torch.float16 if later else torch.float32
+        settings = {"op": op, "dtype": dtype, "layout": layout, "later": later, "device": device}
+        yield f"reduce {op} {dtype} {layout} async={later}", functools.partial(reduce, **settings)
+        yield f"reduce_scatter {op} {dtype} {layout} async={later}", functools.partial(reduce_scatter, **settings)
+
+
+def all_reduce(
+    rank: int, world: int, *, op: str, dtype: torch.dtype, layout: str, later: bool, device: str
+) -> None:
+    tensor = laid_out(on(device, values(rank, dtype, layout)), layout)
+    finish(dist.all_reduce(tensor, getattr(dist.ReduceOp, op), async_op=later), later)
+    same(tensor, reduced(op, [values(other, dtype, layout) for other in range(world)]))
+
+
+def reduce(rank: int, world: int, *, op: str, dtype: torch.dtype, layout: str, later: bool, device: str) -> None:
+    wanted = reduced(op, [values(other, dtype, layout) for other in range(world)])
+    for root in range(world):
+        tensor = laid_out(on(device, values(rank, dtype, layout)), layout)
+        finish(dist.reduce(tensor, root, getattr(dist.ReduceOp, op), async_op=later), later)
+        if rank == root:
+            same(tensor, wanted)
+
+
+def reduce_scatter(
+    rank: int, world: int, *, op: str, dtype: torch.dtype, layout: str, later: bool, device: str
+) -> None:
+    kind = getattr(dist.ReduceOp, op)
+
+    def part(source: int, target: int) -> Tensor:
+        return values(source + 3 * target, dtype, layout)
+
+    wanted = reduced(op, [part(source, rank) for source in range(world)])
+    inputs = [laid_out(on(device, part(rank, target)), layout) for target in range(world)]
+    output = laid_out(on(device, torch.zeros_like(wanted)), layout)
+    finish(dist.reduce_scatter(output, inputs, kind, async_op=later), later)
+    same(output, wanted)
+    whole = torch.cat([tensor.contiguous().view(-1) for tensor in inputs])
+    flat = on(device, torch.zeros(wanted.numel(), dtype=dtype))
+    finish(dist.reduce_scatter_tensor(flat, whole, kind, async_op=later), later)
+    same(flat, wanted.reshape(-1))
+
+
+def movements(device: str) -> Iterator[Case]:
+    for function in (
+        broadcast,
+        all_gather,
+        all_gather_into,
+        gather,
+        scatter,
+        all_to_all,
+        all_to_all_single,
+        message,
+    ):
+        for layout, later, dtype in itertools.product(LAYOUTS, (False, True), (torch.float32, torch.bfloat16)):
+            settings = {"dtype": dtype, "layout": layout, "later": later, "device": device}
+            yield f"{function.__name__} {dtype} {layout} async={later}", functools.partial(function, **settings)
+        for dtype in types_of(device):
+            settings = {"dtype": dtype, "layout": "plain", "later": False, "device": device}
+            yield f"{function.__name__} {dtype}", functools.partial(function, **settings)
+    yield "barrier", functools.partial(barrier, later=False)
+    yield "barrier async", functools.partial(barrier, later=True)
+    yield "coalesced", functools.partial(coalesced, device=device)
+    yield "premultiplied", functools.partial(premultiplied, device=device)
+    yield "objects", objects
+    yield "any source", functools.partial(any_source, device=device)
+    yield "many at once", functools.partial(many_at_once, device=device)
+    yield "futures", functools.partial(futures, device=device)
+    yield "sub-groups", functools.partial(sub_groups, device=device)
+    yield "sparse", sparse
+
+
+def broadcast(rank: int, world: int, *, dtype: torch.dtype, layout: str, later: bool, device: str) -> None:
+    for root in range(world):
+        tensor = laid_out(on(device, values(rank, dtype, layout)), layout)
+        finish(dist.broadcast(tensor, root, async_op=later), later)
+        same(tensor, values(root, dtype, layout))
+
+
+def all_gather(rank: int, world: int, *, dtype: torch.dtype, layout: str, later: bool, device: str) -> None:
+    mine = laid_out(on(device, values(rank, dtype, layout)), layout)
+    outputs = [laid_out(torch.zeros_like(mine), layout) for _ in range(world)]
+    finish(dist.all_gather(outputs, mine, async_op=later), later)
+    for other in range(world):
+        same(outputs[other], values(other, dtype, layout))
+
+
+def all_gather_into(rank: int, world: int, *, dtype: torch.dtype, layout: str, later: bool, device: str) -> None:
+    mine = laid_out(on(device, values(rank, dtype, layout)), layout)
+    output = on(device, torch.zeros(world * mine.numel(), dtype=dtype))
+    finish(dist.all_gather_into_tensor(output, mine, async_op=later), later)
+    same(output, torch.cat([values(other, dtype, layout).reshape(-1) for other in range(world)]))
+
+
+def gather(rank: int, world: int, *, dtype: torch.dtype, layout: str, later: bool, device: str) -> None:
+    for root in range(world):
+        mine = laid_out(on(device, values(rank, dtype, layout)), layout)
+        outputs = [laid_out(torch.zeros_like(mine), layout) for _ in range(world)] if rank == root else None
+        finish(dist.gather(mine, outputs, root, async_op=later), later)
+        for other, output in enumerate(outputs or []):
+            same(output, values(other, dtype, layout))
+
+
+def scatter(rank: int, world: int, *, dtype: torch.dtype, layout: str, later: bool, device: str) -> None:
+    for root in range(world):
+        inputs = [laid_out(on(device, values(other, dtype, layout)), layout) for other in range(world)]
+        output = laid_out(torch.zeros_like(inputs[0]), layout)
+        finish(dist.scatter(output, inputs if rank == root else None, root, async_op=later), later)
+        same(output, values(rank, dtype, layout))
+
+
+def all_to_all(rank: int, world: int, *, dtype: torch.dtype, layout: str, later: bool, device: str) -> None:
+    inputs = [laid_out(on(device, values(rank + 2 * to, dtype, layout)), layout) for to in range(world)]
+    outputs = [laid_out(torch.zeros_like(inputs[0]), layout) for _ in range(world)]
+    finish(dist.all_to_all(outputs, inputs, async_op=later), later)
+    for source in range(world):
+        same(outputs[source], values(source + 2 * rank, dtype, layout))
+
+
+def all_to_all_single(rank: int, world: int, *, dtype: torch.dtype, layout: str, later: bool, device: str) -> None:
+    """Unequal parts: rank s sends s + t rows to rank t."""
+    width = 0 if layout == "empty" else 3
+    rows = [rank + to for to in range(world)]
+    wanted = [source + rank for source in range(world)]
+    whole = on(device, torch.full((sum(rows), width), 1, dtype=torch.int64).mul(rank + 1).to(dtype))
+    output = on(device, torch.zeros(sum(wanted), width, dtype=dtype))
+    finish(dist.all_to_all_single(output, whole, wanted, rows, async_op=later), later)
+    expected = [torch.full((source + rank, width), source + 1).to(dtype) for source in range(world)]
+    same(output, torch.cat(expected))
+
+
+def message(rank: int, world: int, *, dtype: torch.dtype, layout: str, later: bool, device: str) -> None:
+    """Around in a circle; each sends before it receives, or posts both."""
+    if world == 1:
+        return
+    following, previous = (rank + 1) % world, (rank - 1) % world
+    mine = laid_out(on(device, values(rank, dtype, layout)), layout)
+    got = laid_out(torch.zeros_like(mine), layout)
+    if later:
+        receiving = dist.irecv(got, previous, tag=3)
+        sending = dist.isend(mine, following, tag=3)
+        assert receiving is not None
+        assert sending is not None
+        sending.wait()
+        receiving.wait()
+    else:
+        dist.send(mine, following)
+        assert dist.recv(got, previous) == previous
+    same(got, values(previous, dtype, layout))
+
+
+def barrier(rank: int, world: int, *, later: bool) -> None:
+    finish(dist.barrier(async_op=later), later)
+
+
+def coalesced(rank: int, world: int, *, device: str) -> None:
+    layouts = ("plain", "empty", "large")
+    for dtype in FEW:
+        tensors = [on(device, values(rank, dtype, layout)) for layout in layouts]
+        dist.all_reduce_coalesced(tensors)
+        for layout, found in zip(layouts, tensors, strict=True):
+            same(found, reduced("SUM", [values(other, dtype, layout) for other in range(world)]))
+
+
+def premultiplied(rank: int, world: int, *, device: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        tensor = on(device, values(rank, dtype, "large"))
+        dist.all_reduce(tensor, dist._make_nccl_premul_sum(0.5))
+        total = reduced("SUM", [values(other, dtype, "large").double() for other in range(world)])
+        same(tensor, (total * 0.5).to(dtype))
+
+
+def objects(rank: int, world: int) -> None:
+    found: list[Any] = [None] * world
+    dist.all_gather_object(found, {"rank": rank, "text": "x" * rank * 100})
+    assert [item["rank"] for item in found] == list(range(world))
+    one = [{"root": 7} if rank == world - 1 else None]
+    dist.broadcast_object_list(one, world - 1)
+    assert one == [{"root": 7}]
+
+
+def any_source(rank: int, world: int, *, device: str) -> None:
+    if rank == 0:
+        seen = set()
+        for _ in range(world - 1):
+            got = on(device, torch.zeros(3, dtype=torch.int64))
+            source = dist.recv(got)
+            same(got, torch.full((3,), source))
+            seen.add(source)
+        assert seen == set(range(1, world))
+    else:
+        dist.send(on(device, torch.full((3,), rank)), 0)
+
+
+def many_at_once(rank: int, world: int, *, device: str) -> None:
+    """All posted before any is waited for, and waited for from the last to the first."""
+    tensors = [on(device, values(rank + shift, torch.float32, "large")) for shift in range(8)]
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    for work in reversed(works):
+        assert work is not None
+        work.wait()
+    for shift, tensor in enumerate(tensors):
+        same(tensor, reduced("SUM", [values(other + shift, torch.float32, "large") for other in range(world)]))
+
+
+def futures(rank: int, world: int, *, device: str) -> None:
+    tensor = on(device, values(rank, torch.float32))
+    work = dist.all_reduce(tensor, async_op=True)
+    assert work is not None
+    if device != "cpu":
+        work.wait()  # the device of the tests has no streams, which torch's futures want
+        return
+    doubled = work.get_future().then(lambda future: future.value()[0] * 2)
+    wanted = reduced("SUM", [values(other, torch.float32) for other in range(world)])
+    same(doubled.wait(), wanted * 2)
+
+
+def sub_groups(rank: int, world: int, *, device: str) -> None:
+    halves = [list(range(world // 2)), list(range(world // 2, world))]
+    groups = [dist.new_group(members) if members else None for members in halves]
+    for members, group in zip(halves, groups, strict=True):
+        if rank in members:
+            for _ in range(3):
+                tensor = on(device, values(rank, torch.float32))
+                dist.all_reduce(tensor, group=group)
+                same(tensor, reduced("SUM", [values(other, torch.float32) for other in members]))
+    dist.barrier()
+    for members, group in zip(halves, groups, strict=True):
+        if rank in members:
+            dist.destroy_process_group(group)
+
+
+def sparse(rank: int, world: int) -> None:
+    def part(source: int) -> Tensor:
+        indices = torch.tensor([[0, source % 3]])
+        return torch.sparse_coo_tensor(indices, torch.tensor([1.0, 2.0]), (4,), check_invariants=True)
+
+    tensor = part(rank)
+    dist.all_reduce(tensor)
+    same(tensor.to_dense(), sum((part(other).to_dense() for other in range(world)), torch.zeros(4)))
+
+
+def compressed(rank: int, world: int) -> list[float]:
+    """Sums of large tensors through int8: the error of one, and that of the mean over many steps."""
+    from potluck.dist import Config
+
+    options = Config(transport="tcp", compression="int8", small_bytes=1024)
+    dist.init_process_group("potluck", pg_options=options, timeout=timedelta(seconds=30))
+    try:
+        torch.manual_seed(rank)
+        mine = torch.randn(5000)
+        parts = [torch.empty(5000) for _ in range(world)]
+        dist.all_gather(parts, mine)
+        wanted = torch.stack(parts).sum(0)
+        tensor, total, steps = torch.empty(5000), torch.zeros(5000), 20
+        for _ in range(steps):
+            tensor.copy_(mine)
+            dist.all_reduce(tensor)
+            total += tensor
+        small = torch.full((8,), 0.1)
+        dist.all_reduce(small)
+        assert torch.equal(small, torch.full((8,), 0.1) * world), "small tensors stay exact"
+        scale = float(wanted.abs().mean())
+        return [float((found - wanted).abs().mean()) / scale for found in (tensor, total / steps)]
+    finally:
+        dist.destroy_process_group()
+
+
+def run_all(
+    rank: int, world: int, which: str, device: str = "cpu", options: dict[str, Any] | None = None
+) -> list[str]:
+    """One rank's part of every case of a kind; what failed, as texts (the rest is then given up)."""
+    import potluck
+    from potluck.dist import Config
+    from potluck.wire import shm
+
+    assert potluck.__version__
+    if device != "cpu":
+        from support import fake_device
+
+        fake_device.install()
+    options = dict(options or {})
+    machines = options.pop("machines", None)
+    own = shm.neighbourhood
+    if machines is not None:
+        # As if the ranks of this box were dealt to so many machines.
+        shm.neighbourhood = lambda: f"machine {rank % machines}"
+    config = Config(**options) if options else None
+    dist.init_process_group("potluck", pg_options=config, timeout=timedelta(seconds=30))
+    failed = []
+    try:
+        if machines is not None:
+            assert "shared memory within" in repr(dist.group.WORLD), repr(dist.group.WORLD)
+        for name, case in {"reductions": reductions, "movements": movements}[which](device):
+            try:
+                case(rank, world)
+            except Exception:
+                failed.append(f"{name}: {traceback.format_exc(limit=-4)}")
+                # Out of step with the others from here on.
+                dist.group.WORLD.abort()  # type: ignore[union-attr]
+                break
+    finally:
+        shm.neighbourhood = own
+        dist.destroy_process_group()
+    return failed

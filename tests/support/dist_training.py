@@ -1,0 +1,87 @@
+"""What ranks train in the tests: a small model with stock DDP and FSDP2, on any backend.
+
+It knows of Potluck only the name of its backend.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(24, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(6, 24, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+def losses(trained: Any, optimizer: torch.optim.Optimizer, ranks: list[int], device: str = "cpu") -> list[float]:
+    """One loss a step, of this rank's batch, or the mean of several's."""
+    found = []
+    for step in range(6):
+        optimizer.zero_grad()
+        loss = torch.stack([trained(batch(rank, step).to(device)).pow(2).mean() for rank in ranks]).mean()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.detach())
+    return [float(loss.cpu()) for loss in found]
+
+
+def alone(world: int) -> list[float]:
+    """The same training in one process: the mean loss over all ranks' batches."""
+    single = model()
+    return losses(single, torch.optim.SGD(single.parameters(), lr=0.5), list(range(world)))
+
+
+def ddp(rank: int, world: int, backend: str, device: str = "cpu") -> list[float]:
+    import potluck
+
+    assert potluck.__version__
+    if device == "fake" and rank == world - 1:
+        # The last rank computes on another kind of device than the others.
+        from support import fake_device
+
+        fake_device.install()
+    else:
+        device = "cpu"
+    dist.init_process_group(backend, timeout=timedelta(seconds=30))
+    try:
+        # Small buckets, so that several all-reduces are under way beside the backward.
+        inner = model().to(device)
+        wrapped = nn.parallel.DistributedDataParallel(inner, bucket_cap_mb=0.01)
+        mine = losses(wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.5), [rank], device)
+        mean = torch.tensor(mine, dtype=torch.float64)
+        dist.all_reduce(mean, dist.ReduceOp.AVG if backend == "potluck" else dist.ReduceOp.SUM)
+        return (mean if backend == "potluck" else mean / world).tolist()
+    finally:
+        dist.destroy_process_group()
+
+
+def fsdp(rank: int, world: int) -> list[float]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    import potluck
+
+    assert potluck.__version__
+    dist.init_process_group("potluck", timeout=timedelta(seconds=30))
+    try:
+        mesh = init_device_mesh("cpu", (world,))
+        sharded = model()
+        for layer in sharded:
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer, mesh=mesh)
+        fully_shard(sharded, mesh=mesh)
+        mine = losses(sharded, torch.optim.SGD(sharded.parameters(), lr=0.5), [rank])
+        mean = torch.tensor(mine, dtype=torch.float64)
+        dist.all_reduce(mean, dist.ReduceOp.AVG)
+        return mean.tolist()
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,257 @@
+"""Members of a local group for tests: `python local_members.py SCENARIO SIZE` forks them and tells how they ended.
+
+It knows what each collective should give, computed by itself, and nothing of how it is done.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from potluck.dist import reduction
+from potluck.dist.local import LocalGroup
+from potluck.dist.local_memory import Memory, Sizes
+from potluck.errors import CollectiveError, NetworkError, RankGoneError
+
+SLOT = 4096
+"""A page: what is larger takes many pieces."""
+T = 60.0
+OPS = dist.ReduceOp
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.complex64, torch.bool)
+Store = dist.Store
+
+
+def make(store: Store, name: str, rank: int, size: int) -> LocalGroup:
+    sizes = Sizes(slot_bytes=SLOT, mail_bytes=SLOT, depth=3, small_bytes=1024)
+    return LocalGroup(Memory.meet(store, name, rank, size, sizes=sizes, timeout_s=T))
+
+
+def input_of(rank: int, count: int, dtype: torch.dtype) -> Tensor:
+    """[count], the same whoever asks for it; small enough that sums are exact in every type."""
+    values = (torch.arange(count) * (rank + 2) + rank) % 7 - (0 if dtype in (torch.uint8, torch.bool) else 3)
+    return values.to(dtype)
+
+
+def expected(op: OPS, size: int, count: int, dtype: torch.dtype) -> Tensor:
+    wide = reduction.working_dtype(op, dtype)
+    total = input_of(0, count, dtype).to(wide)
+    for other in range(1, size):
+        reduction.accumulate(op, total, input_of(other, count, dtype))
+    reduction.finish(op, total, size)
+    return total.to(dtype)
+
+
+def same(found: Tensor, wanted: Tensor, what: str) -> None:
+    if not torch.equal(found, wanted):
+        at = int((found != wanted).nonzero()[0])
+        raise AssertionError(f"{what}: element {at} is {found[at]}, not {wanted[at]}")
+
+
+def reductions(group: LocalGroup) -> None:
+    rank, size = group.rank, group.size
+    for dtype in DTYPES:
+        for op in (OPS.SUM, OPS.AVG, OPS.PRODUCT, OPS.MIN, OPS.MAX, OPS.BOR):
+            if not reduction.supports(op, dtype):
+                continue
+            for count in (0, 1, 129, 5000):
+                what = f"{op} {dtype} {count}"
+                wanted = expected(op, size, count, dtype)
+                values = input_of(rank, count, dtype)
+                group.all_reduce(values, op, timeout_s=T)
+                same(values, wanted, f"all_reduce {what}")
+                if op not in (OPS.SUM, OPS.AVG):
+                    continue
+                values = input_of(rank, count, dtype)
+                group.reduce(values, size - 1, op, timeout_s=T)
+                same(values, wanted if rank == size - 1 else input_of(rank, count, dtype), f"reduce {what}")
+                out = torch.empty(count, dtype=dtype)
+                group.reduce_scatter(out, input_of(rank, count * size, dtype), op, timeout_s=T)
+                part = expected(op, size, count * size, dtype)[rank * count : (rank + 1) * count]
+                same(out, part, f"reduce_scatter {what}")
+
+
+def movements(group: LocalGroup) -> None:
+    rank, size = group.rank, group.size
+    for count in (0, 1, 700, 5000):
+        everything = torch.cat([input_of(other, count, torch.float32) for other in range(size)])
+        for root in {0, size - 1}:
+            values = input_of(rank, count, torch.float32)
+            group.broadcast(values, root, timeout_s=T)
+            same(values, input_of(root, count, torch.float32), "broadcast")
+            out = torch.zeros(size * count) if rank == root else None
+            group.gather(out, input_of(rank, count, torch.float32), root, timeout_s=T)
+            if out is not None:
+                same(out, everything, "gather")
+            out = torch.zeros(count)
+            group.scatter(out, everything.clone() if rank == root else None, root, timeout_s=T)
+            same(out, everything[rank * count : (rank + 1) * count], "scatter")
+        out = torch.zeros(size * count)
+        group.all_gather(out, input_of(rank, count, torch.float32), timeout_s=T)
+        same(out, everything, "all_gather")
+        # Member a sends a * size + b elements more than `count` to member b, each of the value 100 a + b.
+        mine = torch.cat([torch.full((count + rank * size + b,), 100.0 * rank + b) for b in range(size)])
+        counts = [count + rank * size + b for b in range(size)]
+        theirs = [count + a * size + rank for a in range(size)]
+        out = torch.zeros(sum(theirs))
+        group.all_to_all(out, mine, theirs, counts, timeout_s=T)
+        same(out, torch.cat([torch.full((n,), 100.0 * a + rank) for a, n in enumerate(theirs)]), "all_to_all")
+        group.barrier(timeout_s=T)
+
+
+def mail(group: LocalGroup) -> None:
+    """Tags out of order, from anybody, and both directions at once beside a collective."""
+    rank, size = group.rank, group.size
+    following, before = (rank + 1) % size, (rank - 1) % size
+    large, small = input_of(rank, 9000, torch.float32), torch.tensor([rank], dtype=torch.int64)
+    thread = threading.Thread(
+        target=lambda: (
+            group.send(large, following, 7, timeout_s=T),
+            group.send(small, following, 8, timeout_s=T),
+        )
+    )
+    thread.start()
+    found, number = torch.zeros(9000), torch.zeros(1, dtype=torch.int64)
+    assert group.recv(number, before, 8, timeout_s=T) == before
+    assert group.recv(found, before, 7, timeout_s=T) == before
+    assert int(number) == before
+    same(found, input_of(before, 9000, torch.float32), "recv")
+    thread.join()
+    values = torch.ones(3000)
+    group.all_reduce(values, timeout_s=T)
+    if rank == 0:
+        heard = set()
+        for _ in range(size - 1):
+            source = group.recv(number, None, 9, timeout_s=T)
+            assert int(number) == source
+            heard.add(source)
+        assert heard == set(range(1, size))
+    else:
+        group.send(small, 0, 9, timeout_s=T)
+
+
+def everything(store: Store, rank: int, size: int) -> None:
+    group = make(store, "all", rank, size)
+    reductions(group)
+    movements(group)
+    mail(group)
+    halves_are_added_in_full(group)
+    group.barrier(timeout_s=T)
+    group.close()
+
+
+def halves_are_added_in_full(group: LocalGroup) -> None:
+    """1 and many values too small to count beside it in bf16, but not together."""
+    values = torch.full((600,), 1.0 if group.rank == 0 else 2.0**-8, dtype=torch.bfloat16)
+    group.all_reduce(values, timeout_s=T)
+    wanted = torch.tensor(1.0 + (group.size - 1) * 2.0**-8).to(torch.bfloat16)
+    assert values[0] == wanted, f"{values[0]} is not {wanted}"
+    factor = dist._make_nccl_premul_sum(0.5)
+    values = torch.full((600,), 3.0)
+    group.all_reduce(values, factor, timeout_s=T)
+    assert values[599] == 1.5 * group.size
+
+
+def raises(kind: type[Exception], call: Callable[[], object], *words: str) -> None:
+    try:
+        call()
+    except kind as error:
+        missing = [word for word in words if word not in str(error)]
+        if missing:
+            raise AssertionError(f"{missing} not in: {error}") from error
+    else:
+        raise AssertionError(f"no {kind.__name__}")
+
+
+def failures(store: Store, rank: int, size: int) -> None:
+    """A mismatch, one that is late, an abort, one that left, one that is killed: each in a group of its own."""
+    values = torch.ones(2000 if rank else 2001)
+    group = make(store, "mismatch", rank, size)
+    raises(CollectiveError, lambda: group.all_reduce(values, timeout_s=T), "rank 0: all_reduce 2001", "rank 1:")
+    raises(RankGoneError, lambda: group.barrier(timeout_s=T), "of no use")
+    group = make(store, "counts", rank, size)
+    counts = [2 if rank else 1] * size
+    out = torch.zeros(sum(counts))
+    raises(CollectiveError, lambda: uneven(group, out, counts), "all_to_all")
+    group = make(store, "late", rank, size)
+    if rank != 1:
+        raises(NetworkError, lambda: group.barrier(timeout_s=0.5), "rank 1 did not come within 0.5 s")
+    group = make(store, "abort", rank, size)
+    if rank == 1:
+        time.sleep(0.2)
+        group.abort("tired")
+    else:
+        began = time.monotonic()
+        raises(RankGoneError, lambda: group.broadcast(torch.ones(9000), 0, timeout_s=T), "rank 1 gave up: tired")
+        assert time.monotonic() - began < T / 2
+    group = make(store, "left", rank, size)
+    if rank == 1:
+        group.close()
+    else:
+        raises(RankGoneError, lambda: group.barrier(timeout_s=T), "rank 1")
+    group = make(store, "dead", rank, size)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    raises(RankGoneError, lambda: group.recv(torch.ones(1), 1, timeout_s=T), "rank 1 ended")
+
+
+def uneven(group: LocalGroup, out: Tensor, counts: list[int]) -> None:
+    group.all_to_all(out, torch.zeros(sum(counts)), counts, counts, timeout_s=T)
+
+
+def last_words(store: Store, rank: int, size: int) -> None:
+    """Members that have all they need may end at once: nobody misses them."""
+    group = make(store, "last", rank, size)
+    values = torch.ones(20_000)
+    group.broadcast(values, 0, timeout_s=T)
+    group.all_reduce(values, timeout_s=T)
+    if rank == 2:
+        time.sleep(0.3)
+    assert values[-1] == size
+
+
+def killed(store: Store, rank: int, size: int) -> None:
+    """For a test that kills everybody at some moment."""
+    group = make(store, "killed", rank, size)
+    print("going", flush=True)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        group.all_reduce(torch.ones(5000), timeout_s=T)
+
+
+def member(scenario: str, path: str, rank: int, size: int) -> int:
+    torch.set_num_threads(1)
+    try:
+        globals()[scenario](dist.FileStore(path, size), rank, size)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def main() -> int:
+    scenario, size = sys.argv[1], int(sys.argv[2])
+    torch.set_num_threads(1)  # no threads before the fork
+    with tempfile.TemporaryDirectory() as folder:
+        children = []
+        for rank in range(size):
+            pid = os.fork()
+            if pid == 0:
+                os._exit(member(scenario, f"{folder}/store", rank, size))
+            children.append(pid)
+        statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+    print("statuses", *statuses, flush=True)
+    return max(abs(status) for status in statuses)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
