@@ -12,6 +12,7 @@ loop without Potluck.
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 import tempfile
 import time
@@ -22,7 +23,7 @@ from _runs import HERE, SEQUENCE, Event, Run, say
 
 from potluck.train.recipes.gpt import GptConfig, GptRecipe
 
-GLOBAL_BATCH, MICRO_BATCH, WARM_UP = 1024, 32, 3
+GLOBAL_BATCH, MICRO_BATCH, WARM_UP = 1024, 64, 3
 MODEL = ["--depth", "12", "--sequence", str(SEQUENCE), "--batch-tokens", str(SEQUENCE * GLOBAL_BATCH)]
 GUEST_PART = 1 / 24
 """A puppet's speed as a part of the host's."""
@@ -114,7 +115,7 @@ def summary(guests: int, events: list[Event], alone: float | None) -> tuple[str,
     )
 
 
-def measure(guests: list[int], steps: int, hold_s: float) -> list[str]:
+def measure(guests: list[int], steps: int, hold_s: float, keep: Path | None) -> list[str]:
     lines = [
         "| guests | deliver a step | fleet tokens/s | host's own tokens/s | tax, without waiting | waiting | MFU |",
         "|---|---|---|---|---|---|---|",
@@ -136,6 +137,8 @@ def measure(guests: list[int], steps: int, hold_s: float) -> list[str]:
         finally:
             lines += table.troubles()
             table.end()
+            if keep is not None:
+                shutil.copytree(folder, keep, dirs_exist_ok=True)
     return lines
 
 
@@ -145,11 +148,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="measured with each number of guests")
     parser.add_argument("--plain", action="store_true", help="plain torch first")
     parser.add_argument("--hold-s", type=float, default=0.0, help="do not measure before so many seconds")
+    parser.add_argument("--keep", type=Path, help="leave the run folder and what the processes said here")
     options = parser.parse_args()
     if options.plain:
         say(f"plain torch: {plain_tokens_per_s(options.steps):,.0f} tokens/s")
         torch.cuda.empty_cache()
-    print("\n".join(measure([int(n) for n in options.guests.split(",")], options.steps, options.hold_s)))
+    guests = [int(n) for n in options.guests.split(",")]
+    print("\n".join(measure(guests, options.steps, options.hold_s, options.keep)))
 
 
 if __name__ == "__main__":

@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any
 from potluck.codec.names import NAMES
 
 if TYPE_CHECKING:
-    from potluck.codec.feedback import add_decoded, encode_change, encode_with_feedback
+    from potluck.codec.feedback import add_decoded, encode_change, encode_with_feedback, rehearse
     from potluck.codec.interface import Codec
     from potluck.codec.registry import get
 
-__all__ = ["NAMES", "Codec", "add_decoded", "encode_change", "encode_with_feedback", "get"]
+__all__ = ["NAMES", "Codec", "add_decoded", "encode_change", "encode_with_feedback", "get", "rehearse"]
 
 _HOME = {
     "Codec": "interface",
@@ -35,6 +35,7 @@ _HOME = {
     "encode_change": "feedback",
     "encode_with_feedback": "feedback",
     "get": "registry",
+    "rehearse": "feedback",
 }
 
 

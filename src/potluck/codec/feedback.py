@@ -5,7 +5,7 @@ It must not know how any codec packs its values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -95,6 +95,19 @@ def add_decoded(
             for start, stop in spans(count, summed.device):
                 part[start:stop].add_(decoded[start:stop])
         at, read = at + count, read + nbytes
+
+
+def rehearse(codec: Codec, counts: Iterable[int], device: torch.device) -> None:
+    """Have what is compiled at its first use compiled now, for pieces of so many values; nothing else happens."""
+    if not (isinstance(codec, BlockCodec) and fused.usable(device)):
+        return
+    for count in set(counts):
+        values, others = torch.zeros(count, device=device), torch.zeros(count, device=device)
+        payload = encode_change(codec, values, others)
+        encode_with_feedback(codec, values, others)
+        codec.decode(payload, count, out=values)
+        for first in (True, False):
+            add_decoded(codec, payload, [count], values, first=first, room=lambda n: others[:n])
 
 
 def _in_place(tensor: Tensor, name: str) -> Tensor:

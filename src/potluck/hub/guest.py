@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from potluck.codec import Codec, encode_with_feedback
+from potluck.codec import Codec, encode_with_feedback, rehearse
 from potluck.device import Device, Mark
 from potluck.errors import PotluckError
 from potluck.failpoints import hit
@@ -95,6 +95,8 @@ class GuestHub:
         """
         self._micro_batch = micro_batch
         self._hashes = self._tensors.hashes()  # once: what is frozen does not change, and may be large
+        for codec in (self._down, self._up):  # now, or the first lease would seem to take a slow link
+            rehearse(codec, (piece.count for piece in self._layout.pieces), self._device.torch_device)
         self._worker.start()
         self._link.lost = self._lost
         self._link.back = lambda welcome: self._say_ready()

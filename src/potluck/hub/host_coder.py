@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from potluck.codec import Codec, add_decoded, encode_change
+from potluck.codec import Codec, add_decoded, encode_change, rehearse
 from potluck.device import Device, Mark
 from potluck.errors import WireError
 from potluck.failpoints import hit
@@ -195,6 +195,8 @@ class HostCoder:
     def _run(self) -> None:
         try:
             with self._device.beside():
+                for codec in (self._down, self._up):
+                    rehearse(codec, (piece.count for piece in self._layout.pieces), self._device.torch_device)
                 while self._turn():
                     self._notify()
         except BaseException as error:

@@ -16,8 +16,10 @@ BLOCK = 128
 """Pieces are cut at multiples of this many values, the block of the coarsest codec."""
 
 SMALLEST_PIECE = 1 << 16
-LARGEST_PIECE = 1 << 20
+USUAL_PIECE = 1 << 20
+LARGEST_PIECE = 3 << 20
 PIECES_WANTED = 64
+FEWEST_PIECES = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +71,14 @@ class Layout:
 
 
 def piece_size(total: int) -> int:
-    """About 64 pieces, none so small that overhead counts nor so large that overlap suffers."""
-    wanted = min(max(total // PIECES_WANTED, SMALLEST_PIECE), LARGEST_PIECE)
+    """About 64 pieces, none so small that overhead counts nor so large that overlap suffers.
+
+    Of a large model about 40, as long as they fit into a message: each is a message a guest a step, and the threads
+    that handle them take turns with the one that keeps a GPU busy.
+    """
+    wanted = max(total // PIECES_WANTED, SMALLEST_PIECE)
+    if wanted > USUAL_PIECE:
+        wanted = min(total // FEWEST_PIECES, LARGEST_PIECE)
     return -(-wanted // BLOCK) * BLOCK
 
 

@@ -6,6 +6,7 @@ the loop is the same.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -34,6 +35,11 @@ from potluck.train.step import SavedBytes, Step
 from potluck.train.telemetry import Telemetry
 
 
+TURN_S = 0.0002
+"""How long Python's other threads may keep the one that feeds a device which queues its work. At Python's own 5 ms a
+GPU ran dry while contributions came: an H200 with 8 guests lost 33 % of its speed, with this 25 %."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Parts:
     """What is trained, and with what."""
@@ -56,6 +62,8 @@ class HostTrainer:
     def __init__(self, parts: Parts, hub: HostHub | AloneHub) -> None:
         self._p, self._hub = parts, hub
         self._device = parts.launch.device
+        if self._device.ahead:
+            sys.setswitchinterval(TURN_S)
         self._trained = parts.tensors.trained
         folder = parts.launch.folder
         # The log goes to the disk first: after a power cut it tells of every step up to the checkpoint.

@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from potluck.errors import WireError
 
 PROTOCOL = 2
@@ -137,12 +139,13 @@ def joined(parts: list[memoryview]) -> list[memoryview]:
 
 
 def _one(parts: Sequence[memoryview], size: int) -> memoryview:
-    whole = memoryview(bytearray(size))
+    # numpy's copies let Python's other threads run meanwhile, and one of those keeps a GPU busy.
+    whole = np.empty(size, dtype=np.uint8)
     at = 0
     for part in parts:
-        whole[at : at + part.nbytes] = part
+        whole[at : at + part.nbytes] = np.frombuffer(part, dtype=np.uint8)
         at += part.nbytes
-    return whole
+    return memoryview(whole)
 
 
 def dump_json(value: Any) -> bytes:

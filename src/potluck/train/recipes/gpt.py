@@ -22,7 +22,16 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from potluck.errors import ConfigError
 from potluck.train.recipes import corpus
-from potluck.train.recipes.modes import Compile, Precision, compiled, evaluating, fused, precision
+from potluck.train.recipes.modes import (
+    Compile,
+    Precision,
+    any_size,
+    compile_for_all_sizes,
+    compiled,
+    evaluating,
+    fused,
+    precision,
+)
 from potluck.train.recipes.schedule import warmup_cosine
 
 if TYPE_CHECKING:
@@ -215,7 +224,7 @@ class GptRecipe:
 
     def compile(self, model: nn.Module, config: GptConfig, device: torch.device, *, guest: bool) -> None:
         if compiled(config.compile, device, guest=guest):
-            model.compile()
+            compile_for_all_sizes(model)
 
     def optimizer(self, model: nn.Module, config: GptConfig) -> torch.optim.AdamW:
         """AdamW with decay on matrices only."""
@@ -241,11 +250,7 @@ class GptRecipe:
     def loss(self, model: nn.Module, batch: Tensor, config: GptConfig) -> Tensor:
         """Mean cross entropy in nats a byte. batch: (samples, sequence + 1) of uint8."""
         tokens, targets = batch[:, :-1].long(), batch[:, 1:].long()
-        if model._compiled_call_impl is not None:
-            # What is left of a step for the last micro-batch differs from step to step: compile once for all sizes.
-            for tensor in (tokens, targets):
-                torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        with precision(batch.device, config.precision):
+        with any_size(model, tokens, targets), precision(batch.device, config.precision):
             loss: Tensor = model(tokens, targets)
         return loss
 

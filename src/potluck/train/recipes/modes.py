@@ -34,6 +34,33 @@ def compiled(chosen: Compile, device: torch.device, *, guest: bool) -> bool:
     return chosen == "yes" or (chosen == "auto" and device.type == "cuda" and not guest)
 
 
+def compile_for_all_sizes(model: nn.Module) -> None:
+    """Compile a model once for micro-batches of any size (see `any_size`).
+
+    Without this option torch compiles small micro-batches separately, which took half a minute in the middle of a
+    run when the first guest came: its check is a small one.
+    """
+    from torch import _inductor as inductor  # slow to import
+
+    option = "triton.mix_order_reduction"
+    known = option in inductor.list_options()
+    model.compile(options={option: False} if known else None)
+
+
+@contextlib.contextmanager
+def any_size(model: nn.Module, *batch: Tensor) -> Iterator[None]:
+    """Within this context a compiled model takes this batch, however many samples it has, without compiling anew."""
+    if model._compiled_call_impl is None:
+        yield
+        return
+    for tensor in batch:
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    # Of a single sample torch always makes a case of its own: half a minute of compiling for a moment's work.
+    alone = batch[0].shape[0] == 1
+    with torch.compiler.set_stance("force_eager") if alone else contextlib.nullcontext():
+        yield
+
+
 def fused(parameters: Iterable[Tensor]) -> bool:
     """Whether an optimizer over these should do its update in one pass."""
     return all(parameter.device.type == "cuda" for parameter in parameters)
