@@ -33,8 +33,8 @@ A_RUN, A_WINDOW, AT_ONCE = 2500, 250, 8
 """Strangers in a run, in a window, and at the door at the same time."""
 QUIET_S = 3.0
 SAMPLE_S = 0.008
-"""Of host and guest: steps of about an eighth of a second. Steps of 30 ms, which are Python's work for the most part,
-were 6 % longer at a hundred strangers a second, each of whom takes half a millisecond of it."""
+"""Of host and guest: steps of an eighth of a second. Steps of 30 ms, which are Python's work mostly, were
+6 % longer at a hundred strangers a second, each of whom takes half a millisecond of it."""
 RESULT = "crowd.json"
 SLOWER = 1.05
 

@@ -23,10 +23,10 @@ from potluck.hub.host_coder import Answer, Coded, Decoded, Failed, Hashed, HostC
 from potluck.hub.members import JOINING, Member
 from potluck.hub.parity import Sketch, compare
 from potluck.hub.protocol import HostProtocol
-from potluck.hub.quota import split_evenly
 from potluck.hub.recorder import Recorder
 from potluck.hub.stepping import StepResult
 from potluck.hub.tensors import ModelTensors
+from potluck.plan.leases import split_evenly
 from potluck.wire.frames import Message, VersionError, pack, unpack
 from potluck.wire.transport import HostSocket
 from potluck.wire.tree import pack_tree

@@ -34,10 +34,9 @@ from potluck.train.options import Options
 from potluck.train.step import SavedBytes, Step
 from potluck.train.telemetry import Telemetry
 
-
 TURN_S = 0.0002
-"""How long Python's other threads may keep the one that feeds a device which queues its work. At Python's own 5 ms a
-GPU ran dry while contributions came: an H200 with 8 guests lost 33 % of its speed, with this 25 %."""
+"""How long Python's other threads may keep the one that feeds a device which queues its work. At Python's own 5 ms
+a GPU ran dry while contributions came: an H200 with 8 guests lost 33 % of its speed, with this 25 %."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -145,7 +145,7 @@ def _one(parts: Sequence[memoryview], size: int) -> memoryview:
     for part in parts:
         whole[at : at + part.nbytes] = np.frombuffer(part, dtype=np.uint8)
         at += part.nbytes
-    return memoryview(whole)
+    return whole.data
 
 
 def dump_json(value: Any) -> bytes:

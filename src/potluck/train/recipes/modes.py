@@ -49,7 +49,7 @@ def compile_for_all_sizes(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def any_size(model: nn.Module, *batch: Tensor) -> Iterator[None]:
-    """Within this context a compiled model takes this batch, however many samples it has, without compiling anew."""
+    """Within this context a compiled model takes this batch, whatever its size, without compiling anew."""
     if model._compiled_call_impl is None:
         yield
         return
