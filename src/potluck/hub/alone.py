@@ -7,8 +7,9 @@ from contextlib import contextmanager
 
 from potluck.hub.ledger import Ledger
 from potluck.hub.members import Member
-from potluck.hub.quota import Estimate, split_evenly
+from potluck.hub.quota import Estimate
 from potluck.hub.stepping import StepResult
+from potluck.plan.leases import split_evenly
 
 
 class AloneHub:
