@@ -23,7 +23,7 @@ from _runs import HERE, SEQUENCE, Event, Run, say
 
 from potluck.train.recipes.gpt import GptConfig, GptRecipe
 
-GLOBAL_BATCH, MICRO_BATCH, WARM_UP = 1024, 64, 3
+GLOBAL_BATCH, MICRO_BATCH, WARM_UP = 1024, 64, 8
 MODEL = ["--depth", "12", "--sequence", str(SEQUENCE), "--batch-tokens", str(SEQUENCE * GLOBAL_BATCH)]
 GUEST_PART = 1 / 24
 """A puppet's speed as a part of the host's."""
