@@ -7,22 +7,23 @@ kill of the host: every checkpoint readable, none that was acknowledged lost; it
 command and must come to its end. After a kill of a guest the host must come to its end without it. In both
 cases: exactly the wanted number of steps, each of exactly `global_batch` samples, and weights that prove every
 sample counted exactly once (see count_job.py). A start that is killed before there is a run to be resumed must
-leave nothing in a new one's way.
+leave nothing in a new one's way. `potluck plan --save` and `potluck doctor --save` leave the old file or the new.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 import signal
 from pathlib import Path
 from typing import Any
 
 from _campaign import begin
-from _forks import Process, Trouble
+from _forks import Process, Trouble, potluck
 from _scene import EVERY, JOB, Scene
 
-from potluck.failpoints import FILES_OF_A_RUN, NAMES
+from potluck.failpoints import NAMES
 
 STEPS = 30
 KILLED = -signal.SIGKILL
@@ -34,6 +35,8 @@ REFUSED = ("refuse",)
 REPLACED = ("checkpoint.before-replace", "checkpoint.replacing", "checkpoint.replaced")
 ONCE = ("run", "hello", "ready", "welcome", "tensor", "check", "sketch", "bye", "leave", "refuse", "keys", "token")
 ONCE += ("manifest", "introduce", "introduced", "compare", "compared", "closed")
+SAVED = {"plan": ("plan", "home-pair"), "facts": ("doctor",)}
+"""Files that no run writes, and the commands that do."""
 TRIES = 5
 """So many runs for one kill at most: one may be passed by, where the count was too high or nobody was late."""
 
@@ -46,8 +49,6 @@ def more(parser: Any) -> None:
 campaign = begin("R3", "kill at every named failpoint, resume", times=1 << 30, minutes=180, more=more)
 each = campaign.options.each
 names = [name for name in NAMES if name.startswith(tuple(campaign.options.only.split(",")))]
-# No run passes these: `potluck doctor --save` and `potluck plan --save` do.
-names = [name for name in names if not name.startswith("file.") or name.endswith(FILES_OF_A_RUN)]
 campaign.times = min(campaign.times, each * len(names))
 kills: dict[str, int] = dict.fromkeys(names, 0)
 tries: dict[str, int] = dict.fromkeys(names, 0)
@@ -64,6 +65,12 @@ def attempt(number: int, folder: Path, chance: random.Random) -> int:
     # Where it was passed by, the count may have been too high.
     passed_by = tries[name] - 1 > kills[name]
     failpoint = f"{name}={action(chance)}@{1 if passed_by else count(name, chance)}"
+    last = name.rpartition(".")[2]
+    if last in SAVED and name.startswith("file."):
+        killed = saver_dies(folder, SAVED[last], f"{name}=kill")
+        kills[name] += killed
+        campaign.add(runs=1, saver_kills=int(killed))
+        return int(killed)
     with Scene(folder, steps=STEPS, job=troubles_wanted(name)) as scene:
         try:
             killed = play(scene, name, failpoint, chance)
@@ -139,6 +146,26 @@ def resumed_host_dies(scene: Scene, name: str, failpoint: str) -> bool:
     host = scene.host(resume=True, failpoint=failpoint)
     host.wait()
     return ended(scene, host, whole_log=name not in REPLACED)
+
+
+def saver_dies(folder: Path, command: tuple[str, ...], failpoint: str) -> bool:
+    """A command that replaces a file is killed: the file is the old one or the new one, and saving works again."""
+    path = folder / "saved.json"
+    path.write_text('"before"')
+    env = {"POTLUCK_FAILPOINT": failpoint}
+    process = potluck([*command, "--save", path], name="saver", log=folder / "saver.log", env=env)
+    process.wait()
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise Trouble(f"{failpoint}: the file is neither old nor new: {error}\n{process.tail()}") from None
+    if process.status == KILLED and found != "before" and not isinstance(found, dict):
+        raise Trouble(f"{failpoint}: the file holds {str(found)[:80]!r}")
+    again = potluck([*command, "--save", path], name="saver", log=folder / "saver.log")
+    again.wait()
+    if json.loads(path.read_text()) == "before":
+        raise Trouble(f"{failpoint}: nothing was saved afterwards\n{again.tail()}")
+    return process.status == KILLED
 
 
 def ended(scene: Scene, host: Process, *, whole_log: bool = True) -> bool:
