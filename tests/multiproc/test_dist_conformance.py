@@ -25,7 +25,7 @@ def ranks() -> Iterator[Ranks]:
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
 def test_every_collective(ranks: Ranks, world: int, transport: str, which: str) -> None:
     options = {"transport": transport, **SMALL_PIECES}
-    failed = ranks.call("support.dist_cases:run_all", world, which, "cpu", options, deadline_s=55)
+    failed = ranks.call("support.dist_cases:run_all", world, which, (), options, deadline_s=55)
     assert failed == [[]] * world
 
 
@@ -34,7 +34,7 @@ def test_every_collective(ranks: Ranks, world: int, transport: str, which: str) 
 def test_through_a_device_that_is_not_the_cpu(ranks: Ranks, transport: str, which: str) -> None:
     options = {"transport": transport, **SMALL_PIECES}
     with Ranks(2) as changed:
-        failed = changed.call("support.dist_cases:run_all", 2, which, "fake", options, deadline_s=55)
+        failed = changed.call("support.dist_cases:run_all", 2, which, ("fake", "cpu"), options, deadline_s=55)
     assert failed == [[]] * 2
 
 
@@ -44,7 +44,7 @@ def test_ranks_on_several_machines_that_share_memory_at_home(
     ranks: Ranks, world: int, machines: int, which: str
 ) -> None:
     options = {"machines": machines, **SMALL_PIECES}
-    failed = ranks.call("support.dist_cases:run_all", world, which, "cpu", options, deadline_s=55)
+    failed = ranks.call("support.dist_cases:run_all", world, which, (), options, deadline_s=55)
     assert failed == [[]] * world
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -53,7 +53,7 @@ def laid_out(tensor: Tensor, layout: str) -> Tensor:
     if layout == "transposed":
         return tensor.t().contiguous().t()
     if layout == "strided":
-        wide = torch.zeros(*tensor.shape[:-1], tensor.shape[-1] * 2, dtype=tensor.dtype)
+        wide = torch.zeros(*tensor.shape[:-1], tensor.shape[-1] * 2, dtype=tensor.dtype, device=tensor.device)
         wide[..., ::2] = tensor
         return wide[..., ::2]
     return tensor.clone()
@@ -92,13 +92,8 @@ def on(device: str, tensor: Tensor) -> Tensor:
     return tensor if device == "cpu" else tensor.to(device)
 
 
-def types_of(device: str) -> tuple[torch.dtype, ...]:
-    """The device of the tests has no complex numbers."""
-    return TYPES if device == "cpu" else (*WHOLE, *FLOATS)
-
-
-def reductions(device: str) -> Iterator[Case]:
-    for op, dtype in itertools.product(OPS, types_of(device)):
+def reductions(device: str, types: Sequence[torch.dtype]) -> Iterator[Case]:
+    for op, dtype in itertools.product(OPS, types):
         if allowed(op, dtype):
             yield (
                 f"all_reduce {op} {dtype}",
@@ -150,7 +145,7 @@ def reduce_scatter(
     same(flat, wanted.reshape(-1))
 
 
-def movements(device: str) -> Iterator[Case]:
+def movements(device: str, types: Sequence[torch.dtype]) -> Iterator[Case]:
     for function in (
         broadcast,
         all_gather,
@@ -164,7 +159,7 @@ def movements(device: str) -> Iterator[Case]:
         for layout, later, dtype in itertools.product(LAYOUTS, (False, True), (torch.float32, torch.bfloat16)):
             settings = {"dtype": dtype, "layout": layout, "later": later, "device": device}
             yield f"{function.__name__} {dtype} {layout} async={later}", functools.partial(function, **settings)
-        for dtype in types_of(device):
+        for dtype in types:
             settings = {"dtype": dtype, "layout": "plain", "later": False, "device": device}
             yield f"{function.__name__} {dtype}", functools.partial(function, **settings)
     yield "barrier", functools.partial(barrier, later=False)
@@ -316,7 +311,7 @@ def futures(rank: int, world: int, *, device: str) -> None:
     tensor = on(device, values(rank, torch.float32))
     work = dist.all_reduce(tensor, async_op=True)
     assert work is not None
-    if device != "cpu":
+    if device == "fake":
         work.wait()  # the device of the tests has no streams, which torch's futures want
         return
     doubled = work.get_future().then(lambda future: future.value()[0] * 2)
@@ -376,15 +371,20 @@ def compressed(rank: int, world: int) -> list[float]:
 
 
 def run_all(
-    rank: int, world: int, which: str, device: str = "cpu", options: dict[str, Any] | None = None
+    rank: int, world: int, which: str, devices: Sequence[str] = (), options: dict[str, Any] | None = None
 ) -> list[str]:
-    """One rank's part of every case of a kind; what failed, as texts (the rest is then given up)."""
+    """One rank's part of every case of a kind; what failed, as texts (the rest is then given up).
+
+    Args:
+        devices: of each rank; none: the CPU.
+    """
     import potluck
     from potluck.dist import Config
     from potluck.wire import shm
 
     assert potluck.__version__
-    if device != "cpu":
+    device = devices[rank] if devices else "cpu"
+    if device == "fake":
         from support import fake_device
 
         fake_device.install()
@@ -400,7 +400,9 @@ def run_all(
     try:
         if machines is not None:
             assert "shared memory within" in repr(dist.group.WORLD), repr(dist.group.WORLD)
-        for name, case in {"reductions": reductions, "movements": movements}[which](device):
+        # The device of the tests has no complex numbers.
+        types = (*WHOLE, *FLOATS) if "fake" in devices else TYPES
+        for name, case in {"reductions": reductions, "movements": movements}[which](device, types):
             try:
                 case(rank, world)
             except Exception:

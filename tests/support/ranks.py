@@ -48,9 +48,14 @@ class Rank:
 class Ranks:
     """Up to `most` processes. A test in which one dies, or is changed for good, uses some of its own."""
 
-    def __init__(self, most: int) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOADED)
+    def __init__(self, most: int, *, fork: bool = True) -> None:
+        """
+        Args:
+            fork: from the server; False: each imports torch itself, for CUDA, which does not survive a fork.
+        """
+        self._context: Any = multiprocessing.get_context("forkserver" if fork else "spawn")
+        if fork:
+            self._context.set_forkserver_preload(PRELOADED)
         self._ranks = [Rank(number, self._context) for number in range(most)]
 
     def pid(self, rank: int) -> int:
