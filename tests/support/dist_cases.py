@@ -165,7 +165,8 @@ def movements(device: str, types: Sequence[torch.dtype]) -> Iterator[Case]:
     yield "barrier", functools.partial(barrier, later=False)
     yield "barrier async", functools.partial(barrier, later=True)
     yield "coalesced", functools.partial(coalesced, device=device)
-    yield "premultiplied", functools.partial(premultiplied, device=device)
+    if hasattr(dist.ReduceOp, "factor"):  # not before torch 2.13
+        yield "premultiplied", functools.partial(premultiplied, device=device)
     yield "objects", objects
     yield "any source", functools.partial(any_source, device=device)
     yield "many at once", functools.partial(many_at_once, device=device)

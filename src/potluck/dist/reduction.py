@@ -87,6 +87,11 @@ def premul(op: Op, values: Tensor) -> None:
     if name_of(op) != "PREMUL_SUM":
         return
     factor = getattr(op, "factor", None)
+    if factor is None and not hasattr(torch.distributed.ReduceOp, "factor"):
+        raise CollectiveError(
+            f"torch {torch.__version__} does not tell a backend in Python the factor of PREMUL_SUM",
+            hint="multiply the tensor before and use SUM, or install torch 2.13 or newer",
+        )
     if factor is None:
         raise CollectiveError(
             "PREMUL_SUM has no factor",
