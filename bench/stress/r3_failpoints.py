@@ -207,7 +207,8 @@ def company(scene: Scene, host: Process, name: str, failpoint: str = "") -> Proc
 
 
 campaign.run(attempt)
-campaign.figures |= {"names": len(names), "names_killed_at": sum(1 for times in kills.values() if times)}
+campaign.figures |= {"only": campaign.options.only, "names": len(names)}
+campaign.figures["names_killed_at"] = sum(1 for times in kills.values() if times)
 if short := {name: times for name, times in kills.items() if times < each}:
     campaign.figures["short_of"] = short
 raise SystemExit(campaign.end())

@@ -73,7 +73,9 @@ def _counted(row: Row, pieces: Sequence[dict[str, Any]]) -> str:
         longest = f", the longest {max(minutes):.0f}" if len(pieces) > 1 else ""
         return f"{sum(minutes):.0f} min{several}{longest}"
     if row.name == "R3":
-        names = max(piece.get("names_killed_at", 0) for piece in pieces)
+        # Pieces of the same names count those once; the others' names are others.
+        killed_at = {piece.get("only", ""): int(piece.get("names_killed_at", 0)) for piece in pieces}
+        names = killed_at[""] if "" in killed_at else sum(killed_at.values())
         return f"{sum(piece['times'] for piece in pieces):,} kills at {names} failpoints{several}"
     return f"{sum(piece['times'] for piece in pieces):,}{several}"
 
