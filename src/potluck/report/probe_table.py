@@ -15,7 +15,7 @@ from potluck.units import UNKNOWN, bits_text, bytes_text, count_text, percent_te
 
 _INDENT = 16
 _LABEL = "dim"
-_COLUMNS = (19, 21, 14, 14, 8)
+_COLUMNS = (19, 21, 14, 14, 10)
 """Of the table of rates: direction, ours, bare, iperf3, the ratio."""
 _GOOD, _FAIR = 0.9, 0.6
 
