@@ -7,6 +7,7 @@ import dataclasses
 import json
 import shlex
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -268,6 +269,23 @@ def _next(probed: Probed, saved: Path | None) -> str:
     return command if saved is not None else f"the same with --save facts.json, then {command}"
 
 
+class _Clock:
+    """How much of the measuring is over: getting ready does not count."""
+
+    _READYING = ("starting", "preparing", "looking")
+
+    def __init__(self) -> None:
+        self._words, self._done_s, self._since = "starting", 0.0, time.monotonic()
+
+    def at(self, words: str) -> None:
+        self._done_s, self._since, self._words = self.done_s, time.monotonic(), words
+
+    @property
+    def done_s(self) -> float:
+        counts = not self._words.startswith(self._READYING)
+        return self._done_s + (time.monotonic() - self._since if counts else 0.0)
+
+
 @contextlib.contextmanager
 def _progress(seconds: float) -> Iterator[Say]:
     """A bar on a terminal, which the clock moves; nothing in a pipe."""
@@ -278,15 +296,17 @@ def _progress(seconds: float) -> Iterator[Say]:
     from rich.progress import Progress, ProgressColumn, Task, TextColumn
     from rich.progress_bar import ProgressBar
 
-    class Clock(ProgressColumn):
-        """How much of the time that was asked for is over."""
+    clock = _Clock()
 
+    class Bar(ProgressColumn):
         def render(self, task: Task) -> ProgressBar:
-            return ProgressBar(
-                total=max(seconds, 1.0), completed=min(task.elapsed or 0.0, 0.99 * seconds), width=24
-            )
+            return ProgressBar(total=max(seconds, 0.1), completed=min(clock.done_s, 0.99 * seconds), width=24)
+
+    def say(words: str) -> None:
+        clock.at(words)
+        bar.update(task, description=words[:48])
 
     words = TextColumn("{task.description}", markup=False)
-    with Progress(Clock(), words, console=Console(stderr=True), transient=True, refresh_per_second=5) as bar:
+    with Progress(Bar(), words, console=Console(stderr=True), transient=True, refresh_per_second=5) as bar:
         task = bar.add_task("starting", total=None)
-        yield lambda text: bar.update(task, description=text[:48])
+        yield say
