@@ -19,7 +19,7 @@ from zmq.utils import garbage
 from potluck.errors import NetworkError
 from potluck.probe.link_server import LinkServer
 from potluck.probe.link_visit import Visit, measure
-from potluck.spec.probed import DeviceSpeed
+from potluck.spec.probed import DeviceSpeed, Rate
 from potluck.wire.keys import new_keys
 from potluck.wire.token import Token, encode
 from potluck.wire.transport import HostSocket
@@ -57,6 +57,12 @@ def potluck(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @contextlib.contextmanager
 def listening() -> Iterator[Token]:
+    with serving() as (token, _):
+        yield token
+
+
+@contextlib.contextmanager
+def serving() -> Iterator[tuple[Token, LinkServer]]:
     """A listener in a thread of this process."""
     keys = new_keys()
     door = HostSocket(bind="127.0.0.1", port=0, keys=keys)
@@ -71,8 +77,11 @@ def listening() -> Iterator[Token]:
     thread = threading.Thread(target=serve)
     thread.start()
     try:
-        yield Token(
-            addresses=("127.0.0.1",), port=door.port, host_public=keys.public, guest_secret=keys.guest_secret
+        yield (
+            Token(
+                addresses=("127.0.0.1",), port=door.port, host_public=keys.public, guest_secret=keys.guest_secret
+            ),
+            server,
         )
     finally:
         stop.set()
@@ -166,18 +175,54 @@ def test_a_listener_that_goes_away_is_named() -> None:
 
 
 def test_what_a_visitor_asks_for_is_bounded() -> None:
-    with listening() as token:
+    with serving() as (token, server):
         visit = Visit(token, "one", quiet)
         try:
             for seconds in (1e9, -1.0, "x", None, True):
                 visit._say("probe.flow", {"flow": 1, "take": False, "send": True, "seconds": seconds})
                 visit._say("probe.bare", {"take": True, "send": True, "seconds": seconds})
-            number = visit._say("probe.echo", {})
-            visit._answer(number, 5.0)
-            assert visit._answers == {}  # none of them was answered
+            visit._ask("probe.echo", {})  # the server has now seen all of them
+            assert server._flow is None
+            assert server._offer is None
             assert visit._ask("probe.end", {"flow": 99, "seconds": 0.0}).kind == "probe.no"
         finally:
             visit.close()
+
+
+IPERF3 = """#!{python}
+import json, socket, sys
+asked = dict(zip(sys.argv[1:], [*sys.argv[2:], ""]))
+if "--server" in asked:
+    with socket.create_server((asked["--bind"], int(asked["--port"]))) as server:
+        server.accept()[0].close()
+else:
+    try:
+        socket.create_connection((asked["--client"], int(asked["--port"])), 5).close()
+    except OSError as error:
+        print(json.dumps({{"error": str(error)}}))
+        sys.exit(1)
+    bits = 1e9 if "--reverse" in sys.argv else 2e9
+    print(json.dumps({{"end": {{"sum_received": {{"bits_per_second": bits}}}}}}))
+"""
+
+
+def test_iperf3_is_asked_where_both_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that takes its place here: the same arguments, the same JSON."""
+    program = tmp_path / "iperf3"
+    program.write_text(IPERF3.format(python=sys.executable))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    notes: list[str] = []
+    with listening() as token:
+        visit = Visit(token, "one", quiet)
+        try:
+            visit.hello()
+            out = visit._iperfed(True, 0.3, notes)
+            back = visit._iperfed(False, 0.3, notes)
+        finally:
+            visit.close()
+    assert notes == []
+    assert (out, back) == ((Rate(bytes_per_s=2.5e8), None), (None, Rate(bytes_per_s=1.25e8)))
 
 
 # -- slips of the hand ------------------------------------------------------------------------------------------

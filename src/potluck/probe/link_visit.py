@@ -94,7 +94,9 @@ class Visit:
         self._socket = GuestSocket(token)
         self.number = number_of(self._socket.address) or self._socket.address
         self._ids = 0
-        self._answers: dict[int, Message] = {}
+        self._awaited = 0
+        self._heard: Message | None = None
+        """The answer to what is awaited. Nothing else is kept, so nobody can fill this machine's memory."""
         self._block = memoryview(os.urandom(MOST_PIECE))
         self._flow = self._acked = 0
         self._window: Window | None = None
@@ -265,7 +267,8 @@ class Visit:
     def _answer(self, number: int, timeout_s: float) -> Message:
         """The answer to a question; of two with one number, the next."""
         deadline = time.monotonic() + timeout_s
-        while number not in self._answers:
+        self._awaited, self._heard = number, None
+        while self._heard is None:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise NetworkError(
@@ -273,7 +276,7 @@ class Visit:
                     hint="is `potluck probe --listen` running there, and this token its own?",
                 )
             self._pump(left)
-        answer = self._answers.pop(number)
+        answer, self._awaited, self._heard = self._heard, 0, None
         if answer.kind == "probe.busy":
             raise NetworkError(f"{self._there} is measuring with another machine", hint="try again in a moment")
         return answer
@@ -306,8 +309,8 @@ class Visit:
         elif self._ping is not None and fields.get("id") == self._ping[0]:
             self._loaded.append(time.perf_counter() - self._ping[1])
             self._ping = None
-        elif isinstance(number := fields.get("id"), int) and 0 < number <= self._ids:
-            self._answers[number] = message
+        elif self._awaited and self._heard is None and fields.get("id") == self._awaited:
+            self._heard = message
 
     def _gone(self) -> NetworkError:
         return NetworkError(
