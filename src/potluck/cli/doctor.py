@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
     from potluck.spec.facts import Case, Facts
 
 _MOST_FACTS_BYTES = 16 << 20
+LIMIT_S = 20.0
+"""For everything, as the help and the docs promise."""
+_LAST_S = 2.0
+"""Of that, for starting, for the last word of a failed handshake, and for showing what was found."""
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}
 
 
@@ -123,10 +128,11 @@ def _look(target: str | None, flags: dict[str, Any], wanted: Wanted, say: Callab
     text = token_text(target, flags["token_file"])
     token = decode(text) if text is not None else None  # before anything slow: a slip of the hand is told at once
     address = address_of(target, "doctor") if target and token is None else None
-    system = System()
+    system, end = System(), time.monotonic() + LIMIT_S - _LAST_S
     here = collect(wanted, system, say)
     if token is not None:
-        between, there = meet(here, token, system, say, back_port=flags["port"] or 0)
+        left_s = max(0.0, end - time.monotonic())
+        between, there = meet(here, token, system, say, back_port=flags["port"] or 0, limit_s=left_s)
         return Case(here=here, there=there, between=between)
     if address is not None:
         return Case(here=here, between=try_address(here, *address, system, say))
