@@ -20,6 +20,7 @@ from potluck.errors import NetworkError
 from potluck.probe.link_server import LinkServer
 from potluck.probe.link_visit import Visit, measure
 from potluck.spec.probed import DeviceSpeed, Rate
+from potluck.wire.frames import Message, pack
 from potluck.wire.keys import new_keys
 from potluck.wire.token import Token, encode
 from potluck.wire.transport import HostSocket
@@ -174,6 +175,28 @@ def test_a_listener_that_goes_away_is_named() -> None:
         measure(token, "one", 1.0, quiet)
 
 
+def test_a_running_host_is_told_from_a_listener() -> None:
+    keys = new_keys()
+    door = HostSocket(bind="127.0.0.1", port=0, keys=keys)
+    token = Token(addresses=("127.0.0.1",), port=door.port, host_public=keys.public, guest_secret=keys.guest_secret)
+    stop = threading.Event()
+
+    def answer() -> None:
+        while not stop.is_set():
+            for peer, _ in door.receive(0.05):
+                door.send(peer, pack(Message(kind="unknown", fields={"protocol": 2})))
+        door.close()
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    try:
+        with pytest.raises(NetworkError, match="a running host answers there"):
+            measure(token, "one", 1.0, quiet)
+    finally:
+        stop.set()
+        thread.join(10)
+
+
 def test_what_a_visitor_asks_for_is_bounded() -> None:
     with serving() as (token, server):
         visit = Visit(token, "one", quiet)
@@ -239,6 +262,8 @@ def test_iperf3_is_asked_where_both_have_it(tmp_path: Path, monkeypatch: pytest.
         (("--save", "no/such/folder/facts.json"), 2, "there is no folder"),
         (("--recipe", "gtp"), 2, "there is no recipe 'gtp'"),
         (("--depth", "0"), 2, "depth is 0"),
+        (("--depth", "900"), 2, "this model needs"),
+        (("--micro-batch", "100000000", "--sequence", "16"), 2, "a micro-batch of 100000000 samples"),
         (("127.0.0.1:1", "--no-device", "--seconds", "1"), 0, ""),
     ],
 )

@@ -10,16 +10,19 @@ from typing import Any
 
 import pytest
 
+from potluck.device import pick
 from potluck.errors import PotluckError
 from potluck.plan import inputs, models
 from potluck.probe import bare, iperf
 from potluck.probe.link_visit import _speed_in
-from potluck.probe.speed import largest
+from potluck.probe.speed import Training, largest, measure
 from potluck.probe.stream import FIRST_WINDOW, MOST_WINDOW, Meter, Shares, Window, round_trips
 from potluck.report.probe_table import probe_lines, summary
 from potluck.spec.facts import from_plain
 from potluck.spec.probed import DeviceSpeed, Path, Probed, Rate, RoundTrips, Way
+from potluck.train import recipes
 from potluck.wire.frames import Message
+from support import fake_device
 
 MB = 1e6
 
@@ -132,6 +135,28 @@ def test_the_largest_micro_batch_is_an_estimate_from_half_of_the_free_memory() -
     assert largest(64, 1000, 10.0) == 64  # that one was seen to fit
     assert largest(4, None, 10.0) is None
     assert largest(4, 1000, 0.0) is None
+
+
+@pytest.mark.parametrize("name", ["cpu", "fake"])
+def test_a_device_is_measured_and_copies_only_where_there_are_any(name: str) -> None:
+    fake_device.install()
+    recipe = recipes.get("gpt")
+    training = Training(recipe=recipe, config=recipe.Config(depth=1, sequence=16))
+    said: list[str] = []
+    found = measure(pick(name, threads=1), training, "tower", 0.3, said.append)
+    assert said[0] == "preparing gpt"
+    assert (found.model, found.sequence, found.name) == ("gpt:1", 16, "tower")
+    assert found.samples_per_s
+    assert found.flops_per_s == pytest.approx(found.samples_per_s * models.find("gpt:1", 16).flops_per_sample)
+    assert found.parameters == models.find("gpt:1").parameters - (128 - 16) * 64
+    assert found.micro_batch
+    assert found.largest_micro_batch
+    assert found.saved_bytes_per_sample
+    assert found.matmul_flops_per_s.keys() <= {"fp32", "bf16", "fp16"}
+    assert found.matmul_flops_per_s["fp32"] > 0
+    assert found.memory_bytes_per_s
+    copies = (found.to_device_bytes_per_s, found.from_device_bytes_per_s)
+    assert all(copies) if name == "fake" else copies == (None, None)
 
 
 # -- one bare connection ----------------------------------------------------------------------------------------

@@ -130,46 +130,40 @@ def _check_place(path: Path) -> None:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _Work:
-    """What is to be measured, checked: whatever is wrong with it is told before anything slow."""
+    """What is to be measured, checked as far as that can be done at once."""
 
     flags: dict[str, Any]
     name: str
-    token: Any = None
-    address: tuple[str, int | None] | None = None
-    recipe: Any = None
-    config: Any = None
-    run: Any = None
-    environment: Any = None
+    token: Any
+    address: tuple[str, int | None] | None
+    recipe: dict[str, Any]
+    run: Any
+    environment: Any
 
     @classmethod
     def of(cls, settings: Settings, target: str | None, flags: dict[str, Any]) -> _Work:
         import socket
 
         from potluck.cli._target import address_of, token_text
+        from potluck.spec.config import RunConfig, build
         from potluck.wire.token import decode
 
         text = token_text(target, flags["token_file"])
         token = decode(text) if text is not None else None
         address = address_of(target, "probe") if target and token is None else None
         in_run, in_recipe = options.read_config_file(flags["config_file"], flags["recipe"])
-        run = options.run_config(in_run, {key: flags[key] for key in _RUN_FLAGS})
+        run = build(RunConfig, {**in_run, **options.given(flags, _RUN_FLAGS)})
         name = run.name or settings.environment.name or socket.gethostname().split(".")[0] or "machine"
-        work = cls(flags=flags, name=name, token=token, address=address, run=run, environment=settings.environment)
-        if not flags["no_device"]:
-            work._choose(in_recipe)
-        return work
-
-    def _choose(self, in_recipe: dict[str, Any]) -> None:
-        from potluck.spec.config import build
-        from potluck.train import recipes
-
-        self.recipe = recipes.get(self.flags["recipe"])
-        table = {**in_recipe, **options.given(self.flags, _RECIPE_FLAGS), **options.pairs(self.flags["more"])}
-        if "sequence" in table and "batch_tokens" not in table:
-            # No step is made: a batch need only hold a sample.
-            with contextlib.suppress(ValueError, TypeError):
-                table["batch_tokens"] = max(int(table["sequence"]), 4096)
-        self.config = build(self.recipe.Config, table)
+        table = {**in_recipe, **options.given(flags, _RECIPE_FLAGS), **options.pairs(flags["more"])}
+        return cls(
+            flags=flags,
+            name=name,
+            token=token,
+            address=address,
+            run=run,
+            recipe=table,
+            environment=settings.environment,
+        )
 
     def measure(self, say: Say) -> Probed:
         from potluck.spec.probed import Probed
@@ -199,14 +193,27 @@ class _Work:
         if not seconds:
             return DeviceSpeed(name=self.name)
         say("starting torch")
+        training = self._training()
         from potluck.device import pick
         from potluck.probe import speed
 
         device = pick(
             self.run.device or self.environment.device, threads=self.run.threads or self.environment.threads
         )
-        training = speed.Training(recipe=self.recipe, config=self.config, micro_batch=self.run.micro_batch)
         return speed.measure(device, training, self.name, seconds, say)
+
+    def _training(self) -> Any:
+        from potluck.spec.config import build
+        from potluck.train import recipes
+
+        recipe, table = recipes.get(self.flags["recipe"]), dict(self.recipe)
+        from potluck.probe.speed import Training  # and torch with it: a slip of the hand is told before
+
+        if "sequence" in table and "batch_tokens" not in table:
+            # No step is made: a batch need only hold a sample.
+            with contextlib.suppress(ValueError, TypeError):
+                table["batch_tokens"] = max(int(table["sequence"]), 4096)
+        return Training(recipe=recipe, config=build(recipe.Config, table), micro_batch=self.run.micro_batch)
 
 
 def _listen(work: _Work, flags: dict[str, Any]) -> None:

@@ -78,7 +78,7 @@ class LinkServer:
         if self._offer is not None and self._offer[3].done():
             peer, number, _, future = self._offer
             self._offer = None
-            self._send(peer, "probe.bare", {"id": number, **_plain(future.result())})
+            self._send(peer, "probe.bare", {"id": number, **_plain(_result(future))})
         if self._iperf is not None and self._iperf.over:
             self._iperf.close()
             self._iperf = None
@@ -231,6 +231,14 @@ class LinkServer:
             self._send(peer, "probe.no", {"id": number, "why": str(error.strerror or error)[:100]})
             return
         self._send(peer, "probe.door", {"id": number, "port": self._iperf.port})
+
+
+def _result(future: Future[Rate | None]) -> Rate | None:
+    """Whatever went wrong on a visitor's bare connection must not end this listener."""
+    try:
+        return future.result()
+    except (OSError, ValueError):
+        return None
 
 
 def _plain(rate: Rate | None) -> dict[str, float | None]:

@@ -22,6 +22,7 @@ from potluck.train.microbatch import MEMORY_PART, MicroBatch
 from potluck.train.recipes import Recipe
 from potluck.train.recipes.modes import precision
 from potluck.train.step import SavedBytes
+from potluck.units import bytes_text
 
 TRAINING_PART, MATMUL_PART, MEMORY_TIME_PART = 0.6, 0.25, 0.15
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -87,6 +88,8 @@ def _trained(device: Device, training: Training, seconds: float, progress: Progr
             f"a micro-batch of {training.micro_batch} samples, but {recipe.name} has {loader.samples}",
             hint="a smaller --micro-batch, or more data",
         )
+    words, planned, sequence, flops = described(recipe, config)
+    _check_room(device, planned, sequence)
     model = recipe.model(config).to(device.torch_device)
     # As on a guest: compiling takes longer than all the rest. `--set compile=yes` has it compiled.
     recipe.compile(model, config, device.torch_device, guest=True)
@@ -102,7 +105,7 @@ def _trained(device: Device, training: Training, seconds: float, progress: Progr
             f"this model does not fit into the memory of {device.label}", hint="a smaller one: --depth, --sequence"
         ) from None
     parameters = sum(p.numel() for p in model.parameters())
-    words, planned, sequence, flops = described(recipe, config, parameters)
+    flops = flops or 6.0 * parameters * (sequence or 1)
     if isinstance(precision(device.torch_device, config.precision), torch.autocast):
         words += ", bf16"
     return {
@@ -173,8 +176,8 @@ def largest(size: int, free_bytes: int | None, saved_bytes_per_sample: float) ->
     return max(size, int(MEMORY_PART * free_bytes / saved_bytes_per_sample))
 
 
-def described(recipe: Recipe, config: Any, parameters: int) -> tuple[str, str, int | None, float]:
-    """A training in words, its name for a plan ("" where a plan has none), tokens and FLOPs in a sample."""
+def described(recipe: Recipe, config: Any) -> tuple[str, str, int | None, float | None]:
+    """A training in words; its name for a plan and FLOPs of a sample, where plans know it; tokens in a sample."""
     tokens = recipe.tokens_per_sample(config)
     # A plan counts with the recipe's own tables and data.
     usual = getattr(config, "vocabulary", None) is None and (recipe.name != "cnn" or config.data is None)
@@ -182,7 +185,18 @@ def described(recipe: Recipe, config: Any, parameters: int) -> tuple[str, str, i
     words = f"gpt depth {config.depth}, sequence {tokens}" if recipe.name == "gpt" else recipe.name
     if usual:
         return words, planned, tokens, models.find(planned, tokens).flops_per_sample
-    return words, "", tokens, 6.0 * parameters * (tokens or 1)
+    return words, "", tokens, None
+
+
+def _check_room(device: Device, planned: str, sequence: int | None) -> None:
+    """Before a model is made that would take the machine down: its weights and gradients must fit."""
+    free = device.memory().free_bytes
+    needed = 8 * models.find(planned, sequence).parameters if planned else 0
+    if needed > free:
+        raise ConfigError(
+            f"this model needs {bytes_text(needed)} for weights and gradients, and {bytes_text(free)} are free",
+            hint="a smaller one: --depth",
+        )
 
 
 # -- products and copies ----------------------------------------------------------------------------------------
