@@ -313,3 +313,28 @@ class Collected:
 
     def isatty(self) -> bool:
         return False
+
+
+def test_a_visit_is_over_at_its_limit_even_where_nobody_answers() -> None:
+    """A door that lets everybody in and says nothing would otherwise be waited for question by question."""
+    keys = new_keys()
+    door = HostSocket(bind="127.0.0.1", port=0, keys=keys)
+    token = Token(addresses=("127.0.0.1",), port=door.port, host_public=keys.public, guest_secret=keys.guest_secret)
+    stop = threading.Event()
+
+    def say_nothing() -> None:
+        while not stop.is_set():
+            door.receive(0.05)
+        door.close()
+
+    thread = threading.Thread(target=say_nothing)
+    thread.start()
+    try:
+        began = time.monotonic()
+        between, there = meet(linux("here"), token, System(), lambda words: None, limit_s=0.7)
+        took_s = time.monotonic() - began
+    finally:
+        stop.set()
+        thread.join(10)
+    assert (between.handshake, between.partner, there) == ("ok", "silent", None)
+    assert took_s < 2.5  # a question by itself has 3 s

@@ -44,6 +44,7 @@ PURE = [
     *(SOURCE / "hub" / name for name in ("ledger.py", "quota.py", "protocol.py")),
     *(SOURCE / "dist" / name for name in ("schedules.py", "config.py")),
     SOURCE / "wire" / "shaping.py",
+    SOURCE / "probe" / "stream.py",
     *(SOURCE / "lab" / name for name in ("network.py", "shares.py")),
 ]
 IMPURE = {"torch", "time", "random", "secrets", "socket", "zmq", "threading", "asyncio", "subprocess"}

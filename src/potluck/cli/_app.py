@@ -37,6 +37,7 @@ VERBS: dict[str, Verb] = {
     "host": Verb("potluck.cli.host:host", "Start a run that guests can join; prints the token."),
     "join": Verb("potluck.cli.join:join", "Bring this machine to a run."),
     "doctor": Verb("potluck.cli.doctor:doctor", "What will go wrong, and how to fix it."),
+    "probe": Verb("potluck.cli.probe:probe", "How fast this device and this link really are."),
     "plan": Verb("potluck.cli.plan:plan", "Is it worth it? Predicted before anything runs."),
     "report": Verb("potluck.cli.report:report", "What happened in a run."),
     "lab": Verb("potluck.cli.lab:lab", "A whole fleet on one box, strategies side by side."),

@@ -19,9 +19,11 @@ if TYPE_CHECKING:
     from potluck.probe.host import Wanted
     from potluck.spec.facts import Case, Facts
 
-_TOKEN = re.compile(r"potluck\d{1,3}-")
 _MOST_FACTS_BYTES = 16 << 20
-_POLL_S = 0.5
+LIMIT_S = 20.0
+"""For everything, as the help and the docs promise."""
+_LAST_S = 2.0
+"""Of that, for starting, for the last word of a failed handshake, and for showing what was found."""
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}
 
 
@@ -116,48 +118,25 @@ def _count(text: str | None) -> int | None:
 
 
 def _look(target: str | None, flags: dict[str, Any], wanted: Wanted, say: Callable[[str], None]) -> Case:
+    from potluck.cli._target import address_of, token_text
     from potluck.probe.host import collect
     from potluck.probe.meeting import meet, try_address
     from potluck.probe.system import System
     from potluck.spec.facts import Case
     from potluck.wire.token import decode
 
-    text = _token_text(target, flags["token_file"])
+    text = token_text(target, flags["token_file"])
     token = decode(text) if text is not None else None  # before anything slow: a slip of the hand is told at once
-    address = _address(target) if target and token is None else None
-    system = System()
+    address = address_of(target, "doctor") if target and token is None else None
+    system, end = System(), time.monotonic() + LIMIT_S - _LAST_S
     here = collect(wanted, system, say)
     if token is not None:
-        between, there = meet(here, token, system, say, back_port=flags["port"] or 0)
+        left_s = max(0.0, end - time.monotonic())
+        between, there = meet(here, token, system, say, back_port=flags["port"] or 0, limit_s=left_s)
         return Case(here=here, there=there, between=between)
     if address is not None:
         return Case(here=here, between=try_address(here, *address, system, say))
     return Case(here=here)
-
-
-def _token_text(target: str | None, file: Path | None) -> str | None:
-    if file is None:
-        return target if target and _TOKEN.search(target) else None
-    if target:
-        raise ConfigError("--token-file and an argument exclude each other", hint="give one of them")
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read a token from {file}: {error}", hint="the host's run folder has it") from None
-
-
-def _address(target: str) -> tuple[str, int | None]:
-    host, colon, port = target.rpartition(":")
-    if not colon:
-        host, port = target, ""
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}", host) or (colon and not port.isdigit()):
-        raise ConfigError(
-            f"{target[:60]!r} is neither an address nor a token",
-            hint="for example 192.168.1.20, tower.local:7171, or the line that `potluck doctor --listen` printed",
-        )
-    if colon and not 0 < int(port) < 65536:
-        raise ConfigError(f"{port} is not a port", hint="ports are 1 to 65535")
-    return host, int(port) if colon else None
 
 
 def _recorded(path: Path) -> Case:
@@ -202,35 +181,18 @@ def _save(path: Path, case: Case) -> None:
 
 def _listen(here: Facts, flags: dict[str, Any]) -> int:
     """Be the other side until somebody ends it."""
-    from potluck.cli._options import checked_bind
-    from potluck.launch.life import leased
+    from potluck.cli._listening import Listening
     from potluck.probe.meeting import Listener
-    from potluck.report.text import clean
     from potluck.spec.facts import Case
-    from potluck.wire.keys import new_keys
-    from potluck.wire.token import Token, encode, local_addresses
-    from potluck.wire.transport import HostSocket
 
-    bind = checked_bind(flags["bind"]) or local_addresses()[0]
-    keys = new_keys()
-    door = HostSocket(bind=bind, port=flags["port"] or 0, keys=keys)
-    listener = Listener(door, here)
-    try:
-        _finish(Case(here=here), flags)
-        addresses = local_addresses() if bind == "0.0.0.0" else (bind,)
-        token = Token(addresses=addresses, port=door.port, host_public=keys.public, guest_secret=keys.guest_secret)
-        err = flags["as_json"]
-        click.echo("\nOn the other machine, type:\n", err=err)
-        click.echo(f"  potluck doctor {encode(token)}\n", err=err)
-        click.echo(f"listening at {bind} port {door.port}; Ctrl-C ends it", err=True)
-        sys.stdout.flush()
-        listener.visited = lambda name, address: click.echo(f"{clean(name)} ({address}) came to look", err=True)
-        end = time.monotonic() + flags["for_s"]
-        with leased(), contextlib.suppress(KeyboardInterrupt):
-            while time.monotonic() < end:
-                listener.serve(_POLL_S)
-    finally:
-        listener.close()
+    with Listening("doctor", flags["bind"], flags["port"]) as door:
+        listener = Listener(door.socket, here)
+        try:
+            _finish(Case(here=here), flags)
+            listener.visited = door.visited("came to look")
+            door.serve(listener.serve, flags["for_s"], token_on_stderr=flags["as_json"])
+        finally:
+            listener.close()
     return 0
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import json
+import math
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -37,6 +38,7 @@ from potluck.spec.facts import (
     machine_from_dict,
     machine_to_dict,
 )
+from potluck.wire.door import HANDSHAKE_S
 from potluck.wire.frames import Message, pack, unpack
 from potluck.wire.token import Token
 from potluck.wire.transport import GuestSocket, HostSocket
@@ -44,6 +46,7 @@ from potluck.wire.transport import GuestSocket, HostSocket
 ANSWER_S = 3.0
 VISIT_S = 10.0
 """For all questions together."""
+LEAST_S = 0.05
 BACK_S = 2.0
 SMALL, LARGE = 400, 24 * 1024
 """Bytes: one packet on any network; several full ones, of jumbo frames too, for which a slow link has the time."""
@@ -77,18 +80,23 @@ def try_address(facts: Facts, address: str, port: int | None, system: System, pr
 
 
 def meet(
-    facts: Facts, token: Token, system: System, progress: Progress, back_port: int = 0
+    facts: Facts, token: Token, system: System, progress: Progress, back_port: int = 0, limit_s: float = math.inf
 ) -> tuple[Between, Facts | None]:
-    """Everything that can be tried with a token: with a doctor on the other side, or with a running host."""
+    """Everything that can be tried with a token: with a doctor on the other side, or with a running host.
+
+    It is over within `limit_s`, or a moment later: what is not answered by then counts as not answered.
+    """
+    end = time.monotonic() + limit_s
     progress(f"trying {', '.join(token.addresses)}")
-    reaches = tried_all(system, facts.name, [(a, token.port, True) for a in token.addresses])
+    targets = [(a, token.port, True) for a in token.addresses]
+    reaches = tried_all(system, facts.name, targets, timeout_s=_within(end, TRY_S))
     if not any(r.outcome == CONNECTED for r in reaches):
         # Whether the machine is there at all decides who blocks.
         first = token.addresses[0]
         others = [(first, other, False) for other in COMMON_PORTS if other != token.port]
-        reaches += tried_all(system, facts.name, others, timeout_s=TRY_S / 2)
+        reaches += tried_all(system, facts.name, others, timeout_s=_within(end, TRY_S / 2))
         return Between(target="a token", reaches=reaches), None
-    visit = _Visit(facts, progress)
+    visit = _Visit(facts, progress, end)
     try:
         there = visit.run(token, back_port)
     finally:
@@ -99,11 +107,11 @@ def meet(
 class _Visit:
     """One visit at a doctor or a host."""
 
-    def __init__(self, facts: Facts, progress: Progress) -> None:
+    def __init__(self, facts: Facts, progress: Progress, end: float) -> None:
         self._facts, self._progress = facts, progress
         self._socket: GuestSocket | None = None
         self._number = 0
-        self._end = 0.0
+        self._end = end
         self._handshake, self._partner = "", ""
         self._versions: Mapping[str, str] = {}
         self._transfers: list[Transfer] = []
@@ -112,13 +120,13 @@ class _Visit:
     def run(self, token: Token, back_port: int) -> Facts | None:
         self._progress("the encrypted handshake")
         try:
-            self._socket = GuestSocket(token, connect_timeout_s=TRY_S)
-            self._socket.handshake()
+            self._socket = GuestSocket(token, connect_timeout_s=_within(self._end, TRY_S))
+            self._socket.handshake(_within(self._end, HANDSHAKE_S))
         except PotluckError as error:
             self._handshake = error.what
             return None
         self._handshake = "ok"
-        self._end = time.monotonic() + VISIT_S
+        self._end = min(self._end, time.monotonic() + VISIT_S)
         began = time.monotonic()
         answer = self._ask("doctor.hello", about(self._facts))
         self._transfers.append(_transfer("out", SMALL, answer is not None, began))
@@ -204,6 +212,11 @@ class _Visit:
                     if answer.kind == _UNKNOWN or answer.fields.get("id") == self._number:
                         return answer
         return None
+
+
+def _within(end: float, seconds: float) -> float:
+    """So long, or until the end."""
+    return max(LEAST_S, min(seconds, end - time.monotonic()))
 
 
 def _transfer(direction: str, size: int, arrived: bool, began: float) -> Transfer:

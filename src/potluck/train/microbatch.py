@@ -79,6 +79,13 @@ class MicroBatch:
         if len(trials) >= TRIALS:
             self._decide()
 
+    def stop(self) -> None:
+        """End the search with what is known now."""
+        if self.searching and self._seconds:
+            self._settle()
+        elif self.searching:
+            self.settled = self._now
+
     def _decide(self) -> None:
         best = {size: min(trials) for size, trials in self._seconds.items()}
         before = best.get(self._now // 2)

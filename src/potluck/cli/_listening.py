@@ -1,0 +1,65 @@
+"""The other side of `potluck doctor` and `potluck probe`: a door with a token, printed, until somebody ends it.
+
+Owns the door and what is said about it. What is done for those who come is a function it is given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+import click
+
+from potluck.cli._options import checked_bind
+from potluck.launch.life import leased
+from potluck.report.text import clean
+from potluck.wire.keys import new_keys
+from potluck.wire.token import Token, encode, local_addresses
+from potluck.wire.transport import HostSocket
+
+_POLL_S = 0.5
+
+
+class Listening:
+    """A door that only holders of a fresh token can enter; closed at the end of its context."""
+
+    def __init__(self, verb: str, bind: str | None, port: int | None) -> None:
+        self._verb = verb
+        self.bind = checked_bind(bind) or local_addresses()[0]
+        self._keys = new_keys()
+        self.socket = HostSocket(bind=self.bind, port=port or 0, keys=self._keys)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.socket.close()
+
+    def serve(self, turn: Callable[[float], None], for_s: float, *, token_on_stderr: bool) -> None:
+        """Print the line for the other machine and take turns until time or Ctrl-C ends it."""
+        addresses = local_addresses() if self.bind == "0.0.0.0" else (self.bind,)
+        token = Token(
+            addresses=addresses,
+            port=self.socket.port,
+            host_public=self._keys.public,
+            guest_secret=self._keys.guest_secret,
+        )
+        click.echo("\nOn the other machine, type:\n", err=token_on_stderr)
+        click.echo(f"  potluck {self._verb} {encode(token)}\n", err=token_on_stderr)
+        click.echo(f"listening at {self.bind} port {self.socket.port}; Ctrl-C ends it", err=True)
+        sys.stdout.flush()
+        end = time.monotonic() + for_s
+        with leased(), contextlib.suppress(KeyboardInterrupt):
+            while time.monotonic() < end:
+                turn(_POLL_S)
+
+    @staticmethod
+    def visited(words: str) -> Callable[[str, str], None]:
+        """What to call when somebody comes."""
+        return lambda name, address: click.echo(f"{clean(name)} ({address}) {words}", err=True)

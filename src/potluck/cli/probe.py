@@ -1,0 +1,319 @@
+"""`potluck probe`: how fast this device and this link really are. Parses, has it measured, renders and keeps it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from potluck.cli import _options as options
+from potluck.cli._app import Settings
+from potluck.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    from potluck.spec.probed import DeviceSpeed, Probed
+
+Say = Callable[[str], None]
+DEVICE_PART = 1 / 3
+"""Of the seconds, where a link is measured, too."""
+_RECIPE_FLAGS = ("depth", "sequence", "data")
+_RUN_FLAGS = ("device", "threads", "name", "micro_batch")
+
+
+@click.command()
+@click.argument("target", metavar="[ADDRESS|TOKEN]", required=False)
+@click.option("--listen", is_flag=True, help="Be the other side: measure this device, print a token, answer.")
+@click.option("--bind", metavar="ADDRESS", help="With --listen: listen here only (default: as `potluck host`).")
+@click.option("--port", type=click.IntRange(1, 65535), help="With --listen: on this port (default: a free one).")
+@click.option(
+    "--for",
+    "for_s",
+    type=click.FloatRange(1.0, 86_400.0),
+    default=900.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="With --listen: how long.",
+)
+@click.option("--token-file", type=click.Path(path_type=Path), help="Read the token from a file.")
+@click.option(
+    "--seconds", type=click.FloatRange(1.0, 120.0), default=10.0, show_default=True, help="To measure in all."
+)
+@click.option("--recipe", default="gpt", show_default=True, help="What is trained for a moment: gpt or cnn.")
+@click.option("--depth", type=int, help="gpt: the size of the model, in one number.")
+@click.option("--sequence", type=int, help="gpt: bytes in a sample.")
+@click.option("--data", metavar="PATH", help="Your own text (gpt) or IDX files (cnn).")
+@click.option("--set", "more", multiple=True, metavar="KEY=VALUE", help="Any other setting of the recipe.")
+@click.option(
+    "--config", "config_file", type=click.Path(path_type=Path), help="A TOML file: [run] and [gpt] or [cnn]."
+)
+@click.option("--device", help="cpu, cuda, cuda:1, mps; default: the best there is.")
+@click.option("--threads", type=click.IntRange(1), help="CPU threads; default: the physical cores.")
+@click.option("--micro-batch", type=click.IntRange(1), help="Samples computed at once; default: found by trying.")
+@click.option("--name", help="What this machine is called; default: its host name.")
+@click.option("--no-device", is_flag=True, help="Only the link: nothing is computed.")
+@click.option("--no-iperf3", is_flag=True, help="Leave iperf3 alone, where both machines have it.")
+@click.option(
+    "--save", type=click.Path(path_type=Path, dir_okay=False), help="Write FILE, for `potluck plan --facts FILE`."
+)
+@click.option("--json", "as_json", is_flag=True, help="The same as JSON, for programs.")
+@click.pass_obj
+def probe(settings: Settings, /, target: str | None, **flags: Any) -> None:
+    """Measure this device, and the link to another machine: ten seconds, no run.
+
+    Without an argument: samples/s of a recipe, matrix products by number format, memory, copies. With the TOKEN of
+    `potluck probe --listen` also the link to that machine, encrypted as in a run: round trips and their jitter, the
+    rate in each direction and both at once, beside what one bare TCP connection carries at the same time of day,
+    for each address of that machine that answers. With an ADDRESS alone only the round trip: the rest needs the
+    other side.
+
+    \b
+    Examples:
+      potluck probe
+      potluck probe --depth 12 --sequence 1024 --seconds 30     GPT-2's size
+      potluck probe --listen                on one machine; it prints the line for the other
+      potluck probe potluck2-… --save facts.json
+      potluck plan --facts facts.json       is it worth it?
+      potluck probe 192.168.1.20            the round trip to a machine without potluck
+    """
+    _check_flags(target, flags)
+    work = _Work.of(settings, target, flags)
+    if flags["listen"]:
+        _listen(work, flags)
+        return
+    from potluck.launch.life import leased
+
+    with leased(), _progress(flags["seconds"]) as say:
+        probed = work.measure(say)
+    _finish(probed, flags)
+
+
+def _check_flags(target: str | None, flags: dict[str, Any]) -> None:
+    if flags["listen"] and (target or flags["token_file"]):
+        raise ConfigError("--listen takes no address and no token", hint="potluck probe --help shows examples")
+    for name in ("bind", "port"):
+        if flags[name] and not flags["listen"]:
+            raise ConfigError(f"--{name} belongs to --listen", hint=f"potluck probe --listen --{name} …")
+    if flags["no_device"] and not (flags["listen"] or target or flags["token_file"]):
+        raise ConfigError("--no-device leaves nothing to measure", hint="give a token, or leave it out")
+    if flags["listen"] and flags["save"]:
+        raise ConfigError("--save belongs to the other side", hint="the machine that comes with the token saves")
+    if flags["save"] is not None:
+        _check_place(flags["save"])
+
+
+def _check_place(path: Path) -> None:
+    """Find out now, not after the measurement, that it cannot be kept."""
+    import os
+
+    folder = path.parent
+    why = ""
+    if not folder.is_dir():
+        why = f"there is no folder {folder}"
+    elif path.is_dir():
+        why = "it is a folder"
+    elif not os.access(folder, os.W_OK):
+        why = f"{folder} cannot be written to"
+    if why:
+        raise UserError(f"cannot write {path}: {why}", hint="choose another file")
+
+
+# -- what is measured -------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Work:
+    """What is to be measured, checked as far as that can be done at once."""
+
+    flags: dict[str, Any]
+    name: str
+    token: Any
+    address: tuple[str, int | None] | None
+    recipe: dict[str, Any]
+    run: Any
+    environment: Any
+
+    @classmethod
+    def of(cls, settings: Settings, target: str | None, flags: dict[str, Any]) -> _Work:
+        import socket
+
+        from potluck.cli._target import address_of, token_text
+        from potluck.spec.config import RunConfig, build
+        from potluck.wire.token import decode
+
+        text = token_text(target, flags["token_file"])
+        token = decode(text) if text is not None else None
+        address = address_of(target, "probe") if target and token is None else None
+        in_run, in_recipe = options.read_config_file(flags["config_file"], flags["recipe"])
+        run = build(RunConfig, {**in_run, **options.given(flags, _RUN_FLAGS)})
+        name = run.name or settings.environment.name or socket.gethostname().split(".")[0] or "machine"
+        table = {**in_recipe, **options.given(flags, _RECIPE_FLAGS), **options.pairs(flags["more"])}
+        return cls(
+            flags=flags,
+            name=name,
+            token=token,
+            address=address,
+            run=run,
+            recipe=table,
+            environment=settings.environment,
+        )
+
+    def measure(self, say: Say) -> Probed:
+        from potluck.spec.probed import Probed
+
+        seconds, linked = self.flags["seconds"], self.token is not None or self.address is not None
+        device_s = 0.0 if self.flags["no_device"] else seconds * (DEVICE_PART if linked else 1.0)
+        here = self.device(device_s, say)
+        if self.token is not None:
+            from potluck.probe import link_visit
+
+            there, paths = link_visit.measure(
+                self.token, self.name, seconds - device_s, say, iperf3=not self.flags["no_iperf3"]
+            )
+            if there.name == here.name:
+                there = dataclasses.replace(there, name=f"{there.name}-2")
+            return Probed(here=here, there=there, paths=paths)
+        if self.address is not None:
+            from potluck.probe import opening
+
+            path = opening.measure(self.name, *self.address, seconds - device_s, say)
+            return Probed(here=here, paths=(path,))
+        return Probed(here=here)
+
+    def device(self, seconds: float, say: Say) -> DeviceSpeed:
+        from potluck.spec.probed import DeviceSpeed
+
+        if not seconds:
+            return DeviceSpeed(name=self.name)
+        say("starting torch")
+        training = self._training()
+        from potluck.device import pick
+        from potluck.probe import speed
+
+        device = pick(
+            self.run.device or self.environment.device, threads=self.run.threads or self.environment.threads
+        )
+        return speed.measure(device, training, self.name, seconds, say)
+
+    def _training(self) -> Any:
+        from potluck.spec.config import build
+        from potluck.train import recipes
+
+        recipe, table = recipes.get(self.flags["recipe"]), dict(self.recipe)
+        from potluck.probe.speed import Training  # and torch with it: a slip of the hand is told before
+
+        if "sequence" in table and "batch_tokens" not in table:
+            # No step is made: a batch need only hold a sample.
+            with contextlib.suppress(ValueError, TypeError):
+                table["batch_tokens"] = max(int(table["sequence"]), 4096)
+        return Training(recipe=recipe, config=build(recipe.Config, table), micro_batch=self.run.micro_batch)
+
+
+def _listen(work: _Work, flags: dict[str, Any]) -> None:
+    """Be the other side until somebody ends it."""
+    from potluck.cli._listening import Listening
+    from potluck.probe.link_server import LinkServer
+    from potluck.report.probe_table import device_lines
+    from potluck.report.screen import columns, show
+
+    with Listening("probe", flags["bind"], flags["port"]) as door:
+        seconds = 0.0 if flags["no_device"] else DEVICE_PART * flags["seconds"]
+        with _progress(seconds) as say:
+            speed = work.device(seconds, say)
+        server = LinkServer(door.socket, door.bind, speed, iperf3=not flags["no_iperf3"])
+        try:
+            if flags["as_json"]:
+                click.echo(json.dumps(dataclasses.asdict(speed), indent=1))
+            elif speed.device:
+                show(device_lines(speed, columns()), sys.stdout)
+            server.visited = door.visited("came to measure")
+            door.serve(server.serve, flags["for_s"], token_on_stderr=flags["as_json"])
+        finally:
+            server.close()
+
+
+# -- what is shown and kept -------------------------------------------------------------------------------------
+
+
+def _finish(probed: Probed, flags: dict[str, Any]) -> None:
+    if flags["save"] is not None:
+        from potluck import durable
+
+        try:
+            durable.replace(flags["save"], json.dumps(probed.to_dict(), indent=1) + "\n", what="facts")
+        except OSError as error:
+            raise UserError(
+                f"cannot write {flags['save']}: {error.strerror or error}", hint="choose another file"
+            ) from None
+    if flags["as_json"]:
+        click.echo(json.dumps(probed.to_dict(), indent=1))
+        return
+    from potluck.report.line import Line
+    from potluck.report.probe_table import probe_lines
+    from potluck.report.screen import columns, show
+
+    show(probe_lines(probed, columns()), sys.stdout)
+    show([Line(), Line("next  ", "dim").add(_next(probed, flags["save"]), "bold")], sys.stdout)
+
+
+def _next(probed: Probed, saved: Path | None) -> str:
+    """The one command that follows."""
+    if probed.link is not None and probed.there is None:
+        return "potluck probe --listen on that machine, for the rates"
+    if not probed.here.device or (probed.there is not None and not probed.there.device):
+        return "the same without --no-device on both sides, for potluck plan"
+    model = f" --model {probed.here.model}" if probed.here.model else ""
+    sequence = f" --sequence {probed.here.sequence}" if model and probed.here.sequence else ""
+    file = shlex.quote(str(saved)) if saved is not None else "facts.json"
+    command = f"potluck plan --facts {file}{model}{sequence}"
+    return command if saved is not None else f"the same with --save facts.json, then {command}"
+
+
+class _Clock:
+    """How much of the measuring is over: getting ready does not count."""
+
+    _READYING = ("starting", "preparing", "looking")
+
+    def __init__(self) -> None:
+        self._words, self._done_s, self._since = "starting", 0.0, time.monotonic()
+
+    def at(self, words: str) -> None:
+        self._done_s, self._since, self._words = self.done_s, time.monotonic(), words
+
+    @property
+    def done_s(self) -> float:
+        counts = not self._words.startswith(self._READYING)
+        return self._done_s + (time.monotonic() - self._since if counts else 0.0)
+
+
+@contextlib.contextmanager
+def _progress(seconds: float) -> Iterator[Say]:
+    """A bar on a terminal, which the clock moves; nothing in a pipe."""
+    if not sys.stderr.isatty():
+        yield lambda words: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress, ProgressColumn, Task, TextColumn
+    from rich.progress_bar import ProgressBar
+
+    clock = _Clock()
+
+    class Bar(ProgressColumn):
+        def render(self, task: Task) -> ProgressBar:
+            return ProgressBar(total=max(seconds, 0.1), completed=min(clock.done_s, 0.99 * seconds), width=24)
+
+    def say(words: str) -> None:
+        clock.at(words)
+        bar.update(task, description=words[:48])
+
+    words = TextColumn("{task.description}", markup=False)
+    with Progress(Bar(), words, console=Console(stderr=True), transient=True, refresh_per_second=5) as bar:
+        task = bar.add_task("starting", total=None)
+        yield say

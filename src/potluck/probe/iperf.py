@@ -1,0 +1,86 @@
+"""iperf3, where both machines have it: a second opinion on the bare link.
+
+Owns how it is started and read. It must not know how the two sides agreed to run it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shutil
+import socket
+import subprocess
+import time
+
+from potluck.spec.probed import Rate
+
+PROGRAM = "iperf3"
+START_S = 2.0
+_MOST_TEXT = 4 << 20
+
+
+def installed() -> bool:
+    return shutil.which(PROGRAM) is not None
+
+
+class Server:
+    """One iperf3 that serves one test and ends, or is ended."""
+
+    def __init__(self, bind: str, seconds: float) -> None:
+        """OSError where it cannot be started."""
+        with socket.create_server((bind, 0)) as free:
+            self.port: int = free.getsockname()[1]
+        self._end = time.monotonic() + seconds
+        self._process = subprocess.Popen(
+            [PROGRAM, "--server", "--one-off", "--bind", bind, "--port", str(self.port)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=os.name == "posix",
+        )
+
+    @property
+    def over(self) -> bool:
+        return self._process.poll() is not None or time.monotonic() > self._end
+
+    def close(self) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(2.0)
+
+
+def visit(address: str, port: int, *, reverse: bool, seconds: float) -> Rate | None:
+    """One test against such a server; None where it did not work."""
+    whole = max(1, math.ceil(seconds))
+    command = [PROGRAM, "--client", address, "--port", str(port), "--time", str(whole), "--json"]
+    deadline = time.monotonic() + START_S
+    while True:  # the server may need a moment to open its port
+        try:
+            done = subprocess.run(
+                [*command, *(["--reverse"] if reverse else [])],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=whole + 5.0,
+                start_new_session=os.name == "posix",
+            )
+        except (OSError, subprocess.SubprocessError):
+            return None
+        rate = rate_in(done.stdout[:_MOST_TEXT])
+        if rate is not None or time.monotonic() > deadline:
+            return rate
+        time.sleep(0.1)
+
+
+def rate_in(said: bytes) -> Rate | None:
+    """What arrived, in iperf3's JSON."""
+    try:
+        table = json.loads(said)["end"]
+        bits = table["sum_received"]["bits_per_second"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    if isinstance(bits, bool) or not isinstance(bits, int | float) or not 0 < bits < math.inf:
+        return None
+    return Rate(bytes_per_s=bits / 8)

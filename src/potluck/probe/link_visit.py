@@ -1,0 +1,364 @@
+"""The probe that comes with a token: measures the link to the one that listens, path by path.
+
+Owns the visitor's part of the messages (`link_server.py` lists them) and the order of the measurements. It must
+not know what a result is good for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from potluck.errors import NetworkError, PotluckError, WireError
+from potluck.probe import bare, iperf
+from potluck.probe.interfaces import route_to
+from potluck.probe.reach import number_of, tried_all
+from potluck.probe.stream import MOST_PIECE, Meter, Shares, Window, round_trips
+from potluck.probe.system import System
+from potluck.spec.facts import CONNECTED, from_plain
+from potluck.spec.probed import DeviceSpeed, Path, Rate, Way
+from potluck.wire.frames import Message, load_json, pack, unpack
+from potluck.wire.token import Token
+from potluck.wire.transport import GuestSocket
+
+ANSWER_S = 5.0
+DRAIN_S = 2.0
+PING_S = 0.005
+"""Between two round trips of an idle link."""
+LOADED_PING_S = 0.05
+IDLE_TIMES = 4
+"""The idle link is looked at so often, from beginning to end: jitter is that of the whole run."""
+MOST_PATHS = 4
+MOST_SPEED_BYTES = 64 * 1024
+MOST_TEXT, MOST_NUMBER = 200, 1e18
+_SENDING_S, _FULL_S = 0.05, 0.002
+
+Progress = Callable[[str], None]
+Directions = tuple[tuple[str, bool, bool], ...]
+DIRECTIONS: Directions = (("to {}", True, False), ("from {}", False, True), ("both at once", True, True))
+
+
+def measure(
+    token: Token, name: str, seconds: float, progress: Progress, *, iperf3: bool = True
+) -> tuple[DeviceSpeed, tuple[Path, ...]]:
+    """The other machine, and every path to it that a connection can take, the one that a run would use first."""
+    progress("looking for the other machine")
+    system = System()
+    reaches = tried_all(system, name, [(address, token.port, True) for address in token.addresses])
+    numbers = list(dict.fromkeys(reach.address for reach in reaches if reach.outcome == CONNECTED))
+    if not numbers:
+        tried = ", ".join(f"{reach.address} ({reach.outcome})" for reach in reaches)
+        raise NetworkError(
+            f"the other machine does not answer at port {token.port}: {tried}",
+            hint="is `potluck probe --listen` still running there? `potluck doctor TOKEN` says who blocks",
+        )
+    visit = Visit(token, name, progress)
+    try:
+        there = visit.hello(first=True)
+        others = [number for number in numbers if number != visit.number][: MOST_PATHS - 1]
+        shares = Shares(seconds, 1 + len(others))
+        paths = [visit.path(system, shares, used=True, iperf3=iperf3)]
+    finally:
+        visit.close()
+    for number in others:
+        paths.append(_other_path(replace(token, addresses=(number,)), name, progress, system, shares))
+    return there, tuple(paths)
+
+
+def _other_path(token: Token, name: str, progress: Progress, system: System, shares: Shares) -> Path:
+    """One that a run would not use: what goes wrong there is a note, no failure."""
+    try:
+        visit = Visit(token, name, progress)
+    except PotluckError as error:
+        return Path(address=token.addresses[0], notes=(error.what,))
+    try:
+        visit.hello()
+        return visit.path(system, shares, used=False, iperf3=False)
+    except PotluckError as error:
+        return Path(address=token.addresses[0], notes=(error.what,))
+    finally:
+        visit.close()
+
+
+class Visit:
+    """One connection to the other probe."""
+
+    def __init__(self, token: Token, name: str, progress: Progress) -> None:
+        self._name, self._progress = name, progress
+        self._there = "the other machine"
+        self._socket = GuestSocket(token)
+        self.number = number_of(self._socket.address) or self._socket.address
+        self._ids = 0
+        self._awaited = 0
+        self._heard: Message | None = None
+        """The answer to what is awaited. Nothing else is kept, so nobody can fill this machine's memory."""
+        self._block = memoryview(os.urandom(MOST_PIECE))
+        self._flow = self._acked = 0
+        self._window: Window | None = None
+        self._meter: Meter | None = None
+        self._ping: tuple[int, float] | None = None
+        self._loaded: list[float] = []
+        self._iperf3 = False
+        self._bare = True
+        try:
+            self._socket.handshake()
+        except BaseException:
+            self._socket.close(linger_s=0.0)
+            raise
+
+    def close(self) -> None:
+        with contextlib.suppress(PotluckError):
+            self._say("probe.bye", {"id": 0})
+        self._socket.close(linger_s=0.2)
+
+    def hello(self, *, first: bool = False) -> DeviceSpeed:
+        answer = self._ask("probe.hello", {"name": self._name[:60], "first": first})
+        self._iperf3 = answer.fields.get("iperf3") is True
+        speed = _speed_in(answer)
+        self._there = speed.name
+        return speed
+
+    def path(self, system: System, shares: Shares, *, used: bool, iperf3: bool) -> Path:
+        """Everything about this path."""
+        route = route_to(system, self.number)
+        idle: list[float] = []
+        ways: list[tuple[Way, Way]] = []
+        notes: list[str] = []
+        idle_s = shares.of("idle", used=used) / IDLE_TIMES
+        for words, out, back in DIRECTIONS:
+            where = f"{self.number}: {words.format(self._there)}"
+            idle += self._pings(idle_s, f"{self.number}: round trips")
+            self._progress(f"{where}, encrypted")
+            ours = self._streamed(out, back, shares.of("ours", used=used))
+            self._progress(f"{where}, bare TCP")
+            plain = self._bared(out, back, shares.of("bare", used=used), notes)
+            other: tuple[Rate | None, Rate | None] = (None, None)
+            if iperf3 and self._iperf3 and iperf.installed() and not (out and back):
+                self._progress(f"{where}, iperf3")
+                other = self._iperfed(out, shares.of("bare", used=used), notes)
+            way_out, way_back = (Way(ours=o, bare=b, iperf3=i) for o, b, i in zip(ours, plain, other))
+            ways.append((way_out, way_back))
+        idle += self._pings(idle_s, f"{self.number}: round trips")
+        return Path(
+            address=self.number,
+            source=route.source if route is not None else "",
+            interface=(route.interface or "") if route is not None else "",
+            used=used,
+            idle=round_trips(idle),
+            loaded=round_trips(self._loaded),
+            out=ways[0][0],
+            back=ways[1][1],
+            both_out=ways[2][0],
+            both_back=ways[2][1],
+            notes=tuple(dict.fromkeys(notes)),
+        )
+
+    # -- each measurement -------------------------------------------------------------------------------
+
+    def _pings(self, seconds: float, words: str) -> list[float]:
+        self._progress(words)
+        found: list[float] = []
+        end = time.monotonic() + seconds
+        while time.monotonic() < end or not found:
+            began = time.perf_counter()
+            self._ask("probe.echo", {})
+            found.append(time.perf_counter() - began)
+            time.sleep(PING_S)
+        return found
+
+    def _streamed(self, out: bool, back: bool, seconds: float) -> tuple[Rate | None, Rate | None]:
+        """Our own way: what arrived there, and here."""
+        self._flow += 1
+        self._acked = 0
+        self._meter = Meter(seconds) if back else None
+        self._ask("probe.flow", {"flow": self._flow, "take": out, "send": back, "seconds": seconds})
+        began = time.monotonic()
+        self._window = Window(began) if out else None
+        end, next_ping = began + seconds, began + LOADED_PING_S
+        while not self._flowed((now := time.monotonic()), end):
+            wait_s = self._send_pieces(now, end)
+            if self._ping is None and next_ping <= now < end:
+                next_ping = now + LOADED_PING_S
+                self._ping = (self._say("probe.echo", {}), time.perf_counter())
+            self._pump(wait_s)
+        self._ping = None
+        answer = self._ask("probe.end", {"flow": self._flow, "seconds": 0.0})
+        sent = answer.fields.get("sent")
+        deadline = time.monotonic() + DRAIN_S
+        # What is still on its way would be in the way of what is measured next.
+        while back and isinstance(sent, int) and self._meter is not None and self._meter.total < sent:
+            if time.monotonic() > deadline:
+                break
+            self._pump(0.1)
+        arrived_here = self._meter.rate() if self._meter is not None else None
+        self._window = self._meter = None
+        return _rate_in(answer) if out else None, arrived_here
+
+    def _flowed(self, now: float, end: float) -> bool:
+        if now < end:
+            return False
+        left = self._window is not None and self._window.acked < self._window.sent
+        waits = self._meter is not None and not self._meter.over(now)
+        return not (left or waits) or now > end + DRAIN_S
+
+    def _send_pieces(self, now: float, end: float) -> float:
+        """Send what may be on its way; how long to wait for what comes back."""
+        if self._window is None or now >= end:
+            return _SENDING_S
+        while size := self._window.piece(now):
+            fields = {"flow": self._flow}
+            if not self._socket.send_data(
+                pack(Message(kind="probe.piece", fields=fields, frames=(self._block[:size],)))
+            ):
+                return _FULL_S
+            self._window.sent += size
+        return _SENDING_S
+
+    def _bared(self, out: bool, back: bool, seconds: float, notes: list[str]) -> tuple[Rate | None, Rate | None]:
+        if not self._bare:
+            return None, None
+        asked = {"take": out, "send": back, "seconds": seconds, "address": self.number}
+        self._bare = False  # what failed once is not waited for again
+        door = self._ask("probe.bare", asked)
+        port = _port_in(door)
+        try:
+            secret = bytes.fromhex(str(door.fields.get("secret", ""))[: 2 * bare.SECRET_BYTES])
+        except ValueError:
+            secret = b""
+        if port is None or len(secret) != bare.SECRET_BYTES:
+            notes.append(f"no bare TCP: {self._there} did not open a port ({_why(door)})")
+            return None, None
+        try:
+            here = bare.visit(self.number, port, secret, sends=out, takes=back, seconds=seconds)
+        except OSError as error:
+            words = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
+            notes.append(f"no bare TCP: port {port} of {self._there} is closed to this machine ({words})")
+            return None, None
+        self._bare = True
+        result = self._answer(door.fields["id"], seconds + bare.ACCEPT_S + ANSWER_S)
+        return _rate_in(result) if out else None, here
+
+    def _iperfed(self, out: bool, seconds: float, notes: list[str]) -> tuple[Rate | None, Rate | None]:
+        asked = {"seconds": max(1, math.ceil(seconds)) + iperf.START_S, "address": self.number}
+        port = _port_in(self._ask("probe.iperf", asked))
+        rate = None
+        if port is not None:
+            rate = iperf.visit(self.number, port, reverse=not out, seconds=seconds)
+        if rate is None:
+            notes.append("iperf3 is on both machines, but did not work between them")
+        return (rate, None) if out else (None, rate)
+
+    # -- messages ---------------------------------------------------------------------------------------
+
+    def _say(self, kind: str, fields: Mapping[str, Any]) -> int:
+        self._ids += 1
+        if not self._socket.send_control(pack(Message(kind=kind, fields={**fields, "id": self._ids}))):
+            raise self._gone()
+        return self._ids
+
+    def _ask(self, kind: str, fields: Mapping[str, Any]) -> Message:
+        return self._answer(self._say(kind, fields), ANSWER_S)
+
+    def _answer(self, number: int, timeout_s: float) -> Message:
+        """The answer to a question; of two with one number, the next."""
+        deadline = time.monotonic() + timeout_s
+        self._awaited, self._heard = number, None
+        while self._heard is None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise NetworkError(
+                    f"{self._there} did not answer within {timeout_s:.0f} s",
+                    hint="is `potluck probe --listen` running there, and this token its own?",
+                )
+            self._pump(left)
+        answer, self._awaited, self._heard = self._heard, 0, None
+        if answer.kind == "probe.busy":
+            raise NetworkError(f"{self._there} is measuring with another machine", hint="try again in a moment")
+        return answer
+
+    def _pump(self, timeout_s: float) -> None:
+        """Take what has come; waits up to `timeout_s`."""
+        for _, frames in self._socket.receive(timeout_s):
+            with contextlib.suppress(WireError):
+                self._take(unpack(frames))
+        if not self._socket.connected:
+            raise self._gone()
+        if self._meter is not None and self._meter.total > self._acked:
+            self._acked = self._meter.total
+            self._say("probe.took", {"flow": self._flow, "bytes": self._acked})
+
+    def _take(self, message: Message) -> None:
+        fields = message.fields
+        if message.kind == "unknown":
+            raise NetworkError(
+                "a running host answers there, which trains and measures nothing else",
+                hint="on that machine run `potluck probe --listen`, and use the token that it prints",
+            )
+        if message.kind == "probe.piece":
+            if self._meter is not None and fields.get("flow") == self._flow:
+                self._meter.add(sum(len(frame) for frame in message.frames), time.monotonic())
+        elif message.kind == "probe.took":
+            total = fields.get("bytes")
+            if self._window is not None and fields.get("flow") == self._flow and isinstance(total, int):
+                self._window.arrived(total)
+        elif self._ping is not None and fields.get("id") == self._ping[0]:
+            self._loaded.append(time.perf_counter() - self._ping[1])
+            self._ping = None
+        elif self._awaited and self._heard is None and fields.get("id") == self._awaited:
+            self._heard = message
+
+    def _gone(self) -> NetworkError:
+        return NetworkError(
+            f"the connection to {self._there} ended",
+            hint="did somebody stop `potluck probe --listen`? `potluck doctor TOKEN` looks at the way there",
+        )
+
+
+# -- what the other machine says, checked -----------------------------------------------------------------------
+
+
+def _rate_in(message: Message) -> Rate | None:
+    rate, variation = _number(message.fields.get("bytes_per_s")), _number(message.fields.get("variation"))
+    return Rate(bytes_per_s=rate, variation=variation) if rate is not None else None
+
+
+def _number(value: object) -> float | None:
+    wrong = isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < MOST_NUMBER
+    return None if wrong else float(value)  # type: ignore[arg-type]
+
+
+def _port_in(message: Message) -> int | None:
+    port = message.fields.get("port")
+    return port if message.kind == "probe.door" and isinstance(port, int) and 0 < port < 65536 else None
+
+
+def _why(message: Message) -> str:
+    return str(message.fields.get("why", message.kind))[:MOST_TEXT]
+
+
+def _speed_in(message: Message) -> DeviceSpeed:
+    """What the other machine says of itself; what makes no sense is left out."""
+    unknown = DeviceSpeed(name="the other machine")
+    if len(message.frames) != 1 or len(message.frames[0]) > MOST_SPEED_BYTES:
+        return unknown
+    try:
+        speed = from_plain(DeviceSpeed, load_json(bytes(message.frames[0])), "the other machine")
+    except PotluckError:
+        return unknown
+    changes: dict[str, Any] = {}
+    for name in DeviceSpeed.__dataclass_fields__:
+        value = getattr(speed, name)
+        if isinstance(value, str):
+            changes[name] = value[:MOST_TEXT]
+        elif isinstance(value, int | float) and _number(value) is None:
+            changes[name] = None
+        elif isinstance(value, Mapping):
+            items = list(value.items())[:8]
+            changes[name] = {k[:8]: rate for k, rate in items if _number(rate) is not None}
+    speed = replace(speed, **changes)
+    return speed if speed.name else replace(speed, name=unknown.name)

@@ -1,0 +1,259 @@
+"""How fast a device is: training a recipe, matrix products, its memory, copies to and from the host.
+
+Owns what is timed and for how long. It must not know any vendor, nor what the figures are used for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from potluck.device import Device
+from potluck.errors import ConfigError
+from potluck.plan import models
+from potluck.spec.probed import DeviceSpeed
+from potluck.train.data import Loader, to_device
+from potluck.train.microbatch import MEMORY_PART, MicroBatch
+from potluck.train.recipes import Recipe
+from potluck.train.recipes.modes import precision
+from potluck.train.step import SavedBytes
+from potluck.units import bytes_text
+
+TRAINING_PART, MATMUL_PART, MEMORY_TIME_PART = 0.6, 0.25, 0.15
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SMALLEST_MATRIX, LARGEST_MATRIX = 128, 8192
+ENOUGH_S = 0.02
+"""A product that takes so long is large enough: starting it does not count."""
+COPIED_BYTES = 64 << 20
+MOST_MEMORY_PART = 0.125
+"""Of what is free, for a measurement's own tensors."""
+MOST_SAMPLES = 64
+LEAST_RUNS = 3
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """What is trained for a moment."""
+
+    recipe: Recipe
+    config: Any
+    micro_batch: int | None = None
+
+
+def measure(device: Device, training: Training, name: str, seconds: float, progress: Progress) -> DeviceSpeed:
+    """Everything about a device, in some such time; making the model and its data come on top."""
+    progress(f"preparing {training.recipe.name}")
+    trained = _trained(device, training, TRAINING_PART * seconds, progress)
+    rates = {}
+    for dtype, kind in DTYPES.items():
+        progress(f"matrix products in {dtype}")
+        rate = matmul_flops_per_s(device, kind, MATMUL_PART * seconds / len(DTYPES))
+        if rate is not None:
+            rates[dtype] = rate
+    progress("memory")
+    share = MEMORY_TIME_PART * seconds / 3
+    copies: dict[str, Any] = {"memory_bytes_per_s": memory_bytes_per_s(device, share)}
+    if device.torch_device.type != "cpu":
+        there, back = copies_bytes_per_s(device, share)
+        copies |= {"to_device_bytes_per_s": there, "from_device_bytes_per_s": back}
+    memory = device.memory()
+    return DeviceSpeed(
+        name=name,
+        device=device.label,
+        reason=device.reason,
+        memory_bytes=memory.total_bytes,
+        memory_free_bytes=memory.free_bytes,
+        matmul_flops_per_s=rates,
+        **copies,
+        **trained,
+    )
+
+
+# -- training ---------------------------------------------------------------------------------------------------
+
+
+def _trained(device: Device, training: Training, seconds: float, progress: Progress) -> dict[str, Any]:
+    recipe, config = training.recipe, training.config
+    loader = Loader(lambda: recipe.dataset(config), None)
+    limit = min(MOST_SAMPLES, loader.samples)
+    if (training.micro_batch or 1) > loader.samples:
+        raise ConfigError(
+            f"a micro-batch of {training.micro_batch} samples, but {recipe.name} has {loader.samples}",
+            hint="a smaller --micro-batch, or more data",
+        )
+    words, planned, sequence, flops = described(recipe, config)
+    _check_room(device, planned, sequence)
+    model = recipe.model(config).to(device.torch_device)
+    # As on a guest: compiling takes longer than all the rest. `--set compile=yes` has it compiled.
+    recipe.compile(model, config, device.torch_device, guest=True)
+    device.attach(model)
+    batch = loader.fetch(range(max(limit, training.micro_batch or 1)))
+    micro = MicroBatch(fixed=training.micro_batch, limit=limit, free_bytes=device.memory().free_bytes)
+    trainer = _Trainer(device, recipe, config, model, batch)
+    progress(f"training {recipe.name}")
+    try:
+        per_sample, saved = _timed(trainer, micro, seconds)
+    except torch.OutOfMemoryError:
+        raise ConfigError(
+            f"this model does not fit into the memory of {device.label}", hint="a smaller one: --depth, --sequence"
+        ) from None
+    parameters = sum(p.numel() for p in model.parameters())
+    flops = flops or 6.0 * parameters * (sequence or 1)
+    if isinstance(precision(device.torch_device, config.precision), torch.autocast):
+        words += ", bf16"
+    return {
+        "training": words,
+        "model": planned,
+        "sequence": sequence,
+        "parameters": parameters,
+        "samples_per_s": 1 / per_sample,
+        "flops_per_s": flops / per_sample,
+        "micro_batch": micro.size(),
+        "saved_bytes_per_sample": saved or None,
+        "largest_micro_batch": largest(micro.size(), micro.free_bytes, saved),
+    }
+
+
+class _Trainer:
+    """Forward and backward of a micro-batch, timed by the device itself."""
+
+    def __init__(self, device: Device, recipe: Recipe, config: Any, model: nn.Module, batch: Any) -> None:
+        self._device, self._recipe, self._config, self._model = device, recipe, config, model
+        self._batch = to_device(batch, device)
+
+    def once(self, samples: int) -> float:
+        part = _first(self._batch, samples)
+        self._device.begin(samples)
+        self._recipe.loss(self._model, part, self._config).backward()
+        return self._device.end()
+
+
+def _timed(trainer: _Trainer, micro: MicroBatch, seconds: float) -> tuple[float, float]:
+    """Seconds a sample at the size that is best, and bytes kept for a sample's backward."""
+    saved = 0.0
+    times: dict[int, list[float]] = {}
+    end = time.monotonic() + seconds
+    done = 0
+    while time.monotonic() < end or done <= LEAST_RUNS:
+        size = micro.size()
+        counter = SavedBytes() if micro.searching or not done else None
+        if counter is not None:
+            counter.start()
+        try:
+            took = trainer.once(size)
+        finally:
+            kept = counter.stop() if counter is not None else 0
+        saved = max(saved, kept / size)
+        micro.record(size, took, kept)
+        if done and counter is None:  # the first pays for everybody's start, and counting costs time
+            times.setdefault(size, []).append(took / size)
+        done += 1
+        if micro.searching and time.monotonic() > end - seconds / 3 and done > LEAST_RUNS:
+            micro.stop()  # so that the last third of the time is for that size alone
+    settled = times.get(micro.size()) or [took / size]
+    # The mean of the faster half: another program's turn on a core is not this device's speed.
+    best = sorted(settled)[: max(1, (len(settled) + 1) // 2)]
+    return sum(best) / len(best), saved
+
+
+def _first(batch: Any, samples: int) -> Any:
+    if isinstance(batch, Tensor):
+        return batch[:samples]
+    return type(batch)(_first(part, samples) for part in batch)
+
+
+def largest(size: int, free_bytes: int | None, saved_bytes_per_sample: float) -> int | None:
+    """The largest micro-batch by the part of the free memory that a run would fill: an estimate."""
+    if free_bytes is None or not saved_bytes_per_sample:
+        return None
+    return max(size, int(MEMORY_PART * free_bytes / saved_bytes_per_sample))
+
+
+def described(recipe: Recipe, config: Any) -> tuple[str, str, int | None, float | None]:
+    """A training in words; its name for a plan and FLOPs of a sample, where plans know it; tokens in a sample."""
+    tokens = recipe.tokens_per_sample(config)
+    # A plan counts with the recipe's own tables and data.
+    usual = getattr(config, "vocabulary", None) is None and (recipe.name != "cnn" or config.data is None)
+    planned = f"gpt:{config.depth}" if recipe.name == "gpt" else recipe.name
+    words = f"gpt depth {config.depth}, sequence {tokens}" if recipe.name == "gpt" else recipe.name
+    if usual:
+        return words, planned, tokens, models.find(planned, tokens).flops_per_sample
+    return words, "", tokens, None
+
+
+def _check_room(device: Device, planned: str, sequence: int | None) -> None:
+    """Before a model is made that would take the machine down: its weights and gradients must fit."""
+    free = device.memory().free_bytes
+    needed = 8 * models.find(planned, sequence).parameters if planned else 0
+    if needed > free:
+        raise ConfigError(
+            f"this model needs {bytes_text(needed)} for weights and gradients, and {bytes_text(free)} are free",
+            hint="a smaller one: --depth",
+        )
+
+
+# -- products and copies ----------------------------------------------------------------------------------------
+
+
+def matmul_flops_per_s(device: Device, dtype: torch.dtype, seconds: float) -> float | None:
+    """Of the largest square matrices for which there is time; None where this device cannot multiply such."""
+    end = time.monotonic() + seconds
+    size, best = SMALLEST_MATRIX, 0.0
+    room = MOST_MEMORY_PART * device.memory().free_bytes
+    try:
+        while True:
+            multiply = _product(device, size, dtype)
+            took = _fastest(device, multiply, 0.0, least=1)
+            best = max(best, 2.0 * size**3 / took)
+            large = took >= ENOUGH_S or size >= LARGEST_MATRIX or 12 * (2 * size) ** 2 > room
+            if large or time.monotonic() >= end:
+                return max(best, 2.0 * size**3 / _fastest(device, multiply, end, least=1))
+            size *= 2
+    except (RuntimeError, NotImplementedError):  # an unknown format, or no memory
+        return best or None
+
+
+def _product(device: Device, size: int, dtype: torch.dtype) -> Callable[[], Any]:
+    a = torch.ones(size, size, dtype=dtype, device=device.torch_device)
+    b, c = torch.ones_like(a), torch.empty_like(a)
+    return lambda: torch.mm(a, b, out=c)
+
+
+def memory_bytes_per_s(device: Device, seconds: float) -> float | None:
+    """Bytes read and written by copying within the device's memory."""
+    size = int(min(4 * COPIED_BYTES, MOST_MEMORY_PART / 2 * device.memory().free_bytes))
+    try:
+        source = torch.ones(max(size, 1 << 20), dtype=torch.uint8, device=device.torch_device)
+        target = torch.zeros_like(source)
+        return 2 * source.nbytes / _fastest(device, lambda: target.copy_(source), time.monotonic() + seconds)
+    except RuntimeError:
+        return None
+
+
+def copies_bytes_per_s(device: Device, seconds: float) -> tuple[float, float]:
+    """To the device and back, the way tensors travel in a run."""
+    host = torch.ones(COPIED_BYTES, dtype=torch.uint8)
+    there = device.from_host(host)
+    down = _fastest(device, lambda: device.from_host(host), time.monotonic() + seconds)
+    up = _fastest(device, lambda: device.to_host(there), time.monotonic() + seconds)
+    return host.nbytes / down, host.nbytes / up
+
+
+def _fastest(device: Device, work: Callable[[], Any], end: float, least: int = LEAST_RUNS) -> float:
+    """Seconds of the fastest of some runs; the first does not count."""
+    work()
+    device.synchronize()
+    best, runs = float("inf"), 0
+    while runs < least or time.monotonic() < end:
+        began = time.perf_counter()
+        work()
+        device.synchronize()
+        best, runs = min(best, time.perf_counter() - began), runs + 1
+    return max(best, 1e-9)

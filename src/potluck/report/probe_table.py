@@ -1,0 +1,149 @@
+"""What a probe measured, as lines for a terminal or a pipe.
+
+Figures in, lines out. It measures nothing. Text of other machines is cleaned before it reaches this terminal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from potluck.report.line import Line
+from potluck.report.screen import paragraph
+from potluck.report.text import clean
+from potluck.spec.probed import DeviceSpeed, Path, Probed, Rate, RoundTrips, Way
+from potluck.units import UNKNOWN, bits_text, bytes_text, count_text, percent_text, rate_text, seconds_text
+
+_INDENT = 16
+_LABEL = "dim"
+_COLUMNS = (19, 21, 14, 14, 10)
+"""Of the table of rates: direction, ours, bare, iperf3, the ratio."""
+_GOOD, _FAIR = 0.9, 0.6
+
+
+def probe_lines(probed: Probed, width: int) -> Iterator[Line]:
+    """Everything: the sum of it first."""
+    yield from paragraph(summary(probed), width, "bold")
+    for side in (probed.here, probed.there):
+        if side is not None and side.device:
+            yield Line()
+            yield from device_lines(side, width)
+    for path in probed.paths:
+        yield Line()
+        yield from _path(path, probed, width)
+
+
+def summary(probed: Probed) -> str:
+    """In one sentence."""
+    here, link = clean(probed.here.name, 40), probed.link
+    if link is None:
+        return f"{here}: {_training(probed.here)}" if probed.here.samples_per_s else here
+    there = clean(probed.there.name, 40) if probed.there is not None else clean(link.address, 60)
+    apart = f"{_ms(link.idle.p50_s)} apart" if link.idle is not None else ""
+    slower = min((link.out, link.back), key=lambda way: way.ours.bytes_per_s if way.ours else 0.0)
+    if slower.ours is None:
+        return f"{here} and {there}: {apart}" if apart else f"{here} and {there}"
+    ratio = _ratio(slower)
+    of_bare = f", {percent_text(ratio)} of bare TCP" if ratio is not None else ""
+    return f"{here} and {there}: {bits_text(slower.ours.bytes_per_s)} encrypted{of_bare}, {apart}"
+
+
+def device_lines(speed: DeviceSpeed, width: int) -> Iterator[Line]:
+    yield Line(clean(speed.name, 60), "bold")
+    yield from _row("device", speed.device, width)
+    if speed.reason:
+        yield from paragraph(clean(speed.reason), width, _LABEL, indent=_INDENT)
+    if speed.samples_per_s:
+        flops = f" ({count_text(speed.flops_per_s)}FLOP/s)" if speed.flops_per_s else ""
+        yield from _row("training", _training(speed) + flops, width)
+    if speed.micro_batch:
+        yield from _row("micro-batch", _micro_batch(speed), width)
+    if speed.matmul_flops_per_s:
+        rates = speed.matmul_flops_per_s.items()
+        words = ", ".join(f"{clean(name, 8)} {count_text(rate)}FLOP/s" for name, rate in rates)
+        yield from _row("products", words, width)
+    memory = f"{bytes_text(speed.memory_free_bytes)} of {bytes_text(speed.memory_bytes)} free"
+    if speed.memory_bytes_per_s:
+        memory += f", {bytes_text(speed.memory_bytes_per_s)}/s read and written"
+    yield from _row("memory", memory, width)
+    if speed.to_device_bytes_per_s or speed.from_device_bytes_per_s:
+        there, back = (bytes_text(rate) for rate in (speed.to_device_bytes_per_s, speed.from_device_bytes_per_s))
+        yield from _row("copies", f"to the device {there}/s, from it {back}/s", width)
+
+
+def _row(label: str, text: str, width: int) -> list[Line]:
+    return paragraph(clean(text), width, label=f"  {label}", label_style=_LABEL, indent=_INDENT)
+
+
+def _training(speed: DeviceSpeed) -> str:
+    return f"{rate_text(speed.samples_per_s, 'samples')} of {clean(speed.training, 60)}"
+
+
+def _micro_batch(speed: DeviceSpeed) -> str:
+    text = f"{speed.micro_batch} was used"
+    if speed.largest_micro_batch is None or speed.saved_bytes_per_sample is None:
+        return text
+    kept = bytes_text(speed.saved_bytes_per_sample)
+    estimated = f"(estimated: {kept} a sample in half of the free memory)"
+    return f"{text}; about {speed.largest_micro_batch:,} would fit {estimated}"
+
+
+# -- the link ---------------------------------------------------------------------------------------------------
+
+
+def _path(path: Path, probed: Probed, width: int) -> Iterator[Line]:
+    there = clean(probed.there.name, 40) if probed.there is not None else clean(path.address, 60)
+    source = " ".join(filter(None, (clean(path.interface, 16), clean(path.source, 40)))) or "here"
+    title = Line(f"link to {there}", "bold").add(f"   {source} → {clean(path.address, 60)}")
+    yield title.add("" if path.used else "   (not what a run would use)", _LABEL)
+    if path.idle is not None:
+        yield from _row("round trip", _round_trips(path.idle), width)
+    if path.loaded is not None:
+        yield from _row("under load", _round_trips(path.loaded), width)
+    ways = [(f"to {there}", path.out), (f"from {there}", path.back)]
+    if path.both_out.ours is not None or path.both_back.ours is not None:
+        ways += [("both at once: to", path.both_out), ("              from", path.both_back)]
+    if any(way != Way() for _, way in ways):
+        yield Line()
+        yield from _rates(ways)
+    for note in path.notes:
+        yield from paragraph(clean(note), width, "yellow", label="  note", label_style="yellow", indent=_INDENT)
+
+
+def _round_trips(trips: RoundTrips) -> str:
+    return f"{_ms(trips.p50_s)}, p99 {_ms(trips.p99_s)}, jitter {_ms(trips.jitter_s)}"
+
+
+def _rates(ways: list[tuple[str, Way]]) -> Iterator[Line]:
+    iperf = any(way.iperf3 is not None for _, way in ways)
+    heads = ("", "potluck, encrypted", "bare TCP", "iperf3", "of bare")
+    yield _cells(heads, iperf, _LABEL, _LABEL)
+    for label, way in ways:
+        ratio = _ratio(way)
+        texts = (label, _rate(way.ours), _rate(way.bare, spread=False), _rate(way.iperf3, spread=False))
+        style = "" if ratio is None else "green" if ratio >= _GOOD else "yellow" if ratio >= _FAIR else "red"
+        yield _cells((*texts, percent_text(ratio)), iperf, "bold", style)
+
+
+def _cells(texts: tuple[str, ...], iperf: bool, style: str, last: str) -> Line:
+    line = Line("  ")
+    for number, (text, width) in enumerate(zip(texts, _COLUMNS)):
+        if number != 3 or iperf:
+            line.cell(text, width, ("", style, "", "", last)[number], right=number > 0)
+    return line.trimmed()
+
+
+def _rate(rate: Rate | None, *, spread: bool = True) -> str:
+    if rate is None:
+        return UNKNOWN
+    text = bits_text(rate.bytes_per_s)
+    return text if not spread or rate.variation is None else f"{text} ±{percent_text(rate.variation):>5}"
+
+
+def _ratio(way: Way) -> float | None:
+    if way.ours is None or way.bare is None or not way.bare.bytes_per_s:
+        return None
+    return way.ours.bytes_per_s / way.bare.bytes_per_s
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms" if 0.0001 <= seconds < 0.00995 else seconds_text(seconds)

@@ -1,0 +1,290 @@
+"""`potluck probe` as a person uses it, without root: alone, with a listener, with slips and with strangers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from zmq.utils import garbage
+
+from potluck.errors import NetworkError
+from potluck.probe.link_server import LinkServer
+from potluck.probe.link_visit import Visit, measure
+from potluck.spec.probed import DeviceSpeed, Rate
+from potluck.wire.frames import Message, pack
+from potluck.wire.keys import new_keys
+from potluck.wire.token import Token, encode
+from potluck.wire.transport import HostSocket
+from support.processes import Processes
+
+pytestmark = pytest.mark.timeout(150)
+LIMIT_S = 80.0
+SMALL = ("--depth", "1", "--sequence", "16", "--threads", "1", "--device", "cpu", "--micro-batch", "2")
+SPEED = DeviceSpeed(name="tower", device="a device", samples_per_s=10.0, flops_per_s=1e9)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_collector() -> None:
+    """pyzmq's own thread for large frames lives as long as the process: it is there before anybody looks."""
+    if not garbage.gc.is_alive():
+        garbage.gc.start()
+
+
+def quiet(words: str) -> None:
+    pass
+
+
+def potluck(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
+    source = str(Path(__file__).resolve().parents[2] / "src")
+    return subprocess.run(
+        [sys.executable, "-m", "potluck", *arguments],
+        env={**kept, "PYTHONPATH": source, "PYTHONUTF8": "1"},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[Token]:
+    with serving() as (token, _):
+        yield token
+
+
+@contextlib.contextmanager
+def serving() -> Iterator[tuple[Token, LinkServer]]:
+    """A listener in a thread of this process."""
+    keys = new_keys()
+    door = HostSocket(bind="127.0.0.1", port=0, keys=keys)
+    server = LinkServer(door, "127.0.0.1", SPEED)
+    stop = threading.Event()
+
+    def serve() -> None:
+        while not stop.is_set():
+            server.serve(0.05)
+        server.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield (
+            Token(
+                addresses=("127.0.0.1",), port=door.port, host_public=keys.public, guest_secret=keys.guest_secret
+            ),
+            server,
+        )
+    finally:
+        stop.set()
+        door.wake()
+        thread.join(15)
+
+
+# -- two processes ----------------------------------------------------------------------------------------------
+
+
+def test_two_processes_measure_each_other_and_a_plan_reads_the_file(tmp_path: Path) -> None:
+    with Processes(tmp_path) as processes:
+        other = processes.potluck(
+            *("probe", "--listen", "--bind", "127.0.0.1", "--seconds", "1", "--name", "tower", *SMALL),
+            name="listener",
+        )
+        token = other.wait_for_text(r"potluck probe (potluck\d+-\S+)\n", deadline_s=LIMIT_S)[1]
+        done = potluck(
+            *(tmp_path, "probe", token, "--seconds", "2", "--name", "laptop", *SMALL),
+            *("--json", "--save", "facts.json"),
+        )
+        assert done.returncode == 0, done.stderr
+        other.wait_for_text("laptop .127.0.0.1. came to measure", deadline_s=LIMIT_S)
+        other.interrupt()
+        other.succeeds(deadline_s=LIMIT_S)
+    assert done.stderr == ""
+    table = json.loads(done.stdout)
+    assert table == json.loads((tmp_path / "facts.json").read_text())
+    assert [machine["name"] for machine in table["measured"]] == ["laptop", "tower"]
+    assert token not in done.stdout
+    for side in ("here", "there"):
+        assert table[side]["samples_per_s"] > 0
+        assert table[side]["matmul_flops_per_s"]["fp32"] > 0
+        assert table[side]["largest_micro_batch"] > 2
+    (path,) = table["paths"]
+    assert (path["address"], path["used"], path["notes"]) == ("127.0.0.1", True, [])
+    for way in ("out", "back", "both_out", "both_back"):
+        assert path[way]["ours"]["bytes_per_s"] > 0
+        assert path[way]["bare"]["bytes_per_s"] > 0
+    assert 0 < path["idle"]["p50_s"] <= path["idle"]["p99_s"]
+    planned = potluck(tmp_path, "plan", "--facts", "facts.json", "--model", "gpt:1", "--sequence", "16", "--json")
+    assert planned.returncode == 0, planned.stderr
+    assert sorted(path.name for path in tmp_path.iterdir() if "facts" in path.name) == ["facts.json"]
+
+
+def test_ctrl_c_leaves_nothing_half_written(tmp_path: Path) -> None:
+    with Processes(tmp_path) as processes:
+        process = processes.potluck(
+            *("probe", "--seconds", "100", "--save", str(tmp_path / "facts.json"), *SMALL), name="probe"
+        )
+        deadline = time.monotonic() + LIMIT_S
+        while b"torch" not in Path(f"/proc/{process.pid}/maps").read_bytes():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.interrupt()
+        process.exits_with(130, deadline_s=LIMIT_S)
+        assert process.stderr().split() == ["interrupted"]
+    assert [path.name for path in tmp_path.iterdir() if "facts" in path.name] == []
+
+
+# -- two sides, in this process ---------------------------------------------------------------------------------
+
+
+def test_only_one_is_measured_with_at_a_time() -> None:
+    with listening() as token:
+        first, second = Visit(token, "one", quiet), Visit(token, "two", quiet)
+        try:
+            first.hello()
+            second.hello()  # a word is always answered
+            assert first._streamed(True, False, 0.3)[0] is not None
+            with pytest.raises(NetworkError, match="tower is measuring with another machine"):
+                second._streamed(True, False, 0.3)
+            first._say("probe.bye", {})
+            first._ask("probe.echo", {})
+            assert second._streamed(False, True, 0.3)[1] is not None
+        finally:
+            first.close()
+            second.close()
+
+
+def test_a_listener_that_goes_away_is_named() -> None:
+    with listening() as token:
+        visit = Visit(token, "one", quiet)
+    try:
+        with pytest.raises(NetworkError, match=r"ended|did not answer"):
+            visit.hello()
+    finally:
+        visit.close()
+    with pytest.raises(NetworkError, match="does not answer at port"):
+        measure(token, "one", 1.0, quiet)
+
+
+def test_a_running_host_is_told_from_a_listener() -> None:
+    keys = new_keys()
+    door = HostSocket(bind="127.0.0.1", port=0, keys=keys)
+    token = Token(addresses=("127.0.0.1",), port=door.port, host_public=keys.public, guest_secret=keys.guest_secret)
+    stop = threading.Event()
+
+    def answer() -> None:
+        while not stop.is_set():
+            for peer, _ in door.receive(0.05):
+                door.send(peer, pack(Message(kind="unknown", fields={"protocol": 2})))
+        door.close()
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    try:
+        with pytest.raises(NetworkError, match="a running host answers there"):
+            measure(token, "one", 1.0, quiet)
+    finally:
+        stop.set()
+        thread.join(10)
+
+
+def test_what_a_visitor_asks_for_is_bounded() -> None:
+    with serving() as (token, server):
+        visit = Visit(token, "one", quiet)
+        try:
+            for seconds in (1e9, -1.0, "x", None, True):
+                visit._say("probe.flow", {"flow": 1, "take": False, "send": True, "seconds": seconds})
+                visit._say("probe.bare", {"take": True, "send": True, "seconds": seconds})
+            visit._ask("probe.echo", {})  # the server has now seen all of them
+            assert server._flow is None
+            assert server._offer is None
+            assert visit._ask("probe.end", {"flow": 99, "seconds": 0.0}).kind == "probe.no"
+        finally:
+            visit.close()
+
+
+IPERF3 = """#!{python}
+import json, socket, sys
+asked = dict(zip(sys.argv[1:], [*sys.argv[2:], ""]))
+if "--server" in asked:
+    with socket.create_server((asked["--bind"], int(asked["--port"]))) as server:
+        server.accept()[0].close()
+else:
+    try:
+        socket.create_connection((asked["--client"], int(asked["--port"])), 5).close()
+    except OSError as error:
+        print(json.dumps({{"error": str(error)}}))
+        sys.exit(1)
+    bits = 1e9 if "--reverse" in sys.argv else 2e9
+    print(json.dumps({{"end": {{"sum_received": {{"bits_per_second": bits}}}}}}))
+"""
+
+
+def test_iperf3_is_asked_where_both_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that takes its place here: the same arguments, the same JSON."""
+    program = tmp_path / "iperf3"
+    program.write_text(IPERF3.format(python=sys.executable))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    notes: list[str] = []
+    with listening() as token:
+        visit = Visit(token, "one", quiet)
+        try:
+            visit.hello()
+            out = visit._iperfed(True, 0.3, notes)
+            back = visit._iperfed(False, 0.3, notes)
+        finally:
+            visit.close()
+    assert notes == []
+    assert (out, back) == ((Rate(bytes_per_s=2.5e8), None), (None, Rate(bytes_per_s=1.25e8)))
+
+
+# -- slips of the hand ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (("--listen", "somewhere"), 2, "--listen takes no address"),
+        (("--bind", "127.0.0.1"), 2, "--bind belongs to --listen"),
+        (("--no-device",), 2, "nothing to measure"),
+        (("potluck2-AAAA",), 2, "this token is damaged"),
+        (("not an address",), 2, "neither an address nor a token"),
+        (("--save", "no/such/folder/facts.json"), 2, "there is no folder"),
+        (("--recipe", "gtp"), 2, "there is no recipe 'gtp'"),
+        (("--depth", "0"), 2, "depth is 0"),
+        (("--depth", "900"), 2, "this model needs"),
+        (("--micro-batch", "100000000", "--sequence", "16"), 2, "a micro-batch of 100000000 samples"),
+        (("127.0.0.1:1", "--no-device", "--seconds", "1"), 0, ""),
+    ],
+)
+def test_slips_are_told_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], status: int, words: str
+) -> None:
+    from potluck.cli._app import run
+
+    with contextlib.chdir(tmp_path):
+        assert run(["probe", *arguments]) == status
+    out, err = capsys.readouterr()
+    assert words in err
+    assert "Traceback" not in err
+    assert ("hint: " in err) == (status == 2)
+    assert list(tmp_path.iterdir()) == []
+    if not status:
+        assert "nothing of ours listens there" in " ".join(out.split())
+
+
+def test_a_token_of_another_door_is_refused() -> None:
+    with listening() as token, listening() as other, pytest.raises(NetworkError) as caught:
+        measure(replace(token, guest_secret=other.guest_secret), "one", 1.0, quiet)
+    assert caught.value.hint
+    assert encode(token) not in str(caught.value)
