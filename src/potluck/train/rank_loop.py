@@ -9,17 +9,18 @@ import hashlib
 import os
 import random
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch import nn
 
-from potluck.errors import CheckpointError, LoopError
+from potluck.errors import CheckpointError, LoopError, RankGoneError
 from potluck.hub.tensors import ModelTensors
 from potluck.train import ranks as orders
 from potluck.train.checkpoint import load_latest
@@ -30,6 +31,8 @@ from potluck.train.launch import Launch
 from potluck.train.options import Options
 from potluck.train.ranks import RankDone, Ranks
 from potluck.train.step import Step
+
+LAST_WORDS_S = 2.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,7 +55,6 @@ class RankTrainer:
         self._device = parts.launch.device
         self._trained = parts.tensors.trained
         self._flight = Flight(self._device, lambda samples, seconds: ranks.done())
-        self._ended = False
 
     def steps(self) -> Iterator[Step]:
         """The same steps as rank 0's; where the training ends, this process does."""
@@ -68,29 +70,34 @@ class RankTrainer:
                     )
             self._over()
         except GeneratorExit:
-            if step is not None and step.finished and getattr(sys, "last_value", None) is None:
+            if step is not None and step.finished:
                 self._left_the_loop(step)
             raise
 
-    def _over(self) -> None:
-        self._ended = True
+    def _over(self) -> NoReturn:
         raise RankDone(0)
 
     def _left_the_loop(self, step: Step) -> None:
-        """The user's `break`. Nothing can be raised from here, and what follows the loop is rank 0's affair."""
-        if self._ended:
-            return
-        left_too = self._ranks.order().what == orders.END
-        if not left_too:
-            rank = self._ranks.place.rank
-            print(
-                f"error: rank {rank} left the training loop after step {step.index + 1}, rank 0 did not\n"
-                "hint: leave it `if run.is_host`, the other ranks follow; or with steps=…",
-                file=sys.stderr,
-            )
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0 if left_too else LoopError.exit_status)
+        """By `break` or by an exception, which looks the same from here, and nothing can be raised.
+
+        Where rank 0 has left, too, this process ends at once: what follows the loop is rank 0's affair.
+        """
+        words = (
+            f"rank {self._ranks.place.rank} left the training loop after step {step.index + 1}, rank 0 did not\n"
+            "hint: unless an exception follows: leave the loop `if run.is_host`, or with steps=…"
+        )
+        try:
+            if self._ranks.order().what == orders.END:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(0)
+        except RankGoneError as error:
+            words = str(error)
+        print(f"error: {words}", file=sys.stderr, flush=True)
+        # An exception has this long to be shown. What follows the loop must not be done here.
+        end = threading.Timer(LAST_WORDS_S, os._exit, (LoopError.exit_status,))
+        end.daemon = True
+        end.start()
 
     def _batches(self, step: Step) -> Iterator[Any]:
         self._device.at_step(step.index + 1)

@@ -182,7 +182,8 @@ class Ranks:
             differing = [name for name, same in zip(names, (own == theirs).tolist()) if not same]
             if differing:
                 raise LoopError(
-                    f"rank {rank}'s weights are not rank 0's: {differing[0]} and {len(differing) - 1} more differ",
+                    f"rank {rank}'s weights are not rank 0's: {len(differing)} of {len(names)} tensors differ, "
+                    f"the first is {differing[0]}",
                     hint="whatever changes weights or optimizer must do so on every rank; go on with --resume",
                     step=step,
                 )
