@@ -80,6 +80,13 @@ import torch.distributed as dist
 from torch import nn
 import potluck
 
+from potluck.device import register
+from potluck.device.cpu import CpuDevice
+
+class Queued(CpuDevice):
+    ahead = 1  # as a GPU: rounds are in flight
+
+register("queued", lambda argument: Queued())
 SAMPLES, BATCH = 24, 6
 run = potluck.start()
 expected_role = {"1": "rank", "0": "alone"}[os.environ["RANK"]]
@@ -134,7 +141,10 @@ def start_ranks(processes: Processes, script: Path, *arguments: str, world: int)
     port = free_port()
     return [
         processes.python(
-            str(script), *arguments, name=f"rank-{rank}", env=rank_environment(rank, world, "127.0.0.1", port)
+            str(script),
+            *arguments,
+            name=f"rank-{rank}",
+            env={**rank_environment(rank, world, "127.0.0.1", port), "POTLUCK_DEVICE": "queued"},
         )
         for rank in range(world)
     ]

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -38,6 +39,8 @@ PATIENCE_S = 1800.0
 FOREVER = timedelta(days=30)
 """The others wait for rank 0 while it evaluates or waits for guests. Its end they see from the connection."""
 GOODBYE_S = 10.0
+NOTICE_S = 1.0
+"""A connection breaks a moment before the process at its other end counts as ended."""
 LOOK_S = 0.5
 GRACE_S = 20.0
 """From the end of torchrun to the end of a rank that does not heed it."""
@@ -108,7 +111,9 @@ def form(where: Place, *, nccl: bool) -> Ranks:
     control = dist.new_group(backend="gloo", timeout=FOREVER)
     sums = dist.group.WORLD if nccl and "nccl" in dist.get_backend_config() else control
     _end_with_parent()
-    return Ranks(where, control=control, sums=sums, ours=ours)
+    pids = [torch.empty(1, dtype=torch.int64) for _ in range(where.world)]
+    dist.all_gather(pids, torch.tensor([os.getpid()]), group=control)
+    return Ranks(where, control=control, sums=sums, ours=ours, pids=[int(pid) for pid in pids])
 
 
 def _end_with_parent() -> None:
@@ -125,14 +130,22 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, name="potluck-ranks", daemon=True).start()
 
 
+def _lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.Error:
+        return False
+
+
 class Ranks:
     """The host's ranks, seen from one of them. Used by the training thread."""
 
-    def __init__(self, where: Place, *, control: Any, sums: Any, ours: bool) -> None:
+    def __init__(self, where: Place, *, control: Any, sums: Any, ours: bool, pids: Sequence[int] = ()) -> None:
         self.place = where
         self.world = where.world
         self._control, self._sums, self._ours = control, sums, ours
         self._others = range(1, where.world)
+        self._pids = pids
         self._sending: deque[tuple[Any, Tensor]] = deque()
         self._ended = False
 
@@ -251,7 +264,7 @@ class Ranks:
         """Nobody waits here unless the last messages were not taken."""
         while len(self._sending) > 4 * self.world:
             self._sent_oldest(PATIENCE_S)
-        with self._with(rank):
+        with self._together(rank):
             self._sending.append((dist.isend(values, rank, group=self._control, tag=_TAG), values))
 
     def _sent(self, within_s: float) -> None:
@@ -265,7 +278,7 @@ class Ranks:
             work.wait(timedelta(seconds=within_s))
 
     def _receive(self, room: Tensor, rank: int) -> Tensor:
-        with self._with(rank):
+        with self._together(rank):
             work = dist.irecv(room, rank, group=self._control, tag=_TAG)
             assert work is not None
             work.wait(timedelta(seconds=PATIENCE_S) if self.place.leads else FOREVER)
@@ -284,18 +297,22 @@ class Ranks:
         return words
 
     @contextlib.contextmanager
-    def _with(self, rank: int) -> Iterator[None]:
+    def _together(self, rank: int | None = None) -> Iterator[None]:
+        """What torch says of a connection that broke or a wait that was too long is told as whose it was."""
         try:
             yield
         except RuntimeError as error:
-            raise RankGoneError(f"rank {rank} of this host is gone, or does not answer", hint=_HINT) from error
+            raise RankGoneError(self._who(rank), hint=_HINT) from error
 
-    @contextlib.contextmanager
-    def _together(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            raise RankGoneError("another rank of this host is gone, or does not answer", hint=_HINT) from error
+    def _who(self, waited_for: int | None) -> str:
+        deadline = time.monotonic() + NOTICE_S
+        while time.monotonic() < deadline:
+            for rank, pid in enumerate(self._pids):
+                if not _lives(pid):
+                    return f"rank {rank} of this host is gone"
+            time.sleep(LOOK_S / 10)
+        who = "another rank" if waited_for is None else f"rank {waited_for}"
+        return f"{who} of this host does not answer"
 
     def _leave(self) -> None:
         if self._ours and dist.is_initialized():
