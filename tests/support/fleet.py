@@ -41,14 +41,17 @@ class Fleet(Processes):
 
     # -- starting ----------------------------------------------------------------------------------------
 
-    def host(self, what: str | Path, *options: str, arguments: Sequence[object] = ()) -> TestProcess:
-        """`potluck host` on the loopback; returns once guests can be told the token."""
+    def host(
+        self, what: str | Path, *options: str, arguments: Sequence[object] = (), ranks: int = 0
+    ) -> TestProcess:
+        """`potluck host` on the loopback, under torchrun with so many `ranks` if asked; returns once guests can be
+        told the token."""
         words = ["--bind", "127.0.0.1", "--threads", "1", "--name", "host", "--view", "plain", *options]
         if "--resume" not in options:
             words += ["--runs", str(self.runs)]
-        host = self.potluck(
-            "host", str(what), *words, "--", *map(str, arguments), name="host", env=self._environment()
-        )
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+        words = [*torchrun, "-m", "potluck", "host", str(what), *words, "--", *map(str, arguments)]
+        host = self.python(*words, name="host", env=self._environment())
         host.wait_until(lambda: list(self.runs.glob("*/manifest.json")), TORCH_STARTS_S, "run folder")
         return host
 

@@ -5,6 +5,7 @@ Owns the order in which these are opened and closed. What is trained is a functi
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 import signal
@@ -12,7 +13,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,15 +22,16 @@ import click
 
 from potluck.cli._app import Settings
 from potluck.cli._options import LOOPBACK, checked_bind
-from potluck.device import pick
+from potluck.device import Device
 from potluck.launch.local import LocalGuests
 from potluck.limits import usable_cores
 from potluck.report.view import View, make_view
 from potluck.spec.config import RunConfig
 from potluck.train.events import EventLog
 from potluck.train.folder import RunFolder, new_folder, open_folder
-from potluck.train.launch import ALONE, HOST, Launch, set_launch
-from potluck.train.run import manifest
+from potluck.train.launch import ALONE, HOST, RANK, Launch, set_launch
+from potluck.train.ranks import Ranks, place
+from potluck.train.run import device_here, manifest
 from potluck.wire.keys import load_keys, new_keys, save_keys
 from potluck.wire.token import Token, encode, local_addresses
 from potluck.wire.transport import HostSocket
@@ -59,8 +61,39 @@ def machine_name(settings: Settings, config: RunConfig) -> str:
 @contextmanager
 def session(settings: Settings, plan: Plan) -> Iterator[Launch]:
     """Open everything a run needs, and close all of it whatever happens inside."""
+    where = place()
+    if where is not None and not where.leads:
+        with _rank_session(settings, plan) as launch:
+            yield launch
+        return
     with _run_folder(plan) as folder, _session_in(folder, settings, plan) as launch:
         yield launch
+
+
+@contextmanager
+def _rank_session(settings: Settings, plan: Plan) -> Iterator[Launch]:
+    """Another rank of the host: no folder, no door, no voice but for errors. When to stop is rank 0's affair."""
+    device, ranks = _device(settings, plan)
+    launch = Launch(
+        role=RANK,
+        config=plan.config,
+        device=device,
+        name=machine_name(settings, plan.config),
+        log=EventLog(None),
+        what=plan.what,
+        ranks=ranks,
+    )
+
+    def on_signal(number: int, frame: Any) -> None:
+        if not launch.began:
+            raise KeyboardInterrupt
+
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), _signals(on_signal):
+        set_launch(launch)
+        try:
+            yield launch
+        finally:
+            set_launch(None)
 
 
 @contextmanager
@@ -83,10 +116,7 @@ def _run_folder(plan: Plan) -> Iterator[RunFolder]:
 
 @contextmanager
 def _session_in(folder: RunFolder, settings: Settings, plan: Plan) -> Iterator[Launch]:
-    device = pick(
-        plan.config.device or settings.environment.device,
-        threads=plan.config.threads or settings.environment.threads or _threads_beside(plan.guests),
-    )
+    device, ranks = _device(settings, plan)
     view = make_view(plan.view)  # type: ignore[arg-type]
     joined: dict[str, dict[str, Any]] = {}
     log = EventLog(folder.events, lambda event: _seen(event, joined, view))
@@ -101,6 +131,7 @@ def _session_in(folder: RunFolder, settings: Settings, plan: Plan) -> Iterator[L
         resume=plan.resume is not None,
         source=plan.source,
         files=plan.files,
+        ranks=ranks,
     )
     guests = LocalGuests(folder.path)
     with ExitStack() as closing:  # in reverse order, each whatever happens to the others
@@ -116,7 +147,7 @@ def _session_in(folder: RunFolder, settings: Settings, plan: Plan) -> Iterator[L
                 _tell_token(token, plan.view)
         _write_manifest(launch, plan, folder)
         if plan.guests:
-            guests.start(plan.guests, token=token, config=plan.config, threads=_threads_beside(plan.guests) or 1)
+            guests.start(plan.guests, token=token, config=plan.config, threads=_threads_beside(plan.guests))
         with _stop_on_signals(launch, view):
             set_launch(launch)
             try:
@@ -125,6 +156,13 @@ def _session_in(folder: RunFolder, settings: Settings, plan: Plan) -> Iterator[L
                 launch.end_training("failed")
                 raise
             launch.end_training("finished")
+
+
+def _device(settings: Settings, plan: Plan) -> tuple[Device, Ranks | None]:
+    environment = settings.environment
+    return device_here(
+        plan.config.device or environment.device, plan.config.threads or environment.threads, beside=plan.guests
+    )
 
 
 def _send_home(guests: LocalGuests, log: EventLog) -> None:
@@ -145,9 +183,9 @@ def _add_machines(folder: RunFolder, joined: dict[str, dict[str, Any]]) -> None:
     folder.write_manifest({**content, "machines": [*known, *joined.values()]})
 
 
-def _threads_beside(guests: int) -> int | None:
-    """CPU threads for each process when several share this machine; None: the device's own choice."""
-    return max(1, usable_cores() // (1 + guests)) if guests else None
+def _threads_beside(guests: int) -> int:
+    """CPU threads for each guest when several processes share this machine."""
+    return max(1, usable_cores() // (1 + guests))
 
 
 def _open_door(launch: Launch, folder: RunFolder, *, only_here: bool) -> str:
@@ -220,6 +258,13 @@ def _stop_on_signals(launch: Launch, view: View) -> Iterator[None]:
         # In a thread: the signal may have come while this very thread holds the view's lock.
         threading.Thread(target=view.event, args=(note,), daemon=True).start()
 
+    with _signals(on_signal):
+        yield
+
+
+@contextmanager
+def _signals(on_signal: Callable[[int, Any], None]) -> Iterator[None]:
+    """Inside, this is what becomes of Ctrl-C, SIGTERM and the end of the terminal."""
     numbers = [signal.SIGINT, signal.SIGTERM]
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         numbers.append(signal.SIGHUP)  # with nohup it outlives its terminal

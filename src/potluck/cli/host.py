@@ -41,6 +41,10 @@ def host(
       potluck host my_train.py --send model.py -- --epochs 3
       potluck host --wait-for 2             start when two guests are ready
       potluck host --resume runs/ID         go on; the same token still works
+
+    \b
+    Several GPUs in this machine, one process each:
+      torchrun --standalone --nproc-per-node 2 -m potluck host my_train.py
     """
     if what.endswith(".py") or "/" in what:
         run_script(settings, Path(what), arguments, send, flags)

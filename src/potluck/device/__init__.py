@@ -4,6 +4,6 @@ It must not know the network, the codecs or the training loop; they see a `Devic
 """
 
 from potluck.device.base import Device, Mark, Memory
-from potluck.device.pick import Factory, pick, register
+from potluck.device.pick import Factory, pick, pick_for_rank, register
 
-__all__ = ["Device", "Factory", "Mark", "Memory", "pick", "register"]
+__all__ = ["Device", "Factory", "Mark", "Memory", "pick", "pick_for_rank", "register"]

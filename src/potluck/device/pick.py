@@ -58,6 +58,35 @@ def pick(name: str | None = None, *, threads: int | None = None) -> Device:
     return device
 
 
+def pick_for_rank(
+    name: str | None, local_rank: int, world: int, *, threads: int | None = None
+) -> tuple[Device, bool]:
+    """The device of one of several processes on this machine, and whether NCCL can join them: each has its own GPU.
+
+    `name`: None, "auto" or "cuda" for the GPU of that number (without CUDA, the CPU for all); "cuda:0" is that one
+    for all of them. `threads`: None for an equal part of the cores.
+    """
+    threads = threads or max(1, usable_cores() // world)
+    asked = (name or "auto").strip().lower()
+    if asked == "mps":
+        raise ConfigError(
+            f"{world} ranks cannot share the device mps", hint="a Mac has one GPU: start without torchrun"
+        )
+    if asked not in ("auto", "cuda"):
+        return pick(name, threads=threads), False
+    if asked == "auto" and cuda.why_not() is not None:
+        return pick("cpu", threads=threads), False
+    count = torch.cuda.device_count()
+    if cuda.why_not() is None and local_rank >= count:
+        raise ConfigError(
+            f"{world} ranks, but only {count} GPU{'s' if count > 1 else ''} on this machine",
+            hint=f"torchrun --nproc-per-node {count}, or --device cpu",
+        )
+    device = pick(f"cuda:{local_rank}", threads=threads)
+    device.reason = "CUDA is available, and each rank has a GPU of its own"
+    return device, True
+
+
 def _make(name: str) -> Device:
     kind, _, argument = name.strip().lower().partition(":")
     if kind not in _factories:

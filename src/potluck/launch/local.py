@@ -13,6 +13,9 @@ from pathlib import Path
 
 from potluck.spec.config import RunConfig
 
+HOSTS_OWN = ("POTLUCK_TRACE", "POTLUCK_FAILPOINT", "RANK", "LOCAL_RANK", "WORLD_SIZE")
+"""Variables that are about the host's process, not about its guests'."""
+
 
 class LocalGuests:
     """Started together, ended together; their output lies in the run folder."""
@@ -31,7 +34,7 @@ class LocalGuests:
             if config.micro_batch:
                 command += ["--micro-batch", str(config.micro_batch)]
             environment = {**os.environ, "POTLUCK_TOKEN": token}
-            for name in ("POTLUCK_TRACE", "POTLUCK_FAILPOINT"):  # the host's own
+            for name in HOSTS_OWN:
                 environment.pop(name, None)
             with open(self._folder / f"guest-{number}.log", "wb") as log:
                 self._processes.append(

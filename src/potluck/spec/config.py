@@ -50,7 +50,8 @@ class RunConfig:
     checkpoint_every: int = 50
     """Steps between checkpoints; 0 for only one at the end."""
     check_replica_every: int = 50
-    """Steps between two comparisons of the guests' weights with the host's replica, by hash; 0 for none."""
+    """Steps between two comparisons of the guests' weights with the host's replica, by hash, and of the host's ranks
+    with each other; 0 for none."""
 
     def __post_init__(self) -> None:
         least = {"threads": 1, "micro_batch": 1, "port": 0, "wait_for": 0, "wait_s": 0, "checkpoint_every": 0}

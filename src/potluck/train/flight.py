@@ -15,16 +15,25 @@ from potluck.device import Device, Mark
 class Flight:
     """Used by the training thread. On a device that works at once everything lands when it is launched."""
 
-    def __init__(self, device: Device, computed: Callable[[tuple[int, ...], float], None]) -> None:
-        """`computed` is told each micro-batch's positions and seconds, in order, when it has landed."""
+    def __init__(
+        self,
+        device: Device,
+        computed: Callable[[tuple[int, ...], float], None],
+        mark: Callable[[], Mark] | None = None,
+    ) -> None:
+        """`computed` is told each micro-batch's positions and seconds, in order, when it has landed.
+
+        `mark` is what to wait for where that is more than the device.
+        """
         self._device = device
         self._computed = computed
+        self._mark = mark or device.mark
         self._out: deque[tuple[tuple[int, ...], float, Mark]] = deque()
         self._landed = 0.0
 
     def launched(self, positions: tuple[int, ...], began: float) -> None:
         """A micro-batch was given to the device, from `began` (monotonic) on; waits for what is too far back."""
-        self._out.append((positions, began, self._device.mark()))
+        self._out.append((positions, began, self._mark()))
         while len(self._out) > self._device.ahead:
             self._land()
 

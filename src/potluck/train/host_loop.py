@@ -31,6 +31,7 @@ from potluck.train.flight import Flight
 from potluck.train.launch import Interrupted, Launch
 from potluck.train.microbatch import MicroBatch
 from potluck.train.options import Options
+from potluck.train.ranks import RoundMark
 from potluck.train.step import SavedBytes, Step
 from potluck.train.telemetry import Telemetry
 
@@ -70,12 +71,16 @@ class HostTrainer:
         self._writer = CheckpointWriter(folder.checkpoints, on_saved=self._saved, before=before) if folder else None
         self._telemetry = Telemetry(parts.launch, parts.options, hub)
         self._saved_bytes: SavedBytes | None = None
-        self._flight = Flight(self._device, self._computed)
+        self._ranks = ranks = parts.launch.ranks
+        self._width = 1 if ranks is None else ranks.world
+        mark = None if ranks is None else lambda: RoundMark(self._device.mark(), ranks)
+        self._flight = Flight(self._device, self._computed, mark)
         self._measuring = True
         """Whether the micro-batch under way is timed by itself, and not as one of several in flight."""
         self._waited_on_disk_s = 0.0
         self._beginning: Beginning | None = None
         self._checkpoint_due = False
+        self._comparing = False
         self._loss: float | None = None
         self._interrupted = False
         self._saved_step = parts.restored.step if parts.restored is not None else None
@@ -121,6 +126,8 @@ class HostTrainer:
         if self._interrupted:
             reason = "interrupted"
         try:
+            if self._ranks is not None:
+                self._ranks.end()
             if self._writer is not None:
                 if reason != "failed":
                     self._checkpoint(wait=True)
@@ -141,20 +148,23 @@ class HostTrainer:
             self._beginning = Beginning(self._device, self._p.model)
         self._device.at_step(step.index + 1)
         self._telemetry.step_begins()
+        if self._ranks is not None:
+            self._ranks.begin_step(step.index)
         self._hub.begin_step()
         for parameter in self._trained:
             parameter.grad = None
         while True:
             self._stop_if_asked()
-            positions, check = self._hub.take(self._p.micro.size(), self._flight.finish)
+            positions, check = self._hub.take(self._p.micro.size() * self._width, self._finish)
             if not positions:
                 break
             began = time.monotonic()
-            batch = to_device(self._p.loader.fetch(self._hub.samples_of(positions)), self._device)
+            own = positions if self._ranks is None else self._dealt(positions, check)
+            batch = to_device(self._p.loader.fetch(self._hub.samples_of(own)), self._device)
             loss_before = step.loss_sum() if check else 0.0
             chances = self._device.rng_state() if check else {}
-            step.hand_out(len(positions))
-            self._begin(len(positions))
+            step.hand_out(len(own))
+            self._begin(len(own))
             yield batch
             step.check_done()
             if check:
@@ -162,8 +172,22 @@ class HostTrainer:
                 self._check_computed(positions, loss, random=_differ(chances, self._device.rng_state()))
             self._flight.launched(positions, began)
             if self._measuring:
-                self._flight.finish()
+                self._finish()
         self._update(step)
+
+    def _dealt(self, positions: tuple[int, ...], check: bool) -> tuple[int, ...]:
+        """Give the other ranks their parts of a round; this one's. A common batch is this rank's alone."""
+        assert self._ranks is not None
+        if not check:
+            return self._ranks.deal(positions, self._hub.samples_of)
+        self._ranks.deal_nothing()
+        return positions
+
+    def _finish(self) -> None:
+        """Wait for everything that is being computed."""
+        if self._ranks is not None and self._device.ahead:
+            self._ranks.land()
+        self._flight.finish()
 
     def _begin(self, samples: int) -> None:
         """A micro-batch begins; while sizes are tried, none is queued behind another."""
@@ -196,18 +220,9 @@ class HostTrainer:
     def _update(self, step: Step) -> None:
         computed = time.monotonic()
         result, guests_loss = self._hub.end_step()
-        options, model, optimizer = self._p.options, self._p.model, self._p.optimizer
-        gradients = [p.grad for p in self._trained if p.grad is not None]
-        if not gradients:
-            raise LoopError(
-                f"step {step.index} ended without any gradient",
-                hint="Potluck clears and steps: take optimizer.zero_grad() and optimizer.step() out of the loop",
-            )
-        torch._foreach_mul_(gradients, 1.0 / options.global_batch)
-        if options.before_update is not None:
-            options.before_update(model)
-        if options.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self._trained, options.clip_norm)
+        options, optimizer = self._p.options, self._p.optimizer
+        total = None if self._ranks is None else self._sum_of_ranks(step, guests_loss)
+        prepare_gradients(step, self._trained, options, self._p.model)
         if self._writer is not None:
             self._waited_on_disk_s = self._writer.before_update()
         with self._hub.updating():
@@ -218,8 +233,24 @@ class HostTrainer:
             hit("host.updated")
         if options.scheduler is not None:
             options.scheduler.step()
-        self._loss = step.loss = (step.loss_sum() + guests_loss) / options.global_batch
+        loss_sum = step.loss_sum() + guests_loss if total is None else float(total)
+        self._loss = step.loss = loss_sum / options.global_batch
+        if self._comparing:
+            self._compare_ranks()
         self._finished(result, time.monotonic() - computed)
+
+    def _sum_of_ranks(self, step: Step, guests_loss: float) -> Tensor:
+        """All ranks' gradients, with the guests' that are in this rank's, on every rank; the summed loss."""
+        assert self._ranks is not None
+        every = self._p.launch.config.check_replica_every
+        self._comparing = every > 0 and (step.index + 1) % every == 0
+        self._ranks.update(compare=self._comparing)
+        return self._ranks.sum_gradients(self._trained, step.loss_so_far() + guests_loss)
+
+    def _compare_ranks(self) -> None:
+        assert self._ranks is not None
+        names = [t.name for t in self._p.tensors.fingerprint if t.role == "trained"]
+        self._ranks.compare_weights(names, self._trained, self._p.ledger.step)
 
     def _finished(self, result: StepResult, update_s: float) -> None:
         every = self._p.launch.config.checkpoint_every
@@ -240,6 +271,9 @@ class HostTrainer:
     def _stop_if_asked(self) -> None:
         if self._p.launch.stop_requested():
             # The step under way is abandoned: a resumed run begins it again, from the same random numbers.
+            if self._ranks is not None:
+                # torchrun also asks us to stop when a rank has died: then there is somebody who does not hear this.
+                self._ranks.end(strict=True)
             if self._beginning is not None:
                 self._beginning.undo()
             self._interrupted = True
@@ -283,6 +317,21 @@ class HostTrainer:
 def _differ(before: dict[str, Tensor], after: dict[str, Tensor]) -> bool:
     """Whether random numbers were drawn between the two states."""
     return any(not torch.equal(before[kind], after[kind]) for kind in before)
+
+
+def prepare_gradients(step: Step, trained: list[nn.Parameter], options: Options, model: nn.Module) -> None:
+    """From the sum over the step's samples to what the optimizer takes: the mean, as the user wants it, clipped."""
+    gradients = [p.grad for p in trained if p.grad is not None]
+    if not gradients:
+        raise LoopError(
+            f"step {step.index} ended without any gradient",
+            hint="Potluck clears and steps: take optimizer.zero_grad() and optimizer.step() out of the loop",
+        )
+    torch._foreach_mul_(gradients, 1.0 / options.global_batch)
+    if options.before_update is not None:
+        options.before_update(model)
+    if options.clip_norm is not None:
+        nn.utils.clip_grad_norm_(trained, options.clip_norm)
 
 
 def restore(

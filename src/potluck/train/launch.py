@@ -1,6 +1,7 @@
-"""How this process was started: alone, as host or as guest. Set by whoever starts it, read by `start()`.
+"""How this process was started: alone, as host (or another of its ranks), or as guest.
 
-Owns the one piece of process-wide state that a user's script does not see. It starts nothing.
+Owns the one piece of process-wide state that a user's script does not see: set by whoever starts the process, read
+by `start()`. It starts nothing.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from potluck.hub.link import GuestLink
 from potluck.spec.config import RunConfig
 from potluck.train.events import EventLog
 from potluck.train.folder import RunFolder
+from potluck.train.ranks import Ranks
 from potluck.wire.frames import Message
 from potluck.wire.keys import HostKeys
 from potluck.wire.transport import HostSocket
 
-ALONE, HOST, GUEST = "alone", "host", "guest"
+ALONE, HOST, GUEST, RANK = "alone", "host", "guest", "rank"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,6 +43,8 @@ class Launch:
     keys: HostKeys | None = None
     link: GuestLink | None = None
     welcome: Message | None = None
+    ranks: Ranks | None = None
+    """The host's processes under torchrun, of which this is one; None where it is the only one."""
     began: bool = False
     """Whether the script has reached its training loop."""
     stop_requested: Callable[[], bool] = lambda: False

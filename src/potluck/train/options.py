@@ -53,7 +53,7 @@ class Options:
     loss_is: str = "mean"
     """What the loss given to step.backward is over the samples of the batch: "mean" or "sum"."""
     before_update: Callable[[nn.Module], None] | None = None
-    """Called with the model when its gradients are complete, before clipping and the update (host only)."""
+    """Called with the model when its gradients are complete, before clipping and the update (host, all ranks)."""
     also_save: Mapping[str, Stateful] = field(default_factory=dict)
     """More objects with state_dict() and load_state_dict() to keep in checkpoints."""
     tokens_per_sample: int | None = None

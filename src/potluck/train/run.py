@@ -9,6 +9,7 @@ import dataclasses
 import socket
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Unpack
 
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 
 from potluck import codec as codecs
 from potluck import env, failpoints
-from potluck.device import pick
+from potluck.device import Device, pick, pick_for_rank
 from potluck.errors import ConfigError, LoopError
 from potluck.hub.alone import AloneHub
 from potluck.hub.guest import GuestHub
@@ -26,14 +27,18 @@ from potluck.hub.ledger import Ledger
 from potluck.hub.protocol import HostProtocol, HostTerms
 from potluck.hub.recorder import Recorder
 from potluck.hub.tensors import ModelTensors
+from potluck.limits import usable_cores
 from potluck.spec.config import RunConfig
+from potluck.train import ranks
+from potluck.train.checkpoint import Loaded
 from potluck.train.data import Loader, epoch_order
 from potluck.train.events import EventLog
 from potluck.train.guest_loop import GuestParts, GuestTrainer
 from potluck.train.host_loop import HostTrainer, Parts, restore
-from potluck.train.launch import ALONE, GUEST, HOST, Interrupted, Launch, current
+from potluck.train.launch import ALONE, GUEST, HOST, RANK, Interrupted, Launch, current
 from potluck.train.microbatch import MicroBatch
 from potluck.train.options import Keywords, Options, make_options
+from potluck.train.rank_loop import RankParts, RankTrainer, about_rank, refuse_wrapped, restore_same
 from potluck.train.step import Step
 from potluck.train.telemetry import versions
 from potluck.wire.frames import PROTOCOL, Message
@@ -50,7 +55,7 @@ class Run:
 
     @property
     def role(self) -> str:
-        """ "alone", "host" or "guest"."""
+        """ "alone", "host" or "guest"; "rank" in the host's processes under torchrun other than rank 0."""
         return self._launch.role
 
     @property
@@ -59,8 +64,8 @@ class Run:
 
     @property
     def is_host(self) -> bool:
-        """True on the machine that owns the weights: the host, or the only one."""
-        return not self.is_guest
+        """True in the process that owns the weights: the host's, or the only one."""
+        return self._launch.role in (HOST, ALONE)
 
     @property
     def device(self) -> torch.device:
@@ -90,9 +95,13 @@ class Run:
         self._used = True
         self._launch.began = True
         options = make_options(global_batch, keywords)
+        if self._launch.ranks is not None:
+            refuse_wrapped(model)
         tensors = ModelTensors(model)
         if self.is_guest:
             return self._guest(options, model, dataset, tensors)
+        if self._launch.role == RANK:
+            return self._rank(options, model, optimizer, dataset, tensors)
         return self._host(options, model, optimizer, dataset, tensors)
 
     # -- host and alone ---------------------------------------------------------------------------------
@@ -125,6 +134,8 @@ class Run:
             step=step,
         )
         micro = self._micro_batch(options, limit=options.global_batch)
+        if launch.ranks is not None:
+            self._meet_ranks(launch.ranks, restored, loader, tensors, micro)
         if restored is not None:
             micro.settled = restored.extra.get("micro_batch")
         parts = Parts(
@@ -139,8 +150,60 @@ class Run:
             restored=restored,
             objects=objects,
         )
-        hub = self._open_hub(parts) if launch.role == HOST else AloneHub(ledger, launch.name)
+        try:
+            hub = self._open_hub(parts) if launch.role == HOST else AloneHub(ledger, launch.name)
+        except BaseException:
+            if launch.ranks is not None:
+                launch.ranks.end()
+            raise
         return HostTrainer(parts, hub).steps()
+
+    # -- several ranks ----------------------------------------------------------------------------------
+
+    def _meet_ranks(
+        self, group: ranks.Ranks, restored: Loaded | None, loader: Loader, tensors: ModelTensors, micro: MicroBatch
+    ) -> None:
+        """Bring the other ranks to where this one is, and see that they train the same."""
+        about = about_rank(tensors, loader, micro.free_bytes)
+        checkpoint = str(restored.path.resolve()) if restored is not None else None
+        for rank, said in enumerate(group.introduce({"checkpoint": checkpoint}), 1):
+            for key, what in (("model", "model"), ("samples", "data set")):
+                if said[key] != about[key]:
+                    raise LoopError(
+                        f"rank {rank} has another {what} than rank 0 ({said[key]}, not {about[key]})",
+                        hint="the script must build the same on every rank",
+                    )
+            if micro.free_bytes is not None and said["free_bytes"] is not None:
+                micro.free_bytes = min(micro.free_bytes, said["free_bytes"])
+        micro.limit = -(-micro.limit // group.world)
+        group.equalize([*tensors.trained, *tensors.fixed.values()])
+
+    def _rank(
+        self,
+        options: Options,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        dataset: Any,
+        tensors: ModelTensors,
+    ) -> Iterator[Step]:
+        launch = self._launch
+        group = launch.ranks
+        assert group is not None
+        launch.device.attach(model)
+        objects = dict(options.also_save)
+        if options.scheduler is not None:
+            objects["scheduler"] = options.scheduler
+        loader = Loader(dataset, options.collate)
+        checkpoint = group.meet()["checkpoint"]
+        if checkpoint is not None:
+            restore_same(Path(checkpoint), model, optimizer, objects)
+        micro = self._micro_batch(options, limit=options.global_batch)
+        group.answer(about_rank(tensors, loader, micro.free_bytes))
+        group.equalize([*tensors.trained, *tensors.fixed.values()])
+        parts = RankParts(
+            launch=launch, options=options, model=model, optimizer=optimizer, loader=loader, tensors=tensors
+        )
+        return RankTrainer(parts, group).steps()
 
     def _open_hub(self, parts: Parts) -> HostHub:
         launch, tensors = self._launch, parts.tensors
@@ -250,21 +313,42 @@ def start() -> Run:
     """Begin a run: alone, as host or as guest, as this process was started.
 
     Under plain `python script.py` the run is alone and writes no files; under `potluck host script.py` guests
-    can join it; `potluck join` runs the same script as a guest.
+    can join it; `potluck join` runs the same script as a guest. Under torchrun the processes of one machine are one
+    host.
     """
     launch = current()
     if launch is None:
         environment = env.read()
         failpoints.arm(environment.failpoint)
+        device, group = device_here(environment.device, environment.threads)
         launch = Launch(
-            role=ALONE,
+            role=ALONE if group is None or group.place.leads else RANK,
             config=RunConfig(),
-            device=pick(environment.device, threads=environment.threads),
+            device=device,
+            ranks=group,
             name=environment.name or socket.gethostname(),
             log=EventLog(None),
             what=sys.argv[0],
         )
     return Run(launch)
+
+
+def device_here(name: str | None, threads: int | None, *, beside: int = 0) -> tuple[Device, ranks.Ranks | None]:
+    """This process's device; under torchrun, also the host's ranks, which meet here.
+
+    `beside`: guests on this machine, for which cores are left.
+    """
+    place = ranks.place()
+    if place is None:
+        return pick(name, threads=threads or (max(1, usable_cores() // (1 + beside)) if beside else None)), None
+    share = max(1, usable_cores() // (place.world + beside))
+    device, nccl = pick_for_rank(name, place.local_rank, place.world, threads=threads or share)
+    group = ranks.form(place, nccl=nccl)
+    if place.leads:
+        device.label = f"{place.world} × {device.label}"
+        if device.peak_flops is not None:
+            device.peak_flops *= place.world
+    return device, group
 
 
 def manifest(launch: Launch, recipe: dict[str, Any]) -> dict[str, Any]:

@@ -88,6 +88,10 @@ class Step:
         """The summed loss of this machine's samples (waits for the device)."""
         return float(self._loss_sum)
 
+    def loss_so_far(self) -> Tensor | float:
+        """The same, still on the device."""
+        return self._loss_sum
+
     def reset_loss(self) -> None:
         self._loss_sum = 0.0
 

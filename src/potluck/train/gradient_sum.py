@@ -1,0 +1,76 @@
+"""The sum of several ranks' gradients: one all-reduce a step, in buckets. Owns nothing but that arithmetic.
+
+It must not know what a step, a host or a guest is.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+BUCKET_BYTES = 32 << 20
+"""Gradients are joined up to this size: one all-reduce for each would cost more than its bytes."""
+IN_FLIGHT = 3
+"""Buckets under way at once; more would only hold more memory."""
+
+
+def add_up(trained: Sequence[nn.Parameter], loss: Tensor | float, *, sums: Any, control: Any) -> Tensor:
+    """Every rank's gradients become the ranks' sum; also the sum of their losses, [1], on the device.
+
+    `control` is a group for what is on the CPU: which parameters were used. One that only some ranks used gets
+    zeros on the others; one that nobody used stays without a gradient, as on one machine.
+    """
+    used = torch.tensor([p.grad is not None for p in trained], dtype=torch.uint8)
+    dist.all_reduce(used, dist.ReduceOp.MAX, group=control)
+    gradients = []
+    for parameter, is_used in zip(trained, used.tolist()):
+        if not is_used:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        gradients.append(parameter.grad)
+    total = torch.zeros(1, dtype=torch.float64, device=trained[0].device)
+    total += loss.detach() if isinstance(loss, Tensor) else loss
+    under_way: deque[tuple[Any, Tensor, list[Tensor]]] = deque()
+    under_way.append((dist.all_reduce(total, group=sums, async_op=True), total, [total]))
+    for bucket in _buckets(gradients):
+        whole = len(bucket) == 1 and bucket[0].is_contiguous()
+        flat = bucket[0] if whole else torch.cat([g.reshape(-1) for g in bucket])
+        under_way.append((dist.all_reduce(flat, group=sums, async_op=True), flat, bucket))
+        if len(under_way) > IN_FLIGHT:
+            _land(*under_way.popleft())
+    while under_way:
+        _land(*under_way.popleft())
+    return total
+
+
+def _land(work: Any, flat: Tensor, bucket: list[Tensor]) -> None:
+    work.wait()
+    if flat is bucket[0]:
+        return
+    parts = flat.split([g.numel() for g in bucket])
+    torch._foreach_copy_(bucket, [part.view(g.shape) for part, g in zip(parts, bucket)])
+
+
+def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours of one type, together at most BUCKET_BYTES; a larger one is alone."""
+    bucket: list[Tensor] = []
+    size = 0
+    for gradient in gradients:
+        if bucket and (size + gradient.nbytes > BUCKET_BYTES or gradient.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(gradient)
+        size += gradient.nbytes
+    if bucket:
+        yield bucket
+
+
+def hashes(tensors: Sequence[Tensor]) -> Tensor:
+    """[tensors] int64 on the CPU: equal where every bit is, and hardly ever otherwise."""
+    return torch.stack([torch.hash_tensor(t.detach()).view(torch.int64) for t in tensors]).cpu()

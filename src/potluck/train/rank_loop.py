@@ -1,0 +1,177 @@
+"""The training loop on the host's other ranks: the samples that rank 0 gives, and the same update as rank 0's.
+
+Owns no folder, no guest, no figure and no decision: these are rank 0's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import nn
+
+from potluck.errors import CheckpointError, LoopError, RankGoneError
+from potluck.hub.tensors import ModelTensors
+from potluck.train import ranks as orders
+from potluck.train.checkpoint import load_latest
+from potluck.train.data import Loader, to_device
+from potluck.train.flight import Flight
+from potluck.train.host_loop import prepare_gradients
+from potluck.train.launch import Launch
+from potluck.train.options import Options
+from potluck.train.ranks import RankDone, Ranks
+from potluck.train.step import Step
+
+LAST_WORDS_S = 2.0
+
+
+@dataclass(slots=True, kw_only=True)
+class RankParts:
+    """What is trained here, and with what."""
+
+    launch: Launch
+    options: Options
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loader: Loader
+    tensors: ModelTensors
+
+
+class RankTrainer:
+    """Follows rank 0 through the steps of one training."""
+
+    def __init__(self, parts: RankParts, ranks: Ranks) -> None:
+        self._p, self._ranks = parts, ranks
+        self._device = parts.launch.device
+        self._trained = parts.tensors.trained
+        self._flight = Flight(self._device, lambda samples, seconds: ranks.done())
+
+    def steps(self) -> Iterator[Step]:
+        """The same steps as rank 0's; where the training ends, this process does."""
+        step: Step | None = None
+        try:
+            while (order := self._ranks.order()).what != orders.END:
+                step = Step(order.number, self._batches, self._after_backward, self._p.options.loss_is)
+                yield step
+                if not step.finished:
+                    raise LoopError(
+                        f"step {step.index} was left before all its samples were computed",
+                        hint="let `for batch in step` run to its end; break out of the outer loop instead",
+                    )
+            self._over()
+        except GeneratorExit:
+            if step is not None and step.finished:
+                self._left_the_loop(step)
+            raise
+
+    def _over(self) -> NoReturn:
+        raise RankDone(0)
+
+    def _left_the_loop(self, step: Step) -> None:
+        """By `break` or by an exception, which looks the same from here, and nothing can be raised.
+
+        Where rank 0 has left, too, this process ends at once: what follows the loop is rank 0's affair.
+        """
+        words = (
+            f"rank {self._ranks.place.rank} left the training loop after step {step.index + 1}, rank 0 did not\n"
+            "hint: unless an exception follows: leave the loop `if run.is_host`, or with steps=…"
+        )
+        try:
+            if self._ranks.order().what == orders.END:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(0)
+        except RankGoneError as error:
+            words = str(error)
+        print(f"error: {words}", file=sys.stderr, flush=True)
+        # An exception has this long to be shown. What follows the loop must not be done here.
+        end = threading.Timer(LAST_WORDS_S, os._exit, (LoopError.exit_status,))
+        end.daemon = True
+        end.start()
+
+    def _batches(self, step: Step) -> Iterator[Any]:
+        self._device.at_step(step.index + 1)
+        seed(self._p.options.seed, step.index, self._ranks.place.rank)
+        for parameter in self._trained:
+            parameter.grad = None
+        while (order := self._ranks.order()).what != orders.UPDATE:
+            if order.what == orders.END:
+                self._over()
+            if order.what == orders.LAND:
+                self._flight.finish()
+                continue
+            began = time.monotonic()
+            if order.samples:
+                batch = to_device(self._p.loader.fetch(order.samples), self._device)
+                step.hand_out(len(order.samples))
+                if not self._device.ahead:
+                    self._device.begin(len(order.samples))
+                yield batch
+                step.check_done()
+            self._flight.launched(order.samples, began)
+        self._update(step, compare=bool(order.number))
+
+    def _after_backward(self, samples: int) -> None:
+        if not self._device.ahead:
+            self._device.end()
+
+    def _update(self, step: Step, *, compare: bool) -> None:
+        """The gradient is the same on every rank, and so are weights and optimizer: then they stay so."""
+        options = self._p.options
+        total = self._ranks.sum_gradients(self._trained, step.loss_so_far())
+        prepare_gradients(step, self._trained, options, self._p.model)
+        self._p.optimizer.step()
+        if options.scheduler is not None:
+            options.scheduler.step()
+        step.loss = float(total) / options.global_batch
+        if compare:
+            self._ranks.show_weights(self._trained)
+
+
+def seed(base: int, step: int, rank: int) -> None:
+    """Random numbers of this rank's own. They depend on nothing before this step: a resumed run draws the same."""
+    number = int(np.random.SeedSequence([base % 2**32, step, rank]).generate_state(1, np.uint32)[0])
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number)
+
+
+def about_rank(tensors: ModelTensors, loader: Loader, free_bytes: int | None) -> dict[str, Any]:
+    """What rank 0 wants to know of every rank before the first step."""
+    model = hashlib.blake2b(repr(tensors.fingerprint).encode(), digest_size=8).hexdigest()
+    return {"model": model, "samples": loader.samples, "free_bytes": free_bytes}
+
+
+def restore_same(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, objects: dict[str, Any]) -> None:
+    """Go on from the checkpoint that rank 0 has loaded."""
+    loaded = load_latest(path.parent)
+    if loaded is None or loaded.path.resolve() != path:
+        raise CheckpointError(
+            f"rank 0 goes on from {path}, which this rank cannot read",
+            hint="all ranks of a host must see the same run folder",
+        )
+    loaded.restore(model, optimizer, objects)
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Ranks hold whole and plain models; what DDP would do is done here, once a step."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise LoopError(
+            "the model is wrapped in DistributedDataParallel, which would sum the gradients a second time",
+            hint="give run.training() the plain model: Potluck sums over the ranks, once a step",
+        )
+    if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+        raise LoopError(
+            "the model is sharded over the ranks (FSDP), but every rank of a host holds a whole one",
+            hint="give run.training() the plain model; one that does not fit into a GPU cannot be trained here",
+        )
