@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from potluck.codec import Codec, encode_with_feedback, get
+from potluck.dist.counting import spends
 from potluck.dist.schedules import Span, split
 
 DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
@@ -134,6 +135,7 @@ class Exchange:
         start, stop = self.spans[part]
         return self._codec.nbytes(stop - start)
 
+    @spends("reduction")
     def outgoing(self, part: int) -> Tensor:
         """What the owner of this part must get from this rank; to be called once for each part but the own."""
         assert part != self._rank
@@ -143,6 +145,7 @@ class Exchange:
             return self._codec.encode(values)
         return encode_with_feedback(self._codec, values, self._up[start:stop])
 
+    @spends("reduction")
     def add(self, source: int, payload: Tensor | None = None) -> None:
         """Add what a rank sent for this rank's part, in the order of the ranks; None: this rank's own values.
 
@@ -158,6 +161,7 @@ class Exchange:
         else:
             self._sum.add_(self._codec.decode(payload, self._sum.numel()))
 
+    @spends("reduction")
     def result(self) -> Tensor:
         """What everybody must get from this rank, when all was added."""
         assert self._next == len(self.spans)
@@ -167,6 +171,7 @@ class Exchange:
             return self._codec.encode(self._sum)
         return encode_with_feedback(self._codec, self._sum, self._down)
 
+    @spends("reduction")
     def place(self, part: int, payload: Tensor) -> None:
         """Write an owner's result where it belongs; one's own too, so that all ranks have the same bits.
 
