@@ -210,9 +210,10 @@ class Metrics:
                 kind.peak_bytes_per_s = max(kind.peak_bytes_per_s, done._nbytes / seconds)
 
     def _kind(self, name: str) -> _Kind:
-        if name not in self._kinds and len(self._kinds) >= _MOST_KINDS:
-            name = OTHER
-        return self._kinds.setdefault(name, _Kind())
+        kind = self._kinds.get(name)
+        if kind is None:
+            kind = self._kinds.setdefault(name if len(self._kinds) < _MOST_KINDS else OTHER, _Kind())
+        return kind
 
 
 METRICS = Metrics()

@@ -65,7 +65,7 @@ class LocalGroup(Rounds):
     def all_reduce(self, values: Tensor, op: Any = SUM, *, timeout_s: float, note: bytes = b"") -> None:
         """`values` [n], in place: the reduction over all members, the same bits for each."""
         note = note or note_of("all_reduce", values, op)
-        if op == SUM and values.dtype in _PLAIN and values.nbytes <= self._memory.sizes.small_bytes:
+        if reduction.name_of(op) == "SUM" and values.dtype in _PLAIN and values.nbytes <= self._memory.sizes.small_bytes:
             self._sum_small(values, timeout_s, note)
             return
         wide, op = _multiplied(values, op)
