@@ -24,7 +24,9 @@ def ranks() -> Iterator[Ranks]:
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
 def test_every_collective(ranks: Ranks, world: int, transport: str, which: str) -> None:
-    options = {"transport": transport, **SMALL_PIECES}
+    """Every case with every number of ranks through shared memory, and with two of them (or one rank) by TCP."""
+    share = (world % 2, 2) if transport == "tcp" and world > 1 else (0, 1)
+    options = {"transport": transport, "share": share, **SMALL_PIECES}
     failed = ranks.call("support.dist_cases:run_all", world, which, (), options, deadline_s=55)
     assert failed == [[]] * world
 
@@ -32,7 +34,7 @@ def test_every_collective(ranks: Ranks, world: int, transport: str, which: str) 
 @pytest.mark.parametrize("which", ["reductions", "movements"])
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_through_a_device_that_is_not_the_cpu(ranks: Ranks, transport: str, which: str) -> None:
-    options = {"transport": transport, **SMALL_PIECES}
+    options = {"transport": transport, "share": (int(transport == "tcp"), 2), **SMALL_PIECES}
     with Ranks(2) as changed:
         failed = changed.call("support.dist_cases:run_all", 2, which, ("fake", "cpu"), options, deadline_s=55)
     assert failed == [[]] * 2
@@ -43,7 +45,7 @@ def test_through_a_device_that_is_not_the_cpu(ranks: Ranks, transport: str, whic
 def test_ranks_on_several_machines_that_share_memory_at_home(
     ranks: Ranks, world: int, machines: int, which: str
 ) -> None:
-    options = {"machines": machines, **SMALL_PIECES}
+    options = {"machines": machines, "share": (world % 3, 3), **SMALL_PIECES}
     failed = ranks.call("support.dist_cases:run_all", world, which, (), options, deadline_s=55)
     assert failed == [[]] * world
 
@@ -52,3 +54,16 @@ def test_a_compressed_all_reduce_loses_little_and_makes_up_for_it(ranks: Ranks) 
     for once, over_many in ranks.call("support.dist_cases:compressed", 2):
         assert 0 < once < 0.02
         assert over_many < once / 4
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_the_time_of_a_collective_is_told_by_what_it_was_spent_on(ranks: Ranks, transport: str) -> None:
+    for figures in ranks.call("support.dist_cases:measured", 2, transport):
+        parts = [figures[f"{phase}_s"] for phase in ("queue", "staging", "network", "reduction")]
+        assert min(parts) > 0
+        assert figures["ops"] == 10
+        # All of it, but for the moments between one clock and the next.
+        whole = figures["avg_s"] * 10
+        assert 0.5 * whole < sum(parts) <= whole * 1.01
+        # By owners: half of the tensor to the other rank, and the sum of the own half.
+        assert figures["sent_bytes"] == (0 if transport == "shm" else figures["bytes"])

@@ -5,6 +5,7 @@ It knows of Potluck only the name of its backend.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -85,3 +86,44 @@ def fsdp(rank: int, world: int) -> list[float]:
         return mean.tolist()
     finally:
         dist.destroy_process_group()
+
+
+def hooked(rank: int, world: int, cases: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Stock gloo with a communication hook, by case: "CODEC", "CODEC bfloat16", "CODEC without" (feedback)."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    try:
+        return {case: _with_hook(case, world) for case in cases}
+    finally:
+        dist.destroy_process_group()
+
+
+def _with_hook(case: str, world: int) -> dict[str, Any]:
+    """Some steps of a regression with one fixed batch for each rank; the loss over both at the end."""
+    from potluck.dist.hooks import compress
+
+    codec, _, extra = case.partition(" ")
+    torch.manual_seed(5)
+    net = nn.Sequential(nn.Linear(32, 96), nn.Tanh(), nn.Linear(96, 96), nn.Tanh(), nn.Linear(96, 4))
+    if extra == "bfloat16":
+        net = net.to(torch.bfloat16)
+    wrapped = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.02)  # several buckets
+    state = None
+    if codec != "exact":
+        state = compress(wrapped, codec, feedback=extra != "without", start_step=4)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.2, momentum=0.5)
+    generator = torch.Generator().manual_seed(100 + dist.get_rank())
+    dtype = next(net.parameters()).dtype
+    inputs = torch.randn(64, 32, generator=generator).to(dtype)
+    wanted = torch.stack([inputs[:, i] * inputs[:, i + 1] for i in range(4)], 1)
+    for _ in range(80):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(wrapped(inputs), wanted).backward()
+        optimizer.step()
+    with torch.no_grad():
+        loss = nn.functional.mse_loss(net(inputs), wanted).float()
+    dist.all_reduce(loss)
+    weights = torch.cat([p.detach().float().flatten() for p in net.parameters()])
+    result: dict[str, Any] = {"loss": loss.item() / world, "weights": weights.double().sum().item()}
+    if state is not None:
+        result |= {"sent": state.sent_bytes, "exact": state.exact_bytes}
+    return result

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from potluck.codec import get
 from potluck.dist.compression import Compressor, Exchange, Residuals, identity_of
+from potluck.dist.schedules import split
 from potluck.errors import WireError
 
 CODECS = ("none", "fp16", "bf16", "int8", "int4", "topk:0.1")
@@ -16,11 +17,16 @@ CODECS = ("none", "fp16", "bf16", "int8", "int4", "topk:0.1")
 def all_reduce(
     compressors: list[Compressor], tensors: list[Tensor], name: str = "t", average: bool = True
 ) -> list[Exchange]:
-    """What the backend and the hooks do, without a link; in place."""
+    """What the hooks do, without a link; in place."""
     world = len(tensors)
     exchanges = [
         c.begin(name, t, rank, world, average=average) for rank, (c, t) in enumerate(zip(compressors, tensors))
     ]
+    return exchange_all(exchanges)
+
+
+def exchange_all(exchanges: list[Exchange]) -> list[Exchange]:
+    world = len(exchanges)
     sent = {(r, part): exchanges[r].outgoing(part) for r in range(world) for part in range(world) if part != r}
     for rank, exchange in enumerate(exchanges):
         for source in range(world):
@@ -51,6 +57,31 @@ def test_all_ranks_get_the_same_bits_near_the_average(codec: str, world: int, dt
     assert error < {"none": 0.01, "fp16": 0.01, "bf16": 0.02, "int8": 0.03, "int4": 0.3}.get(codec, 1.0)
     if codec == "none" and dtype == torch.float32:
         torch.testing.assert_close(tensors[0], want)
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4", "bf16"])
+@pytest.mark.parametrize("count", [0, 1, 129, 3000, 3100])
+def test_piece_by_piece_gives_the_same_bits_and_keeps_the_same_residuals(codec: str, count: int) -> None:
+    torch.manual_seed(4)
+    whole, pieces = ranks_of(3, codec), ranks_of(3, codec)
+    for _ in range(3):
+        tensors = [torch.randn(count) for _ in range(3)]
+        copies = [tensor.clone() for tensor in tensors]
+        all_reduce(whole, tensors)
+        by_rank = [
+            c.begin_pieces("t", t, rank, 3, average=True, piece=256)
+            for rank, (c, t) in enumerate(zip(pieces, copies))
+        ]
+        assert {len(exchanges) for exchanges in by_rank} == {max(1, -(-by_longest(count) // 256))}
+        for exchanges in zip(*by_rank):
+            exchange_all(list(exchanges))
+        for found, wanted in zip(copies, tensors):
+            assert torch.equal(found, wanted)
+
+
+def by_longest(count: int) -> int:
+    """Elements of the longest of three parts, which begin at whole blocks."""
+    return max(stop - start for start, stop in split(count, 3, 128))
 
 
 @pytest.mark.parametrize("count", [0, 1, 100, 128, 129, 5000])

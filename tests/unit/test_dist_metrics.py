@@ -150,3 +150,32 @@ def test_the_function_is_not_hidden_by_a_module_of_its_name() -> None:
     importlib.import_module("potluck.dist.counting")
     assert callable(potluck.dist.metrics)
     assert potluck.dist.metrics()["total"]["ops"] >= 0
+
+
+def test_what_is_neither_staging_nor_reduction_is_network(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.time, "perf_counter", clock)
+
+    @module.spends("staging")
+    def stage() -> str:
+        clock.now += 2
+        return "staged"
+
+    @module.spends("reduction")
+    def fail() -> None:
+        clock.now += 3
+        raise ValueError
+
+    m = Metrics(clock)
+    stage()  # of nobody's collective
+    for _ in range(2):
+        with m.op("all_reduce", 1000) as op:
+            op.begin_spending()
+            assert stage() == "staged"
+            with pytest.raises(ValueError):
+                fail()
+            module.SPENT.sent += 500
+            clock.now += 4
+            op.end_spending()
+    got = m.snapshot()["by_op"]["all_reduce"]
+    assert [got[f"{phase}_s"] for phase in module.PHASES] == [0.0, 4.0, 8.0, 6.0]
+    assert got["sent_bytes"] == 1000

@@ -51,66 +51,69 @@ def ddp(
     """
     job = {"depth": depth, "sequence": sequence, "batch": batch, "steps": steps}
     writable(json_file)
+    names = [backend, *([against] if against else [])]
     if is_rank():
-        _train(backend, job, parent, json_file)
+        _train(names, job, parent, json_file)
         return
     counts = _counts(processes)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="potluck-bench-") as folder:
-        for name in [backend, *([against] if against else [])]:
-            for count in counts:
-                if count == 1 and any(row["world"] == 1 for row in rows):
-                    continue
-                rows += _on_this_machine(name, count, job, Path(folder))
-                _say(rows[-1], len(rows) == 1, json_file)
-            if lab_mbit is not None:
-                rows += _in_the_lab(name, lab_mbit, job, Path(folder))
-                _say(rows[-1], len(rows) == 1, json_file)
+        for count in counts:
+            _add(rows, _on_this_machine(names, count, job, Path(folder)), json_file)
+        if lab_mbit is not None:
+            _add(rows, _in_the_lab(names, lab_mbit, job, Path(folder)), json_file)
     if json_file:
         write_json(json_file, rows)
 
 
-def _train(backend: str, job: dict[str, int], parent: int | None, json_file: str | None) -> None:
-    """As one of the ranks."""
+def _add(rows: list[dict[str, Any]], more: list[dict[str, Any]], json_file: str | None) -> None:
+    for row in more:
+        rows.append(row)
+        _say(row, len(rows) == 1, json_file)
+
+
+def _train(names: list[str], job: dict[str, int], parent: int | None, json_file: str | None) -> None:
+    """As one of the ranks: on one backend after the other."""
     import torch.distributed as dist
 
     from potluck.probe import link
     from potluck.probe.ddp import Job, train
 
-    with joined([backend], parent) as (_, store):
+    with joined(names, parent) as (groups, store):
         rate, kind = link.slowest(store, dist.get_rank(), dist.get_world_size())
-        found = train(Job(**job), backend, rate, kind).to_dict()
+        found = [train(Job(**job), name, rate, kind, group).to_dict() for name, group in groups.items()]
         if dist.get_rank() == 0:
             if json_file:
-                write_json(json_file, [found])
+                write_json(json_file, found)
             else:
-                _say(found, True, None)
+                _add([], found, None)
 
 
-def _on_this_machine(backend: str, count: int, job: dict[str, int], folder: Path) -> list[dict[str, Any]]:
+def _on_this_machine(names: list[str], count: int, job: dict[str, int], folder: Path) -> list[dict[str, Any]]:
     if count == 1:
         import torch
 
         from potluck.probe.ddp import Job, train
 
         torch.set_num_threads(1)
-        return [train(Job(**job), backend, None, "").to_dict()]
-    out = folder / f"{backend}-{count}.json"
-    start_ranks(_arguments(backend, job, out), count, 1)
+        return [train(Job(**job), names[0], None, "").to_dict()]
+    out = folder / f"{count}.json"
+    start_ranks(_arguments(names, job, out), count, 1)
     return list(json.loads(out.read_text()))
 
 
-def _in_the_lab(backend: str, mbit: float, job: dict[str, int], folder: Path) -> list[dict[str, Any]]:
+def _in_the_lab(names: list[str], mbit: float, job: dict[str, int], folder: Path) -> list[dict[str, Any]]:
     from potluck.lab.ranks import potluck_command, run_on_pair
 
-    out = folder / f"{backend}-lab.json"
-    run_on_pair([potluck_command("bench", *_arguments(backend, job, out))] * 2, mbit, folder)
+    out = folder / "lab.json"
+    run_on_pair([potluck_command("bench", *_arguments(names, job, out))] * 2, mbit, folder)
     return list(json.loads(out.read_text()))
 
 
-def _arguments(backend: str, job: dict[str, int], out: Path) -> list[str]:
+def _arguments(names: list[str], job: dict[str, int], out: Path) -> list[str]:
+    backends = [word for flag, name in zip(("--backend", "--against"), names) for word in (flag, name)]
     flags = [word for name, value in job.items() for word in (f"--{name}", str(value))]
-    return ["ddp", "--backend", backend, *flags, "--json", str(out)]
+    return ["ddp", *backends, *flags, "--json", str(out)]
 
 
 def _counts(text: str) -> list[int]:

@@ -2,9 +2,12 @@
 
 It must not know torch's process groups, devices or threads.
 
-Reductions of some size go by owners: each rank owns a part of the tensor, gets that part from all others, adds it
-in the working dtype in the order of the ranks, and sends the result on, chunk by chunk. That is a ring's traffic,
-2(N-1)/N of the tensor for each rank, in two hops instead of 2(N-1), and all ranks get the same bits.
+Reductions of some size go by owners: each rank owns a part of the tensor, gets that part from all others, adds it to
+its own in the working dtype in the order of the ranks, and sends the result on, chunk by chunk. That is a ring's
+traffic, 2(N-1)/N of the tensor for each rank, in two hops instead of 2(N-1), and all ranks get the same bits.
+
+Nobody asks for a chunk or confirms one: what the others need is queued at once, and results behind it as they come.
+So both directions of a link are busy from the first chunk to the last, while this thread adds.
 """
 
 from __future__ import annotations
@@ -56,20 +59,24 @@ def all_reduce(trip: Trip, flat: Tensor, op: Op) -> None:
         _reduce_by_owners(trip, flat, sent, op, targets=range(trip.lane.world))
 
 
-def compressed_all_reduce(trip: Trip, exchange: Exchange) -> None:
-    """By owners too, with what is sent packed by a codec."""
+def compressed_all_reduce(trip: Trip, exchanges: Sequence[Exchange]) -> None:
+    """By owners too, with what is sent packed by a codec: one piece of every part after the other, so that pieces
+    travel while others are packed and unpacked."""
     me, world = trip.lane.rank, trip.lane.world
-    for rank in _others(trip):
-        trip.send(rank, exchange.outgoing(rank))
-    for rank in range(world):
-        payload = None if rank == me else trip.receive(rank, exchange.payload_bytes(me), torch.uint8)
-        exchange.add(rank, payload)
-    result = exchange.result()
-    for rank in _others(trip):
-        trip.send(rank, result)
-    exchange.place(me, result)
-    for rank in _others(trip):
-        exchange.place(rank, trip.receive(rank, exchange.payload_bytes(rank), torch.uint8))
+    for exchange in exchanges:
+        for rank in _others(trip):
+            trip.send(rank, exchange.outgoing(rank))
+    for exchange in exchanges:
+        for rank in range(world):
+            payload = None if rank == me else trip.receive(rank, exchange.payload_bytes(me), torch.uint8)
+            exchange.add(rank, payload)
+        result = exchange.result()
+        for rank in _others(trip):
+            trip.send(rank, result)
+        exchange.place(me, result)
+    for exchange in exchanges:
+        for rank in _others(trip):
+            exchange.place(rank, trip.receive(rank, exchange.payload_bytes(rank), torch.uint8))
     trip.settle()
 
 
@@ -122,23 +129,28 @@ def _reduce_by_owners(trip: Trip, flat: Tensor, sent: Tensor, op: Op, targets: S
 
 
 def _own_part(trip: Trip, mine: Tensor, result: Tensor, op: Op, receivers: Sequence[int]) -> None:
-    """Add up the part of the tensor that this rank owns, chunk by chunk, and send each on to the receivers."""
-    me, world = trip.lane.rank, trip.lane.world
+    """Add up the part of the tensor that this rank owns, chunk by chunk, and send each on to the receivers.
+
+    `result` may be `mine`: nobody else is sent this rank's own part before it is added up.
+    """
+    world = trip.lane.world
+    others = sorted(_others(trip))
     working = reduction.working_dtype(op, result.dtype)
+    in_place = working == result.dtype
     for begin, end in chunks(mine.nbytes, trip.lane.terms.chunk_bytes):
         first, last = begin // mine.itemsize, end // mine.itemsize
-        total: Tensor | None = None
-        for rank in range(world):
-            part = mine[first:last] if rank == me else _as_tensor(trip, rank, last - first, mine.dtype)
-            if total is None:
-                # Of its own: this rank's values must not be overwritten before they were added.
-                total = part.to(working, copy=True)
-            else:
-                reduction.accumulate(op, total, part)
-        assert total is not None
+        part, target = mine[first:last], result[first:last]
+        if not in_place:
+            total = part.to(working, copy=True)
+        else:
+            total = target
+            if target.data_ptr() != part.data_ptr():
+                target.copy_(part)
+        for rank in others:
+            reduction.accumulate(op, total, _as_tensor(trip, rank, last - first, mine.dtype))
         reduction.finish(op, total, world)
-        target = result[first:last]
-        target.copy_(total)
+        if not in_place:
+            target.copy_(total)
         for receiver in receivers:
             trip.send_part(receiver, raw(target))
 

@@ -38,10 +38,11 @@ class What:
         cls, name: str, tensors: Sequence[Tensor], *, op: Any = None, root: int | None = None, sized: bool = True
     ) -> What:
         """From the tensors whose sizes must agree between ranks; of several, how many elements each has."""
-        shape: tuple[int, ...] | None = None
+        reduced = "" if op is None else reduction.name_of(op)
         if sized and len(tensors) == 1:
-            shape = tuple(tensors[0].shape)
-        elif sized and tensors:
+            return _of_one(name, tensors[0].shape, tensors[0].dtype, reduced, root)
+        shape: tuple[int, ...] | None = None
+        if sized and tensors:
             shape = tuple(tensor.numel() for tensor in tensors[:_MOST_SIZES])
         return cls(
             op=name,
@@ -49,7 +50,7 @@ class What:
             shape=shape,
             # Where sizes may differ, so do the words: they have to be equal.
             nbytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors) if sized else 0,
-            reduction="" if op is None else reduction.name_of(op),
+            reduction=reduced,
             root=root,
         )
 
@@ -74,6 +75,18 @@ def _words(what: What) -> bytes:
     """A training asks for the same collectives again and again."""
     fields = {name: getattr(what, name) for name in What.__slots__}
     return Header(seq=0, **fields).text().encode()
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_one(name: str, shape: torch.Size, dtype: torch.dtype, reduced: str, root: int | None) -> What:
+    return What(
+        op=name,
+        dtype=str(dtype).removeprefix("torch."),
+        shape=tuple(shape),
+        nbytes=shape.numel() * dtype.itemsize,
+        reduction=reduced,
+        root=root,
+    )
 
 
 def as_list(tensors: Any) -> list[Tensor]:

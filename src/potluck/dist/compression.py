@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from potluck.codec import Codec, encode_with_feedback, get
+from potluck.dist.counting import spends
 from potluck.dist.schedules import Span, split
 
 DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
@@ -35,6 +36,8 @@ REDUCTIONS = frozenset({"SUM", "AVG"})
 
 _MULTIPLE = 128
 """Parts begin at the borders of the codecs' blocks."""
+PIECE = 3840 * _MULTIPLE
+"""Elements: small enough for a processor's cache, and that one travels while the next is packed."""
 _MOST_TENSORS = 256
 
 
@@ -93,12 +96,32 @@ class Compressor:
 
     def begin(self, identity: Hashable, flat: Tensor, rank: int, world: int, *, average: bool = False) -> Exchange:
         """An all-reduce of `flat`, [n] and contiguous, in place."""
+        (whole,) = self.begin_pieces(identity, flat, rank, world, average=average, piece=max(flat.numel(), 1))
+        return whole
+
+    def begin_pieces(
+        self,
+        identity: Hashable,
+        flat: Tensor,
+        rank: int,
+        world: int,
+        *,
+        average: bool = False,
+        piece: int = PIECE,
+    ) -> list[Exchange]:
+        """The same, as one exchange for each piece of everybody's part: the first of all parts, the second, ..."""
         count, device = flat.numel(), flat.device
         up = self._up.get(identity, count, device) if self._up is not None else None
         spans = split(count, world, _MULTIPLE)
         start, stop = spans[rank]
         down = self._down.get(identity, stop - start, device) if self._down is not None else None
-        return Exchange(self.codec, flat, spans, rank, up=up, down=down, average=average)
+        longest = max(last - first for first, last in spans)
+        exchanges = []
+        for at in range(0, max(longest, 1), piece):
+            pieces = tuple((min(first + at, last), min(first + at + piece, last)) for first, last in spans)
+            mine = None if down is None else down[pieces[rank][0] - start : pieces[rank][1] - start]
+            exchanges.append(Exchange(self.codec, flat, pieces, rank, up=up, down=mine, average=average))
+        return exchanges
 
     def forget(self) -> None:
         """Drop every residual, as after loading a checkpoint."""
@@ -125,8 +148,7 @@ class Exchange:
         """The part of the tensor that each rank owns."""
         self._codec, self._flat, self._rank = codec, flat.detach(), rank
         self._up, self._down, self._average = up, down, average
-        start, stop = spans[rank]
-        self._sum = torch.zeros(stop - start, dtype=torch.float32, device=flat.device)
+        self._sum = torch.empty(0, device=flat.device)
         self._next = 0
 
     def payload_bytes(self, part: int) -> int:
@@ -134,6 +156,7 @@ class Exchange:
         start, stop = self.spans[part]
         return self._codec.nbytes(stop - start)
 
+    @spends("reduction")
     def outgoing(self, part: int) -> Tensor:
         """What the owner of this part must get from this rank; to be called once for each part but the own."""
         assert part != self._rank
@@ -143,6 +166,7 @@ class Exchange:
             return self._codec.encode(values)
         return encode_with_feedback(self._codec, values, self._up[start:stop])
 
+    @spends("reduction")
     def add(self, source: int, payload: Tensor | None = None) -> None:
         """Add what a rank sent for this rank's part, in the order of the ranks; None: this rank's own values.
 
@@ -152,12 +176,17 @@ class Exchange:
         assert source == self._next, "sums must not depend on who came first"
         assert (payload is None) == (source == self._rank)
         self._next += 1
+        start, stop = self.spans[self._rank]
         if payload is None:
-            start, stop = self.spans[self._rank]
-            self._sum.add_(self._flat[start:stop])
+            values = self._flat[start:stop].to(torch.float32, copy=source == 0)
         else:
-            self._sum.add_(self._codec.decode(payload, self._sum.numel()))
+            values = self._codec.decode(payload, stop - start)
+        if source == 0:
+            self._sum = values
+        else:
+            self._sum.add_(values)
 
+    @spends("reduction")
     def result(self) -> Tensor:
         """What everybody must get from this rank, when all was added."""
         assert self._next == len(self.spans)
@@ -167,6 +196,7 @@ class Exchange:
             return self._codec.encode(self._sum)
         return encode_with_feedback(self._codec, self._sum, self._down)
 
+    @spends("reduction")
     def place(self, part: int, payload: Tensor) -> None:
         """Write an owner's result where it belongs; one's own too, so that all ranks have the same bits.
 

@@ -6,6 +6,7 @@ Everything is bounded: latencies are those of the last collectives of each kind,
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -14,12 +15,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from potluck.units import bits_text, bytes_text, count_text, seconds_text
 
 PHASES = ("queue", "staging", "network", "reduction")
-"""Waiting for its turn; copies between device and host memory; sending and receiving; arithmetic and codecs."""
+"""Until its turn has come and the device has computed what goes out; copies between device and host memory;
+sending, receiving and waiting for others; arithmetic and codecs."""
 
 OTHER = "other"
 _KEPT_LATENCIES = 1024
@@ -54,6 +56,37 @@ class _Kind:
         }
 
 
+class _Spent(threading.local):
+    """What the collective that this thread runs has done so far. One runs at a time, from its begin to its end."""
+
+    staging: float = 0.0
+    reduction: float = 0.0
+    sent: int = 0
+
+
+SPENT = _Spent()
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def spends(phase: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """For functions whose time is time of this phase; one must not call another."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def timed(*args: P.args, **kwargs: P.kwargs) -> R:
+            began = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                setattr(SPENT, phase, getattr(SPENT, phase) + time.perf_counter() - began)
+
+        return timed
+
+    return decorate
+
+
 class Measured:
     """One collective under way; a context whose end counts it. Belongs to one thread at a time.
 
@@ -65,6 +98,7 @@ class Measured:
         self._began = owner.clock()
         self._phases: dict[str, float] = {}
         self._sent_bytes = 0
+        self._working = self._began
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -84,6 +118,20 @@ class Measured:
         """The collective had waited so long before this object was made: it counts as time of the whole."""
         self.add("queue", seconds)
         self._began -= seconds
+
+    def begin_spending(self) -> None:
+        """From here to end_spending() this thread does the work, by functions that tell what they spend."""
+        SPENT.staging = SPENT.reduction = 0.0
+        SPENT.sent = 0
+        self._working = self._owner.clock()
+
+    def end_spending(self) -> None:
+        """What was neither staging nor reduction was the way to the other ranks and back."""
+        seconds = self._owner.clock() - self._working
+        self._sent_bytes += SPENT.sent
+        self.add("staging", SPENT.staging)
+        self.add("reduction", SPENT.reduction)
+        self.add("network", max(0.0, seconds - SPENT.staging - SPENT.reduction))
 
     def sent(self, nbytes: int) -> None:
         """So many bytes went out for it."""
@@ -162,9 +210,10 @@ class Metrics:
                 kind.peak_bytes_per_s = max(kind.peak_bytes_per_s, done._nbytes / seconds)
 
     def _kind(self, name: str) -> _Kind:
-        if name not in self._kinds and len(self._kinds) >= _MOST_KINDS:
-            name = OTHER
-        return self._kinds.setdefault(name, _Kind())
+        kind = self._kinds.get(name)
+        if kind is None:
+            kind = self._kinds.setdefault(name if len(self._kinds) < _MOST_KINDS else OTHER, _Kind())
+        return kind
 
 
 METRICS = Metrics()

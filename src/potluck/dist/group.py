@@ -19,7 +19,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from potluck.device import staging
-from potluck.dist import arguments, host_tensors, reduction, sparse
+from potluck.dist import arguments, host_tensors, reduction, sparse, splitting
 from potluck.dist.arguments import What
 from potluck.dist.compression import identity_of
 from potluck.dist.counting import METRICS
@@ -43,15 +43,19 @@ def create(options: Any, backend_options: Any) -> PotluckGroup:
     )
     own_s = formation.settings.timeout_s
     timeout = options.timeout if own_s is None else timedelta(seconds=own_s)
-    return PotluckGroup(formation, timeout, list(options.global_ranks_in_group))
+    origin = splitting.Origin(options.store, backend_options)
+    return PotluckGroup(formation, timeout, list(options.global_ranks_in_group), origin)
 
 
 class PotluckGroup(dist.ProcessGroup):
     """A group of ranks on any devices and machines. Collectives of one group run in the order of the calls."""
 
-    def __init__(self, formation: Formation, timeout: timedelta, global_ranks: list[int]) -> None:
+    def __init__(
+        self, formation: Formation, timeout: timedelta, global_ranks: list[int], origin: splitting.Origin
+    ) -> None:
         super().__init__(formation.rank, formation.world)  # type: ignore[call-arg]
         self._formation = formation
+        self._origin = origin
         self._timeout = timeout
         self._global_ranks = global_ranks or list(range(formation.world))
         self._group_name = self._group_desc = ""
@@ -94,12 +98,44 @@ class PotluckGroup(dist.ProcessGroup):
     def _get_backend(self, device: torch.device) -> Any:
         return self
 
-    supports_splitting = False
+    supports_splitting = True
     supports_coalescing = False
     supports_time_estimate = False
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         return False
+
+    @property
+    def options(self) -> Any:
+        return self._origin.config
+
+    def get_group_store(self) -> Any:
+        return self._origin.store
+
+    def split_group(
+        self,
+        new_ranks: list[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> PotluckGroup | None:
+        """A group of some ranks of this one, which every rank of this one must ask for at once.
+
+        Args:
+            new_ranks: numbers within this group; ranks that are not among them get None.
+            opts: a potluck.dist.Config; None: this group's.
+            device_types: of no meaning here: every group takes all.
+        """
+        wanted = splitting.Wanted(new_ranks, timeout or self._timeout, opts, group_name or "", group_desc or "")
+        group: PotluckGroup | None = splitting.split(self, self._origin, self._global_ranks, wanted)
+        return group
+
+    splitGroup = split_group
+
+    def perform_nocolor_split(self, device: Any) -> None:
+        """What torch asks of ranks that a new group is not for."""
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
@@ -151,12 +187,16 @@ class PotluckGroup(dist.ProcessGroup):
             entry.start()
             try:
                 with METRICS.op(header.op, header.nbytes) as measured:
-                    measured.queued(time.perf_counter() - asked)
                     for moment in moments:
                         if moment is not None:
                             moment()
+                    measured.queued(time.perf_counter() - asked)
                     now = time.monotonic()
-                    body(Call(header, about, now + timeout_s, now))
+                    measured.begin_spending()
+                    try:
+                        body(Call(header, about, now + timeout_s, now))
+                    finally:
+                        measured.end_spending()
             except BaseException as raised:
                 error = arguments.worded(header, raised)
                 entry.fail(error)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from potluck.device import staging
+from potluck.dist.counting import spends
 
 
 class HostTensor:
@@ -19,14 +20,21 @@ class HostTensor:
         self._tensor = tensor
         own = tensor.detach()
         self._same = staging.is_plain(own)
-        if self._same:
-            self.flat = own.view(-1)
-        else:
-            self.flat = (staging.to_host(own) if read else staging.room_for(own)).reshape(-1)
+        self.flat = own.view(-1) if self._same else _staged(own, read)
 
     def bring_back(self) -> None:
         if not self._same:
-            staging.from_host(self.flat, self._tensor)
+            _unstage(self.flat, self._tensor)
+
+
+@spends("staging")
+def _staged(tensor: Tensor, read: bool) -> Tensor:
+    return (staging.to_host(tensor) if read else staging.room_for(tensor)).reshape(-1)
+
+
+@spends("staging")
+def _unstage(flat: Tensor, tensor: Tensor) -> None:
+    staging.from_host(flat, tensor)
 
 
 def read(tensors: Iterable[Tensor]) -> list[HostTensor]:

@@ -14,6 +14,7 @@ import torch
 import zmq
 from torch import Tensor
 
+from potluck.dist.counting import SPENT
 from potluck.dist.links import Endpoint
 from potluck.dist.mesh import Aborted, DeadlinePassed, Kind, Mesh, Parcel, PeerGone
 from potluck.dist.record import Header, timeout_error
@@ -120,7 +121,6 @@ class Trip:
         self.lane, self.call = lane, call
         self.sequence, self.about, self.deadline = call.header.seq, call.about, call.deadline
         self._trackers: list[tuple[int, Any]] = []
-        self.network_s = 0.0
 
     @property
     def name(self) -> str:
@@ -137,6 +137,7 @@ class Trip:
 
     def send_part(self, rank: int, part: memoryview) -> None:
         lane = self.lane
+        SPENT.sent += len(part)
         track = len(part) >= _COPIED_BYTES
         tracker = lane.mesh.send(
             lane.endpoints[rank], (Kind.COLLECTIVE, lane.group, self.sequence), part, about=self.about, track=track
@@ -163,7 +164,6 @@ class Trip:
     def take(self, rank: int) -> Parcel:
         """The next parcel of this collective from a rank; it must be about the same collective."""
         lane = self.lane
-        began = time.perf_counter()
         try:
             parcel = lane.mesh.take(
                 lane.group, lane.endpoints[rank], self.sequence, self.deadline, contrary=self._contrary
@@ -176,7 +176,6 @@ class Trip:
             self._gone(rank, gone.reason)
         except DeadlinePassed:
             self._late([rank])
-        self.network_s += time.perf_counter() - began
         if parcel.about != self.about:
             self._mismatch(parcel)
         return parcel

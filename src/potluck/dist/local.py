@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from potluck.dist import reduction
+from potluck.dist.counting import SPENT
 from potluck.dist.local_memory import Memory, Sizes
 from potluck.dist.local_rounds import NOTE_LIMIT, SEPARATOR, Differ, Rounds, Stage, note_of, run_stages
 from potluck.dist.rings import Patience
@@ -64,7 +65,7 @@ class LocalGroup(Rounds):
     def all_reduce(self, values: Tensor, op: Any = SUM, *, timeout_s: float, note: bytes = b"") -> None:
         """`values` [n], in place: the reduction over all members, the same bits for each."""
         note = note or note_of("all_reduce", values, op)
-        if op == SUM and values.dtype in _PLAIN and values.nbytes <= self._memory.sizes.small_bytes:
+        if reduction.name_of(op) == "SUM" and values.dtype in _PLAIN and values.nbytes <= self._memory.sizes.small_bytes:
             self._sum_small(values, timeout_s, note)
             return
         wide, op = _multiplied(values, op)
@@ -87,8 +88,10 @@ class LocalGroup(Rounds):
             self._compare(number, note, patience)
             if self.size > 2:
                 values.copy_(ring.slot(0, number, dtype)[:count])
+            began = time.perf_counter()
             for member in range(1, self.size) if self.size > 2 else self._others:
                 values.add_(ring.slot(member, number, dtype)[:count])
+            SPENT.reduction += time.perf_counter() - began
             ring.done(rank)
 
     def _reduce_everywhere(self, values: Tensor, op: Any, timeout_s: float, note: bytes) -> None:

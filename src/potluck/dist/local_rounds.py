@@ -22,6 +22,8 @@ from potluck.errors import CollectiveError, CollectiveTimeoutError, RankGoneErro
 NOTE_LIMIT = 400
 SEPARATOR = b"\0"
 _ALIGN = 16
+_DISAGREE = "the ranks are not doing the same thing"
+_AGREE = "every rank must call the same collectives in the same order, with the same sizes and types"
 
 Differ = Callable[[dict[int, bytes]], Exception | None]
 """Given every member's note, of which some differ: what is wrong about it, or None if that is as it should be."""
@@ -190,8 +192,8 @@ class Rounds:
     def _disagreement(self, notes: dict[int, bytes]) -> Exception | None:
         told = "; ".join(f"{self.names[member]}: {note.decode(errors='replace')}" for member, note in notes.items())
         return CollectiveError(
-            f"the ranks are not doing the same thing: {told}",
-            hint="every rank must call the same collectives in the same order, with the same sizes and types",
+            f"{_DISAGREE}: {told}",
+            hint=_AGREE,
         )
 
     def _put(self, number: int, piece: Tensor, at: int = 0) -> None:
@@ -213,7 +215,9 @@ class Rounds:
     def _check(self, missing: Callable[[], list[int]]) -> None:
         told = self._memory.told()
         if told:
-            raise RankGoneError(f"a collective between processes of one machine ended early: {told}")
+            text = f"a collective between processes of one machine ended early: {told}"
+            # Whoever hears of a disagreement from another is told as if it had seen it itself.
+            raise CollectiveError(text, hint=_AGREE) if _DISAGREE in told else RankGoneError(text)
         if self._broken:
             raise RankGoneError(f"the wait for other processes was ended: {self._broken}")
         lost = self._memory.gone() | self._memory.left()

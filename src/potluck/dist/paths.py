@@ -50,8 +50,8 @@ class MeshPath:
         # Small ones, which are often metrics, stay exact.
         large = flat.nbytes > self.lane.terms.small_bytes and self.lane.world > 1
         if packed is not None and large and packed.suits(name, flat.dtype):
-            exchange = packed.begin(identity, flat, self.lane.rank, self.lane.world, average=name == "AVG")
-            algorithms.compressed_all_reduce(self._trip(call), exchange)
+            exchanges = packed.begin_pieces(identity, flat, self.lane.rank, self.lane.world, average=name == "AVG")
+            algorithms.compressed_all_reduce(self._trip(call), exchanges)
         else:
             algorithms.all_reduce(self._trip(call), flat, op)
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from potluck.dist.counting import spends
 from potluck.errors import CollectiveError
 
 Op = Any
@@ -79,6 +80,7 @@ def working_dtype(op: Op, dtype: torch.dtype) -> torch.dtype:
     return _HALVES.get(dtype, dtype) if name_of(op) in _ROUNDING else dtype
 
 
+@spends("reduction")
 def premul(op: Op, values: Tensor) -> None:
     """Multiply this rank's values, of the working dtype, by its factor, in place; nothing but for PREMUL_SUM.
 
@@ -100,6 +102,7 @@ def premul(op: Op, values: Tensor) -> None:
     values.mul_(factor.item() if isinstance(factor, Tensor) else factor)
 
 
+@spends("reduction")
 def accumulate(op: Op, into: Tensor, other: Tensor) -> None:
     """Reduce `other` into `into`, in place.
 
@@ -124,6 +127,7 @@ def accumulate(op: Op, into: Tensor, other: Tensor) -> None:
         into.bitwise_xor_(other)
 
 
+@spends("reduction")
 def finish(op: Op, values: Tensor, world: int) -> None:
     """The last touch on values of the working dtype that hold every rank's part, in place: AVG divides."""
     if name_of(op) == "AVG" and world > 1:

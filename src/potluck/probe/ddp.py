@@ -58,20 +58,20 @@ class Trained:
         return asdict(self)
 
 
-def train(job: Job, backend: str, link_bytes_per_s: float | None, where: str) -> Trained:
-    """Train some steps on the default group, or alone where there is none."""
-    world = dist.get_world_size() if dist.is_initialized() else 1
+def train(job: Job, backend: str, link_bytes_per_s: float | None, where: str, group: Any = None) -> Trained:
+    """Train some steps on a group, or on the default one, or alone where there is none."""
+    world = dist.get_world_size(group) if dist.is_initialized() else 1
     rank = dist.get_rank() if world > 1 else 0
     config = GptConfig(depth=job.depth, sequence=job.sequence, seed=job.seed)
     plain = GptRecipe().model(config)
-    model: nn.Module = DistributedDataParallel(plain) if world > 1 else plain
+    model: nn.Module = DistributedDataParallel(plain, process_group=group) if world > 1 else plain
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
     chance = torch.Generator().manual_seed(1000 + rank)
 
     def step(exchange: bool = True) -> tuple[float, Tensor]:
         samples = torch.randint(0, BYTES, (job.batch, job.sequence + 1), generator=chance)
         if world > 1:
-            dist.barrier()
+            dist.barrier(group)
         began = time.perf_counter()
         if exchange or not isinstance(model, DistributedDataParallel):
             loss = _backward(model, samples)
@@ -88,13 +88,14 @@ def train(job: Job, backend: str, link_bytes_per_s: float | None, where: str) ->
         took_s, loss = step()
         times.append(took_s)
         losses.append(loss)
-    step_s = _largest(statistics.median(times[_WARM_UP:]), world)
+    step_s = _largest(statistics.median(times[_WARM_UP:]), world, group)
     nbytes = sum(p.numel() * p.element_size() for p in plain.parameters())
     alone_s = all_reduce_s = None
     if world > 1:
         # From here on every rank goes its own way; the loss has been taken before.
-        alone_s = _largest(statistics.median(step(exchange=False)[0] for _ in range(max(3, job.steps // 2))), world)
-        all_reduce_s = _largest(_reduce_alone(nbytes), world)
+        alone = [step(exchange=False)[0] for _ in range(max(3, job.steps // 2))]
+        alone_s = _largest(statistics.median(alone), world, group)
+        all_reduce_s = _largest(_reduce_alone(nbytes, group), world, group)
     return Trained(
         backend=backend if world > 1 else "none",
         world=world,
@@ -105,7 +106,7 @@ def train(job: Job, backend: str, link_bytes_per_s: float | None, where: str) ->
         all_reduce_s=all_reduce_s,
         computed_s=bus_factor("all_reduce", world) * nbytes / link_bytes_per_s if link_bytes_per_s else None,
         exposed_s=None if alone_s is None else max(0.0, step_s - alone_s),
-        loss=_mean(losses[-1], world),
+        loss=_mean(losses[-1], world, group),
     )
 
 
@@ -115,27 +116,27 @@ def _backward(model: nn.Module, samples: Tensor) -> Tensor:
     return loss.detach()
 
 
-def _reduce_alone(nbytes: int, repeats: int = 5) -> float:
+def _reduce_alone(nbytes: int, group: Any, repeats: int = 5) -> float:
     values = torch.zeros(nbytes // 4)
     times = []
     for _ in range(repeats + 1):
-        dist.barrier()
+        dist.barrier(group)
         began = time.perf_counter()
-        dist.all_reduce(values)
+        dist.all_reduce(values, group=group)
         times.append(time.perf_counter() - began)
     return statistics.median(times[1:])
 
 
-def _largest(value: float, world: int) -> float:
+def _largest(value: float, world: int, group: Any) -> float:
     if world == 1:
         return value
     held = torch.tensor([value], dtype=torch.float64)
-    dist.all_reduce(held, dist.ReduceOp.MAX)
+    dist.all_reduce(held, dist.ReduceOp.MAX, group=group)
     return float(held.item())
 
 
-def _mean(value: Tensor, world: int) -> float:
+def _mean(value: Tensor, world: int, group: Any) -> float:
     held = value.to(torch.float64).reshape(1).clone()
     if world > 1:
-        dist.all_reduce(held)
+        dist.all_reduce(held, group=group)
     return float(held.item()) / world

@@ -1,0 +1,39 @@
+"""Which way a reduction within one machine takes: the short one for small sums."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from potluck.dist import reduction
+from potluck.dist.local import LocalGroup
+from potluck.dist.local_memory import Sizes
+
+
+class Memory:
+    sizes = Sizes()
+
+
+@pytest.mark.parametrize(
+    ("op", "count", "dtype", "way"),
+    [
+        (reduction.plain(dist.ReduceOp.SUM), 1024, torch.float32, "_sum_small"),  # as the process group asks
+        (dist.ReduceOp.SUM, 1024, torch.float32, "_sum_small"),
+        ("SUM", 1 << 20, torch.float32, "_reduce_in_parts"),
+        ("SUM", 1024, torch.bfloat16, "_reduce_everywhere"),
+        ("MAX", 1024, torch.float32, "_reduce_everywhere"),
+    ],
+)
+def test_the_way_of_an_all_reduce(
+    monkeypatch: pytest.MonkeyPatch, op: Any, count: int, dtype: torch.dtype, way: str
+) -> None:
+    taken = []
+    for name in ("_sum_small", "_reduce_in_parts", "_reduce_everywhere"):
+        monkeypatch.setattr(LocalGroup, name, lambda self, *args, name=name: taken.append(name))
+    group = LocalGroup.__new__(LocalGroup)
+    group._memory, group.size = Memory(), 3  # type: ignore[assignment]
+    group.all_reduce(torch.ones(count, dtype=dtype), op, timeout_s=1.0)
+    assert taken == [way]
