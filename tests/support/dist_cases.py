@@ -426,8 +426,13 @@ def measured(rank: int, world: int, transport: str) -> dict[str, Any]:
         for _ in range(5):
             dist.all_reduce(torch.ones(50_000))
             dist.all_reduce(torch.ones(200, 250).t())
+        if rank == 0:
+            dist.send(torch.ones(30), 1)
+        else:
+            dist.recv(torch.ones(30), 0)
         figures = metrics()["by_op"]
-        assert list(figures) == ["all_reduce"], list(figures)
+        assert sorted(figures) == sorted(["all_reduce", "recv" if rank else "send"]), list(figures)
+        assert figures["recv" if rank else "send"]["bytes"] == 120
         return figures["all_reduce"]
     finally:
         dist.destroy_process_group()

@@ -124,6 +124,9 @@ class LocalGroup(Rounds):
         """
         out = self._results
         width, count = self._cut(values)
+        if count == 1:
+            self._reduce_one_piece(values, op, timeout_s, note)
+            return
         pieces = values.split(width)
         with self._begin(timeout_s) as patience:
 
@@ -145,6 +148,23 @@ class LocalGroup(Rounds):
                 do=collect,
             )
             run_stages((filling, reducing, collecting), count)
+
+    def _reduce_one_piece(self, values: Tensor, op: Any, timeout_s: float, note: bytes) -> None:
+        """The same where one piece is all there is: no stage runs beside another."""
+        ring, out, rank = self._pieces, self._results, self.rank
+        with self._begin(timeout_s) as patience:
+            number = ring.free(self._others, patience)
+            self._put_for_others(number, values)
+            ring.write_note(rank, number, note)
+            ring.post(rank)
+            self._compare(number, note, patience)
+            part = self._reduce_part(values, number, op)
+            ring.done(rank)
+            number = out.free(self._others, patience)
+            out.slot(rank, number, values.dtype)[: part.numel()].copy_(part)
+            out.post(rank)
+            self._collect(values, number, patience)
+            out.done(rank)
 
     def _put_for_others(self, number: int, piece: Tensor) -> None:
         """Copy in all of a piece but this member's own part, which nobody else reads."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from potluck.device import staging
+from potluck.dist.counting import METRICS
 from potluck.dist.lane import Lane, chunks, raw
 from potluck.dist.mesh import Aborted, DeadlinePassed, Kind, PeerGone
 from potluck.dist.work import PotluckWork
@@ -44,18 +45,21 @@ class Mailroom:
 
     def send(self, tensor: Tensor, to: int, tag: int) -> None:
         """Queue a copy of the tensor; never waits for the other rank."""
-        host = staging.to_host(tensor).reshape(-1)
         lane = self._lane
         lane.check()
         if to == lane.rank:
             raise CollectiveError(f"rank {to} cannot send to itself", hint="copy the tensor instead")
-        view = raw(host)
+        total = tensor.numel() * tensor.element_size()
         about = f"{tensor.dtype}|{tuple(tensor.shape)}".encode()
-        total = len(view)
-        for start, stop in chunks(total, lane.terms.chunk_bytes):
-            lane.mesh.send(
-                lane.endpoints[to], (Kind.MESSAGE, lane.group, tag), view[start:stop], about=about, total=total
-            )
+        with METRICS.op("send", total) as measured:
+            with measured.phase("staging"):
+                view = raw(staging.to_host(tensor).reshape(-1))
+            with measured.phase("network"):
+                for start, stop in chunks(total, lane.terms.chunk_bytes):
+                    part = view[start:stop]
+                    label = (Kind.MESSAGE, lane.group, tag)
+                    lane.mesh.send(lane.endpoints[to], label, part, about=about, total=total)
+            measured.sent(total)
 
     # -- receiving ------------------------------------------------------------------------------------------
 
@@ -121,8 +125,11 @@ class Mailroom:
 
     def _serve(self, wanted: _Receive, source: int) -> None:
         try:
-            host = self._collect(wanted, source)
-            staging.from_host(host, wanted.tensor)
+            with METRICS.op("recv", wanted.tensor.numel() * wanted.tensor.element_size()) as measured:
+                with measured.phase("network"):
+                    host = self._collect(wanted, source)
+                with measured.phase("staging"):
+                    staging.from_host(host, wanted.tensor)
         except (PeerGone, DeadlinePassed, Aborted) as error:
             wanted.work.complete(RankGoneError(f"recv from {self._lane.who(source)} broke off: {error}"))
         except Exception as error:
