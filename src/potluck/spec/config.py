@@ -50,7 +50,7 @@ class RunConfig:
     checkpoint_every: int = 50
     """Steps between checkpoints; 0 for only one at the end."""
     check_replica_every: int = 50
-    """Steps between two comparisons of the guests' weights with the host's replica, by hash, and of the host's ranks
+    """Steps between two comparisons of the guests' weights with the host's replica, by hash, and of a host's ranks
     with each other; 0 for none."""
 
     def __post_init__(self) -> None:
