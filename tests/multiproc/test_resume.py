@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import time
 from pathlib import Path
@@ -127,3 +128,33 @@ def speaks(port: int) -> bool:
 
 def saved_steps(fleet: Fleet) -> list[int]:
     return sorted(int(p.name.removeprefix("step-")) for p in (fleet.folder / "checkpoints").glob("step-*"))
+
+
+FAILS = """
+import torch, potluck
+
+run = potluck.start()
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in run.training(model, optimizer, torch.randn(32, 4), global_batch=8, steps=20):
+    for batch in step:
+        step.backward(model(batch).square().mean())
+    if step.index == 3:
+        raise ValueError("my own bug")
+"""
+
+
+def test_a_script_that_fails_after_a_step_has_failed_and_missing_checkpoints_are_missed(tmp_path: Path) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text(FAILS)
+    with Fleet(tmp_path) as fleet:
+        host = fleet.host(script, "--checkpoint-every", "1")
+        host.exits_with(1, deadline_s=60)
+        assert "my own bug" in host.stderr()
+        (end,) = fleet.events("run_end")
+        assert (end["reason"], end["step"]) == ("failed", 4)
+        assert saved_steps(fleet)[-1] == 4
+        shutil.rmtree(fleet.folder / "checkpoints")
+        again = fleet.host(script, "--resume", str(fleet.folder))
+        again.exits_with(2, deadline_s=60)
+        assert "saved up to step 4, but there is no checkpoint" in again.stderr()

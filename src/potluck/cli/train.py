@@ -169,4 +169,6 @@ def show_end(folder: Path, steps: list[int], values: list[float], words: str, va
     if validation is not None:
         click.echo(f"\non held-out data: {validation:.4f}")
     click.echo(f"\n{words}\n")
-    click.echo(f"run folder: {folder}  (potluck report {folder.name})")
+    here = Path("runs") / folder.name
+    shortest = folder.name if here.is_dir() and here.samefile(folder) else folder
+    click.echo(f"run folder: {folder}  (potluck report {shortest})")

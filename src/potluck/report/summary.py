@@ -6,7 +6,6 @@ It reads the log as it is, also one that ends in the middle of a line; it does n
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 
 from potluck.errors import RunFolderError
 from potluck.report.text import clean, integer, number
+from potluck.train.events import events_in
 
 Event = Mapping[str, Any]
 
@@ -88,8 +88,7 @@ def read_events(run: Path) -> list[dict[str, Any]]:
     """The run's events in order, without lines that are no event: a killed run may end in half a line."""
     path = run / EVENTS_FILE
     try:
-        with path.open(encoding="utf-8", errors="replace") as lines:
-            events = [_event(line) for line in lines]
+        return events_in(path)
     except (FileNotFoundError, NotADirectoryError):
         raise RunFolderError(
             f"{run} is no run folder: it has no {EVENTS_FILE}",
@@ -97,7 +96,6 @@ def read_events(run: Path) -> list[dict[str, Any]]:
         ) from None
     except OSError as error:
         raise RunFolderError(f"{path} cannot be read: {error.strerror}", hint="check its permissions") from error
-    return [event for event in events if event is not None]
 
 
 def step_events(events: Iterable[Event]) -> list[Event]:
@@ -155,14 +153,6 @@ def summarize(events: Sequence[Event]) -> Summary:
         strangers_refused=sum(e.get("event") == "refused_stranger" for e in events),
         machines=machines,
     )
-
-
-def _event(line: str) -> dict[str, Any] | None:
-    try:
-        event = json.loads(line)
-    except ValueError:
-        return None
-    return event if isinstance(event, dict) else None
 
 
 def _last(events: Sequence[Event], kind: str) -> Event:

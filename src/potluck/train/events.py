@@ -66,6 +66,16 @@ class EventLog:
             raise _unwritable(self._path, error) from error
 
 
+def events_in(path: Path) -> list[Event]:
+    """A log's events in order, without lines that are no event: a killed run may end in half a line."""
+    found = []
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(line))
+    return [event for event in found if isinstance(event, dict)]
+
+
 def _opened(path: Path) -> io.FileIO:
     """The log, to be added to. Unbuffered: a line is one write, and a failed one is not tried again at the end."""
     try:

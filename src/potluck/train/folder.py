@@ -156,5 +156,5 @@ def _locked(file: Path) -> Iterator[str | None]:
 def _unwritable(path: Path, error: OSError) -> RunFolderError:
     return RunFolderError(
         f"cannot write to {path}: {error.strerror or error}",
-        hint="choose a folder you can write to with --runs DIR or POTLUCK_RUNS",
+        hint="is the disk full, or read-only? A new run can go elsewhere: --runs DIR or POTLUCK_RUNS",
     )

@@ -7,6 +7,7 @@ the loop is the same.
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from potluck.errors import ConfigError, LoopError
+from potluck.errors import CheckpointError, ConfigError, LoopError
 from potluck.failpoints import hit
 from potluck.hub.alone import AloneHub
 from potluck.hub.host import HostHub
@@ -27,7 +28,9 @@ from potluck.train import checkpoint_folder
 from potluck.train.beginning import Beginning
 from potluck.train.checkpoint import CheckpointWriter, Loaded, Snapshot, load_latest
 from potluck.train.data import Loader, to_device
+from potluck.train.events import events_in
 from potluck.train.flight import Flight
+from potluck.train.folder import RunFolder
 from potluck.train.launch import Interrupted, Launch
 from potluck.train.microbatch import MicroBatch
 from potluck.train.options import Options
@@ -35,6 +38,8 @@ from potluck.train.ranks import RoundMark
 from potluck.train.step import SavedBytes, Step
 from potluck.train.telemetry import Telemetry
 
+GRACE_S = 1.0
+"""Between the end of a user's loop after a whole step and the end of the run, unless the script's comes first."""
 TURN_S = 0.0002
 """How long Python's other threads may keep the one that feeds a device which queues its work. At Python's own 5 ms
 a GPU ran dry while contributions came: an H200 with 8 guests lost 33 % of its speed, with this 25 %."""
@@ -85,6 +90,8 @@ class HostTrainer:
         self._interrupted = False
         self._saved_step = parts.restored.step if parts.restored is not None else None
         self._ended = False
+        self._one_end = threading.Lock()
+        self._ending: threading.Timer | None = None
         self._updating = False
         parts.optimizer.register_step_pre_hook(self._only_ours)
         parts.launch.end_training = self._end
@@ -111,17 +118,32 @@ class HostTrainer:
                     )
             reason = "finished"
         except GeneratorExit:
-            # The user's loop was left: by break after a step, or in the middle of one by an exception.
+            # The user's loop was left: by break after a step, or by an exception, which cannot be told apart here.
             if step is None or step.finished:
-                reason = "finished"
+                self._left()
+                reason = ""
             raise
         finally:
-            self._end(reason)
+            if reason:
+                self._end(reason)
+
+    def _left(self) -> None:
+        """Save what is whole, and end in a moment: by then whoever started this knows whether the script failed."""
+        if self._writer is not None and not self._ended:
+            self._checkpoint(wait=True)
+        self._ending = threading.Timer(GRACE_S, self._end, ("finished",))
+        self._ending.start()
 
     def _end(self, reason: str) -> None:
         """Save, send everybody home and close the log's last line; only the first call does anything."""
-        if self._ended:
-            return
+        with self._one_end:
+            if self._ended:
+                return
+            self._end_now(reason)
+
+    def _end_now(self, reason: str) -> None:
+        if self._ending is not None:
+            self._ending.cancel()
         self._ended = True
         if self._interrupted:
             reason = "interrupted"
@@ -347,6 +369,7 @@ def restore(
     checkpoint_folder.tidy(launch.folder.checkpoints)
     loaded = load_latest(launch.folder.checkpoints)
     if loaded is None:
+        _without_checkpoint(launch, launch.folder)
         return None
     for path, reason in loaded.skipped:
         launch.log.emit({"event": "checkpoint_damaged", "path": str(path), "reason": reason})
@@ -359,3 +382,21 @@ def restore(
     loaded.restore(model, optimizer, objects)
     launch.device.set_rng_state(dict(loaded.device_rng))
     return loaded
+
+
+def _without_checkpoint(launch: Launch, folder: RunFolder) -> None:
+    """A run that saved nothing begins again, and says so; one whose checkpoints are missing does not."""
+    steps = saved = 0
+    for event in events_in(folder.events):
+        step = event.get("step")
+        if isinstance(step, int) and event.get("event") == "checkpoint":
+            saved = max(saved, step)
+        elif isinstance(step, int) and event.get("event") == "step":
+            steps = max(steps, step)
+    if saved:
+        raise CheckpointError(
+            f"the run was saved up to step {saved}, but there is no checkpoint in {folder.checkpoints}",
+            hint="bring the folder back, with all that was in it, or start a new run",
+        )
+    again = f"; the {steps} steps that were computed are computed again" if steps else ""
+    launch.log.emit({"event": "note", "text": f"there is no checkpoint yet: begins again at step 1{again}"})
