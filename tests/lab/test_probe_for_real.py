@@ -45,7 +45,7 @@ def test_the_shaped_rate_is_found_on_every_path_and_a_plan_reads_it(net: TwoMach
         found = re.search(r"potluck probe (potluck\S+)", output)
         assert found
         for number in range(1, TRIES + 1):
-            done = net.alpha.potluck("probe", found[1], "--seconds", "7", "--save", str(facts), *SMALL)
+            done = net.alpha.potluck("probe", found[1], "--seconds", "6", "--save", str(facts), *SMALL)
             assert done.returncode == 0, done.stderr
             table = json.loads(facts.read_text())
             rates = measured(table)
