@@ -17,6 +17,7 @@ import pytest
 from zmq.utils import garbage
 
 from potluck.errors import NetworkError
+from potluck.plan import inputs, models
 from potluck.probe.link_server import LinkServer
 from potluck.probe.link_visit import Visit, measure
 from potluck.spec.probed import DeviceSpeed, Rate
@@ -123,8 +124,8 @@ def test_two_processes_measure_each_other_and_a_plan_reads_the_file(tmp_path: Pa
         assert path[way]["ours"]["bytes_per_s"] > 0
         assert path[way]["bare"]["bytes_per_s"] > 0
     assert 0 < path["idle"]["p50_s"] <= path["idle"]["p99_s"]
-    planned = potluck(tmp_path, "plan", "--facts", "facts.json", "--model", "gpt:1", "--sequence", "16", "--json")
-    assert planned.returncode == 0, planned.stderr
+    given = inputs.from_facts([("facts.json", table)], models.find("gpt:1", 16))
+    assert [machine.link for machine in given.fleet.machines] == ["", "measured"]
     assert sorted(path.name for path in tmp_path.iterdir() if "facts" in path.name) == ["facts.json"]
 
 
@@ -160,6 +161,23 @@ def test_only_one_is_measured_with_at_a_time() -> None:
             assert second._streamed(False, True, 0.3)[1] is not None
         finally:
             first.close()
+            second.close()
+
+
+def test_one_that_died_makes_room_for_the_next() -> None:
+    with listening() as token:
+        first, second = Visit(token, "one", quiet), Visit(token, "two", quiet)
+        try:
+            first._ask("probe.flow", {"flow": 1, "take": True, "send": False, "seconds": 60.0})
+            first._socket.close(linger_s=0.0)  # no goodbye
+            deadline = time.monotonic() + 10.0  # far less than what it had asked for
+            while True:
+                try:
+                    assert second._streamed(True, False, 0.3)[0] is not None
+                    break
+                except NetworkError:  # it is still thought to be there
+                    assert time.monotonic() < deadline
+        finally:
             second.close()
 
 

@@ -119,6 +119,9 @@ def exchange(link: socket.socket, *, sends: bool, takes: bool, seconds: float) -
         sender.start()
     try:
         return _take(link, seconds, to_the_end=sends)
+    except BaseException:
+        link.close()  # so that the sender ends, too
+        raise
     finally:
         if sends:
             sender.join(seconds + _PATIENCE_S)

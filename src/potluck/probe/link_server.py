@@ -128,7 +128,9 @@ class LinkServer:
     def _measure(self, peer: bytes, number: int, message: Message, address: str) -> None:
         """What only one visitor can have at a time."""
         now, guest = time.monotonic(), peer[:-1]
-        if guest != self._guest and now < self._until:
+        taken = guest != self._guest and now < self._until
+        # One whose connection is gone cannot be written to: the next need not wait for its time to pass.
+        if taken and self._send(self._guest + b"c", "probe.echo", {"id": 0}):
             self._send(peer, "probe.busy", {"id": number})
             return
         seconds = message.fields.get("seconds", 0.0)

@@ -20,7 +20,7 @@ from potluck.spec.probed import DeviceSpeed
 from potluck.train.data import Loader, to_device
 from potluck.train.microbatch import MEMORY_PART, MicroBatch
 from potluck.train.recipes import Recipe
-from potluck.train.recipes.modes import precision
+from potluck.train.recipes.modes import compiled, precision
 from potluck.train.step import SavedBytes
 from potluck.units import bytes_text
 
@@ -108,6 +108,8 @@ def _trained(device: Device, training: Training, seconds: float, progress: Progr
     flops = flops or 6.0 * parameters * (sequence or 1)
     if isinstance(precision(device.torch_device, config.precision), torch.autocast):
         words += ", bf16"
+    if compiled(getattr(config, "compile", "no"), device.torch_device, guest=True):
+        words += ", compiled"
     return {
         "training": words,
         "model": planned,

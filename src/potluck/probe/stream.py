@@ -17,8 +17,9 @@ LEAST_PIECE, MOST_PIECE = 16 * 1024, 1024 * 1024
 PIECE_S = 0.004
 """A piece takes some such time, within its bounds: a thin link is measured finely, a fast one at its best."""
 FIRST_WINDOW, MOST_WINDOW = 128 * 1024, 32 * 1024 * 1024
-WINDOW_S = 0.25
-"""What may be on its way: so much of the rate. A link with a longer round trip than this is not filled."""
+WINDOW_S = 0.4
+"""What may be on its way: so much of the rate. A link with a longer round trip is not filled, and a process that is
+held up for longer leaves a gap."""
 _SETTLED_S = 0.1
 """A rate over less time than this says nothing: the first packets pass any shaper at once."""
 
