@@ -24,6 +24,8 @@ _MOST_STRANGERS = 8
 _TURN_S = 0.25
 """No call waits longer for the other side, so that an end is seen."""
 _PATIENCE_S = 1.5
+_TAIL_S = 0.2
+"""Something is sent for so much longer than is measured, so that the end of one is not the end of the other."""
 _PIECE = 256 * 1024
 _GO = b"\x01"
 
@@ -129,7 +131,7 @@ def exchange(link: socket.socket, *, sends: bool, takes: bool, seconds: float) -
 
 def _send(link: socket.socket, seconds: float) -> None:
     piece = os.urandom(_PIECE)  # a tunnel that compresses must not flatter itself
-    end = time.monotonic() + seconds
+    end = time.monotonic() + seconds + _TAIL_S
     try:
         while time.monotonic() < end:
             with contextlib.suppress(TimeoutError):

@@ -25,6 +25,7 @@ _SETTLED_S = 0.1
 
 SKIPPED_PART, MOST_SKIPPED_S = 0.25, 1.0
 """The beginning does not count: TCP is still feeling its way."""
+LATE_S = 0.3
 _BIN_S = 0.1
 _GRAIN_S = 0.005
 MOST_SECONDS = 120.0
@@ -58,18 +59,25 @@ class Meter:
         self.total = 0
         self._marks: list[tuple[float, int]] = []
         """When so much was there; one in every few milliseconds."""
+        self._ended = False
 
     def add(self, count: int, now: float) -> None:
         self.total += count
-        if self._marks and now > self._marks[0][0] + self._seconds:
+        if self._ended:
             return
-        if not self._marks or now - self._marks[-1][0] >= _GRAIN_S:
+        if self._marks and now > self._marks[0][0] + self._seconds:
+            # The first that comes too late still counts, up to its own time: where this process was held up at the
+            # end, it is what had arrived meanwhile.
+            self._ended = True
+            if now <= self._marks[0][0] + self._seconds + LATE_S:
+                self._marks.append((now, self.total))
+        elif not self._marks or now - self._marks[-1][0] >= _GRAIN_S:
             self._marks.append((now, self.total))
         else:
             self._marks[-1] = (self._marks[-1][0], self.total)
 
     def over(self, now: float) -> bool:
-        return bool(self._marks) and now > self._marks[0][0] + self._seconds
+        return self._ended or (bool(self._marks) and now > self._marks[0][0] + self._seconds + LATE_S)
 
     def rate(self) -> Rate | None:
         """None where too little came to tell."""
