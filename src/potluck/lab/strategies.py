@@ -205,6 +205,7 @@ class _Guests:
     def _join(self, machine: Machine) -> Actor:
         token = self._arena.box.token_file(machine.name, self._token)
         command = ["-m", "potluck", "join", "--token-file", str(token), "--threads", "1", "--view", "plain"]
+        command += ["--runs", str(self._stage.folder)]
         return self._stage.start(machine.name, [*command, *_machine_flags(machine)])
 
 
