@@ -148,6 +148,7 @@ FAULTS = [
     ({"event": "lease_taken_back", "silent": True}, True),
     ({"event": "lease_taken_back", "silent": False}, False),
     ({"event": "guest_left"}, False),
+    ({"event": "guest_left", "failed": True}, True),
     ({"event": "step"}, False),
 ]
 

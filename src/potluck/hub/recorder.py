@@ -116,7 +116,8 @@ class Recorder:
         kind, machine = str(event.get("event", "")), str(event.get("machine") or "")
         words = {k: str(event[k])[:LONGEST_TEXT] for k in ("address", "reason") if event.get(k)}
         self.note(kind, machine, {k: v for k, v in event.items() if k in NUMBERS}, words)
-        if kind in FAULTS or (kind == "lease_taken_back" and event.get("silent")):
+        failed = event.get({"lease_taken_back": "silent", "guest_left": "failed"}.get(kind, ""))
+        if kind in FAULTS or failed:
             self.fault(f"{kind} {machine}: {words.get('reason', '')}")
 
     def note(self, kind: str, machine: str, numbers: Mapping[str, Any], words: Mapping[str, str]) -> None:

@@ -30,6 +30,8 @@ def describe(event: Event) -> Message | None:
     if entry is None:
         return None
     level, sentence = entry
+    if kind == "guest_left" and event.get("failed"):
+        level = "bad"
     subject = clean(event.get("machine") or event.get("address"))
     return Message(text=sentence(event), level=level, about=(kind, subject))
 
@@ -90,9 +92,13 @@ def _failed(event: Event, what: str, and_then: str = "", otherwise: str = "") ->
     """Who did what in which step, and what became of its samples: one sentence for every fault."""
     step = integer(event, "step")
     during = f" during step {step}" if step else ""
+    samples = _given_back(event) or (f"; {otherwise}" if otherwise else "")
+    return f"{_who(event)} {what}{during}{and_then}{samples}"
+
+
+def _given_back(event: Event) -> str:
     count = integer(event, "samples_taken_back") or integer(event, "samples")
-    samples = f"its {_samples(count)} {'was' if count == 1 else 'were'} taken back" if count else otherwise
-    return f"{_who(event)} {what}{during}{and_then}" + (f"; {samples}" if samples else "")
+    return f"; its {_samples(count)} {'was' if count == 1 else 'were'} taken back" if count else ""
 
 
 def _lost(event: Event) -> str:
@@ -132,7 +138,7 @@ def _checkpoint(event: Event) -> str:
 _SENTENCES: Mapping[str, tuple[Level, Callable[[Event], str]]] = {
     "guest_hello": ("info", _hello),
     "guest_joined": ("good", _joined),
-    "guest_left": ("info", lambda e: f"{_who(e)} left{_because(e)}"),
+    "guest_left": ("info", lambda e: f"{_who(e)} left{_because(e)}{_given_back(e)}"),
     "guest_lost": ("bad", _lost),
     "guest_refused": ("bad", lambda e: f"refused {_who(e)}{_because(e)}"),
     "guest_sits_out": ("warn", lambda e: f"{_name(e)} sits out{_because(e)}"),
