@@ -77,6 +77,8 @@ class Recorder:
         """`folder` None: nothing is ever written. `tell` hears of each file and why it was written."""
         self.name = name
         self.tell = tell
+        self.files = 0
+        """Written so far."""
         self._folder = folder
         self._clock = clock
         self._started = clock() if started is None else started
@@ -157,6 +159,7 @@ class Recorder:
         text = "".join(json.dumps(line) + "\n" for line in (head, *lines))
         with contextlib.suppress(OSError):
             path = self._new_file(text)
+            self.files += 1
             self.tell(path, why)
             return path
         return None
