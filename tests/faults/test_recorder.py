@@ -96,7 +96,7 @@ def test_a_few_files_and_not_too_often(tmp_path: Path, clock: Clock) -> None:
         clock.now += PAUSE_S
         assert lines(recorder.write())[0]["why"] == "one more at once", "it is not forgotten"
         clock.now += PAUSE_S
-    assert len(told) == 6 * MOST_FILES
+    assert len(told) == recorder.files == 6 * MOST_FILES
     names = sorted(p.name for p in tmp_path.iterdir())
     assert len(names) == MOST_FILES
     assert f"flight-tower-{6 * MOST_FILES}.jsonl" in names
@@ -148,6 +148,7 @@ FAULTS = [
     ({"event": "lease_taken_back", "silent": True}, True),
     ({"event": "lease_taken_back", "silent": False}, False),
     ({"event": "guest_left"}, False),
+    ({"event": "guest_left", "failed": True}, True),
     ({"event": "step"}, False),
 ]
 

@@ -104,6 +104,7 @@ def news() -> list[Event]:
         {"event": "refused_stranger", "address": "10.0.0.66", "reason": "a wrong key"},
         {"event": "checkpoint", "step": 2, "path": "checkpoints/step-2", "seconds": 0.3},
         {"event": "checkpoint_damaged", "path": "checkpoints/step-2", "reason": "its hash is another"},
+        {"event": "flight_recorded", "machine": "tower", "path": "runs/x/flight-tower-1.jsonl", "first": True},
         {"event": "note", "text": "a word to the reader"},
     ]
 

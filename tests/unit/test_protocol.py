@@ -268,6 +268,18 @@ def test_a_lease_comes_back_when_its_guest_goes(go: Any, reason: str) -> None:
     assert result.taken_back_samples == 3
 
 
+def test_a_guest_whose_script_failed_says_so_in_words_that_cannot_steer_a_terminal() -> None:
+    world = joined("a")
+    world.say("a", "leave", reason="its script failed with ValueError:\n\x1b[2J" + "x" * 900, failed=True)
+    (event,) = of_kind(world, "guest_left")
+    assert event["failed"] is True
+    assert event["reason"].startswith("its script failed with ValueError:  [2Jxxx")
+    assert len(event["reason"]) <= 200
+    world = joined("a")
+    world.say("a", "leave", reason="left", failed="yes")
+    assert "failed" not in of_kind(world, "guest_left")[0]
+
+
 @pytest.mark.parametrize(("go", "reason"), WAYS)
 @pytest.mark.parametrize("why_not", [None, "its gradient is not finite"])
 def test_who_goes_while_decoding_goes_when_that_has_ended(go: Any, reason: str, why_not: str | None) -> None:

@@ -74,13 +74,17 @@ def test_start_and_end() -> None:
 def test_everything_else_that_happens_is_one_line_that_names_who_and_why(event: dict[str, Any]) -> None:
     (line,) = shown(event)
     for key in (
-        "machine",
+        "machine" if event["event"] != "flight_recorded" else "path",
         "address" if event["event"] != "lease_taken_back" else "machine",
         "reason",
         "path",
         "text",
     ):
         assert str(event.get(key, "")) in line
+
+
+def test_only_the_first_record_is_told() -> None:
+    assert shown({"event": "flight_recorded", "machine": "tower", "path": "x", "first": False}) == []
 
 
 def test_an_event_of_a_later_version_is_passed_over() -> None:

@@ -147,6 +147,40 @@ def test_a_message_that_repeats_is_counted() -> None:
     assert len(state.notices) == 10
 
 
+def test_only_what_failed_in_the_same_way_is_counted_together() -> None:
+    lost = {"event": "guest_lost", "machine": "laptop", "address": "10.0.0.7", "step": 2}
+    reasons = ["sent nothing for 5.1 s", "lost its connection", "sent nothing for 12 s", "lost its connection"]
+    text = "\n".join(
+        picture(state_after(sample.run_start(), sample.step(1), *({**lost, "reason": r} for r in reasons)), 120)
+    )
+    assert "(2 times) laptop (10.0.0.7) sent nothing for 12 s" in text
+    assert "(2 times) laptop (10.0.0.7) lost its connection" in text
+
+
+def test_a_notice_has_one_step_number_and_it_is_its_own() -> None:
+    late = {"event": "lease_taken_back", "machine": "laptop", "step": 3, "samples": 8, "reason": "was late"}
+    joined = {"event": "guest_joined", "machine": "pi"}
+    text = "\n".join(picture(state_after(sample.run_start(), sample.step(2), late, joined), 120))
+    assert "! step 3  laptop was late; its 8 samples were taken back" in text
+    assert "✓ step 3  pi joined" in text, "in the step that is under way"
+    text = "\n".join(picture(state_after(sample.run_start(), sample.step(4), joined), 120))
+    assert "✓ step 4  pi joined" in text, "there is no step after the last"
+
+
+def test_a_resumed_run_says_where_it_goes_on_and_why_there() -> None:
+    damaged = {
+        "event": "checkpoint_damaged",
+        "path": "checkpoints/step-00000263",
+        "reason": "its hash is another",
+        "resumed_from": 180,
+    }
+    lines = picture(state_after(damaged, sample.run_start(steps=300, resumed_from=180)), 120)
+    words = "checkpoints/step-00000263 is damaged: its hash is another; going on after step 180"
+    assert f" ✗ {words}" in lines
+    assert " · resumed after step 180" in lines
+    assert not any("resumed" in line for line in picture(state_after(sample.run_start())))
+
+
 def test_a_name_with_markup_is_only_a_name() -> None:
     state = state_after(sample.run_start(), sample.step(1, machines=[sample.host(name="[red]x[/]")]))
     assert "[red]x[/]" in "\n".join(picture(state))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from potluck.errors import PotluckError, ScriptError
 
 HINT = "the traceback above is the script's own"
+IN_LOOP_HINT = f"{HINT}; the host has been told"
 GUEST_HINT = (
     "the script runs here up to its loop: give the data set as a function (it is not called on guests), "
     "and send modules along with `potluck host SCRIPT --send FILE`"
@@ -17,8 +18,8 @@ GUEST_HINT = (
 
 
 @contextmanager
-def running(name: str, *, guest: bool = False) -> Iterator[None]:
-    """Around a script: what it raises is told as the script's, with its traceback."""
+def running(name: str, *, hint: Callable[[], str] = lambda: HINT) -> Iterator[None]:
+    """Around a script: what it raises is told as the script's, with its traceback. `hint` is asked afterwards."""
     try:
         yield
     except (PotluckError, KeyboardInterrupt, SystemExit):
@@ -30,6 +31,4 @@ def running(name: str, *, guest: bool = False) -> Iterator[None]:
         print("Traceback (most recent call last):", file=sys.stderr)
         sys.stderr.writelines(traceback.format_list(inner))
         sys.stderr.writelines(traceback.format_exception_only(error))
-        raise ScriptError(
-            f"{name} failed with {type(error).__name__}: {error}", hint=GUEST_HINT if guest else HINT
-        ) from error
+        raise ScriptError(f"{name} failed with {type(error).__name__}: {error}", hint=hint()) from error

@@ -12,7 +12,7 @@ import click
 
 from potluck.cli._app import Settings
 from potluck.cli._options import view_option
-from potluck.errors import LoopError, NetworkError, ScriptError, TokenError
+from potluck.errors import LoopError, NetworkError, PotluckError, ScriptError, TokenError
 
 
 @click.command()
@@ -152,7 +152,7 @@ def _compute(launch: Any, script: Path | None, view: Any) -> None:
 
     link = launch.link
     try:
-        _run_work(launch.welcome, script, view)
+        _run_work(launch, script, view)
         if not launch.began:
             raise LoopError("the host's script ended without training", hint="does it reach run.training()?")
         launch.end_training("its script left the loop")
@@ -163,32 +163,46 @@ def _compute(launch: Any, script: Path | None, view: Any) -> None:
         launch.end_training("stopped by the person there")
         view.ended("left the run")
         raise
-    except ScriptError as error:
-        reason = str(error)[:200]
-        link.recorder.fault(reason)
-        launch.end_training(reason)
-        link.close(reason)  # the person at the host is the one who can mend it
+    except SystemExit as left:
+        if left.code not in (None, 0):
+            _failed(launch, f"its script ended with status {left.code}")
         raise
     except Exception as error:
         if not isinstance(error, NetworkError):  # the link has recorded what happened to it
-            link.recorder.fault(f"{type(error).__name__}: {error}"[:200])
+            _failed(launch, _why(error))
         raise
     finally:
-        launch.end_training("its script failed")
+        launch.end_training("its script left the loop")
         set_launch(None)
         link.close("left")
         link.recorder.write(now=True)
         view.close()
 
 
-def _run_work(welcome: Any, local: Path | None, view: Any) -> None:
-    from potluck.cli._scripts import running
+def _why(error: Exception) -> str:
+    """In the host's words: whose script, and its own exception rather than ours about it."""
+    cause = error.__cause__ if isinstance(error, ScriptError) and error.__cause__ is not None else error
+    if isinstance(cause, PotluckError):
+        return f"its script failed: {cause}"
+    return f"its script failed with {type(cause).__name__}: {cause}"
+
+
+def _failed(launch: Any, why: str) -> None:
+    """Tell the host, whose person may be the one who can mend it, and keep a record here."""
+    launch.failure = why[:200]
+    launch.link.recorder.fault(launch.failure)
+    launch.end_training(launch.failure)
+    launch.link.close(launch.failure, failed=True)
+
+
+def _run_work(launch: Any, local: Path | None, view: Any) -> None:
+    from potluck.cli._scripts import GUEST_HINT, HINT, IN_LOOP_HINT, running
     from potluck.launch.script import read_script, received_script, run_file, run_received
     from potluck.spec.config import build
     from potluck.train import recipes
     from potluck.train.recipes.job import train as train_recipe
 
-    source = dict(welcome.fields["source"])
+    source = dict(launch.welcome.fields["source"])
     if "recipe" in source:
         recipe = recipes.get(str(source["recipe"]))
         view.runs(f"the recipe {recipe.name}")
@@ -198,11 +212,11 @@ def _run_work(welcome: Any, local: Path | None, view: Any) -> None:
     if local is not None:
         script = read_script(local, (), arguments)
         view.runs(f"the local script {local} (sha256 {script.sha256[:16]}…)")
-        with running(local.name):
+        with running(local.name, hint=lambda: IN_LOOP_HINT if launch.began else HINT):
             run_file(local, arguments)
         return
-    contents = [bytes(f) for f in welcome.frames]
+    contents = [bytes(f) for f in launch.welcome.frames]
     script = received_script(names, contents, arguments, str(source["sha256"]))
     view.runs(f"{names[0]} from the host (sha256 {script.sha256[:16]}…)")
-    with running(names[0], guest=True):
+    with running(names[0], hint=lambda: IN_LOOP_HINT if launch.began else GUEST_HINT):
         run_received(script)

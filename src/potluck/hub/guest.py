@@ -225,13 +225,13 @@ class GuestHub:
         with self._changed:
             self._tell_stopped(work, computed, compute_s)
 
-    def close(self, reason: str = "") -> None:
+    def close(self, reason: str = "", *, failed: bool = False) -> None:
         with self._changed:
             self._stop = True
             self._changed.notify_all()
         if self._worker.is_alive():
             self._worker.join(5.0)
-        self._link.close(reason)
+        self._link.close(reason, failed=failed)
 
     def _tell_stopped(self, work: Work, computed: int, compute_s: float) -> None:
         self._to_code.clear()

@@ -232,7 +232,9 @@ class HostHub:
         """After a fault: what led to it, into the run's folder. Without the lock, it is a file."""
         recorder = self._parts.recorder
         if (path := recorder.write(now=now)) is not None:
-            self._parts.emit({"event": "flight_recorded", "machine": recorder.name, "path": str(path)})
+            # Faults may come in numbers: where the records lie is told once.
+            event = {"event": "flight_recorded", "machine": recorder.name, "path": str(path)}
+            self._parts.emit({**event, "first": recorder.files == 1})
 
     def _turn(self, received: Sequence[tuple[bytes, Sequence[Any]]]) -> None:
         with self._changed:

@@ -131,9 +131,10 @@ class GuestLink:
         self._data.append(list(pack(message)))
         self._wake()
 
-    def close(self, reason: str = "") -> None:
+    def close(self, reason: str = "", *, failed: bool = False) -> None:
+        """Say goodbye, if there is a reason to; `failed`: the reason is a fault, which the host should see."""
         if reason and self._socket is not None:
-            self.control("leave", reason=reason)
+            self.control("leave", reason=reason, **({"failed": True} if failed else {}))
         self._stop = True
         self._wake()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:

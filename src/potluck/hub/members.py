@@ -98,6 +98,8 @@ class Member:
     mismatches: int = 0
     put_out: bool = False
     """It goes because the host will not have it any longer."""
+    failed: bool = False
+    """It goes because its script failed there."""
     leaving: tuple[str, str] | None = None
     """The event and the reason with which it goes, once its last contribution has been decoded."""
 

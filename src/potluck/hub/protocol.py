@@ -43,6 +43,8 @@ ABOUT_BYTES = 1 << 20
 LONGEST_REASON = 500
 """Reasons quote what a guest sent, and must fit into a header whatever that was."""
 
+LONGEST_GOODBYE = 200
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostTerms:
@@ -207,7 +209,12 @@ class HostProtocol:
         return [Pump(guest=member.id)]
 
     def _leave(self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float) -> list[Action]:
-        return self._remove(member, "guest_left", str(fields.get("reason", ""))[:200] or "left")
+        member.failed = fields.get("failed") is True
+        reason = str(fields.get("reason", ""))[:LONGEST_GOODBYE]
+        # Its words: they must not steer the terminal in which somebody reads the log.
+        return self._remove(
+            member, "guest_left", "".join(c if c.isprintable() else " " for c in reason).strip() or "left"
+        )
 
     # -- contributions ----------------------------------------------------------------------------------
 
@@ -444,6 +451,7 @@ class HostProtocol:
                 step=1 + (lease.step if lease and back else self.ledger.step),
                 samples_taken_back=back,
                 **({"put_out": True} if member.put_out else {}),
+                **({"failed": True} if member.failed else {}),
             ),
             Forget(guest=member.id),
             Wake(),

@@ -77,6 +77,8 @@ class Recorder:
         """`folder` None: nothing is ever written. `tell` hears of each file and why it was written."""
         self.name = name
         self.tell = tell
+        self.files = 0
+        """Written so far."""
         self._folder = folder
         self._clock = clock
         self._started = clock() if started is None else started
@@ -116,7 +118,8 @@ class Recorder:
         kind, machine = str(event.get("event", "")), str(event.get("machine") or "")
         words = {k: str(event[k])[:LONGEST_TEXT] for k in ("address", "reason") if event.get(k)}
         self.note(kind, machine, {k: v for k, v in event.items() if k in NUMBERS}, words)
-        if kind in FAULTS or (kind == "lease_taken_back" and event.get("silent")):
+        failed = event.get({"lease_taken_back": "silent", "guest_left": "failed"}.get(kind, ""))
+        if kind in FAULTS or failed:
             self.fault(f"{kind} {machine}: {words.get('reason', '')}")
 
     def note(self, kind: str, machine: str, numbers: Mapping[str, Any], words: Mapping[str, str]) -> None:
@@ -156,6 +159,7 @@ class Recorder:
         text = "".join(json.dumps(line) + "\n" for line in (head, *lines))
         with contextlib.suppress(OSError):
             path = self._new_file(text)
+            self.files += 1
             self.tell(path, why)
             return path
         return None

@@ -154,12 +154,13 @@ def _wire_line(state: RunState) -> Line | None:
 def _news(state: RunState, room: int) -> list[Line]:
     """The last few things that happened, the newest last."""
     notices = list(state.notices)[-room:] if room else []
-    digits = max((len(str(n.step)) for n in notices), default=0)
+    digits = max((len(str(n.step)) for n in notices if n.step is not None), default=0)
     lines = []
     for notice in notices:
         style = _LEVEL_STYLE[notice.message.level]
         line = Line(f"{_LEVEL_MARK[notice.message.level]} ", style)
-        line.add(f"step {notice.step:>{digits}}  ", _LABEL)
+        if notice.step is not None:
+            line.add(f"step {notice.step:>{digits}}  ", _LABEL)
         if notice.times > 1:
             # First: the end of a long sentence is cut off.
             line.add(f"({notice.times} times) ", _LABEL)

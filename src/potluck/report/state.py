@@ -59,10 +59,11 @@ class MachineRow:
 
 @dataclass(slots=True, kw_only=True)
 class Notice:
-    """A message in the list, with the steps that were finished when it came, and how often it came."""
+    """A message in the list, with the step it belongs to, and how often it came."""
 
     message: Message
-    step: int
+    step: int | None
+    """None: it came before there was a step."""
     times: int = 1
 
 
@@ -87,6 +88,12 @@ class RunState:
         steps = integer(self.step, "steps") or integer(self.start, "steps")
         return steps or None
 
+    @property
+    def _under_way(self) -> int | None:
+        if not self.start:
+            return None
+        return self.done + 1 if self.steps is None else min(self.done + 1, self.steps)
+
     def fold(self, event: Event) -> None:
         kind = event.get("event")
         if kind == "run_start":
@@ -99,6 +106,9 @@ class RunState:
                     state="starting",
                 )
             ]
+            if integer(event, "resumed_from"):
+                text = f"resumed after step {integer(event, 'resumed_from')}"
+                self.notices.append(Notice(message=Message(text=text, level="info", about=("", "", "")), step=None))
         elif kind == "step":
             self.step = event
             loss = number(event, "loss")
@@ -112,18 +122,20 @@ class RunState:
             self._news(str(kind), event)
 
     def _news(self, kind: str, event: Event) -> None:
-        message = describe(event)
+        # Each line begins with the step: a second number in it would only be compared with the first.
+        message = describe({key: value for key, value in event.items() if key != "step"})
         if message is None:
             return
+        step = integer(event, "step") or self._under_way
         self._touch_machine(kind, event)
         if kind == "guest_hello":
             return  # its row says "joining"; the joining itself, or the refusal, is the news
         for i, notice in enumerate(self.notices):
             if notice.message.about == message.about and kind != "note":
                 del self.notices[i]
-                self.notices.append(Notice(message=message, step=self.done, times=notice.times + 1))
+                self.notices.append(Notice(message=message, step=step, times=notice.times + 1))
                 return
-        self.notices.append(Notice(message=message, step=self.done))
+        self.notices.append(Notice(message=message, step=step))
 
     def _touch_machine(self, kind: str, event: Event) -> None:
         """Show a change at once: the next step, which brings every row anew, may be a minute away."""

@@ -5,6 +5,7 @@ Owns when a lease is cut short and when the gradient leaves. It steps no optimiz
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ from potluck.train.launch import GuestDone, Launch
 from potluck.train.microbatch import MicroBatch
 from potluck.train.options import Options
 from potluck.train.step import SavedBytes, Step
+
+WHY_S = 1.0
+"""A loop that is left by an exception learns of it only through whoever opened the training: so long it waits."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,11 +59,12 @@ class GuestTrainer:
         self._samples = 0
         self._seconds = 0.0
         self._ended = False
+        self._ending = threading.RLock()
+        self._leaving: threading.Timer | None = None
         parts.launch.end_training = self._end
 
     def steps(self) -> Iterator[Step]:
         self._hub.open(lambda: (self._p.micro.size(), self._p.micro.most()))
-        reason = "stopped by the person there"
         step: Step | None = None
         try:
             while True:
@@ -72,25 +77,35 @@ class GuestTrainer:
                         hint="let `for batch in step` run to its end",
                     )
         except RunOver as over:
-            reason = ""
+            self._end("")
             raise GuestDone(str(over)) from None
-        except GeneratorExit:
-            between = step is None or step.finished
-            reason = "its script left the loop" if between else "stopped in the middle of a step"
-            raise
         finally:
-            self._end(reason)
+            between = step is None or step.finished
+            self._end_soon("its script left the loop" if between else "its script left the loop in a step")
+
+    def _end_soon(self, reason: str) -> None:
+        """The loop was left: if nobody says why, its script goes on with something else."""
+        self._overlap.remove()
+        with self._ending:
+            if self._ended or self._leaving is not None:
+                return
+            self._leaving = threading.Timer(WHY_S, self._end, (reason,))
+            self._leaving.daemon = True
+            self._leaving.start()
 
     def _end(self, reason: str) -> None:
         """Say goodbye, if there is a reason to; only the first call does anything."""
-        if self._ended:
-            return
-        self._ended = True
-        self._overlap.remove()
-        self._hub.close(reason)
-        self._p.launch.log.emit(
-            {"event": "guest_end", "samples": self._samples, "compute_s": round(self._seconds, 3)}
-        )
+        with self._ending:
+            if self._ended:
+                return
+            self._ended = True
+            if self._leaving is not None:
+                self._leaving.cancel()
+            self._overlap.remove()
+            self._hub.close(reason, failed=bool(self._p.launch.failure))
+            self._p.launch.log.emit(
+                {"event": "guest_end", "samples": self._samples, "compute_s": round(self._seconds, 3)}
+            )
 
     def _batches(self, step: Step) -> Iterator[Any]:
         work = self._work

@@ -372,7 +372,9 @@ def restore(
         _without_checkpoint(launch, launch.folder)
         return None
     for path, reason in loaded.skipped:
-        launch.log.emit({"event": "checkpoint_damaged", "path": str(path), "reason": reason})
+        launch.log.emit(
+            {"event": "checkpoint_damaged", "path": str(path), "reason": reason, "resumed_from": loaded.step}
+        )
     for key, now in (("global_batch", options.global_batch), ("seed", options.seed)):
         if loaded.extra.get(key, now) != now:
             raise ConfigError(

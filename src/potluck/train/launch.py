@@ -47,6 +47,8 @@ class Launch:
     """The host's processes under torchrun, of which this is one; None where it is the only one."""
     began: bool = False
     """Whether the script has reached its training loop."""
+    failure: str = ""
+    """On a guest: why its script failed, for the person at the host; set before the training is ended."""
     stop_requested: Callable[[], bool] = lambda: False
     """Whether the person asked for an end (Ctrl-C): looked at between micro-batches."""
     end_training: Callable[[str], None] = lambda reason: None

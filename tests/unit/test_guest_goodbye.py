@@ -1,0 +1,157 @@
+"""How a guest says goodbye: a script that failed is told to the host as such, one that left its loop as that."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+
+from potluck.cli import join
+from potluck.errors import LoopError, ScriptError
+from potluck.report.messages import describe
+from potluck.train import guest_loop
+from potluck.train.events import EventLog
+from potluck.train.guest_loop import GuestTrainer
+
+DEADLINE_S = 10.0
+
+
+class Hub:
+    """As much of a guest's hub as its loop needs; keeps the goodbyes."""
+
+    def __init__(self) -> None:
+        self.goodbyes: list[tuple[str, bool]] = []
+        self.said = threading.Event()
+
+    def open(self, sizes: Callable[[], tuple[int, int]]) -> None:
+        pass
+
+    def next_work(self) -> Any:
+        return SimpleNamespace(step=3)
+
+    def close(self, reason: str, *, failed: bool) -> None:
+        self.goodbyes.append((reason, failed))
+        self.said.set()
+
+
+def training(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> tuple[GuestTrainer, Any]:
+    monkeypatch.setattr(guest_loop, "Overlap", lambda *ignored: SimpleNamespace(remove=lambda: None))
+    launch = SimpleNamespace(device=SimpleNamespace(attach=lambda m: None), log=EventLog(None), failure="")
+    parts = SimpleNamespace(
+        launch=launch,
+        hub=hub,
+        model=nn.Linear(1, 1),
+        tensors=SimpleNamespace(trained=[], layout=None),
+        options=SimpleNamespace(loss_is="mean"),
+        micro=None,
+    )
+    return GuestTrainer(parts), launch  # type: ignore[arg-type]
+
+
+def test_whoever_opened_the_training_says_why_the_loop_was_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = Hub()
+    trainer, launch = training(hub, monkeypatch)
+
+    def script() -> None:
+        for _ in trainer.steps():
+            raise ValueError("a bug")
+
+    monkeypatch.setattr(guest_loop, "WHY_S", 60.0)
+    with pytest.raises(ValueError, match="a bug"):
+        script()
+    assert hub.goodbyes == []
+    launch.failure = "its script failed with ValueError: a bug"
+    launch.end_training(launch.failure)
+    launch.end_training("left")
+    assert hub.goodbyes == [("its script failed with ValueError: a bug", True)]
+
+
+def test_a_script_that_goes_on_after_its_loop_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = Hub()
+    monkeypatch.setattr(guest_loop, "WHY_S", 0.01)
+    trainer, _ = training(hub, monkeypatch)
+    for _ in trainer.steps():
+        break
+    assert hub.said.wait(DEADLINE_S)
+    assert hub.goodbyes == [("its script left the loop in a step", False)]
+
+
+class Opened:
+    """A guest whose host wants a script that is here; keeps what is said to the host."""
+
+    def __init__(self, *, began: bool) -> None:
+        self.began = began
+        self.failure = ""
+        self.said: list[tuple[str, bool]] = []
+        self.faults: list[str] = []
+        self.welcome = SimpleNamespace(fields={"source": {"files": ["job.py"], "arguments": []}})
+        recorder = SimpleNamespace(fault=self.faults.append, write=lambda now: None)
+        self.link = SimpleNamespace(recorder=recorder, close=self.close)
+
+    def close(self, reason: str, *, failed: bool = False) -> None:
+        self.said.append((reason, failed))
+
+    def end_training(self, reason: str) -> None:
+        self.said.append((reason, bool(self.failure)))
+
+
+def serve(opened: Opened, script: Path, text: str) -> None:
+    script.write_text(text)
+    view = SimpleNamespace(runs=lambda words: None, ended=lambda words: None, close=lambda: None)
+    join._compute(opened, script, view)
+
+
+def test_the_host_is_told_that_and_why_a_script_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    opened = Opened(began=True)
+    with pytest.raises(ScriptError) as failed:
+        serve(opened, tmp_path / "job.py", f"raise ValueError('bad batch {'!' * 500}')")
+    reason, is_failure = opened.said[0]
+    assert is_failure
+    assert reason.startswith("its script failed with ValueError: bad batch !!!")
+    assert len(reason) <= 200
+    assert opened.faults == [reason], "and recorded here"
+    assert "data set" not in failed.value.hint, "it failed in its loop: how it got there is not the matter"
+    assert "the host has been told" in failed.value.hint
+    assert "ValueError" in capsys.readouterr().err
+
+
+def test_one_that_fails_before_its_loop_has_another_hint(tmp_path: Path) -> None:
+    with pytest.raises(ScriptError) as failed:
+        serve(Opened(began=False), tmp_path / "job.py", "raise ValueError")
+    assert "told" not in failed.value.hint
+
+
+ENDS = [
+    ("raise SystemExit(3)", True, SystemExit, ("its script ended with status 3", True)),
+    ("raise KeyboardInterrupt", True, KeyboardInterrupt, ("stopped by the person there", False)),
+    ("", False, LoopError, ("its script failed: the host's script ended without training", True)),
+    ("", True, None, ("its script left the loop", False)),
+]
+
+
+@pytest.mark.parametrize(("text", "began", "raised", "said"), ENDS)
+def test_other_ends_of_a_script(
+    text: str, began: bool, raised: type[BaseException] | None, said: tuple[str, bool], tmp_path: Path
+) -> None:
+    opened = Opened(began=began)
+    with pytest.raises(raised) if raised else nullcontext():
+        serve(opened, tmp_path / "job.py", text)
+    assert opened.said[0] == said
+
+
+def test_a_goodbye_says_what_became_of_the_samples_and_a_failed_one_is_a_fault() -> None:
+    left = {"event": "guest_left", "machine": "laptop", "address": "192.0.2.2", "step": 7, "samples_taken_back": 5}
+    stopped = describe({**left, "reason": "stopped by the person there"})
+    assert stopped is not None
+    words = "laptop (192.0.2.2) left: stopped by the person there; its 5 samples were taken back"
+    assert (stopped.text, stopped.level) == (words, "info")
+    failed = describe({**left, "reason": "its script failed with ValueError: x\x1b[2J", "failed": True})
+    assert failed is not None
+    assert failed.level == "bad"
+    assert "\x1b" not in failed.text
