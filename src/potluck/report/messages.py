@@ -163,6 +163,6 @@ _SENTENCES: Mapping[str, tuple[Level, Callable[[Event], str]]] = {
     ),
     "checkpoint": ("info", _checkpoint),
     "checkpoint_damaged": ("bad", _damaged),
-    "flight_recorded": ("info", lambda e: f"what led to it: {clean(e.get('path'))}"),
+    "flight_recorded": ("info", lambda e: f"what was said before the fault: {clean(e.get('path'))}"),
     "note": ("info", lambda e: clean(e.get("text"))),
 }
