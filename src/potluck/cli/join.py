@@ -189,9 +189,10 @@ def _compute(launch: Any, script: Path | None, view: Any) -> int:
 def _why(error: Exception) -> str:
     """In the host's words: whose script, and its own exception rather than ours about it."""
     cause = error.__cause__ if isinstance(error, ScriptError) and error.__cause__ is not None else error
+    words = " ".join(str(cause).split())
     if isinstance(cause, PotluckError):
-        return f"its script failed: {cause}"
-    return f"its script failed with {type(cause).__name__}: {cause}"
+        return f"its script failed: {words}"
+    return f"its script failed with {type(cause).__name__}" + (f": {words}" if words else "")
 
 
 def _failed(launch: Any, why: str) -> None:
