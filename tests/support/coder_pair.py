@@ -63,7 +63,7 @@ class FakeLink:
     def data(self, message: Message) -> None:
         self.sent.append(message)
 
-    def close(self, reason: str = "") -> None:
+    def close(self, reason: str = "", *, failed: bool = False) -> None:
         pass
 
 

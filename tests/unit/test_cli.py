@@ -143,6 +143,30 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("potluck ")
 
 
+@pytest.mark.parametrize("command", [["train"], ["host"], ["host", "job.py"]])
+class TestResume:
+    @pytest.fixture(autouse=True)
+    def folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        monkeypatch.chdir(tmp_path)
+        Path("job.py").write_text("")
+        (tmp_path / "runs" / "monday").mkdir(parents=True)
+        return tmp_path / "runs" / "monday"
+
+    def test_a_run_that_nobody_knows(self, command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+        assert _app.run([*command, "--resume", "nosuch"]) == 2
+        assert "no run folder 'nosuch', neither here nor in runs" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("text", ['{"config": {"codec": "in', "[]", '{"config": 3}', "\xff"])
+    def test_a_damaged_manifest(
+        self, command: list[str], text: str, folder: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (folder / "manifest.json").write_bytes(text.encode("latin-1"))
+        assert _app.run([*command, "--resume", "monday"]) == 2
+        error = capsys.readouterr().err
+        assert "error: runs/monday/manifest.json is damaged: " in error
+        assert "hint: bring the file back from a copy" in error
+
+
 class TestReport:
     @pytest.fixture
     def run(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

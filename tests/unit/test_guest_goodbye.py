@@ -101,10 +101,10 @@ class Opened:
         self.said.append((reason, bool(self.failure)))
 
 
-def serve(opened: Opened, script: Path, text: str) -> None:
+def serve(opened: Opened, script: Path, text: str) -> int:
     script.write_text(text)
     view = SimpleNamespace(runs=lambda words: None, ended=lambda words: None, close=lambda: None)
-    join._compute(opened, script, view)
+    return join._compute(opened, script, view)
 
 
 def test_the_host_is_told_that_and_why_a_script_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,6 +143,15 @@ def test_other_ends_of_a_script(
     with pytest.raises(raised) if raised else nullcontext():
         serve(opened, tmp_path / "job.py", text)
     assert opened.said[0] == said
+
+
+@pytest.mark.parametrize(("reason", "status"), [("finished", 0), ("interrupted", 0), ("failed", 1)])
+def test_a_guest_whose_run_failed_says_so(
+    reason: str, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = f"from potluck.train.launch import GuestDone\nraise GuestDone({reason!r})"
+    assert serve(Opened(began=True), tmp_path / "job.py", text) == status
+    assert ("the run failed on its host" in capsys.readouterr().err) == bool(status)
 
 
 def test_a_goodbye_says_what_became_of_the_samples_and_a_failed_one_is_a_fault() -> None:

@@ -41,7 +41,7 @@ class FakeLink:
     def data(self, message: Message) -> None:
         self.said.append((message.kind, message.fields))
 
-    def close(self, reason: str = "") -> None:
+    def close(self, reason: str = "", *, failed: bool = False) -> None:
         self.said.append(("closed", {"reason": reason}))
 
 

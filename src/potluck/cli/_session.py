@@ -138,7 +138,8 @@ def _session_in(folder: RunFolder, settings: Settings, plan: Plan) -> Iterator[L
         closing.callback(lambda: _add_machines(folder, joined) if joined else None)
         closing.callback(log.close)
         closing.callback(view.close)
-        closing.callback(_send_home, guests, log)
+        # Where the run itself fails its guests end with a status too, which is no second fault.
+        closing.push(lambda kind, error, trace: _send_home(guests, log, tell=not isinstance(error, Exception)))
         closing.callback(lambda: launch.socket.close() if launch.socket is not None else None)
         closing.callback(set_launch, None)
         if plan.role != ALONE:
@@ -165,9 +166,10 @@ def _device(settings: Settings, plan: Plan) -> tuple[Device, Ranks | None]:
     )
 
 
-def _send_home(guests: LocalGuests, log: EventLog) -> None:
+def _send_home(guests: LocalGuests, log: EventLog, *, tell: bool) -> None:
     for words in guests.close():
-        log.emit({"event": "note", "text": words})
+        if tell:
+            log.emit({"event": "note", "text": words})
 
 
 def _seen(event: dict[str, Any], joined: dict[str, dict[str, Any]], view: View) -> None:

@@ -9,7 +9,8 @@ import click
 
 from potluck.cli import _options as options
 from potluck.cli._app import Settings
-from potluck.cli.train import find_run, recipe_plan, run_recipe
+from potluck.cli._runs import find_run, runs_folder
+from potluck.cli.train import recipe_plan, run_recipe
 from potluck.errors import UserError
 
 
@@ -69,7 +70,8 @@ def run_script(
     if unused or flags["more"]:
         names = ", ".join(f"--{n.replace('_', '-')}" for n in unused) or "--set"
         raise UserError(f"{names} is for recipes", hint="what your script trains is said in the script")
-    resume = find_run(flags, settings) if flags["resume"] is not None else None
+    runs = runs_folder(settings, flags["runs"])
+    resume = find_run(str(flags["resume"]), runs) if flags["resume"] is not None else None
     in_run, _ = options.read_config_file(flags["config_file"], None)
     before = {**open_folder(resume).read_manifest()["config"], "wait_for": 0} if resume is not None else {}
     plan = _session.Plan(
@@ -80,7 +82,7 @@ def run_script(
         files=script.contents,
         resume=resume,
         view=flags["view"],
-        runs=flags["runs"] or settings.environment.runs or Path("runs"),
+        runs=runs,
     )
     try:
         with _session.session(settings, plan) as launch, running(path.name):

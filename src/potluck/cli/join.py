@@ -14,6 +14,9 @@ from potluck.cli._app import Settings
 from potluck.cli._options import view_option
 from potluck.errors import LoopError, NetworkError, PotluckError, ScriptError, TokenError
 
+RUN_FAILED = "failed"
+"""The host's last word to its guests where its training ended with an error."""
+
 
 @click.command()
 @click.argument("token", required=False)
@@ -52,7 +55,7 @@ from potluck.errors import LoopError, NetworkError, PotluckError, ScriptError, T
 @click.option("--parent", type=int, hidden=True, help="End when this process is gone.")
 @view_option
 @click.pass_obj
-def join(settings: Settings, /, token: str | None, token_file: Path | None, **flags: Any) -> None:
+def join(settings: Settings, /, token: str | None, token_file: Path | None, **flags: Any) -> int:
     """Bring this machine to a run. TOKEN is what the host printed.
 
     The host's script runs on this machine: join only runs of people you trust. The token may also come from
@@ -69,7 +72,7 @@ def join(settings: Settings, /, token: str | None, token_file: Path | None, **fl
     # Before anything slow: whatever this process waits for, it must not outlive who started it.
     with leased(flags["parent"]):
         decoded = decode(_find_token(token, token_file, settings))
-        _serve(settings, decoded, flags)
+        return _serve(settings, decoded, flags)
 
 
 def _find_token(token: str | None, token_file: Path | None, settings: Settings) -> str:
@@ -91,8 +94,8 @@ def _find_token(token: str | None, token_file: Path | None, settings: Settings) 
     raise TokenError("no token was given", hint="type the line that the host printed: potluck join TOKEN")
 
 
-def _serve(settings: Settings, token: Any, flags: dict[str, Any]) -> None:
-    """Connect, build what the host trains, and compute for it until the run is over."""
+def _serve(settings: Settings, token: Any, flags: dict[str, Any]) -> int:
+    """Connect, build what the host trains, and compute for it until the run is over; the exit status."""
     from potluck.cli._session import machine_name
     from potluck.device import pick
     from potluck.hub.link import GuestLink
@@ -133,7 +136,7 @@ def _serve(settings: Settings, token: Any, flags: dict[str, Any]) -> None:
         welcome=welcome,
     )
     set_launch(launch)
-    _compute(launch, flags["script"], view)
+    return _compute(launch, flags["script"], view)
 
 
 def _recorder(name: str, runs: Path | None, view: Any) -> Any:
@@ -146,8 +149,8 @@ def _recorder(name: str, runs: Path | None, view: Any) -> Any:
     return Recorder(f"{name}-{os.getpid()}", Path(tempfile.gettempdir()), tell=view.recorded)
 
 
-def _compute(launch: Any, script: Path | None, view: Any) -> None:
-    """Run what the host sends until the run is over, and go in order, whatever ends it."""
+def _compute(launch: Any, script: Path | None, view: Any) -> int:
+    """Run what the host sends until the run is over, and go in order, whatever ends it; the exit status."""
     from potluck.train.launch import GuestDone, set_launch
 
     link = launch.link
@@ -159,6 +162,9 @@ def _compute(launch: Any, script: Path | None, view: Any) -> None:
         view.ended("the script left its loop")
     except GuestDone as done:
         view.ended(f"the run is over: {done}")
+        if str(done) == RUN_FAILED:
+            click.echo("the run failed on its host; why, the host says", err=True)
+            return 1
     except KeyboardInterrupt:
         launch.end_training("stopped by the person there")
         view.ended("left the run")
@@ -177,14 +183,16 @@ def _compute(launch: Any, script: Path | None, view: Any) -> None:
         link.close("left")
         link.recorder.write(now=True)
         view.close()
+    return 0
 
 
 def _why(error: Exception) -> str:
     """In the host's words: whose script, and its own exception rather than ours about it."""
     cause = error.__cause__ if isinstance(error, ScriptError) and error.__cause__ is not None else error
+    words = " ".join(str(cause).split())
     if isinstance(cause, PotluckError):
-        return f"its script failed: {cause}"
-    return f"its script failed with {type(cause).__name__}: {cause}"
+        return f"its script failed: {words}"
+    return f"its script failed with {type(cause).__name__}" + (f": {words}" if words else "")
 
 
 def _failed(launch: Any, why: str) -> None:

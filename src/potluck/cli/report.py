@@ -10,14 +10,14 @@ from pathlib import Path
 import click
 
 from potluck.cli._app import Settings
-from potluck.errors import RunFolderError, UserError
+from potluck.cli._runs import find_run, runs_folder
+from potluck.errors import UserError
 from potluck.report.curve import loss_curve_png, loss_curve_text
 from potluck.report.summary import losses, read_events, summarize
 from potluck.report.summary_text import summary_text
 from potluck.report.text import fitted, writes_utf8
 from potluck.spec.fleet import POTLUCK, SOLO, Plan
 
-_DEFAULT_RUNS = Path("runs")
 PLAN_FILE = "plan.json"
 
 
@@ -37,7 +37,7 @@ def report(settings: Settings, run: str | None, png: Path | None, plan_file: Pat
 
     RUN is a run folder or a run's id; without it, the newest run is taken.
     """
-    folder = find_run(run, settings.environment.runs or _DEFAULT_RUNS)
+    folder = find_run(run, runs_folder(settings))
     events = read_events(folder)
     summary = summarize(events)
     planned_s = planned_step_s(plan_file, folder, alone=len(summary.machines) < 2)
@@ -52,25 +52,6 @@ def report(settings: Settings, run: str | None, png: Path | None, plan_file: Pat
             click.echo(f"\n{curve}")
     if png is not None:
         _write_png(png, steps, values, summary.run_id)
-
-
-def find_run(run: str | None, runs: Path) -> Path:
-    """The run's folder, by path or by its id inside `runs`; the newest one where none is named."""
-    known = sorted(
-        (p.parent for p in runs.glob("*/events.jsonl")), key=lambda p: (p / "events.jsonl").stat().st_mtime
-    )
-    if run is None:
-        if not known:
-            raise RunFolderError(f"there is no run in {runs}", hint="name a run folder: potluck report RUN")
-        return known[-1]
-    for folder in (Path(run), runs / run):
-        if folder.is_dir():
-            return folder
-    newest = ", ".join(p.name for p in reversed(known[-3:]))
-    raise RunFolderError(
-        f"no run folder {run!r}, neither here nor in {runs}",
-        hint=f"the newest runs: {newest}" if newest else "name the folder that a run printed at its end",
-    )
 
 
 def planned_step_s(file: Path | None, folder: Path, *, alone: bool) -> float | None:

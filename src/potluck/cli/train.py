@@ -12,6 +12,7 @@ import click
 
 from potluck.cli import _options as options
 from potluck.cli._app import Settings
+from potluck.cli._runs import find_run, runs_folder
 from potluck.errors import RunFolderError, UserError
 from potluck.spec.config import RunConfig, build
 
@@ -73,7 +74,7 @@ def recipe_plan(settings: Settings, recipe: str, flags: dict[str, Any], *, comma
         source={"recipe": recipe, "config": {**table, "data": None}},
         guests=1 if command == "train" else 0,
         view=flags["view"],
-        runs=flags["runs"] or settings.environment.runs or Path("runs"),
+        runs=runs_folder(settings, flags["runs"]),
     )
 
 
@@ -90,7 +91,7 @@ def resumed_plan(settings: Settings, flags: dict[str, Any], command: str) -> Any
             "--" + {"config_file": "config", "more": "set"}.get(n, n.replace("_", "-")) for n in fixed
         )
         raise UserError(f"{names} cannot change in a run that goes on", hint="only --steps can; or start a new run")
-    folder = open_folder(find_run(flags, settings))
+    folder = open_folder(find_run(str(flags["resume"]), runs_folder(settings, flags["runs"])))
     manifest = folder.read_manifest()
     recipe = manifest.get("recipe") or {}
     if not recipe:
@@ -110,13 +111,6 @@ def resumed_plan(settings: Settings, flags: dict[str, Any], command: str) -> Any
         guests=int(manifest.get("guests", 0)) if command == "train" else 0,
         view=flags["view"],
     )
-
-
-def find_run(flags: dict[str, Any], settings: Settings) -> Path:
-    """A run by its folder, or by its id inside the folder of runs."""
-    run: Path = flags["resume"]
-    inside = (flags["runs"] or settings.environment.runs or Path("runs")) / run
-    return inside if not run.is_dir() and inside.is_dir() else run
 
 
 def run_recipe(settings: Settings, plan: Any, *, command: str) -> None:

@@ -21,7 +21,7 @@ class Message:
     text: str
     level: Level
     about: tuple[str, str, str]
-    """Event, subject and kind of reason: a newer message about the same replaces the older one where space is short."""
+    """Event, subject, kind of reason: where space is short a newer message replaces one about the same."""
 
 
 def describe(event: Event) -> Message | None:
@@ -38,7 +38,7 @@ def describe(event: Event) -> Message | None:
 
 
 def _kind_of_reason(kind: str, event: Event) -> str:
-    """The reason without its figures: silent for 5.1 s and for 5.3 s is the same, a connection that ended is not."""
+    """The reason without its figures: silent for 5.1 s and for 5.3 s is the same, a lost connection is not."""
     # Strangers may knock without end, and their reason counts them.
     return "" if kind == "refused_stranger" else re.sub(r"\d+(\.\d+)?", "#", clean(event.get("reason")))
 
@@ -163,6 +163,6 @@ _SENTENCES: Mapping[str, tuple[Level, Callable[[Event], str]]] = {
     ),
     "checkpoint": ("info", _checkpoint),
     "checkpoint_damaged": ("bad", _damaged),
-    "flight_recorded": ("info", lambda e: f"what led to it: {clean(e.get('path'))}"),
+    "flight_recorded": ("info", lambda e: f"what was said before the fault: {clean(e.get('path'))}"),
     "note": ("info", lambda e: clean(e.get("text"))),
 }

@@ -89,11 +89,22 @@ class RunFolder:
                 f"{self.path} is not a run: it has no {MANIFEST}",
                 hint="give the folder of a run, such as runs/20260102-030405-gpt",
             ) from error
-        except (OSError, ValueError) as error:
-            raise RunFolderError(f"{self.path / MANIFEST} cannot be read: {error}") from error
-        if not isinstance(manifest, dict) or "config" not in manifest:
-            raise RunFolderError(f"{self.path / MANIFEST} is not the manifest of a run")
+        except OSError as error:
+            raise RunFolderError(
+                f"{self.path / MANIFEST} cannot be read: {error.strerror or error}", hint="check its permissions"
+            ) from error
+        except ValueError as error:
+            raise self._damaged(f"it ends too early or was changed ({error})") from error
+        if not isinstance(manifest, dict) or not isinstance(manifest.get("config"), dict):
+            raise self._damaged("it is not the manifest of a run")
         return manifest
+
+    def _damaged(self, why: str) -> RunFolderError:
+        return RunFolderError(
+            f"{self.path / MANIFEST} is damaged: {why}",
+            hint="bring the file back from a copy of the run folder, or start a new run; without it nobody knows "
+            "what this run trained",
+        )
 
 
 def new_folder(runs: Path, what: str) -> RunFolder:

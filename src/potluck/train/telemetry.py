@@ -139,7 +139,8 @@ class Telemetry:
     def _times_alone(self, mean_s: float) -> float | None:
         """How many times faster than this machine would be by itself, from its own measured rate."""
         sample_s = self._hub.host_sample_s()
-        if self._launch.role == ALONE or not sample_s or not self._hub.members():
+        # Before a guest has contributed, the figure would be nothing but noise in this machine's own speed.
+        if self._launch.role == ALONE or not sample_s or not any(m.samples for m in self._hub.members()):
             return None
         update_s = sum(u for _, u in self._recent) / len(self._recent)
         return (self._options.global_batch * sample_s + update_s) / mean_s
