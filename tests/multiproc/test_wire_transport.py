@@ -360,7 +360,8 @@ def test_no_thread_and_no_descriptor_is_left() -> None:
     for _ in range(3):
         once()
     after = process.num_threads(), process.num_fds(), len(threading.enumerate())
-    assert after == before
+    # Not more: a thread of an earlier test may have ended meanwhile.
+    assert all(now <= then for now, then in zip(after, before)), (after, before)
 
 
 def test_sockets_that_nobody_closed_end_with_their_owner() -> None:
