@@ -63,7 +63,7 @@ def ddp(rank: int, world: int, backend: str, device: str = "cpu") -> list[float]
         mean = torch.tensor(mine, dtype=torch.float64)
         dist.all_reduce(mean, dist.ReduceOp.AVG if backend == "potluck" else dist.ReduceOp.SUM)
         if backend == "gloo":
-            # When its group ends, gloo waits for its threads, now and then for ever: that is left to the end of all.
+            # When its group ends, gloo waits for its threads, now and then for ever: left to the end of all.
             _left_alone.extend([wrapped, dist.group.WORLD])
         return (mean if backend == "potluck" else mean / world).tolist()
     finally:
