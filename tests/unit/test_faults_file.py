@@ -104,7 +104,7 @@ def test_a_file_with_everything() -> None:
         ("[[fault]]\nkind='stop'\nat_s=inf\nfor_s=1", "at_s is inf", "to 1e+06"),
         ("[[fault]]\nkind='stop'\nat_s='soon'\nfor_s=1", "at_s is 'soon'", "a number"),
         ("[[fault]]\nmachine='desk'\nkind='stop'\nat_s=1\nfor_s=1", "desk, the host", "laptop"),
-        ("[[fault]]\nmachine='labtop'\nkind='stop'\nat_s=1\nfor_s=1", "no machine 'labtop'", "did you mean laptop?"),
+        ("[[fault]]\nmachine='labtop'\nkind='stop'\nat_s=1\nfor_s=1", "no machine 'labtop'", "mean laptop?"),
         ("[[fault]]\nkind='stop'\nat_step=13\nfor_s=1", "makes 12 steps", "--steps"),
     ],
 )
