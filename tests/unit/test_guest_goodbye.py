@@ -15,7 +15,7 @@ from torch import nn
 from potluck.cli import join
 from potluck.errors import LoopError, ScriptError
 from potluck.report.messages import describe
-from potluck.train import guest_loop
+from potluck.train import ending, guest_loop
 from potluck.train.events import EventLog
 from potluck.train.guest_loop import GuestTrainer
 
@@ -62,7 +62,7 @@ def test_whoever_opened_the_training_says_why_the_loop_was_left(monkeypatch: pyt
         for _ in trainer.steps():
             raise ValueError("a bug")
 
-    monkeypatch.setattr(guest_loop, "WHY_S", 60.0)
+    monkeypatch.setattr(ending, "WHY_S", 60.0)
     with pytest.raises(ValueError, match="a bug"):
         script()
     assert hub.goodbyes == []
@@ -74,7 +74,7 @@ def test_whoever_opened_the_training_says_why_the_loop_was_left(monkeypatch: pyt
 
 def test_a_script_that_goes_on_after_its_loop_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
     hub = Hub()
-    monkeypatch.setattr(guest_loop, "WHY_S", 0.01)
+    monkeypatch.setattr(ending, "WHY_S", 0.01)
     trainer, _ = training(hub, monkeypatch)
     for _ in trainer.steps():
         break

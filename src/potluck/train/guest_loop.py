@@ -5,7 +5,6 @@ Owns when a lease is cut short and when the gradient leaves. It steps no optimiz
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,13 +19,11 @@ from potluck.hub.parity import sketch
 from potluck.hub.tensors import ModelTensors
 from potluck.hub.work import Work
 from potluck.train.data import Loader, to_device
+from potluck.train.ending import Ending
 from potluck.train.launch import GuestDone, Launch
 from potluck.train.microbatch import MicroBatch
 from potluck.train.options import Options
 from potluck.train.step import SavedBytes, Step
-
-WHY_S = 1.0
-"""A loop that is left by an exception learns of it only through whoever opened the training: so long it waits."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,10 +55,8 @@ class GuestTrainer:
         self._saved_bytes: SavedBytes | None = None
         self._samples = 0
         self._seconds = 0.0
-        self._ended = False
-        self._ending = threading.RLock()
-        self._leaving: threading.Timer | None = None
-        parts.launch.end_training = self._end
+        self._ending = Ending(self._end)
+        parts.launch.end_training = self._ending.now
 
     def steps(self) -> Iterator[Step]:
         self._hub.open(lambda: (self._p.micro.size(), self._p.micro.most()))
@@ -77,35 +72,21 @@ class GuestTrainer:
                         hint="let `for batch in step` run to its end",
                     )
         except RunOver as over:
-            self._end("")
+            self._ending.now("")
             raise GuestDone(str(over)) from None
         finally:
             between = step is None or step.finished
-            self._end_soon("its script left the loop" if between else "its script left the loop in a step")
-
-    def _end_soon(self, reason: str) -> None:
-        """The loop was left: if nobody says why, its script goes on with something else."""
-        self._overlap.remove()
-        with self._ending:
-            if self._ended or self._leaving is not None:
-                return
-            self._leaving = threading.Timer(WHY_S, self._end, (reason,))
-            self._leaving.daemon = True
-            self._leaving.start()
+            self._overlap.remove()
+            # If nobody says why, its script goes on with something else.
+            self._ending.soon("its script left the loop" if between else "its script left the loop in a step")
 
     def _end(self, reason: str) -> None:
-        """Say goodbye, if there is a reason to; only the first call does anything."""
-        with self._ending:
-            if self._ended:
-                return
-            self._ended = True
-            if self._leaving is not None:
-                self._leaving.cancel()
-            self._overlap.remove()
-            self._hub.close(reason, failed=bool(self._p.launch.failure))
-            self._p.launch.log.emit(
-                {"event": "guest_end", "samples": self._samples, "compute_s": round(self._seconds, 3)}
-            )
+        """Say goodbye, if there is a reason to."""
+        self._overlap.remove()
+        self._hub.close(reason, failed=bool(self._p.launch.failure))
+        self._p.launch.log.emit(
+            {"event": "guest_end", "samples": self._samples, "compute_s": round(self._seconds, 3)}
+        )
 
     def _batches(self, step: Step) -> Iterator[Any]:
         work = self._work

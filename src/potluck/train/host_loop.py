@@ -7,7 +7,6 @@ the loop is the same.
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from potluck.train import checkpoint_folder
 from potluck.train.beginning import Beginning
 from potluck.train.checkpoint import CheckpointWriter, Loaded, Snapshot, load_latest
 from potluck.train.data import Loader, to_device
+from potluck.train.ending import Ending
 from potluck.train.events import events_in
 from potluck.train.flight import Flight
 from potluck.train.folder import RunFolder
@@ -38,8 +38,6 @@ from potluck.train.ranks import RoundMark
 from potluck.train.step import SavedBytes, Step
 from potluck.train.telemetry import Telemetry
 
-GRACE_S = 1.0
-"""Between the end of a user's loop after a whole step and the end of the run, unless the script's comes first."""
 TURN_S = 0.0002
 """How long Python's other threads may keep the one that feeds a device which queues its work. At Python's own 5 ms
 a GPU ran dry while contributions came: an H200 with 8 guests lost 33 % of its speed, with this 25 %."""
@@ -89,12 +87,10 @@ class HostTrainer:
         self._loss: float | None = None
         self._interrupted = False
         self._saved_step = parts.restored.step if parts.restored is not None else None
-        self._ended = False
-        self._one_end = threading.Lock()
-        self._ending: threading.Timer | None = None
+        self._ending = Ending(self._end)
         self._updating = False
         parts.optimizer.register_step_pre_hook(self._only_ours)
-        parts.launch.end_training = self._end
+        parts.launch.end_training = self._ending.now
 
     # -- the run ----------------------------------------------------------------------------------------
 
@@ -120,31 +116,21 @@ class HostTrainer:
         except GeneratorExit:
             # The user's loop was left: by break after a step, or by an exception, which cannot be told apart here.
             if step is None or step.finished:
-                self._left()
                 reason = ""
+                self._left()
             raise
         finally:
             if reason:
-                self._end(reason)
+                self._ending.now(reason)
 
     def _left(self) -> None:
-        """Save what is whole, and end in a moment: by then whoever started this knows whether the script failed."""
-        if self._writer is not None and not self._ended:
+        """Save what is whole now: what the script does next with the weights is not the run's affair."""
+        if self._writer is not None and not self._ending.over:
             self._checkpoint(wait=True)
-        self._ending = threading.Timer(GRACE_S, self._end, ("finished",))
-        self._ending.start()
+        self._ending.soon("finished")
 
     def _end(self, reason: str) -> None:
-        """Save, send everybody home and close the log's last line; only the first call does anything."""
-        with self._one_end:
-            if self._ended:
-                return
-            self._end_now(reason)
-
-    def _end_now(self, reason: str) -> None:
-        if self._ending is not None:
-            self._ending.cancel()
-        self._ended = True
+        """Save, send everybody home and close the log's last line."""
         if self._interrupted:
             reason = "interrupted"
         try:
@@ -282,7 +268,7 @@ class HostTrainer:
         self._telemetry.step_ended(self._p.ledger.step, self._loss, result, update_s)
 
     def _only_ours(self, *ignored: Any) -> None:
-        if not self._updating and not self._ended:
+        if not self._updating and not self._ending.over:
             raise LoopError(
                 "optimizer.step() was called in the loop; Potluck makes the update itself when the step is full",
                 hint="take optimizer.step() and optimizer.zero_grad() out of the loop",

@@ -59,6 +59,10 @@ class Options:
     tokens_per_sample: int | None = None
     """For a tokens/s figure in the view."""
 
+    def saved_objects(self) -> dict[str, Any]:
+        """What goes into checkpoints besides the model and the optimizer, by name."""
+        return {**self.also_save, **({"scheduler": self.scheduler} if self.scheduler is not None else {})}
+
 
 def make_options(global_batch: int, keywords: Keywords) -> Options:
     known = [f.name for f in fields(Options)]

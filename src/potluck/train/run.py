@@ -116,9 +116,7 @@ class Run:
     ) -> Iterator[Step]:
         launch = self._launch
         launch.device.attach(model)
-        objects = dict(options.also_save)
-        if options.scheduler is not None:
-            objects["scheduler"] = options.scheduler
+        objects = options.saved_objects()
         loader = Loader(dataset, options.collate)
         restored = restore(launch, options, model, optimizer, objects)
         step = restored.step if restored is not None else 0
@@ -190,9 +188,7 @@ class Run:
         group = launch.ranks
         assert group is not None
         launch.device.attach(model)
-        objects = dict(options.also_save)
-        if options.scheduler is not None:
-            objects["scheduler"] = options.scheduler
+        objects = options.saved_objects()
         loader = Loader(dataset, options.collate)
         checkpoint = group.meet()["checkpoint"]
         if checkpoint is not None:
