@@ -177,3 +177,31 @@ def checked_bind(bind: str | None) -> str | None:
             f"--bind takes an IPv4 address of this machine, not {bind!r}",
             hint=f"this machine has: {', '.join((*local_addresses(), LOOPBACK))}; 0.0.0.0 listens on all",
         ) from None
+
+
+def listen_options(*, listen: str, port: str) -> Callable[[Command], Command]:
+    """--listen, --bind, --port, --for and --token-file; what two of them mean is the verb's affair."""
+    options = (
+        click.option("--listen", is_flag=True, help=listen),
+        click.option(
+            "--bind", metavar="ADDRESS", help="With --listen: listen here only (default: as `potluck host`)."
+        ),
+        click.option("--port", type=click.IntRange(1, 65535), help=port),
+        click.option(
+            "--for",
+            "for_s",
+            type=click.FloatRange(1.0, 86_400.0),
+            default=900.0,
+            show_default=True,
+            metavar="SECONDS",
+            help="With --listen: how long.",
+        ),
+        click.option("--token-file", type=click.Path(path_type=Path), help="Read the token from a file."),
+    )
+
+    def add(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add

@@ -61,19 +61,7 @@ def bench() -> None:
     "--json", "json_file", metavar="FILE", help="Write the rows here; - for stdout, instead of the table."
 )
 @click.option("--parent", type=int, hidden=True)
-def collectives(
-    backend: str,
-    against: str | None,
-    sizes: str,
-    processes: int,
-    op: str,
-    dtype: str,
-    repeats: int | None,
-    threads: int,
-    tolerance: float,
-    json_file: str | None,
-    parent: int | None,
-) -> None:
+def collectives(**flags: Any) -> None:
     """Time a collective over many sizes, in the columns of nccl-tests, and check every element of every result.
 
     Alone it starts its ranks on this machine; under torchrun it is one of them. algbw is bytes of the tensor per
@@ -90,20 +78,18 @@ def collectives(
     """
     from potluck.spec.collectives import parse_sizes
 
-    wanted = parse_sizes(sizes)
+    wanted, json_file = parse_sizes(flags["sizes"]), flags["json_file"]
     writable(json_file)
     if not is_rank():
-        own = ["collectives", "--backend", backend, "--sizes", sizes, "--op", op, "--dtype", dtype]
-        own += ["--against", against] if against else []
-        own += ["--repeats", str(repeats)] if repeats else []
-        own += ["--tolerance", str(tolerance)] if tolerance else []
+        passed = ("backend", "against", "sizes", "op", "dtype", "repeats", "tolerance")
+        own = [word for name in passed if flags[name] for word in (f"--{name}", str(flags[name]))]
         own += ["--json", json_file] if json_file else []
-        start_ranks(own, processes, threads)
+        start_ranks(["collectives", *own], flags["processes"], flags["threads"])
         return
-    names = [backend] if against in (None, backend) else [backend, str(against)]
-    with joined(names, parent) as (groups, store):
-        asked = {"dtype": dtype, "repeats": repeats, "tolerance": tolerance}
-        _measure(groups, store, op, wanted, asked, json_file)
+    names = list(dict.fromkeys(name for name in (flags["backend"], flags["against"]) if name))
+    with joined(names, flags["parent"]) as (groups, store):
+        asked = {name: flags[name] for name in ("dtype", "repeats", "tolerance")}
+        _measure(groups, store, flags["op"], wanted, asked, json_file)
 
 
 def _measure(

@@ -25,18 +25,7 @@ from potluck.cli.bench import is_rank, joined, start_ranks, writable, write_json
 @click.option("--steps", type=click.IntRange(1), default=8, show_default=True, help="Measured steps.")
 @click.option("--json", "json_file", metavar="FILE", help="Write the rows here; - for stdout.")
 @click.option("--parent", type=int, hidden=True)
-def ddp(
-    backend: str,
-    against: str | None,
-    processes: str,
-    lab_mbit: float | None,
-    depth: int,
-    sequence: int,
-    batch: int,
-    steps: int,
-    json_file: str | None,
-    parent: int | None,
-) -> None:
+def ddp(**flags: Any) -> None:
     """Train a small GPT under stock DistributedDataParallel and show what the exchange of gradients costs.
 
     Each process computes its own samples, so twice the processes are twice the work. all-reduce is the time to
@@ -49,19 +38,19 @@ def ddp(
       potluck bench ddp --against gloo --processes 2
       potluck bench ddp --lab 1000                  and two emulated machines, 1 Gbit/s between them
     """
-    job = {"depth": depth, "sequence": sequence, "batch": batch, "steps": steps}
+    job, json_file = {name: flags[name] for name in ("depth", "sequence", "batch", "steps")}, flags["json_file"]
     writable(json_file)
-    names = [backend, *([against] if against else [])]
+    names = [name for name in (flags["backend"], flags["against"]) if name]
     if is_rank():
-        _train(names, job, parent, json_file)
+        _train(names, job, flags["parent"], json_file)
         return
-    counts = _counts(processes)
+    counts = _counts(flags["processes"])
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="potluck-bench-") as folder:
         for count in counts:
             _add(rows, _on_this_machine(names, count, job, Path(folder)), json_file)
-        if lab_mbit is not None:
-            _add(rows, _in_the_lab(names, lab_mbit, job, Path(folder)), json_file)
+        if flags["lab_mbit"] is not None:
+            _add(rows, _in_the_lab(names, flags["lab_mbit"], job, Path(folder)), json_file)
     if json_file:
         write_json(json_file, rows)
 

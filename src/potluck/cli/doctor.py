@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from potluck.cli import _options as options
 from potluck.cli._app import Settings
 from potluck.errors import ConfigError, UserError
 
@@ -29,19 +30,10 @@ _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}
 
 @click.command()
 @click.argument("target", metavar="[ADDRESS|TOKEN]", required=False)
-@click.option("--listen", is_flag=True, help="Be the other side: print a token, and answer whoever comes with it.")
-@click.option("--bind", metavar="ADDRESS", help="With --listen: listen here only (default: as `potluck host`).")
-@click.option("--port", type=click.IntRange(1, 65535), help="The port that you mean to use (default: a free one).")
-@click.option(
-    "--for",
-    "for_s",
-    type=click.FloatRange(1.0, 86_400.0),
-    default=900.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="With --listen: how long.",
+@options.listen_options(
+    listen="Be the other side: print a token, and answer whoever comes with it.",
+    port="The port that you mean to use (default: a free one).",
 )
-@click.option("--token-file", type=click.Path(path_type=Path), help="Read the token from a file.")
 @click.option("--runs", type=click.Path(path_type=Path), help="The folder for runs (default: runs).")
 @click.option("--run", type=click.Path(path_type=Path), help="Look at the checkpoints of this run folder, too.")
 @click.option("--cluster", type=click.Path(path_type=Path), help="A cluster file: try ssh to its machines.")

@@ -30,19 +30,10 @@ _RUN_FLAGS = ("device", "threads", "name", "micro_batch")
 
 @click.command()
 @click.argument("target", metavar="[ADDRESS|TOKEN]", required=False)
-@click.option("--listen", is_flag=True, help="Be the other side: measure this device, print a token, answer.")
-@click.option("--bind", metavar="ADDRESS", help="With --listen: listen here only (default: as `potluck host`).")
-@click.option("--port", type=click.IntRange(1, 65535), help="With --listen: on this port (default: a free one).")
-@click.option(
-    "--for",
-    "for_s",
-    type=click.FloatRange(1.0, 86_400.0),
-    default=900.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="With --listen: how long.",
+@options.listen_options(
+    listen="Be the other side: measure this device, print a token, answer.",
+    port="With --listen: on this port (default: a free one).",
 )
-@click.option("--token-file", type=click.Path(path_type=Path), help="Read the token from a file.")
 @click.option(
     "--seconds", type=click.FloatRange(1.0, 120.0), default=10.0, show_default=True, help="To measure in all."
 )
