@@ -44,7 +44,7 @@ class Training:
             notify=lambda: None,
             replica_on_host=replica_on_host,
         )
-        self._flight = Flight(self.device, lambda positions, seconds: None)
+        self._flight = Flight(self.device, lambda samples, seconds: None)
 
     def step(self, contribution: dict[int, memoryview] | None) -> float:
         """Seconds of one step; with a contribution, a change is coded and it is decoded meanwhile."""
@@ -58,7 +58,7 @@ class Training:
             batch = self.device.from_host(self._batch)
             loss: Tensor = self._recipe.loss(self.model, batch, self._config)
             (loss * MICRO_BATCH).backward()
-            self._flight.launched((), time.monotonic())
+            self._flight.launched(MICRO_BATCH, time.monotonic())
         self._flight.finish()
         if contribution is not None:
             self._answers()

@@ -64,20 +64,20 @@ def test_bytes_from_host_may_change_once_given_away() -> None:
 
 def test_micro_batches_are_queued_ahead_and_their_times_add_up() -> None:
     device = pick("cuda")
-    landed: list[tuple[tuple[int, ...], float]] = []
-    flight = Flight(device, lambda positions, seconds: landed.append((positions, seconds)))
+    landed: list[tuple[int, float]] = []
+    flight = Flight(device, lambda samples, seconds: landed.append((samples, seconds)))
     occupy(1)
     torch.cuda.synchronize()
     started = time.monotonic()
     for number in range(8):
         began = time.monotonic()
         occupy(30)
-        flight.launched((number,), began)
+        flight.launched(number + 1, began)
         assert len(landed) >= number - device.ahead
     assert len(landed) == 8 - device.ahead, "as many are in flight as the device allows"
     flight.finish()
     passed = time.monotonic() - started
-    assert [positions for positions, _ in landed] == [(n,) for n in range(8)]
+    assert [samples for samples, _ in landed] == list(range(1, 9))
     assert abs(sum(seconds for _, seconds in landed) - passed) < 0.02
 
 

@@ -198,7 +198,8 @@ class World:
         self.now += HOST_S * len(positions)
         if check:
             self.do(self.protocol.check_computed(positions)[1])
-        self.protocol.stepping.host_computed(positions, HOST_S * len(positions))
+        self.protocol.stepping.host_launched(positions)
+        self.protocol.stepping.host_computed(len(positions), HOST_S * len(positions))
         self.by_host += positions
         self.in_hand = None
 

@@ -54,7 +54,8 @@ class Table:
 
     def compute(self, take: Take) -> None:
         self.now += HOST_S * len(take.positions)
-        self.stepping.host_computed(take.positions, HOST_S * len(take.positions))
+        self.stepping.host_launched(take.positions)
+        self.stepping.host_computed(len(take.positions), HOST_S * len(take.positions))
 
     def compute_all(self) -> Take:
         """The host's own share, until there is nothing in the pool; guests keep saying that they are alive."""

@@ -16,37 +16,61 @@ from support.coder_pair import Pair, flat
 
 
 class SlowMark(Mark):
+    def __init__(self, seconds: float) -> None:
+        self._at = time.monotonic() + seconds
+
     def wait(self) -> None:
-        time.sleep(0.01)
+        time.sleep(max(0.0, self._at - time.monotonic()))
+
+    def passed(self) -> bool:
+        return time.monotonic() >= self._at
 
 
 class Queueing(CpuDevice):
     ahead = 2
+    seconds = 0.01
 
     def mark(self) -> Mark:
-        return SlowMark()
+        return SlowMark(self.seconds)
 
 
 def test_a_device_that_works_at_once_has_nothing_in_flight() -> None:
-    landed: list[tuple[int, ...]] = []
-    flight = Flight(CpuDevice(), lambda positions, seconds: landed.append(positions))
+    landed: list[int] = []
+    flight = Flight(CpuDevice(), lambda samples, seconds: landed.append(samples))
     for number in range(3):
-        flight.launched((number,), time.monotonic())
-        assert landed == [(n,) for n in range(number + 1)]
+        flight.launched(number + 1, time.monotonic())
+        assert landed == list(range(1, number + 2))
+        assert not flight.busy
 
 
 def test_a_device_that_queues_is_no_further_ahead_than_it_allows() -> None:
-    landed: list[tuple[tuple[int, ...], float]] = []
-    flight = Flight(Queueing(), lambda positions, seconds: landed.append((positions, seconds)))
+    landed: list[tuple[int, float]] = []
+    flight = Flight(Queueing(), lambda samples, seconds: landed.append((samples, seconds)))
     started = time.monotonic()
     for number in range(6):
-        flight.launched((number,), time.monotonic())
+        flight.launched(number + 1, time.monotonic())
         assert len(landed) == max(0, number - 1)
     flight.finish()
     passed = time.monotonic() - started
-    assert [positions for positions, _ in landed] == [(n,) for n in range(6)]
+    assert [samples for samples, _ in landed] == list(range(1, 7))
     assert sum(seconds for _, seconds in landed) <= passed
-    assert all(seconds >= 0.009 for _, seconds in landed)
+
+
+def test_an_update_lands_behind_its_micro_batches_and_nobody_waits_for_it() -> None:
+    landed: list[str] = []
+    device = Queueing()
+    device.seconds = 0.2
+    flight = Flight(device, lambda samples, seconds: landed.append(f"{samples} samples"))
+    flight.launched(4, time.monotonic())
+    flight.follows(time.monotonic(), lambda now, seconds: landed.append("update"))
+    assert flight.busy and not landed
+    assert 0.3 < flight.behind_s(0.1) <= 0.4, "four samples of a tenth of a second"
+    flight.launched(5, time.monotonic())
+    assert landed == ["4 samples"], "no more are out than the device allows"
+    time.sleep(0.25)
+    assert not flight.busy
+    assert landed == ["4 samples", "update", "5 samples"]
+    assert flight.behind_s(0.1) == 0.0
 
 
 @pytest.mark.parametrize("name", ["none", "fp16", "int8", "int4"])

@@ -24,7 +24,8 @@ def test_nobody_gets_a_lease_before_the_host_knows_its_own_speed() -> None:
     assert stepping.begin(0.0, STATE, 1) == []
     assert stepping.host_sample_s is None
     take, _ = stepping.take(2, 0.0)
-    stepping.host_computed(take.positions, 1.0)
+    stepping.host_launched(take.positions)
+    stepping.host_computed(len(take.positions), 1.0)
     assert stepping.host_sample_s == 0.5
 
 

@@ -32,6 +32,10 @@ class Mark:
     def wait(self) -> None:
         """Until the device has passed it; other threads go on meanwhile."""
 
+    def passed(self) -> bool:
+        """Whether the device has passed it; nobody waits."""
+        return True
+
 
 class Device(ABC):
     """What computes on this machine. Used by one training thread; to_host and from_host by any thread."""
@@ -72,6 +76,10 @@ class Device(ABC):
     @abstractmethod
     def from_host(self, tensor: Tensor) -> Tensor:
         """A CPU tensor brought to this device (on the CPU: itself)."""
+
+    def later(self, tensor: Tensor) -> Tensor:
+        """A CPU tensor that holds these values once a mark that is made next has been passed."""
+        return self.to_host(tensor)
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
         """CPU tensors of bytes brought to this device as one, back to back (on the CPU: a single one is itself)."""

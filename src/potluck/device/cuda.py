@@ -48,6 +48,9 @@ class CudaMark(Mark):
     def wait(self) -> None:
         self.event.synchronize()
 
+    def passed(self) -> bool:
+        return bool(self.event.query())
+
 
 class CudaDevice(Device):
     """Computes on the GPU of that index, which becomes the current one of this process."""
@@ -73,10 +76,13 @@ class CudaDevice(Device):
         source = tensor.detach().contiguous()
         if source.device.type == "cpu" or source.nbytes > PINNED_LIMIT_BYTES:
             return source.to("cpu")
-        host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
-        host.copy_(source, non_blocking=True)
+        host = self.later(source)
         self.mark().wait()
         return host
+
+    def later(self, tensor: Tensor) -> Tensor:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor.detach(), non_blocking=True)
 
     def from_host(self, tensor: Tensor) -> Tensor:
         if tensor.nbytes > PINNED_LIMIT_BYTES:

@@ -19,18 +19,17 @@ class AloneHub:
         self._ledger, self._name = ledger, name
         self._sample_s = Estimate()
 
-    def begin_step(self) -> None:
+    def begin_step(self, head_start_s: float = 0.0) -> None:
         self._ledger.open_step()
 
-    def take(self, count: int, finish: Callable[[], None]) -> tuple[tuple[int, ...], bool]:
-        positions = self._ledger.take(next(iter(split_evenly(self._ledger.in_pool, count)), count))
-        if not positions:
-            finish()
-        return positions, False
+    def take(self, count: int, busy: Callable[[], bool]) -> tuple[tuple[int, ...], bool]:
+        return self._ledger.take(next(iter(split_evenly(self._ledger.in_pool, count)), count)), False
 
-    def computed(self, positions: tuple[int, ...], seconds: float) -> None:
+    def launched(self, positions: tuple[int, ...]) -> None:
         self._ledger.host_computed(positions, self._name)
-        self._sample_s.add(seconds / len(positions))
+
+    def computed(self, samples: int, seconds: float) -> None:
+        self._sample_s.add(seconds / samples)
 
     def end_step(self) -> tuple[StepResult, float]:
         samples = self._ledger.close_step()

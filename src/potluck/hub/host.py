@@ -33,6 +33,8 @@ from potluck.wire.tree import pack_tree
 
 PART_BYTES = 4 << 20
 """Frozen tensors travel in parts of this size."""
+LOOK_AGAIN_S = 0.003
+"""How soon the training thread sees that its device has nothing left to do."""
 STOOD_STILL_S = 2.0
 """An I/O thread that did not run for this long was not let: the machine slept."""
 Event = dict[str, Any]
@@ -103,35 +105,43 @@ class HostHub:
             hint="type the join command on the other machines, or start with --wait-for 0",
         )
 
-    def begin_step(self) -> None:
-        """The weights are at the step's version: deal the step and send the change to those who take part."""
+    def begin_step(self, head_start_s: float = 0.0) -> None:
+        """The weights are at the step's version, or will be when the device has done what it was given.
+
+        Deals the step and sends the change to those who take part; for `head_start_s` see `Stepping.begin`.
+        """
         with self._changed:
             self._raise_failure()
             self._step_open = True
             self._guest_loss = 0.0
             hit("host.before-step")
-            self._do(self._protocol.begin_step(time.monotonic(), self._coder.state, host_keeps=1))
+            now, pieces = time.monotonic(), self._coder.state
+            self._do(self._protocol.begin_step(now, pieces, host_keeps=1, head_start_s=head_start_s))
             if any(m.feed.open for m in self._protocol.members.values()):
                 self._coder.code_change()
             hit("host.dealt")
 
-    def take(self, count: int, finish: Callable[[], None]) -> tuple[tuple[int, ...], bool]:
+    def take(self, count: int, busy: Callable[[], bool]) -> tuple[tuple[int, ...], bool]:
         """Positions for the host's next micro-batch (none: the step is full); whether it is a common batch.
 
-        `finish` is called where none is left: the host waits for nobody while its own device is still computing.
+        `busy` says whether the host's own device is still computing: while it is, nobody is waited for, let alone
+        given up, and when the last contribution comes the step goes on behind what the device still has.
         """
-        with self._lock:
-            none_left = not self._protocol.ledger.in_pool
-        if none_left:
-            finish()
-        with self._changed:
-            while True:
+        ledger = self._protocol.ledger
+        while True:
+            with self._lock:
+                only_leases = not ledger.in_pool and not ledger.full
+            idle = not (only_leases and busy())
+            with self._changed:
                 self._raise_failure()
                 now = time.monotonic()
                 self._see_standstill(now)
+                if not idle and not ledger.in_pool and not ledger.full:
+                    self._changed.wait(LOOK_AGAIN_S)
+                    continue
                 check = self._protocol.check_samples
                 # As equal as possible: a device is slow on the few samples that would be left at the end.
-                even = next(iter(split_evenly(self._protocol.ledger.in_pool, count)), count)
+                even = next(iter(split_evenly(ledger.in_pool, count)), count)
                 take, actions = self._protocol.stepping.take(check or even, now)
                 self._do(actions)
                 if take.full:
@@ -142,9 +152,14 @@ class HostHub:
                 self._changed.wait(max(0.001, take.wait_until - now))
                 self._protocol.stepping.waited(time.monotonic() - now)
 
-    def computed(self, positions: tuple[int, ...], seconds: float) -> None:
+    def launched(self, positions: tuple[int, ...]) -> None:
+        """The host's device was given these."""
         with self._lock:
-            self._protocol.stepping.host_computed(positions, seconds)
+            self._protocol.stepping.host_launched(positions)
+
+    def computed(self, samples: int, seconds: float) -> None:
+        with self._lock:
+            self._protocol.stepping.host_computed(samples, seconds)
 
     def check_computed(self, positions: tuple[int, ...], sketch: Sketch) -> None:
         """The host's gradient of the common batch: guests are measured against it."""

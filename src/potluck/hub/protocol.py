@@ -291,7 +291,9 @@ class HostProtocol:
 
     # -- the parity check -------------------------------------------------------------------------------
 
-    def begin_step(self, now: float, pieces: Sequence[PieceState], host_keeps: int) -> list[Action]:
+    def begin_step(
+        self, now: float, pieces: Sequence[PieceState], host_keeps: int, head_start_s: float = 0.0
+    ) -> list[Action]:
         """Open the step: leases for those who count, a common batch for those to be checked."""
         self._check = None
         new = [
@@ -302,7 +304,8 @@ class HostProtocol:
         if new:
             self._checks += 1
             self._check = _Check(id=self._checks, step=self.ledger.step, guests=[m.id for m in new])
-        return [*self.stepping.begin(now, pieces, host_keeps), *self.guard.begin_step(self.ledger.step)]
+        leases = self.stepping.begin(now, pieces, host_keeps, head_start_s)
+        return [*leases, *self.guard.begin_step(self.ledger.step)]
 
     @property
     def check_samples(self) -> int:

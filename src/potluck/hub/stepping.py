@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from potluck.hub.actions import CONTROL, Action, Emit, Send, SendSamples, Wake
@@ -28,7 +28,7 @@ from potluck.hub.members import (
     OpenLease,
 )
 from potluck.hub.quota import Estimate, extra_samples
-from potluck.plan.leases import Quotas, lease_sizes, quotas, split_evenly
+from potluck.plan.leases import Quotas, Speed, lease_sizes, quotas, split_evenly
 
 FIRST_TAIL_S = 0.05
 """A guess of what it takes a guest to deliver the end of its gradient, until its first contribution tells."""
@@ -82,6 +82,7 @@ class Stepping:
         self.started = 0.0
         self._host_sample_s = Estimate()
         self._host_now = (0, 0.0)
+        self._head_start_s = 0.0
         self._out_since: float | None = None
         self._wait_s = 0.0
         self._dropped = 0
@@ -90,13 +91,19 @@ class Stepping:
 
     # -- begin and end ----------------------------------------------------------------------------------
 
-    def begin(self, now: float, pieces: Sequence[PieceState], host_keeps: int) -> list[Action]:
-        """Open the step and hand out the leases."""
+    def begin(
+        self, now: float, pieces: Sequence[PieceState], host_keeps: int, head_start_s: float = 0.0
+    ) -> list[Action]:
+        """Open the step and hand out the leases.
+
+        `head_start_s`: what guests have beyond the time that the host's own samples take, because its device
+        still has work of the last step; less than nothing where they should be done before the host.
+        """
         self.ledger.open_step()
         self.started, self._out_since = now, None
         self._wait_s, self._dropped, self._taken_back = 0.0, 0, 0
         self._predicted = None
-        self._host_now = (0, 0.0)
+        self._head_start_s = head_start_s
         seconds = self.host_sample_s
         if not seconds:
             return []
@@ -127,8 +134,12 @@ class Stepping:
         return actions
 
     def _shares(self, members: Sequence[Member], host_keeps: int) -> Quotas:
-        speeds = {m.id: m.speed for m in members if m.speed is not None}
+        speeds = {m.id: self._counted_on(m.speed) for m in members if m.speed is not None}
         return quotas(self.ledger.global_batch, 1 / (self.host_sample_s or 1.0), speeds, host_keeps)
+
+    def _counted_on(self, speed: Speed) -> Speed:
+        """As if a guest's overhead began with the host's own work."""
+        return replace(speed, overhead_s=max(0.0, speed.overhead_s - self._head_start_s))
 
     @property
     def host_sample_s(self) -> float | None:
@@ -146,6 +157,7 @@ class Stepping:
         count, seconds = self._host_now
         if count:
             self._host_sample_s.add(seconds / count)
+        self._host_now = (0, 0.0)
         return StepResult(
             samples=samples,
             wait_s=self._wait_s,
@@ -216,7 +228,7 @@ class Stepping:
             "step": lease.step,
             "sizes": list(sizes),
             "quota": quota,
-            "within_s": lot.step_s,
+            "within_s": max(0.0, lot.step_s + self._head_start_s),
             "host_sample_s": lot.host_sample_s,
             "transfer_s": speed.transfer_s,
             "tail_s": tail_s,
@@ -248,10 +260,13 @@ class Stepping:
             return Take(full=True), actions
         return Take(wait_until=self._next_deadline(now)), actions
 
-    def host_computed(self, positions: Sequence[int], seconds: float) -> None:
+    def host_launched(self, positions: Sequence[int]) -> None:
+        """The host's device has these samples: nobody else will compute them."""
         self.ledger.host_computed(positions, self.host_name)
+
+    def host_computed(self, samples: int, seconds: float) -> None:
         count, so_far = self._host_now
-        self._host_now = (count + len(positions), so_far + seconds)
+        self._host_now = (count + samples, so_far + seconds)
 
     def waited(self, seconds: float) -> None:
         """The training thread stood idle this long for leases that are out."""

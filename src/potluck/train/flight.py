@@ -1,6 +1,7 @@
 """Micro-batches that the host's device was given and has not finished: how many, and how long each took.
 
-Owns the run-ahead, so that a device which queues its work never waits for Python. It knows no hub and no loop.
+Owns the run-ahead, so that a device which queues its work never waits for Python: not between two micro-batches,
+and not between two steps. It knows no hub and no loop.
 """
 
 from __future__ import annotations
@@ -8,34 +9,61 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from potluck.device import Device, Mark
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """Something that the device was given, from `began` (monotonic) on."""
+
+    samples: int
+    began: float
+    mark: Mark
+    landed: Callable[[float, float], None]
+    """Told when it was done (monotonic), and the seconds it took."""
 
 
 class Flight:
     """Used by the training thread. On a device that works at once everything lands when it is launched."""
 
     def __init__(
-        self,
-        device: Device,
-        computed: Callable[[tuple[int, ...], float], None],
-        mark: Callable[[], Mark] | None = None,
+        self, device: Device, computed: Callable[[int, float], None], mark: Callable[[], Mark] | None = None
     ) -> None:
-        """`computed` is told each micro-batch's positions and seconds, in order, when it has landed.
+        """`computed` is told each micro-batch's samples and seconds, in order, when it has landed.
 
         `mark` is what to wait for where that is more than the device.
         """
         self._device = device
         self._computed = computed
         self._mark = mark or device.mark
-        self._out: deque[tuple[tuple[int, ...], float, Mark]] = deque()
-        self._landed = 0.0
+        self._out: deque[_Given] = deque()
+        self._landed_at = 0.0
 
-    def launched(self, positions: tuple[int, ...], began: float) -> None:
-        """A micro-batch was given to the device, from `began` (monotonic) on; waits for what is too far back."""
-        self._out.append((positions, began, self._mark()))
+    def launched(self, samples: int, began: float) -> None:
+        """A micro-batch was given to the device, from `began` on; waits for what is too far back."""
+        self._out.append(_Given(samples, began, self._mark(), lambda now, seconds: self._computed(samples, seconds)))
         while len(self._out) > self._device.ahead:
             self._land()
+
+    def follows(self, began: float, landed: Callable[[float, float], None]) -> None:
+        """Something that is no micro-batch was given to the device (an update); waits for nothing."""
+        self._out.append(_Given(0, began, self._device.mark(), landed))
+
+    @property
+    def busy(self) -> bool:
+        """Whether the device still has something to do. What it has done lands; nobody waits."""
+        while self._out and self._out[0].mark.passed():
+            self._land()
+        return bool(self._out)
+
+    def behind_s(self, sample_s: float) -> float:
+        """About how long the device will need for the micro-batches it has, at so many seconds a sample."""
+        if not self._out:
+            return 0.0
+        samples = sum(given.samples for given in self._out)
+        return max(0.0, max(self._out[0].began, self._landed_at) + samples * sample_s - time.monotonic())
 
     def finish(self) -> None:
         """Wait for everything."""
@@ -43,11 +71,11 @@ class Flight:
             self._land()
 
     def _land(self) -> None:
-        positions, began, mark = self._out.popleft()
-        mark.wait()
+        given = self._out.popleft()
+        given.mark.wait()
         now = time.monotonic()
         # It could not start before the one ahead of it was done: together they make up the time that passed.
-        start, self._landed = max(began, self._landed), now
-        if self._device.ahead and self._device.trace is not None:
-            self._device.trace.interval(start, now, len(positions))
-        self._computed(positions, now - start)
+        start, self._landed_at = max(given.began, self._landed_at), now
+        if given.samples and self._device.ahead and self._device.trace is not None:
+            self._device.trace.interval(start, now, given.samples)
+        given.landed(now, now - start)

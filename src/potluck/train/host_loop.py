@@ -6,6 +6,7 @@ the loop is the same.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Iterator
@@ -41,6 +42,10 @@ from potluck.train.telemetry import Telemetry
 TURN_S = 0.0002
 """How long Python's other threads may keep the one that feeds a device which queues its work. At Python's own 5 ms
 a GPU ran dry while contributions came: an H200 with 8 guests lost 33 % of its speed, with this 25 %."""
+
+LEAD = 0.6
+"""Of a micro-batch: by so much should guests be done before a host whose device queues its work. Then the next step
+is there before the device has nothing left to do, and what comes late within that time is not waited for."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -134,6 +139,7 @@ class HostTrainer:
         if self._interrupted:
             reason = "interrupted"
         try:
+            self._tell_last_step(failed=reason == "failed")
             if self._ranks is not None:
                 self._ranks.end()
             if self._writer is not None:
@@ -143,6 +149,14 @@ class HostTrainer:
         finally:
             self._hub.close(reason)
             self._telemetry.ended(self._p.ledger.step, self._loss, reason)
+
+    def _tell_last_step(self, *, failed: bool) -> None:
+        """Its update may still be under way. After a failure neither the device nor other ranks may ever answer."""
+        if not failed:
+            self._flight.finish()
+        elif self._ranks is None:
+            with contextlib.suppress(RuntimeError):
+                self._flight.finish()
 
     # -- one step ---------------------------------------------------------------------------------------
 
@@ -155,15 +169,14 @@ class HostTrainer:
         if self._writer is not None:
             self._beginning = Beginning(self._device, self._p.model)
         self._device.at_step(step.index + 1)
-        self._telemetry.step_begins()
         if self._ranks is not None:
             self._ranks.begin_step(step.index)
-        self._hub.begin_step()
+        self._hub.begin_step(self._head_start_s())
         for parameter in self._trained:
             parameter.grad = None
         while True:
             self._stop_if_asked()
-            positions, check = self._hub.take(self._p.micro.size() * self._width, self._finish)
+            positions, check = self._hub.take(self._p.micro.size() * self._width, self._busy)
             if not positions:
                 break
             began = time.monotonic()
@@ -178,10 +191,28 @@ class HostTrainer:
             if check:
                 loss = (step.loss_sum() - loss_before) / len(positions)
                 self._check_computed(positions, loss, random=_differ(chances, self._device.rng_state()))
-            self._flight.launched(positions, began)
+            self._hub.launched(positions)
+            self._flight.launched(len(positions), began)
             if self._measuring:
                 self._finish()
         self._update(step)
+
+    def _head_start_s(self) -> float:
+        """What guests have beyond the time of this machine's own samples: see `Stepping.begin`.
+
+        A device that still has work when the last contribution comes goes on to the next step without a pause.
+        """
+        if not self._device.ahead or self._ranks is not None:
+            return 0.0
+        sample_s = self._hub.host_sample_s() or 0.0
+        return self._flight.behind_s(sample_s) - LEAD * self._p.micro.size() * sample_s
+
+    def _busy(self) -> bool:
+        """Whether this machine's own device still computes what it was given."""
+        if self._ranks is None:
+            return self._flight.busy
+        self._finish()
+        return False
 
     def _dealt(self, positions: tuple[int, ...], check: bool) -> tuple[int, ...]:
         """Give the other ranks their parts of a round; this one's. A common batch is this rank's alone."""
@@ -207,9 +238,9 @@ class HostTrainer:
             self._saved_bytes.start()
         self._device.begin(samples)
 
-    def _computed(self, positions: tuple[int, ...], seconds: float) -> None:
-        self._hub.computed(positions, seconds)
-        self._telemetry.computed(len(positions), seconds)
+    def _computed(self, samples: int, seconds: float) -> None:
+        self._hub.computed(samples, seconds)
+        self._telemetry.computed(samples, seconds)
 
     def _after_backward(self, samples: int) -> None:
         if not self._measuring:
@@ -226,7 +257,10 @@ class HostTrainer:
         self._hub.check_computed(positions, sketch(gradients, sizes, loss, random=random))
 
     def _update(self, step: Step) -> None:
+        """The weights' update, behind what the device has been given; what it came to is told when it is done."""
         computed = time.monotonic()
+        if self._ranks is not None:
+            self._finish()
         result, guests_loss = self._hub.end_step()
         options, optimizer = self._p.options, self._p.optimizer
         total = None if self._ranks is None else self._sum_of_ranks(step, guests_loss)
@@ -241,11 +275,23 @@ class HostTrainer:
             hit("host.updated")
         if options.scheduler is not None:
             options.scheduler.step()
-        loss_sum = step.loss_sum() + guests_loss if total is None else float(total)
-        self._loss = step.loss = loss_sum / options.global_batch
+        own_loss = self._device.later(torch.as_tensor(step.loss_so_far() if total is None else total))
         if self._comparing:
             self._compare_ranks()
-        self._finished(result, time.monotonic() - computed)
+        every = self._p.launch.config.checkpoint_every
+        if self._writer is not None and every > 0 and self._p.ledger.step % every == 0:
+            self._checkpoint_due = True
+        number = self._p.ledger.step
+
+        def updated(now: float, update_s: float) -> None:
+            loss_sum = float(own_loss) + (guests_loss if total is None else 0.0)
+            self._loss = step.loss = loss_sum / options.global_batch
+            self._telemetry.step_ended(number, self._loss, result, update_s, now)
+
+        step.loss_when_known(self._flight.finish)
+        self._flight.follows(computed, updated)
+        if not self._device.ahead:
+            self._flight.finish()
 
     def _sum_of_ranks(self, step: Step, guests_loss: float) -> Tensor:
         """All ranks' gradients, with the guests' that are in this rank's, on every rank; the summed loss."""
@@ -259,13 +305,6 @@ class HostTrainer:
         assert self._ranks is not None
         names = [t.name for t in self._p.tensors.fingerprint if t.role == "trained"]
         self._ranks.compare_weights(names, self._trained, self._p.ledger.step)
-
-    def _finished(self, result: StepResult, update_s: float) -> None:
-        every = self._p.launch.config.checkpoint_every
-        if self._writer is not None and every > 0 and self._p.ledger.step % every == 0:
-            self._checkpoint_due = True
-        assert self._loss is not None
-        self._telemetry.step_ended(self._p.ledger.step, self._loss, result, update_s)
 
     def _only_ours(self, *ignored: Any) -> None:
         if not self._updating and not self._ending.over:

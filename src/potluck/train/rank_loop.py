@@ -118,7 +118,7 @@ class RankTrainer:
                     self._device.begin(len(order.samples))
                 yield batch
                 step.check_done()
-            self._flight.launched(order.samples, began)
+            self._flight.launched(len(order.samples), began)
         self._update(step, compare=bool(order.number))
 
     def _after_backward(self, samples: int) -> None:

@@ -35,8 +35,8 @@ class Step:
     ) -> None:
         self.index = index
         """The number of this step, from 0."""
-        self.loss: float | None = None
-        """After the step: the mean loss over all its samples (on a guest: over its own)."""
+        self._loss: float | None = None
+        self._know_loss: Callable[[], None] | None = None
         self.finished = False
         self._batches = batches
         self._after = after
@@ -69,7 +69,25 @@ class Step:
         current.done = True
         self._after(current.samples)
 
+    @property
+    def loss(self) -> float | None:
+        """After the step: the mean loss over all its samples (on a guest: over its own).
+
+        A GPU may still be computing it: reading it then waits.
+        """
+        if self._loss is None and self._know_loss is not None:
+            self._know_loss()
+        return self._loss
+
+    @loss.setter
+    def loss(self, value: float) -> None:
+        self._loss = value
+
     # -- for the trainers -------------------------------------------------------------------------------
+
+    def loss_when_known(self, wait: Callable[[], None]) -> None:
+        """`wait` returns when `loss` has been set."""
+        self._know_loss = wait
 
     def hand_out(self, samples: int) -> None:
         self._current = Current(samples)

@@ -36,7 +36,6 @@ class Telemetry:
         self._launch, self._options, self._hub = launch, options, hub
         self._started = self._last_end = time.monotonic()
         self._first_step = 0
-        self._begun = 0.0
         self._host_busy_s = 0.0
         self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)
         """(step's seconds, the update's part of it)"""
@@ -74,15 +73,11 @@ class Telemetry:
             }
         )
 
-    def step_begins(self) -> None:
-        self._begun = time.monotonic()
-        self._host_busy_s = 0.0
-
     def computed(self, samples: int, seconds: float) -> None:
         self._host_busy_s += seconds
 
-    def step_ended(self, step: int, loss: float, result: StepResult, update_s: float) -> None:
-        now = time.monotonic()
+    def step_ended(self, step: int, loss: float, result: StepResult, update_s: float, now: float) -> None:
+        """`now`: when the device had made the update, by the monotonic clock; since then it may have gone on."""
         step_s, self._last_end = now - self._last_end, now
         self._recent.append((step_s, update_s))
         options = self._options
@@ -113,6 +108,7 @@ class Telemetry:
                 "machines": self._machines(result, step_s),
             }
         )
+        self._host_busy_s = 0.0
 
     def ended(self, step: int, loss: float | None, reason: str) -> None:
         seconds = time.monotonic() - self._started
