@@ -63,7 +63,8 @@ def test_an_update_lands_behind_its_micro_batches_and_nobody_waits_for_it() -> N
     flight = Flight(device, lambda samples, seconds: landed.append(f"{samples} samples"))
     flight.launched(4, time.monotonic())
     flight.follows(time.monotonic(), lambda now, seconds: landed.append("update"))
-    assert flight.busy and not landed
+    assert flight.busy
+    assert not landed
     assert 0.3 < flight.behind_s(0.1) <= 0.4, "four samples of a tenth of a second"
     flight.launched(5, time.monotonic())
     assert landed == ["4 samples"], "no more are out than the device allows"

@@ -43,7 +43,9 @@ class Flight:
 
     def launched(self, samples: int, began: float) -> None:
         """A micro-batch was given to the device, from `began` on; waits for what is too far back."""
-        self._out.append(_Given(samples, began, self._mark(), lambda now, seconds: self._computed(samples, seconds)))
+        self._out.append(
+            _Given(samples, began, self._mark(), lambda now, seconds: self._computed(samples, seconds))
+        )
         while len(self._out) > self._device.ahead:
             self._land()
 

@@ -22,7 +22,6 @@ from potluck.hub.alone import AloneHub
 from potluck.hub.host import HostHub
 from potluck.hub.ledger import Ledger
 from potluck.hub.parity import sketch
-from potluck.hub.stepping import StepResult
 from potluck.hub.tensors import ModelTensors
 from potluck.train import checkpoint_folder
 from potluck.train.beginning import Beginning
