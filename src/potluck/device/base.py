@@ -36,6 +36,10 @@ class Mark:
         """Whether the device has passed it; nobody waits."""
         return True
 
+    def seconds_since(self, earlier: Mark) -> float | None:
+        """By the device's own clock, when both have been passed; None where it has none."""
+        return None
+
 
 class Device(ABC):
     """What computes on this machine. Used by one training thread; to_host and from_host by any thread."""

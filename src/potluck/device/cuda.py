@@ -42,7 +42,7 @@ class CudaMark(Mark):
 
     def __init__(self, device: torch.device) -> None:
         # Blocking: a thread that waits gives its core away, and others need it.
-        self.event = torch.cuda.Event(blocking=True)
+        self.event = torch.cuda.Event(blocking=True, enable_timing=True)
         self.event.record(torch.cuda.current_stream(device))
 
     def wait(self) -> None:
@@ -50,6 +50,9 @@ class CudaMark(Mark):
 
     def passed(self) -> bool:
         return bool(self.event.query())
+
+    def seconds_since(self, earlier: Mark) -> float | None:
+        return earlier.event.elapsed_time(self.event) / 1000 if isinstance(earlier, CudaMark) else None
 
 
 class CudaDevice(Device):

@@ -40,6 +40,7 @@ class Flight:
         self._mark = mark or device.mark
         self._out: deque[_Given] = deque()
         self._landed_at = 0.0
+        self._last: Mark | None = None
 
     def launched(self, samples: int, began: float) -> None:
         """A micro-batch was given to the device, from `began` on; waits for what is too far back."""
@@ -74,10 +75,15 @@ class Flight:
 
     def _land(self) -> None:
         given = self._out.popleft()
+        done_before = given.mark.passed()
         given.mark.wait()
-        now = time.monotonic()
+        ended = time.monotonic()
+        since_last_s = given.mark.seconds_since(self._last) if done_before and self._last is not None else None
+        if since_last_s is not None:
+            # Nobody looked when it was done; the device knows.
+            ended = min(ended, self._landed_at + since_last_s)
         # It could not start before the one ahead of it was done: together they make up the time that passed.
-        start, self._landed_at = max(given.began, self._landed_at), now
+        start, self._landed_at, self._last = max(given.began, self._landed_at), ended, given.mark
         if given.samples and self._device.ahead and self._device.trace is not None:
-            self._device.trace.interval(start, now, given.samples)
-        given.landed(now, now - start)
+            self._device.trace.interval(start, ended, given.samples)
+        given.landed(ended, max(0.0, ended - start))
