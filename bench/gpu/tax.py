@@ -1,9 +1,10 @@
 """The host tax: tokens/s that a GPU host computes itself, alone and with guests attached that deliver.
 
-    python bench/gpu/tax.py [--guests 2,8] [--steps 8] [--plain]
+    python bench/gpu/tax.py [--guests 2,8] [--steps 10] [--plain]
 
 The host trains GPT-2 124M (bf16, compiled) as fast as it can, a million tokens a step; the guests come while it
-runs. They are puppets on this machine's cores: they take every change of the weights and deliver a whole
+runs, and go again: what it does alone is measured before and after, because a GPU at its limit of power is slower
+when it is warm. They are puppets on this machine's cores: they take every change of the weights and deliver a whole
 coded gradient each step, encrypted over loopback; their weights are not compared, for they keep none. Counted
 is what the host computed itself in the time of its steps, waiting included. `plain torch` is the same model in a
 loop without Potluck.
@@ -23,7 +24,9 @@ from _runs import HERE, SEQUENCE, Event, Run, say
 
 from potluck.train.recipes.gpt import GptConfig, GptRecipe
 
-GLOBAL_BATCH, MICRO_BATCH, WARM_UP = 1024, 64, 8
+GLOBAL_BATCH, MICRO_BATCH = 1024, 64
+WARM_UP, SETTLING = 3, 14
+"""Steps that are not counted: alone, and after guests came, until the host knows them."""
 MODEL = ["--depth", "12", "--sequence", str(SEQUENCE), "--batch-tokens", str(SEQUENCE * GLOBAL_BATCH)]
 GUEST_PART = 1 / 24
 """A puppet's speed as a part of the host's."""
@@ -64,7 +67,7 @@ class Table:
     """One host, more and more guests."""
 
     def __init__(self, folder: Path, steps: int) -> None:
-        self._run, self._steps, self._guests = Run(folder / "run"), steps, 0
+        self._run, self._steps = Run(folder / "run"), steps
         config = folder / "run.toml"
         config.write_text("[run]\ncheck_replica_every = 0\n")
         words = [*MODEL, "--steps", "100000", "--micro-batch", str(MICRO_BATCH), "--config", str(config)]
@@ -76,17 +79,27 @@ class Table:
         self._run.wait(lambda: len(self._run.events("step")) >= 3, 150.0, "first steps")
 
     def guests(self, number: int, sample_s: float) -> None:
-        """Start as many more as are wanted, and wait until all have joined."""
-        for guest in range(self._guests + 1, number + 1):
+        """Start so many, and wait until all have joined."""
+        joined = len(self._run.events("guest_joined"))
+        for guest in range(1, number + 1):
             command = [sys.executable, str(HERE / "puppet.py"), "--token-file", str(self._token)]
             command += ["--name", f"puppet-{guest}", "--sample-s", str(sample_s)]
             self._run.start(f"puppet-{guest}", command, env={"OMP_NUM_THREADS": "1"})
-        self._guests = number
-        self._run.wait(lambda: len(self._run.events("guest_joined")) >= number, 120.0, "guests")
+        self._run.wait(lambda: len(self._run.events("guest_joined")) >= joined + number, 120.0, "guests")
 
-    def measured(self) -> list[Event]:
+    def dismiss(self) -> None:
+        """Send all guests home."""
+        _, *puppets = self._run.processes
+        del self._run.processes[1:]
+        for puppet in puppets:
+            puppet.kill()
+            puppet.wait()
+        joined = len(self._run.events("guest_joined"))
+        self._run.wait(lambda: len(self._run.events("guest_lost")) >= joined, 30.0, "end of the guests")
+
+    def measured(self, skip: int = WARM_UP) -> list[Event]:
         """The next steps, but for the first few."""
-        first = WARM_UP + len(self._run.events("step"))
+        first = skip + len(self._run.events("step"))
         self._run.wait(lambda: len(self._run.events("step")) >= first + self._steps, 120.0, "steps")
         return self._run.events("step")[first:]
 
@@ -99,20 +112,22 @@ class Table:
         self._run.end()
 
 
-def summary(guests: int, events: list[Event], alone: float | None) -> tuple[str, float]:
-    """A row of the table, and the host's own tokens a second."""
-    seconds = sum(e["step_s"] for e in events)
-    own = SEQUENCE * sum(e["samples"].get("host", 0) for e in events) / seconds
+def own_rate(events: list[Event]) -> float:
+    """The host's own tokens a second."""
+    own = sum(event["samples"].get("host", 0) for event in events)
+    return float(SEQUENCE * own / sum(event["step_s"] for event in events))
+
+
+def summary(guests: int, events: list[Event], alone: float | None) -> str:
+    """A row of the table."""
+    seconds, own = sum(e["step_s"] for e in events), own_rate(events)
     fleet = SEQUENCE * GLOBAL_BATCH * len(events) / seconds
     delivered = sum(len(e["samples"]) - 1 for e in events) / len(events)
     wait = sum(e["wait_s"] for e in events) / seconds
     busy = own / (1 - wait)
     tax = f"{1 - own / alone:+.2%}, {1 - busy / alone:+.2%}" if alone else "—"
     mfu = f"{sum(e['mfu'] or 0.0 for e in events) / len(events):.2f}"
-    return (
-        f"| {guests} | {delivered:.1f} | {fleet:,.0f} | {own:,.0f} | {tax} | {wait:.2%} | {mfu} |",
-        own,
-    )
+    return f"| {guests} | {delivered:.1f} | {fleet:,.0f} | {own:,.0f} | {tax} | {wait:.2%} | {mfu} |"
 
 
 def measure(guests: list[int], steps: int, hold_s: float, keep: Path | None) -> list[str]:
@@ -122,16 +137,23 @@ def measure(guests: list[int], steps: int, hold_s: float, keep: Path | None) -> 
     ]
     with tempfile.TemporaryDirectory() as folder:
         table = Table(Path(folder), steps)
-        alone: float | None = None
+
+        def row(number: int, events: list[Event], alone: float | None = None) -> None:
+            lines.append(summary(number, events, alone))
+            say("\n".join([lines[-1], *table.troubles()]))
+
         try:
             table.hold(hold_s)
-            for number in [0, *guests]:
-                if alone is not None:
-                    table.guests(number, SEQUENCE / alone / GUEST_PART)
-                row, own = summary(number, table.measured(), alone)
-                alone = alone or own
-                lines.append(row)
-                say("\n".join([row, *table.troubles()]))
+            before = table.measured()
+            row(0, before)
+            for number in guests:
+                table.guests(number, SEQUENCE / own_rate(before) / GUEST_PART)
+                with_guests = table.measured(SETTLING)
+                table.dismiss()
+                after = table.measured()
+                row(number, with_guests, (own_rate(before) + own_rate(after)) / 2)
+                row(0, after)
+                before = after
         except RuntimeError as error:
             say(str(error))
         finally:
@@ -145,7 +167,7 @@ def measure(guests: list[int], steps: int, hold_s: float, keep: Path | None) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description="What guests cost a GPU host.")
     parser.add_argument("--guests", default="2,8")
-    parser.add_argument("--steps", type=int, default=8, help="measured with each number of guests")
+    parser.add_argument("--steps", type=int, default=10, help="measured with each number of guests")
     parser.add_argument("--plain", action="store_true", help="plain torch first")
     parser.add_argument("--hold-s", type=float, default=0.0, help="do not measure before so many seconds")
     parser.add_argument("--keep", type=Path, help="leave the run folder and what the processes said here")

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from potluck.hub.quota import Estimate
-from potluck.plan.leases import Quotas, Speed, ideal, lease_sizes, quotas, split_evenly
+from potluck.plan.leases import Quotas, Speed, ideal, lease_sizes, next_size, quotas, split_evenly
 
 rates = st.floats(1e-3, 1e4)
 overheads = st.floats(0, 100)
@@ -265,3 +265,17 @@ def test_who_does_not_doubt_follows_at_once() -> None:
     estimate.add(10)
     estimate.add(20)
     assert estimate.value == 14
+
+
+@given(st.integers(0, 2000), st.integers(1, 100))
+def test_the_hosts_micro_batches_are_full_but_for_one_or_two_at_the_beginning(left: int, most: int) -> None:
+    sizes, rest = [], left
+    while rest:
+        sizes.append(next_size(rest, most))
+        assert 0 < sizes[-1] <= most
+        rest -= sizes[-1]
+    assert sum(sizes) == left
+    assert sizes[2:] == [most] * len(sizes[2:])
+    if left > most:
+        assert 4 * min(sizes) >= most, "none so small that the device is slow on it"
+        assert len(sizes) <= -(-left // most) + 1

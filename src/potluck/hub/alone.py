@@ -9,7 +9,7 @@ from potluck.hub.ledger import Ledger
 from potluck.hub.members import Member
 from potluck.hub.quota import Estimate
 from potluck.hub.stepping import StepResult
-from potluck.plan.leases import split_evenly
+from potluck.plan.leases import next_size
 
 
 class AloneHub:
@@ -23,7 +23,7 @@ class AloneHub:
         self._ledger.open_step()
 
     def take(self, count: int, busy: Callable[[], bool]) -> tuple[tuple[int, ...], bool]:
-        return self._ledger.take(next(iter(split_evenly(self._ledger.in_pool, count)), count)), False
+        return self._ledger.take(next_size(self._ledger.in_pool, count)), False
 
     def launched(self, positions: tuple[int, ...]) -> None:
         self._ledger.host_computed(positions, self._name)

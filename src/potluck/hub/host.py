@@ -26,7 +26,7 @@ from potluck.hub.protocol import HostProtocol
 from potluck.hub.recorder import Recorder
 from potluck.hub.stepping import StepResult
 from potluck.hub.tensors import ModelTensors
-from potluck.plan.leases import split_evenly
+from potluck.plan.leases import next_size
 from potluck.wire.frames import Message, VersionError, pack, unpack
 from potluck.wire.transport import HostSocket
 from potluck.wire.tree import pack_tree
@@ -140,9 +140,8 @@ class HostHub:
                     self._changed.wait(LOOK_AGAIN_S)
                     continue
                 check = self._protocol.check_samples
-                # As equal as possible: a device is slow on the few samples that would be left at the end.
-                even = next(iter(split_evenly(ledger.in_pool, count)), count)
-                take, actions = self._protocol.stepping.take(check or even, now)
+                size = next_size(ledger.in_pool, count) or count
+                take, actions = self._protocol.stepping.take(check or size, now)
                 self._do(actions)
                 if take.full:
                     return (), False

@@ -42,7 +42,7 @@ TURN_S = 0.0002
 """How long Python's other threads may keep the one that feeds a device which queues its work. At Python's own 5 ms
 a GPU ran dry while contributions came: an H200 with 8 guests lost 33 % of its speed, with this 25 %."""
 
-LEAD = 0.6
+LEAD = 0.8
 """Of a micro-batch: by so much should guests be done before a host whose device queues its work. Then the next step
 is there before the device has nothing left to do, and what comes late within that time is not waited for."""
 
