@@ -25,8 +25,9 @@ from _runs import HERE, SEQUENCE, Event, Run, say
 from potluck.train.recipes.gpt import GptConfig, GptRecipe
 
 GLOBAL_BATCH, MICRO_BATCH = 1024, 64
-WARM_UP, SETTLING = 3, 14
-"""Steps that are not counted: alone, and after guests came, until the host knows them."""
+WARM_UP, SETTLING = 3, 30
+"""Steps that are not counted: alone, and after guests came, until the host knows them and cuDNN most sizes of
+micro-batches (a new one costs a tenth of a second, once)."""
 MODEL = ["--depth", "12", "--sequence", str(SEQUENCE), "--batch-tokens", str(SEQUENCE * GLOBAL_BATCH)]
 GUEST_PART = 1 / 24
 """A puppet's speed as a part of the host's."""

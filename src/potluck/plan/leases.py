@@ -208,9 +208,9 @@ def split_evenly(count: int, largest: int) -> tuple[int, ...]:
 def next_size(left: int, most: int) -> int:
     """The host's next micro-batch where `left` samples are still to be computed, at most `most` at a time.
 
-    Full ones as far as possible: a GPU may be a percent slower on 61 samples than on the 64 that fill it. What fills
-    none comes first, so that the last one is long: the next step is made ready behind it. What is too little for a
-    micro-batch of its own is shared with a full one.
+    Full ones as far as possible: a GPU may be a percent slower on 61 samples than on the 64 that fill it. What
+    fills none comes first, so that the last one is long: the next step is made ready behind it. What is too little
+    for a micro-batch of its own is shared with a full one.
     """
     most = max(1, most)
     rest = left % most

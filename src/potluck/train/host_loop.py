@@ -7,6 +7,7 @@ the loop is the same.
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import time
 from collections.abc import Iterator
@@ -71,6 +72,9 @@ class HostTrainer:
         self._device = parts.launch.device
         if self._device.ahead:
             sys.setswitchinterval(TURN_S)
+            # What is there now stays: Python need not look through all of torch again, with its lock held.
+            gc.collect()
+            gc.freeze()
         self._trained = parts.tensors.trained
         folder = parts.launch.folder
         # The log goes to the disk first: after a power cut it tells of every step up to the checkpoint.
