@@ -43,9 +43,10 @@ TURN_S = 0.0002
 """How long Python's other threads may keep the one that feeds a device which queues its work. At Python's own 5 ms
 a GPU ran dry while contributions came: an H200 with 8 guests lost 33 % of its speed, with this 25 %."""
 
-LEAD = 0.8
-"""Of a micro-batch: by so much should guests be done before a host whose device queues its work. Then the next step
-is there before the device has nothing left to do, and what comes late within that time is not waited for."""
+LEAD, LONGEST_LEAD_S = 0.8, 0.1
+"""Of a micro-batch, and at most so long: by so much should guests be done before a host whose device queues its work.
+Then the next step is there before the device has nothing left to do, and what comes late within that time is not
+waited for. Guests stand idle for as long, so it is no longer than Python needs between two steps, and some more."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -208,7 +209,7 @@ class HostTrainer:
         if not self._device.ahead or self._ranks is not None:
             return 0.0
         sample_s = self._hub.host_sample_s() or 0.0
-        return self._flight.behind_s(sample_s) - LEAD * self._p.micro.size() * sample_s
+        return self._flight.behind_s(sample_s) - min(LEAD * self._p.micro.size() * sample_s, LONGEST_LEAD_S)
 
     def _busy(self) -> bool:
         """Whether this machine's own device still computes what it was given."""
