@@ -44,9 +44,9 @@ TURN_S = 0.0002
 a GPU ran dry while contributions came: an H200 with 8 guests lost 33 % of its speed, with this 25 %."""
 
 LEAD, LONGEST_LEAD_S = 0.8, 0.1
-"""Of a micro-batch, and at most so long: by so much should guests be done before a host whose device queues its work.
-Then the next step is there before the device has nothing left to do, and what comes late within that time is not
-waited for. Guests stand idle for as long, so it is no longer than Python needs between two steps, and some more."""
+"""Of a micro-batch, and at most so long: by so much guests should be done before a host whose device queues its
+work. Then the next step is there before the device has nothing left to do, and what comes late within that time is
+not waited for. Guests stand idle for as long: it is what Python needs between two steps, and some more."""
 
 
 @dataclass(slots=True, kw_only=True)
