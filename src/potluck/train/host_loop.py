@@ -85,6 +85,8 @@ class HostTrainer:
         self._checkpoint_due = False
         self._comparing = False
         self._loss: float | None = None
+        self._done = parts.ledger.step
+        """The last step that is finished: in the update the ledger has closed one that may still fail."""
         self._interrupted = False
         self._saved_step = parts.restored.step if parts.restored is not None else None
         self._ending = Ending(self._end)
@@ -142,7 +144,7 @@ class HostTrainer:
                 self._writer.close()
         finally:
             self._hub.close(reason)
-            self._telemetry.ended(self._p.ledger.step, self._loss, reason)
+            self._telemetry.ended(self._done, self._loss, reason)
 
     # -- one step ---------------------------------------------------------------------------------------
 
@@ -242,6 +244,7 @@ class HostTrainer:
         if options.scheduler is not None:
             options.scheduler.step()
         loss_sum = step.loss_sum() + guests_loss if total is None else float(total)
+        self._done = self._p.ledger.step
         self._loss = step.loss = loss_sum / options.global_batch
         if self._comparing:
             self._compare_ranks()
