@@ -28,7 +28,7 @@ from typing import Any
 IMPORTED = (
     "torch",
     "torch._dynamo",  # torch's optimizers and DDP import it when they are first used
-    "torch.distributed.run",
+    "torch.distributed.launcher.api",
     "safetensors.torch",
     "potluck.cli.host",
     "potluck.cli.join",
@@ -39,9 +39,9 @@ IMPORTED = (
     "potluck.train.run",
 )
 """Only what a host or a guest imports anyway: an import that Potluck forgot must still be missed."""
-MAY_DIFFER = ("POTLUCK_", "TMPDIR", "PYTEST_CURRENT_TEST", "COLUMNS")
+MAY_DIFFER = ("POTLUCK_", "SPOIL", "TMPDIR", "PYTEST_CURRENT_TEST", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE")
 """Variables, by their beginnings, that nothing of the above reads while it is imported."""
-MODULES = ("potluck", "torch.distributed.run")
+MODULES = ("potluck", "potluck.lab.ddp_worker", "torch.distributed.run")
 VERBS = ("host", "join", "train")
 """The other verbs import no torch, or should not: they start as they do for a person."""
 INHERITED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -146,9 +146,9 @@ class _Server:
 
 @functools.cache
 def _server() -> _Server:
-    from support.processes import environment
+    from support.processes import _environment
 
-    return _Server(environment({}))
+    return _Server(_environment({}))
 
 
 # -- in the server ---------------------------------------------------------------------------------------

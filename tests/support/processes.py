@@ -7,7 +7,8 @@
         host.succeeds(deadline_s=60)
 
 It knows how processes are run, nothing of what they do. Pass `env` to set variables for one process only.
-Hosts, guests and scripts are forked from a process that has torch (support.forks), unless asked for `fork=False`.
+Hosts, guests and scripts are forked from a process that has torch and potluck (support.forks), unless asked for
+`fork=False`; with `-c` Python starts anew.
 """
 
 from __future__ import annotations
@@ -170,7 +171,7 @@ class Processes:
         self._folder.mkdir(parents=True, exist_ok=True)
         stem = f"{len(self._all):02d}-{name}"
         out, err = self._folder / f"{stem}.out", self._folder / f"{stem}.err"
-        settings = environment(env or {})
+        settings = _environment(env or {})
         popen: subprocess.Popen[bytes] | forks.Forked
         with out.open("wb") as stdout, err.open("wb") as stderr:
             if self._fork and forks.can_be_forked(command, settings):
@@ -202,7 +203,7 @@ class Processes:
             print("\n".join(tails))
 
 
-def environment(extra: Mapping[str, str]) -> dict[str, str]:
+def _environment(extra: Mapping[str, str]) -> dict[str, str]:
     """The tests' own, without settings of the developer, with this source tree, one thread, and UTF-8."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("POTLUCK_")}
     path = os.pathsep.join(filter(None, (str(SOURCE), env.get("PYTHONPATH", ""))))
