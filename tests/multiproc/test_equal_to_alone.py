@@ -21,7 +21,7 @@ def test_three_guests_with_their_own_micro_batches_change_nothing(tmp_path: Path
     out, marks = tmp_path / "weights.safetensors", tmp_path / "marks"
     marks.mkdir()
     options = ["--wait-for", "3", "--codec", "none", "--device", "paced:0.03", "--micro-batch", "4"]
-    with Fleet(tmp_path, fork=False) as fleet:  # as people start them
+    with Fleet(tmp_path) as fleet:
         words = ["--steps", STEPS, "--batch", BATCH, "--clip", CLIP, "--out", out, "--marks", marks]
         host = fleet.host(JOB, *options, arguments=words)
         guests = [
