@@ -16,7 +16,7 @@ ARGS ?=
 # Tests mostly wait for other processes: more of them at once than there are cores. 0: one after the other. Files go
 # to the workers in their order, the slow ones (faults, lab, multiproc) before the many quick ones. Those that judge
 # time follow by themselves. Status 5: none was chosen in this part, which is an error only where both say so.
-WORKERS ?= 4
+WORKERS ?= 3
 
 # The stamp is written last and holds the folder's name, so a .venv whose making was interrupted, whose
 # interpreter is gone, or whose folder was moved is not taken for a sound one.
