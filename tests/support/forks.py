@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import gc
 import importlib
@@ -24,6 +25,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 IMPORTED = (
     "torch",
@@ -47,7 +50,8 @@ VERBS = ("host", "join", "train")
 """The other verbs import no torch, or should not: they start as they do for a person."""
 INHERITED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """A process ignores those of them that whoever starts it ignores: nohup, and a shell's background."""
-START_S = 60.0
+PR_SET_PDEATHSIG = 1
+START_S = 120.0
 POLL_S = 0.01
 
 
@@ -73,20 +77,22 @@ def fork(command: Sequence[str], *, cwd: Path, env: Mapping[str, str], out: Path
     request: dict[str, Any] = {"words": list(command[1:]), "cwd": str(cwd), "env": dict(env)}
     request |= {"out": str(out), "err": str(err)}
     request["ignored"] = [int(n) for n in INHERITED if signal.getsignal(n) is signal.SIG_IGN]
-    return Forked(list(command), _server().ask(request))
+    server = _server()
+    return Forked(server, list(command), server.ask(request))
 
 
 class Forked:
     """A process of the server's, with the part of subprocess.Popen that tests use."""
 
-    def __init__(self, command: list[str], pid: int) -> None:
+    def __init__(self, server: _Server, command: list[str], pid: int) -> None:
+        self._server = server
         self.args = command
         self.pid = pid
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
         if self.returncode is None:
-            self.returncode = _server().ask({"ended": self.pid})
+            self.returncode = self._server.status_of(self.pid)
         return self.returncode
 
     def wait(self, timeout: float) -> int:
@@ -120,8 +126,9 @@ class _Server:
         self.pid = self._popen.pid
         self._environment = dict(environment)
         self._lock = threading.Lock()
-        self._lines = ours.makefile("rw", encoding="utf-8")
-        atexit.register(self._close, ours)
+        self._ours, self._lines = ours, ours.makefile("rw", encoding="utf-8")
+        self._closed = False
+        atexit.register(self.close)
 
     def takes(self, env: Mapping[str, str]) -> bool:
         names = self._environment.keys() | env.keys()
@@ -129,20 +136,34 @@ class _Server:
         return all(name.startswith(MAY_DIFFER) for name in changed)
 
     def ask(self, question: dict[str, Any]) -> Any:
+        """Its answer. A wait that is broken off (a test's time is over) ends the server: its answer would be taken
+        for the next question's. The next test has a new one."""
         with self._lock:
-            self._lines.write(json.dumps(question) + "\n")
-            self._lines.flush()
-            answer = self._lines.readline()
-        if not answer:
-            raise AssertionError(f"the server of forks has ended: status {self._popen.poll()}")
-        return json.loads(answer)
+            try:
+                self._lines.write(json.dumps(question) + "\n")
+                self._lines.flush()
+                return json.loads(self._lines.readline())
+            except BaseException:
+                self.close()
+                raise
 
-    def _close(self, ours: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            self._lines.close()
-            ours.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._popen.wait(5)
+    def status_of(self, pid: int) -> int | None:
+        """The exit status of a process, None while it runs. Those of a closed server die with it."""
+        if not self._closed:
+            status: int | None = self.ask({"ended": pid})
+            return status
+        return None if psutil.pid_exists(pid) else -signal.SIGKILL
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        _server.cache_clear()
+        self._popen.kill()
+        self._popen.wait()
+        for end in (self._lines, self._ours):
+            with contextlib.suppress(OSError):
+                end.close()
 
 
 @functools.cache
@@ -174,8 +195,9 @@ def serve(lines: Any) -> list[str]:
 
 
 def _become(question: Mapping[str, Any]) -> None:
-    """What the system and Python give to a new process."""
+    """What the system and Python give to a new process; and that it does not outlive the server."""
     os.setsid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
     for descriptor, file in ((1, question["out"]), (2, question["err"])):
         opened = os.open(file, os.O_WRONLY | os.O_APPEND)
         os.dup2(opened, descriptor)
