@@ -15,9 +15,12 @@ import psutil
 import pytest
 import zmq
 
+from support import forks
+
 PREFIX = "POTLUCK_"
 GRACE_S = 3.0
 """Threads and processes that were told to end may take this long."""
+LISTS_CHILDREN = Path(f"/proc/self/task/{os.getpid()}/children").exists()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -108,12 +111,11 @@ def _leaked(
 
 
 def _children() -> set[psutil.Process]:
-    """Without multiprocessing's tracker, which stays until Python ends."""
+    """Without multiprocessing's tracker and the server of forks, which stay until Python ends."""
     found: set[psutil.Process] = set()
-    if _surely_childless():
-        return found
-    for process in psutil.Process().children(recursive=True):
+    for pid in set(_descendants(os.getpid())) - set(forks.servers()):
         try:
+            process = psutil.Process(pid)
             if process.status() != psutil.STATUS_ZOMBIE and not any(
                 "resource_tracker" in p for p in process.cmdline()
             ):
@@ -123,13 +125,19 @@ def _children() -> set[psutil.Process]:
     return found
 
 
-def _surely_childless() -> bool:
-    """Linux can tell at once. psutil reads all processes of the machine, which adds up over a thousand tests."""
-    try:
-        lists = [path.read_bytes() for path in Path("/proc/self/task").glob("*/children")]
-    except OSError:
-        return False
-    return bool(lists) and not any(lists)
+def _descendants(pid: int) -> list[int]:
+    """Linux keeps lists of children. psutil reads all processes of the machine, which adds up over 4,000 tests."""
+    if not LISTS_CHILDREN:
+        return [process.pid for process in psutil.Process(pid).children(recursive=True)]
+    found = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            children = [int(word) for word in path.read_bytes().split()]
+        except OSError:
+            continue  # the thread or the process has ended meanwhile
+        for child in children:
+            found += [child, *_descendants(child)]
+    return found
 
 
 def _process_text(process: psutil.Process) -> str:

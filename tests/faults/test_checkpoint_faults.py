@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import threading
 import time
@@ -27,6 +25,7 @@ from potluck.train.events import EventLog
 from potluck.train.folder import RunFolder
 from potluck.train.launch import ALONE, Launch, set_launch
 from support.campaign import campaign
+from support.processes import Processes
 
 MOMENTS = [name for name in NAMES if name.startswith("checkpoint.") and "acknowledge" not in name]
 REPLACING = ("checkpoint.before-replace", "checkpoint.replacing", "checkpoint.replaced")
@@ -102,14 +101,11 @@ print("done")
 
 @linux
 def test_killed_at_every_moment_of_a_save(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", KILLS, str(tmp_path), str(Path(__file__).parent)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=50,
-    )
-    assert done.stdout == "done\n", done.stderr
+    script = tmp_path / "kills.py"
+    script.write_text(KILLS)
+    with Processes(tmp_path / "logs") as processes:
+        done = processes.python(str(script), str(tmp_path), str(Path(__file__).parent))
+        assert done.succeeds(deadline_s=50) == "done\n", done.tails()
 
 
 def test_a_save_that_could_not_be_told_of_is_a_failure(tmp_path: Path) -> None:

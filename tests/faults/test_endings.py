@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,7 +16,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from potluck.cli import _scripts
+from potluck.errors import ScriptError
 from potluck.launch import life
+from potluck.train.launch import Interrupted
 from support.fleet import JOB, Fleet, descendants, port_is_open, still_running
 from support.processes import SOURCE
 
@@ -199,3 +204,37 @@ def test_guests_of_another_machine_leave_and_give_up(tmp_path: Path) -> None:
         assert [p.name for p in (tmp_path / "records").iterdir()] == ["flight-bob-1.jsonl"]
         assert str(tmp_path / "records" / "flight-bob-1.jsonl") in bob.stdout()
         fleet.assert_nothing_left()
+
+
+@pytest.mark.timeout(120)
+def test_a_run_whose_reader_goes_away_is_saved_and_stopped(tmp_path: Path) -> None:
+    """`potluck train | head -3`: as with Ctrl-C, and stderr says why and how to go on."""
+    words = ["--guests", "0", "--depth", "1", "--sequence", "32", "--batch-tokens", "64", "--steps", "1000000"]
+    train = shlex.join([sys.executable, "-m", "potluck", "train", *words, "--runs", str(tmp_path / "runs")])
+    done = subprocess.run(
+        ["bash", "-c", f"{train} | head -3; exit ${{PIPESTATUS[0]}}"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=environment(),
+    )
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert [line for line in done.stderr.splitlines() if line] == [
+        "nobody reads the output any more (a closed pipe): stopping, as with Ctrl-C",
+        f"stopped; go on with: potluck train --resume {folder}",
+        "interrupted",
+    ]
+    assert (done.returncode, len(done.stdout.splitlines())) == (130, 3)
+    end = json.loads((folder / "events.jsonl").read_text().splitlines()[-1])
+    assert (end["event"], end["reason"]) == ("run_end", "interrupted")
+    assert (folder / "checkpoints" / f"step-{end['step']:08d}").is_dir()
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_script_that_prints_to_nobody_was_stopped_and_did_not_fail(
+    gone: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(_scripts, "reader_is_gone", lambda: gone)
+    with pytest.raises(Interrupted if gone else ScriptError), _scripts.running("script.py"):
+        raise BrokenPipeError
+    assert ("Traceback" in capsys.readouterr().err) != gone

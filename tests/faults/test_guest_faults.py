@@ -94,6 +94,7 @@ def test_one_guest_dies_one_sleeps_and_then_the_host_sleeps(tmp_path: Path) -> N
         ann.stop()
         time.sleep(random.uniform(0.0, 0.3))
         bob.kill()
+        fleet.wait_for_event(host, "guest_lost", "bob")  # or the new one would be bob-2 for a while
         bob = fleet.guest("bob", *DEVICE)
         lost = fleet.wait_for_event(host, "guest_lost", "ann")
         assert time.monotonic() - stopped_at < SILENCE_S + ROOM_S

@@ -74,7 +74,7 @@ def test_nothing_in_the_source_could_unpickle() -> None:
 
 
 def test_a_script_on_its_own_listens_nowhere(tmp_path: Path) -> None:
-    with Fleet(tmp_path) as fleet:
+    with Fleet(tmp_path, fork=False) as fleet:  # not over before anybody has looked
         script = fleet.python(str(JOB), "--steps", "5")
         with Listening(script.pid) as sockets:
             script.succeeds(deadline_s=40)

@@ -23,7 +23,6 @@ from potluck.spec.rig import Rig, to_toml
 
 REASON = why_not()
 pytestmark = [
-    pytest.mark.alone,
     pytest.mark.skipif(REASON is not None, reason=str(REASON)),
     pytest.mark.slow,
     pytest.mark.timeout(150),
@@ -69,6 +68,7 @@ def rows_of(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {row["strategy"]: row for row in found["rows"]}
 
 
+@pytest.mark.alone
 def test_home_pair_gains_and_its_json_has_the_shape_that_programs_read(tmp_path: Path) -> None:
     found = bench(tmp_path, short("home-pair", steps=7), "--strategy", "potluck")
     assert found["rig"]["name"] == "home-pair"
@@ -90,6 +90,7 @@ def test_home_pair_gains_and_its_json_has_the_shape_that_programs_read(tmp_path:
             assert (tmp_path / "out" / f"{name}.{kind}").stat().st_size > 5_000
 
 
+@pytest.mark.alone
 def test_a_hopeless_guest_costs_the_host_nothing(tmp_path: Path) -> None:
     found = bench(tmp_path, short("hopeless", steps=7, faster=10), "--strategy", "potluck", "--no-plots")
     row = rows_of(found)["potluck"]

@@ -36,7 +36,7 @@ def test_examples_are_short(path: Path) -> None:
 @pytest.mark.timeout(120)
 def test_the_loop_runs_alone_and_learns(tmp_path: Path) -> None:
     """For more steps than lie between two checkpoints: alone, there is no folder to write any to."""
-    with Processes(tmp_path) as processes:
+    with Processes(tmp_path, fork=False) as processes:  # as a person starts it
         script = processes.python(str(EXAMPLES / "my_train.py"), env={"POTLUCK_THREADS": "1"})
         said = script.succeeds(deadline_s=100)
         assert script.stderr() == ""

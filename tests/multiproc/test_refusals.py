@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -77,10 +76,8 @@ class Refusals:
         script = self.folder / "other.py"
         script.write_text(OTHER_MODEL)
         self.processes["other-model"] = self.fleet.guest("other-model", "--script", str(script))
-        wrapper = self.folder / "newer.py"
-        wrapper.write_text(OTHER_PROTOCOL)
-        self.processes["other-protocol"] = self.fleet.start(
-            [sys.executable, str(wrapper), *self.fleet.join_words("other-protocol")], name="other-protocol"
+        self.processes["other-protocol"] = self.fleet.python(
+            "-c", OTHER_PROTOCOL, *self.fleet.join_words("other-protocol"), name="other-protocol"
         )
 
 

@@ -120,6 +120,15 @@ def test_ctrl_c_while_waiting_for_guests_ends_at_once(tmp_path: Path) -> None:
         fleet.assert_nothing_left()
 
 
+def test_ctrl_c_before_anything_happened_leaves_no_folder(tmp_path: Path) -> None:
+    with Fleet(tmp_path) as fleet:
+        host = fleet.host(JOB, "--wait-for", "1", arguments=["--steps", 5])
+        host.interrupt()
+        host.exits_with(INTERRUPTED, deadline_s=20)
+        assert list(fleet.runs.iterdir()) == []
+        assert host.stderr().split() == ["interrupted"], "there is nothing to go on with"
+
+
 def speaks(port: int) -> bool:
     with socket.create_connection(("127.0.0.1", port), timeout=5) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
@@ -158,3 +167,18 @@ def test_a_script_that_fails_after_a_step_has_failed_and_missing_checkpoints_are
         again = fleet.host(script, "--resume", str(fleet.folder))
         again.exits_with(2, deadline_s=60)
         assert "saved up to step 4, but there is no checkpoint" in again.stderr()
+
+
+def test_a_host_that_fails_in_the_update_tells_the_last_step_that_is_finished(tmp_path: Path) -> None:
+    script = tmp_path / "fails.py"
+    hook = "lambda *_: 1 / 0 if step.index == 2 else None"
+    script.write_text(FAILS.replace("for step in", f"optimizer.register_step_post_hook({hook})\nfor step in"))
+    with Fleet(tmp_path) as fleet:
+        host = fleet.host(script)
+        host.exits_with(1, deadline_s=60)
+        assert "ZeroDivisionError" in host.stderr()
+        (end,) = fleet.events("run_end")
+        last = fleet.steps()[-1]
+        assert (end["reason"], end["step"], end["loss"]) == ("failed", 2, last["loss"])
+        assert last["step"] == 2
+        assert "failed after step 2, " in host.stdout()

@@ -33,8 +33,8 @@ TORCH_STARTS_S = 60.0
 class Fleet(Processes):
     """Processes that belong to one run; its folder is `folder`, once the host has made it."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
+    def __init__(self, folder: Path, *, fork: bool = True) -> None:
+        super().__init__(folder, fork=fork)
         self.runs = folder / "runs"
         self.temporary = folder / "tmp"
         self.temporary.mkdir(parents=True)

@@ -7,6 +7,8 @@
         host.succeeds(deadline_s=60)
 
 It knows how processes are run, nothing of what they do. Pass `env` to set variables for one process only.
+Hosts, guests and scripts are forked from a process that has torch and potluck (support.forks), unless asked for
+`fork=False`; with `-c` Python starts anew.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
+
+from support import forks
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 TAIL_LINES = 40
@@ -39,7 +43,7 @@ class TestProcess:
 
     __test__ = False
 
-    def __init__(self, name: str, popen: subprocess.Popen[bytes], out: Path, err: Path) -> None:
+    def __init__(self, name: str, popen: subprocess.Popen[bytes] | forks.Forked, out: Path, err: Path) -> None:
         self.name = name
         self.out = out
         self.err = err
@@ -140,8 +144,9 @@ class TestProcess:
 class Processes:
     """Starts processes and, at its end, kills whatever still runs. On a failure it prints the logs' tails."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, fork: bool = True) -> None:
         self._folder = folder
+        self._fork = fork
         self._all: list[TestProcess] = []
 
     def potluck(
@@ -166,16 +171,21 @@ class Processes:
         self._folder.mkdir(parents=True, exist_ok=True)
         stem = f"{len(self._all):02d}-{name}"
         out, err = self._folder / f"{stem}.out", self._folder / f"{stem}.err"
+        settings = _environment(env or {})
+        popen: subprocess.Popen[bytes] | forks.Forked
         with out.open("wb") as stdout, err.open("wb") as stderr:
-            popen = subprocess.Popen(
-                list(command),
-                stdin=subprocess.DEVNULL,
-                stdout=stdout,
-                stderr=stderr,
-                cwd=cwd or self._folder,
-                env=_environment(env or {}),
-                start_new_session=True,
-            )
+            if self._fork and forks.can_be_forked(command, settings):
+                popen = forks.fork(command, cwd=cwd or self._folder, env=settings, out=out, err=err)
+            else:
+                popen = subprocess.Popen(
+                    list(command),
+                    stdin=subprocess.DEVNULL,
+                    stdout=stdout,
+                    stderr=stderr,
+                    cwd=cwd or self._folder,
+                    env=settings,
+                    start_new_session=True,
+                )
         process = TestProcess(name, popen, out, err)
         self._all.append(process)
         return process

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from potluck import failpoints
 from potluck.errors import CheckpointError, RunFolderError
 from potluck.train.checkpoint import CheckpointWriter, Snapshot, load_latest, save
 from potluck.train.checkpoint_folder import tidy
+from support.processes import Processes
 
 
 @pytest.fixture(autouse=True)
@@ -230,7 +230,7 @@ KILLS = """
 import os, random, signal, sys, time
 from pathlib import Path
 import torch
-sys.path.insert(0, sys.argv[2])
+sys.path[:0] = [sys.argv[2], os.path.dirname(sys.argv[2])]
 from test_checkpoint_folder import linear, load_latest, names_in, save_linear
 torch.set_num_threads(1)
 folder = Path(sys.argv[1])
@@ -265,10 +265,7 @@ assert newest > 3 and cut_off > 0, (newest, cut_off)
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_killed_at_any_moment_the_newest_is_readable(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", KILLS, str(tmp_path), str(Path(__file__).parent)],
-        capture_output=True,
-        text=True,
-        timeout=50,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    script = tmp_path / "kills.py"
+    script.write_text(KILLS)
+    with Processes(tmp_path / "logs") as processes:
+        processes.python(str(script), str(tmp_path / "saved"), str(Path(__file__).parent)).succeeds(deadline_s=50)

@@ -6,6 +6,7 @@ Where a part does not exist yet its rule holds vacuously.
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
 import subprocess
@@ -56,7 +57,12 @@ MAX_PARAMETERS = 8
 
 
 def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+    return parsed_text(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def parsed_text(text: str) -> ast.Module:
+    return ast.parse(text)
 
 
 def short(path: Path) -> str:

@@ -42,7 +42,8 @@ def test_each_kind_of_leak_fails_its_test_and_only_that(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(text)
     (tmp_path / "test_leaky.py").write_text(LEAKY)
     with Processes(tmp_path / "logs") as processes:
-        pytest_run = processes.python("-m", "pytest", "-rE", "-p", "no:cacheprovider", str(tmp_path), cwd=tmp_path)
+        words = ("-m", "pytest", "-rE", "-p", "no:cacheprovider", str(tmp_path))
+        pytest_run = processes.python(*words, cwd=tmp_path, env={"PYTHONPATH": str(CONFTEST.parent)})
         pytest_run.exits_with(1, 50)
         out = pytest_run.stdout()
     assert sorted(re.findall(r"^ERROR \S+::(\w+)", out, re.MULTILINE)) == [

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+from support import forks
 from support.processes import Processes, ProcessFailure
 
 SLEEP = "import time; print('ready', flush=True); time.sleep(60)"
@@ -92,3 +94,34 @@ def test_settings_of_the_developer_do_not_reach_it(tmp_path: Path, monkeypatch: 
         assert processes.python("-c", show).succeeds(10) == "None\n"
         assert processes.python("-c", show, env={"POTLUCK_NAME": "given"}).succeeds(10) == "given\n"
     assert os.environ["POTLUCK_NAME"] == "mine"
+
+
+SHOWS = """
+import atexit, json, os, signal, sys, tempfile, threading
+atexit.register(print, "said at the end")
+names = [name for name in os.environ if name.startswith("POTLUCK_")]
+print(json.dumps({
+    "argv": sys.argv, "path": sys.path[0], "cwd": os.getcwd(), "names": names, "main": __name__,
+    "temporary": tempfile.gettempdir(), "leads": os.getsid(0) == os.getpid(), "threads": threading.active_count(),
+    "ctrl_c": signal.getsignal(signal.SIGINT) is signal.default_int_handler, "in": os.readlink("/proc/self/fd/0"),
+    "files": sorted(set(os.listdir("/proc/self/fd")) - {"0", "1", "2"})[1:],
+}))
+print("to stderr", file=sys.stderr)
+sys.exit(7)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks, and looks into /proc")
+def test_a_fork_is_like_a_new_process_but_has_torch(tmp_path: Path) -> None:
+    script, shown = tmp_path / "shows.py", {}
+    script.write_text(SHOWS)
+    env = {"POTLUCK_NAME": "given", "TMPDIR": str(tmp_path)}
+    for fork in (True, False):
+        with Processes(tmp_path / str(fork), fork=fork) as processes:
+            process = processes.python(str(script), "a", "b c", env=env, cwd=tmp_path)
+            assert isinstance(process._popen, forks.Forked) == (fork and not Path("/dev/nvidiactl").exists())
+            process.exits_with(7, 60)
+            assert process.stderr() == "to stderr\n"
+            shown[fork] = process.stdout()
+    assert shown[True] == shown[False]
+    assert shown[True].endswith("said at the end\n")

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from potluck.errors import PotluckError, ScriptError
+from potluck.launch.life import reader_is_gone
+from potluck.train.launch import Interrupted
 
 HINT = "the traceback above is the script's own"
 IN_LOOP_HINT = f"{HINT}; the host has been told"
@@ -25,6 +27,8 @@ def running(name: str, *, hint: Callable[[], str] = lambda: HINT) -> Iterator[No
     except (PotluckError, KeyboardInterrupt, SystemExit):
         raise
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and reader_is_gone():
+            raise Interrupted from None  # its print() came before anybody had noticed
         frames = traceback.extract_tb(error.__traceback__)
         ours = ("runpy", "potluck/cli", "potluck/launch")
         inner = [f for f in frames if not any(part in f.filename.replace("\\", "/") for part in ours)]

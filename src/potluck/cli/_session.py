@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ import click
 from potluck.cli._app import Settings
 from potluck.cli._options import LOOPBACK, checked_bind
 from potluck.device import Device
+from potluck.launch.life import reader_watched
 from potluck.launch.local import LocalGuests
 from potluck.limits import usable_cores
 from potluck.report.view import View, make_view
@@ -98,7 +99,7 @@ def _rank_session(settings: Settings, plan: Plan) -> Iterator[Launch]:
 
 @contextmanager
 def _run_folder(plan: Plan) -> Iterator[RunFolder]:
-    """The run's folder. A new one in which nothing has happened yet does not outlive an error."""
+    """The run's folder. A new one in which nothing has happened yet outlives neither an error nor Ctrl-C."""
     if plan.resume is not None:
         folder = open_folder(plan.resume)
         with folder.held():
@@ -108,10 +109,16 @@ def _run_folder(plan: Plan) -> Iterator[RunFolder]:
     try:
         with folder.held():
             yield folder
-    except Exception:
-        if not folder.events.exists() or folder.events.stat().st_size == 0:
+    except BaseException:
+        if not _has_anything(folder):
             shutil.rmtree(folder.path, ignore_errors=True)
         raise
+
+
+def _has_anything(folder: RunFolder) -> bool:
+    """Whether something happened that a person may want to read, or to go on from."""
+    told = folder.events.exists() and folder.events.stat().st_size > 0
+    return told or any(folder.checkpoints.iterdir())
 
 
 @contextmanager
@@ -149,7 +156,7 @@ def _session_in(folder: RunFolder, settings: Settings, plan: Plan) -> Iterator[L
         _write_manifest(launch, plan, folder)
         if plan.guests:
             guests.start(plan.guests, token=token, config=plan.config, threads=_threads_beside(plan.guests))
-        with _stop_on_signals(launch, view):
+        with _stop_on_signals(launch, view, seen=plan.view != "quiet"):
             set_launch(launch)
             try:
                 yield launch
@@ -247,20 +254,32 @@ def _write_manifest(launch: Launch, plan: Plan, folder: RunFolder) -> None:
 
 
 @contextmanager
-def _stop_on_signals(launch: Launch, view: View) -> Iterator[None]:
-    """The first Ctrl-C (or SIGTERM) ends the run in order; the second one at once."""
+def _stop_on_signals(launch: Launch, view: View, *, seen: bool) -> Iterator[None]:
+    """The first Ctrl-C (or SIGTERM) ends the run in order; the second one at once.
+
+    So does the end of whoever reads the output, where the view is to be `seen`.
+    """
     asked = threading.Event()
+    signalled = False
     launch.stop_requested = asked.is_set
 
     def on_signal(number: int, frame: Any) -> None:
-        if asked.is_set() or not launch.began:
+        nonlocal signalled
+        if signalled or not launch.began:
             raise KeyboardInterrupt
+        signalled = True
         asked.set()
         note = {"event": "note", "text": "stopping: saving first (once more Ctrl-C to stop at once)"}
         # In a thread: the signal may have come while this very thread holds the view's lock.
         threading.Thread(target=view.event, args=(note,), daemon=True).start()
 
-    with _signals(on_signal):
+    def on_gone() -> None:
+        # Ctrl-C ends the other programs of a pipe too: then this is no news, and never a second Ctrl-C.
+        if not asked.is_set():
+            asked.set()
+            say("nobody reads the output any more (a closed pipe): stopping, as with Ctrl-C")
+
+    with _signals(on_signal), reader_watched(on_gone) if seen else nullcontext():
         yield
 
 
@@ -279,5 +298,12 @@ def _signals(on_signal: Callable[[int, Any], None]) -> Iterator[None]:
 
 
 def say_resume(folder: RunFolder, command: str, arguments: Sequence[str] = ()) -> None:
-    end = f" -- {shlex.join(arguments)}" if arguments else ""
-    print(f"stopped; go on with: potluck {command} --resume {folder.path}{end}", file=sys.stderr)
+    """How to go on; nothing where the run ended before there was anything to go on with."""
+    if folder.path.exists():
+        end = f" -- {shlex.join(arguments)}" if arguments else ""
+        say(f"stopped; go on with: potluck {command} --resume {folder.path}{end}")
+
+
+def say(line: str) -> None:
+    with suppress(OSError):  # stderr may go where stdout went
+        print(line, file=sys.stderr, flush=True)

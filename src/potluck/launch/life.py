@@ -1,7 +1,8 @@
 """Leases of life: a process that ends, in order, when its parent, its terminal or whoever reads its output is gone.
 
 Owns signals and the one thread that looks. It must not know what the process does: ending is a KeyboardInterrupt in
-the main thread, as if somebody had pressed Ctrl-C, and a hard end for one that does not heed it.
+the main thread, as if somebody had pressed Ctrl-C, and a hard end for one that does not heed it. One that has more
+to do at its end, as a host has, is only told that its reader is gone.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import signal
 import stat
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 LOOK_S = 0.5
@@ -130,3 +131,41 @@ def leased(parent: int | None = None) -> Iterator[None]:
         life.stop()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def reader_is_gone() -> bool:
+    """Whether stdout is a pipe that nobody reads any more."""
+    if 1 not in _readers_to_watch(with_stdin=False) or os.isatty(1):
+        return False
+    poller = select.poll()
+    poller.register(1, 0)
+    return any(what & (select.POLLHUP | select.POLLERR) for _, what in poller.poll(0))
+
+
+@contextlib.contextmanager
+def reader_watched(on_gone: Callable[[], None]) -> Iterator[None]:
+    """Inside, `on_gone` is called once, in another thread, when nobody reads this process's stdout any more.
+
+    Only where that is a pipe: the end of a terminal comes as a signal. From then on what is written goes nowhere,
+    and raises nothing. With nohup nobody looks.
+    """
+    if 1 not in _readers_to_watch(with_stdin=False) or os.isatty(1):
+        yield
+        return
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(LOOK_S):
+            if reader_is_gone():
+                with open(os.devnull, "wb") as nowhere:
+                    os.dup2(nowhere.fileno(), 1)
+                on_gone()
+                return
+
+    thread = threading.Thread(target=look, name="potluck-reader", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(2 * LOOK_S)

@@ -94,6 +94,8 @@ class HostTrainer:
         self._checkpoint_due = False
         self._comparing = False
         self._loss: float | None = None
+        self._done = parts.ledger.step
+        """The last step that is finished: in the update the ledger has closed one that may still fail."""
         self._interrupted = False
         self._saved_step = parts.restored.step if parts.restored is not None else None
         self._ending = Ending(self._end)
@@ -152,7 +154,7 @@ class HostTrainer:
                 self._writer.close()
         finally:
             self._hub.close(reason)
-            self._telemetry.ended(self._p.ledger.step, self._loss, reason)
+            self._telemetry.ended(self._done, self._loss, reason)
 
     def _tell_last_step(self, *, failed: bool) -> None:
         """Its update may still be under way. After a failure neither the device nor other ranks may ever answer."""
@@ -289,7 +291,8 @@ class HostTrainer:
 
         def updated(now: float, update_s: float) -> None:
             loss_sum = float(own_loss) + (guests_loss if total is None else 0.0)
-            self._loss = step.loss = loss_sum / options.global_batch
+            self._done, self._loss = number, loss_sum / options.global_batch
+            step.loss = self._loss
             self._telemetry.step_ended(number, self._loss, result, update_s, now)
 
         step.loss_when_known(self._flight.finish)

@@ -241,8 +241,8 @@ class Run:
                 config, stop = launch.config, launch.stop_requested
                 if not hub.wait_for_guests(config.wait_for, config.wait_s, stop):
                     raise Interrupted
-            except BaseException:
-                hub.close("failed")
+            except BaseException as error:
+                hub.close("interrupted" if isinstance(error, Interrupted) else "failed")
                 raise
         return hub
 

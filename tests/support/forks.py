@@ -1,0 +1,240 @@
+"""Python processes forked from a server that has imported torch: up in 50 ms, where a new one needs 4 s of CPU.
+
+It owns what makes such a process like a new one: its environment, folder, files, session and arguments, and an end
+through Python's own door. It must not know what runs in it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import functools
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+IMPORTED = (
+    "torch",
+    "torch._dynamo",  # torch's optimizers and DDP import it when they are first used
+    "torch.distributed.launcher.api",
+    "safetensors.torch",
+    "potluck.cli.host",
+    "potluck.cli.join",
+    "potluck.cli.train",
+    "potluck.launch.script",
+    "potluck.report.guest_view",
+    "potluck.train.recipes.gpt",
+    "potluck.train.run",
+)
+"""Only what a host or a guest imports anyway: an import that Potluck forgot must still be missed."""
+MAY_DIFFER = ("POTLUCK_", "SPOIL", "TMPDIR", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "PYTEST_", "TORCHINDUCTOR_")
+"""Variables, by their beginnings, that nothing of the above reads while it is imported. The last one torch sets
+itself when the first optimizer is made."""
+MODULES = ("potluck", "potluck.lab.ddp_worker", "torch.distributed.run")
+VERBS = ("host", "join", "train")
+"""The other verbs import no torch, or should not: they start as they do for a person."""
+INHERITED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""A process ignores those of them that whoever starts it ignores: nohup, and a shell's background."""
+PR_SET_PDEATHSIG = 1
+START_S = 120.0
+POLL_S = 0.01
+
+
+def servers() -> list[int]:
+    """The process that forks, if there is one: it stays until the tests end."""
+    return [_server().pid] if _server.cache_info().currsize else []
+
+
+def can_be_forked(command: Sequence[str], env: Mapping[str, str]) -> bool:
+    """Whether a fork would be the same as this command: a host, a guest or a script, with the usual settings."""
+    if sys.platform != "linux" or Path("/dev/nvidiactl").exists() or command[0] != sys.executable:
+        return False  # CUDA does not survive a fork, and macOS warns of it
+    words = command[1:]
+    if words[0] == "-m" and words[1] in MODULES:
+        called = words[1] != "potluck" or words[2] in VERBS
+    else:
+        called = words[0].endswith(".py")
+    return called and _server().takes(env)
+
+
+def fork(command: Sequence[str], *, cwd: Path, env: Mapping[str, str], out: Path, err: Path) -> Forked:
+    """Start a command, which can be forked, in a session of its own."""
+    request: dict[str, Any] = {"words": list(command[1:]), "cwd": str(cwd), "env": dict(env)}
+    request |= {"out": str(out), "err": str(err)}
+    request["ignored"] = [int(n) for n in INHERITED if signal.getsignal(n) is signal.SIG_IGN]
+    server = _server()
+    return Forked(server, list(command), server.ask(request))
+
+
+class Forked:
+    """A process of the server's, with the part of subprocess.Popen that tests use."""
+
+    def __init__(self, server: _Server, command: list[str], pid: int) -> None:
+        self._server = server
+        self.args = command
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._server.status_of(self.pid)
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        deadline = time.monotonic() + timeout
+        while (status := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            time.sleep(POLL_S)
+        return status
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+class _Server:
+    """The tests' end of it: a question and an answer at a time, each a line of JSON."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        ours, theirs = socket.socketpair()
+        ours.settimeout(START_S)
+        with theirs:
+            self._popen = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        self.pid = self._popen.pid
+        self._environment = dict(environment)
+        self._lock = threading.Lock()
+        self._ours, self._lines = ours, ours.makefile("rw", encoding="utf-8")
+        self._closed = False
+        atexit.register(self.close)
+
+    def takes(self, env: Mapping[str, str]) -> bool:
+        names = self._environment.keys() | env.keys()
+        changed = [name for name in names if self._environment.get(name) != env.get(name)]
+        return all(name.startswith(MAY_DIFFER) for name in changed)
+
+    def ask(self, question: dict[str, Any]) -> Any:
+        """Its answer. A wait that is broken off (a test's time is over) ends the server: its answer would be taken
+        for the next question's. The next test has a new one."""
+        with self._lock:
+            try:
+                self._lines.write(json.dumps(question) + "\n")
+                self._lines.flush()
+                return json.loads(self._lines.readline())
+            except BaseException:
+                self.close()
+                raise
+
+    def status_of(self, pid: int) -> int | None:
+        """The exit status of a process, None while it runs. Those of a closed server die with it."""
+        if not self._closed:
+            status: int | None = self.ask({"ended": pid})
+            return status
+        return None if psutil.pid_exists(pid) else -signal.SIGKILL
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        _server.cache_clear()
+        self._popen.kill()
+        self._popen.wait()
+        for end in (self._lines, self._ours):
+            with contextlib.suppress(OSError):
+                end.close()
+
+
+@functools.cache
+def _server() -> _Server:
+    from support.processes import _environment
+
+    return _Server(_environment({}))
+
+
+# -- in the server ---------------------------------------------------------------------------------------
+
+
+def serve(lines: Any) -> list[str]:
+    """Answer until the tests are gone; returns in a fork, what it is to run. The server itself exits in here."""
+    for line in lines:
+        question = json.loads(line)
+        if "ended" in question:
+            pid, status = os.waitpid(question["ended"], os.WNOHANG)
+            answer = os.waitstatus_to_exitcode(status) if pid else None
+        else:
+            answer = os.fork()
+            if not answer:
+                _become(question)
+                words: list[str] = question["words"]
+                return words
+        lines.write(json.dumps(answer) + "\n")
+        lines.flush()
+    sys.exit()
+
+
+def _become(question: Mapping[str, Any]) -> None:
+    """What the system and Python give to a new process; and that it does not outlive the server."""
+    os.setsid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    for descriptor, file in ((1, question["out"]), (2, question["err"])):
+        opened = os.open(file, os.O_WRONLY | os.O_APPEND)
+        os.dup2(opened, descriptor)
+        os.close(opened)
+    os.chdir(question["cwd"])
+    os.environ.clear()
+    os.environ.update(question["env"])
+    for number in INHERITED:
+        usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, signal.SIG_IGN if number in question["ignored"] else usual)
+    tempfile.tempdir = None
+    importlib.invalidate_caches()
+
+
+def run(words: list[str]) -> None:
+    """As `python WORDS`."""
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words
+        sys.path.insert(0, str(Path(words[0]).resolve().parent))
+        runpy.run_path(words[0], run_name="__main__")
+
+
+def main() -> None:
+    del sys.path[0]  # this file's folder, which is none of theirs
+    for name in IMPORTED:
+        importlib.import_module(name)
+    assert len(list(Path("/proc/self/task").iterdir())) == 1, "threads do not survive a fork"
+    gc.collect()
+    gc.freeze()
+    with socket.socket(fileno=int(sys.argv[1])) as theirs, theirs.makefile("rw", encoding="utf-8") as lines:
+        words = serve(lines)
+    run(words)
+
+
+if __name__ == "__main__":
+    main()
