@@ -32,7 +32,7 @@ Store = dist.Store
 
 
 def make(store: Store, name: str, rank: int, size: int) -> LocalGroup:
-    sizes = Sizes(slot_bytes=SLOT, mail_bytes=SLOT, long_bytes=2 * SLOT, depth=3, small_bytes=1024)
+    sizes = Sizes(slot_bytes=SLOT, mail_bytes=SLOT, long_bytes=4 * SLOT, depth=3, small_bytes=1024)
     return LocalGroup(Memory.meet(store, name, rank, size, sizes=sizes, timeout_s=T))
 
 
