@@ -40,6 +40,19 @@ def test_failures_are_told_to_every_member_and_name_the_culprit(tmp_path: Path) 
         assert members.stdout().splitlines()[-1] == "statuses 0 -9 0", members.tails()
 
 
+def test_one_that_dies_in_its_turn_is_named(tmp_path: Path) -> None:
+    with Processes(tmp_path) as processes:
+        members = processes.python(str(MEMBERS), "lost_in_turn", "4")
+        members.wait(110)
+        assert members.stdout().splitlines()[-1] == "statuses 0 -9 0 0", members.tails()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_everybody_gets_the_same_bits(tmp_path: Path, size: int) -> None:
+    with Processes(tmp_path) as processes:
+        processes.python(str(MEMBERS), "same_bits", str(size)).succeeds(deadline_s=110)
+
+
 def test_a_member_that_has_done_its_part_may_end_before_the_others(tmp_path: Path) -> None:
     with Processes(tmp_path) as processes:
         processes.python(str(MEMBERS), "last_words", "4").succeeds(deadline_s=90)

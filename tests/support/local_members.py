@@ -32,7 +32,7 @@ Store = dist.Store
 
 
 def make(store: Store, name: str, rank: int, size: int) -> LocalGroup:
-    sizes = Sizes(slot_bytes=SLOT, mail_bytes=SLOT, depth=3, small_bytes=1024)
+    sizes = Sizes(slot_bytes=SLOT, mail_bytes=SLOT, long_bytes=4 * SLOT, depth=3, small_bytes=1024)
     return LocalGroup(Memory.meet(store, name, rank, size, sizes=sizes, timeout_s=T))
 
 
@@ -63,7 +63,7 @@ def reductions(group: LocalGroup) -> None:
         for op in (OPS.SUM, OPS.AVG, OPS.PRODUCT, OPS.MIN, OPS.MAX, OPS.BOR):
             if not reduction.supports(op, dtype):
                 continue
-            for count in (0, 1, 129, 5000):
+            for count in (0, 1, 129, 900, 5000):
                 what = f"{op} {dtype} {count}"
                 wanted = expected(op, size, count, dtype)
                 values = input_of(rank, count, dtype)
@@ -151,10 +151,11 @@ def everything(store: Store, rank: int, size: int) -> None:
 
 def halves_are_added_in_full(group: LocalGroup) -> None:
     """1 and many values too small to count beside it in bf16, but not together."""
-    values = torch.full((600,), 1.0 if group.rank == 0 else 2.0**-8, dtype=torch.bfloat16)
-    group.all_reduce(values, timeout_s=T)
     wanted = torch.tensor(1.0 + (group.size - 1) * 2.0**-8).to(torch.bfloat16)
-    assert values[0] == wanted, f"{values[0]} is not {wanted}"
+    for count in (600, 9000):
+        values = torch.full((count,), 1.0 if group.rank == 0 else 2.0**-8, dtype=torch.bfloat16)
+        group.all_reduce(values, timeout_s=T)
+        assert bool((values == wanted).all()), f"{values[0]} is not {wanted}"
     factor = dist._make_nccl_premul_sum(0.5)
     values = torch.full((600,), 3.0)
     group.all_reduce(values, factor, timeout_s=T)
@@ -206,6 +207,33 @@ def failures(store: Store, rank: int, size: int) -> None:
 
 def uneven(group: LocalGroup, out: Tensor, counts: list[int]) -> None:
     group.all_to_all(out, torch.zeros(sum(counts)), counts, counts, timeout_s=T)
+
+
+def lost_in_turn(store: Store, rank: int, size: int) -> None:
+    """One dies after all have agreed, where the others wait for the sums that it should hand on."""
+    group = make(store, "turn", rank, size)
+    if rank == 1:
+        reduction.accumulate = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    raises(RankGoneError, lambda: group.all_reduce(torch.ones(9000), timeout_s=T), "rank 1 ended")
+
+
+def same_bits(store: Store, rank: int, size: int) -> None:
+    """However values are rounded, everybody gets the same; and nobody takes a sum that is not finished."""
+    group = make(store, "bits", rank, size)
+    for count in (300, 1000, 30_001):
+        for turn in range(30):
+            values = torch.randn(count, generator=torch.Generator().manual_seed(1000 * turn + rank))
+            group.all_reduce(values, timeout_s=T)
+            all_of_them = torch.empty(size * count)
+            group.all_gather(all_of_them, values, timeout_s=T)
+            for theirs in all_of_them.view(size, count):
+                same(theirs, values, f"turn {turn} of {count}")
+    torch.set_num_threads(2)  # copies by torch then, not by the C library
+    values = input_of(rank, 20_000, torch.float32)
+    group.all_reduce(values, timeout_s=T)
+    same(values, expected(OPS.SUM, size, 20_000, torch.float32), "two threads")
+    group.barrier(timeout_s=T)
+    group.close()
 
 
 def last_words(store: Store, rank: int, size: int) -> None:

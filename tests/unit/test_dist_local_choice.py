@@ -1,4 +1,4 @@
-"""Which way a reduction within one machine takes: the short one for small sums."""
+"""Which way a reduction within one machine takes: the short one for small sums, turns for long ones."""
 
 from __future__ import annotations
 
@@ -18,22 +18,27 @@ class Memory:
 
 
 @pytest.mark.parametrize(
-    ("op", "count", "dtype", "way"),
+    ("op", "count", "dtype", "size", "way"),
     [
-        (reduction.plain(dist.ReduceOp.SUM), 1024, torch.float32, "_sum_small"),  # as the process group asks
-        (dist.ReduceOp.SUM, 1024, torch.float32, "_sum_small"),
-        ("SUM", 1 << 20, torch.float32, "_reduce_in_parts"),
-        ("SUM", 1024, torch.bfloat16, "_reduce_everywhere"),
-        ("MAX", 1024, torch.float32, "_reduce_everywhere"),
+        (reduction.plain(dist.ReduceOp.SUM), 1024, torch.float32, 3, "_sum_small"),  # as the process group asks
+        (dist.ReduceOp.SUM, 1024, torch.float32, 3, "_sum_small"),
+        ("SUM", 1 << 18, torch.float32, 3, "_reduce_in_parts"),
+        ("SUM", 1 << 18, torch.float32, 2, "_reduce_everywhere"),
+        ("SUM", (1 << 18) + 1, torch.float32, 2, "_reduce_along"),
+        ("MAX", 1 << 20, torch.bfloat16, 3, "_reduce_along"),
+        ("SUM", 1 << 20, torch.float32, 64, "_reduce_in_parts"),
+        ("SUM", (1 << 20) + 1, torch.float32, 64, "_reduce_along"),  # more than a slot holds
+        ("SUM", 1024, torch.bfloat16, 3, "_reduce_everywhere"),
+        ("MAX", 1024, torch.float32, 3, "_reduce_everywhere"),
     ],
 )
 def test_the_way_of_an_all_reduce(
-    monkeypatch: pytest.MonkeyPatch, op: Any, count: int, dtype: torch.dtype, way: str
+    monkeypatch: pytest.MonkeyPatch, op: Any, count: int, dtype: torch.dtype, size: int, way: str
 ) -> None:
     taken = []
-    for name in ("_sum_small", "_reduce_in_parts", "_reduce_everywhere"):
+    for name in ("_sum_small", "_reduce_in_parts", "_reduce_everywhere", "_reduce_along"):
         monkeypatch.setattr(LocalGroup, name, lambda self, *args, name=name: taken.append(name))
     group = LocalGroup.__new__(LocalGroup)
-    group._memory, group.size = Memory(), 3  # type: ignore[assignment]
+    group._memory, group.size = Memory(), size  # type: ignore[assignment]
     group.all_reduce(torch.ones(count, dtype=dtype), op, timeout_s=1.0)
     assert taken == [way]

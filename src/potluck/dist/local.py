@@ -3,8 +3,9 @@
 It must not know of other machines, of devices (tensors are flat, contiguous, in host memory) or of torch's groups.
 
 Every process copies a piece of its tensor into a slot of its own, reads the others' slots in place with torch's
-operations, and goes on with the next piece while the others still read. The slots stay in the processor's cache. A
-tensor itself is never mapped by another process, so its owner may free it once the call has returned or failed.
+operations, and goes on with the next piece while the others still read; only long reductions go another way, in
+local_chain. A tensor itself is never mapped by another process, so its owner may free it once the call has returned
+or failed.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from torch import Tensor
 
 from potluck.dist import reduction
 from potluck.dist.counting import SPENT
+from potluck.dist.local_chain import part_of
 from potluck.dist.local_memory import Memory, Sizes
-from potluck.dist.local_rounds import NOTE_LIMIT, SEPARATOR, Differ, Rounds, Stage, note_of, run_stages
+from potluck.dist.local_rounds import NOTE_LIMIT, SEPARATOR, Differ, Rounds, note_of
 from potluck.dist.rings import Patience
 from potluck.errors import CollectiveError
 
 SUM = dist.ReduceOp.SUM
-PART_ALIGN = 64
 _PLAIN = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
 """Types that are added up as they are."""
 _COUNT = struct.Struct("<q")
@@ -65,12 +66,14 @@ class LocalGroup(Rounds):
     def all_reduce(self, values: Tensor, op: Any = SUM, *, timeout_s: float, note: bytes = b"") -> None:
         """`values` [n], in place: the reduction over all members, the same bits for each."""
         note = note or note_of("all_reduce", values, op)
-        if reduction.name_of(op) == "SUM" and values.dtype in _PLAIN and values.nbytes <= self._memory.sizes.small_bytes:
+        sizes = self._memory.sizes
+        if reduction.name_of(op) == "SUM" and values.dtype in _PLAIN and values.nbytes <= sizes.small_bytes:
             self._sum_small(values, timeout_s, note)
             return
         wide, op = _multiplied(values, op)
-        nbytes = wide.numel() * wide.element_size()
-        if self.size == 2 or nbytes <= self._memory.sizes.small_bytes:
+        if wide.nbytes > min(sizes.part_bytes * self.size, sizes.slot_bytes):
+            self._reduce_along(wide, op, timeout_s, note)
+        elif self.size == 2 or wide.nbytes <= sizes.small_bytes:
             self._reduce_everywhere(wide, op, timeout_s, note)
         else:
             self._reduce_in_parts(wide, op, timeout_s, note)
@@ -95,62 +98,41 @@ class LocalGroup(Rounds):
             ring.done(rank)
 
     def _reduce_everywhere(self, values: Tensor, op: Any, timeout_s: float, note: bytes) -> None:
-        """Everybody reads everything: one round for each piece; best for two, and for what is small."""
-        width, count = self._cut(values)
-        # Two values are rounded once, in whatever order and width; more are added up in the same order by
-        # everybody, so that all get the same bits.
-        simple = self.size == 2 and reduction.name_of(op) != "AVG"
-
-        def fill(k: int, number: int) -> None:
-            self._put(number, values[k * width : (k + 1) * width])
+        """Everybody reads everything, in one round: best for what is small, and for two."""
 
         def drain(k: int, number: int) -> None:
-            mine = values[k * width : (k + 1) * width]
-            if simple:
-                reduction.accumulate(op, mine, self._see(1 - self.rank, number, mine))
+            # Two values are rounded once, in whatever order and width; more are added up in the same order by
+            # everybody, so that all get the same bits.
+            if self.size == 2 and reduction.name_of(op) != "AVG":
+                reduction.accumulate(op, values, self._see(1 - self.rank, number, values))
                 return
-            total = self._total(op, mine)
-            total.copy_(self._see(0, number, mine))
+            total = self._total(op, values)
+            total.copy_(self._see(0, number, values))
             for member in range(1, self.size):
-                reduction.accumulate(op, total, self._see(member, number, mine))
-            self._settle(op, total, mine)
+                reduction.accumulate(op, total, self._see(member, number, values))
+            self._settle(op, total, values)
 
-        self._run(self._begin(timeout_s), note, count, fill, drain)
+        self._run(self._begin(timeout_s), note, 1, lambda k, number: self._put(number, values), drain)
+
+    def _reduce_along(self, values: Tensor, op: Any, timeout_s: float, note: bytes) -> None:
+        """Sums pass from member to member: best for what is long."""
+        ring = self._pieces
+        with self._begin(timeout_s) as patience:
+            number = ring.free(self._others, patience)
+            ring.write_note(self.rank, number, note)
+            ring.post(self.rank)
+
+            def agree() -> None:
+                self._compare(number, note, patience)
+                ring.done(self.rank)
+
+            self._memory.chain.all_reduce(values, op, patience, agree)
 
     def _reduce_in_parts(self, values: Tensor, op: Any, timeout_s: float, note: bytes) -> None:
-        """Each piece has a part for each member, who reduces it and hands the result on: fewer bytes for many.
+        """Each member reduces a part and hands the result on: fewer bytes for many, in two rounds.
 
-        So a piece is copied in, one part of it reduced, and the other parts' results copied out.
+        So everything is copied in, one part of it reduced, and the other parts' results copied out.
         """
-        out = self._results
-        width, count = self._cut(values)
-        if count == 1:
-            self._reduce_one_piece(values, op, timeout_s, note)
-            return
-        pieces = values.split(width)
-        with self._begin(timeout_s) as patience:
-
-            def reduce_and_post(k: int, number: int) -> None:
-                part = self._reduce_part(pieces[k], number, op)
-                number = out.free(self._others, patience)
-                out.slot(self.rank, number, values.dtype)[: part.numel()].copy_(part)
-                out.post(self.rank)
-
-            def collect(k: int) -> None:
-                self._collect(pieces[k], out.read_round, patience)
-                out.done(self.rank)
-
-            filling = self._filling(note, lambda k, number: self._put_for_others(number, pieces[k]), patience)
-            reducing = self._draining(note, reduce_and_post, patience)
-            collecting = Stage(
-                ready=lambda: out.has(self._others, out.read_round),
-                wait=lambda k: out.arrived(self._others[:1], out.read_round, patience),
-                do=collect,
-            )
-            run_stages((filling, reducing, collecting), count)
-
-    def _reduce_one_piece(self, values: Tensor, op: Any, timeout_s: float, note: bytes) -> None:
-        """The same where one piece is all there is: no stage runs beside another."""
         ring, out, rank = self._pieces, self._results, self.rank
         with self._begin(timeout_s) as patience:
             number = ring.free(self._others, patience)
@@ -167,14 +149,14 @@ class LocalGroup(Rounds):
             out.done(rank)
 
     def _put_for_others(self, number: int, piece: Tensor) -> None:
-        """Copy in all of a piece but this member's own part, which nobody else reads."""
-        start, stop = _part(piece.numel(), self.rank, self.size)
+        """Copy in all of the values but this member's own part, which nobody else reads."""
+        start, stop = part_of(piece.numel(), self.rank, self.size)
         self._put(number, piece[:start])
         self._put(number, piece[stop:], at=stop)
 
     def _reduce_part(self, piece: Tensor, number: int, op: Any) -> Tensor:
         """This member's part of a piece, reduced in place from the others' slots."""
-        start, stop = _part(piece.numel(), self.rank, self.size)
+        start, stop = part_of(piece.numel(), self.rank, self.size)
         mine = piece[start:stop]
         total = self._total(op, mine)
         if total is not mine:
@@ -188,7 +170,7 @@ class LocalGroup(Rounds):
         """Copy out the parts that the others have reduced."""
         for member in self._others:
             self._results.arrived((member,), number, patience)
-            start, stop = _part(piece.numel(), member, self.size)
+            start, stop = part_of(piece.numel(), member, self.size)
             piece[start:stop].copy_(self._results.slot(member, number, piece.dtype)[: stop - start])
 
     def reduce(self, values: Tensor, root: int, op: Any = SUM, *, timeout_s: float, note: bytes = b"") -> None:
@@ -411,9 +393,3 @@ def _multiplied(values: Tensor, op: Any) -> tuple[Tensor, Any]:
     wide = values.to(reduction.working_dtype(op, values.dtype), copy=True)
     reduction.premul(op, wide)
     return wide, SUM
-
-
-def _part(length: int, member: int, size: int) -> tuple[int, int]:
-    """Which elements of a piece a member reduces; whole cache lines, so the last may have fewer or none."""
-    each = -(-length // size // PART_ALIGN) * PART_ALIGN if length > size * PART_ALIGN else -(-length // size)
-    return min(length, member * each), min(length, (member + 1) * each)
