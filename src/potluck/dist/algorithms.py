@@ -2,8 +2,8 @@
 
 It must not know torch's process groups, devices or threads.
 
-Reductions of some size go by owners: each rank owns a part of the tensor, gets that part from all others, adds it to
-its own in the working dtype in the order of the ranks, and sends the result on, chunk by chunk. That is a ring's
+Reductions of some size go by owners: each rank owns a part of the tensor, gets that part from all others, adds it
+to its own in the working dtype in the order of the ranks, and sends the result on, chunk by chunk. That is a ring's
 traffic, 2(N-1)/N of the tensor for each rank, in two hops instead of 2(N-1), and all ranks get the same bits.
 
 An all-reduce can go round a ring as well, or from everybody straight to everybody; schedules.py says who sends what
