@@ -1,4 +1,4 @@
-"""The script that runs PyTorch's own tests: one that hangs, dies or leaves processes behind does not end the run."""
+"""The script of PyTorch's own tests: one that hangs, dies or leaves processes behind does not end the run."""
 
 from __future__ import annotations
 
