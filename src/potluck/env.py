@@ -21,6 +21,7 @@ DIST_VARIABLES: Mapping[str, str] = {
     "POTLUCK_DIST_PORT_BASE": "torch.distributed: rank r listens at this port + r; 0 takes any free port",
     "POTLUCK_DIST_CHUNK_BYTES": "torch.distributed: how much is sent at once, for example 512KiB",
     "POTLUCK_DIST_SMALL_BYTES": "torch.distributed: up to this size a collective is made for latency",
+    "POTLUCK_DIST_ALGORITHM": "torch.distributed: auto, direct, owners or ring for a large all-reduce",
     "POTLUCK_DIST_COMPRESSION": "torch.distributed: none, fp16, bf16, int8, int4, topk or topk:0.01 for all-reduce",
     "POTLUCK_DIST_CHECKSUM": "torch.distributed: 1 checks every chunk that arrives, 0 does not",
     "POTLUCK_DIST_ENCRYPTION": "torch.distributed: 0 sends in the clear between machines, 1 does not",

@@ -50,6 +50,22 @@ def test_ranks_on_several_machines_that_share_memory_at_home(
     assert failed == [[]] * world
 
 
+@pytest.mark.parametrize("world", [3, 5])
+def test_every_kind_of_reduction_round_the_ring(ranks: Ranks, world: int) -> None:
+    options = {"transport": "tcp", "algorithm": "ring", "share": (world % 4, 4), **SMALL_PIECES, "small_bytes": 0}
+    failed = ranks.call("support.dist_cases:run_all", world, "reductions", (), options, deadline_s=55)
+    assert failed == [[]] * world
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "world"), [("ring", 1), ("ring", 2), ("ring", 5), ("owners", 3), ("direct", 3)]
+)
+def test_all_ranks_get_the_same_bits_whichever_way_it_goes(ranks: Ranks, algorithm: str, world: int) -> None:
+    by_rank = ranks.call("support.dist_algorithms:sums", world, algorithm)
+    assert all(found == by_rank[0] for found in by_rank)
+    assert all(off < 1e-2 for _, off in by_rank[0])
+
+
 def test_a_compressed_all_reduce_loses_little_and_makes_up_for_it(ranks: Ranks) -> None:
     for once, over_many in ranks.call("support.dist_cases:compressed", 2):
         assert 0 < once < 0.02

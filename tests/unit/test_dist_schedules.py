@@ -361,10 +361,14 @@ def test_the_choice_exists_and_is_the_same_for_all(collective: str, nbytes: int,
 
 
 def test_what_is_chosen() -> None:
-    limits = s.Thresholds(small_bytes=1000, ring_bytes=100_000, chunk_bytes=10_000)
-    assert s.choose("all_reduce", 5000, 2, limits) == "direct"
+    limits = s.Thresholds(small_bytes=1000, ring_bytes=25_000, chunk_bytes=10_000)
+    assert s.choose("all_reduce", 500, 2, limits) == "direct"
+    assert s.choose("all_reduce", 5_000, 2, limits) == "direct"
+    assert s.choose("all_reduce", 5_001, 2, limits) == "owners"
+    assert s.choose("all_reduce", 100_000_000, 2, limits) == "owners"
     assert s.choose("all_reduce", 1000, 4, limits) == "gather_reduce"
     assert s.choose("all_reduce", 1001, 4, limits) == "owners"
+    assert s.choose("all_reduce", 100_001, 5, limits) == "owners"
     assert s.choose("all_reduce", 100_001, 4, limits) == "ring"
     assert s.choose("reduce_scatter", 100_001, 4, limits) == "ring"
     assert s.choose("all_gather", 100_000, 4, limits) == "exchange"

@@ -2,9 +2,12 @@
 
 It must not know torch's process groups, devices or threads.
 
-Reductions of some size go by owners: each rank owns a part of the tensor, gets that part from all others, adds it to
-its own in the working dtype in the order of the ranks, and sends the result on, chunk by chunk. That is a ring's
+Reductions of some size go by owners: each rank owns a part of the tensor, gets that part from all others, adds it
+to its own in the working dtype in the order of the ranks, and sends the result on, chunk by chunk. That is a ring's
 traffic, 2(N-1)/N of the tensor for each rank, in two hops instead of 2(N-1), and all ranks get the same bits.
+
+An all-reduce can go round a ring as well, or from everybody straight to everybody; schedules.py says who sends what
+then, and what is taken where nothing else was asked for.
 
 Nobody asks for a chunk or confirms one: what the others need is queued at once, and results behind it as they come.
 So both directions of a link are busy from the first chunk to the last, while this thread adds.
@@ -17,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from potluck.dist import reduction
+from potluck.dist import reduction, schedules
 from potluck.dist.compression import Exchange
 from potluck.dist.lane import Trip, chunks, raw
 from potluck.dist.reduction import Op
@@ -52,11 +55,20 @@ def barrier(trip: Trip) -> None:
 
 def all_reduce(trip: Trip, flat: Tensor, op: Op) -> None:
     """In place."""
+    terms, world = trip.lane.terms, trip.lane.world
     sent = _prepared(op, flat)
-    if flat.nbytes <= trip.lane.terms.small_bytes:
-        _reduce_small(trip, flat, sent, op, targets=range(trip.lane.world))
+    algorithm = terms.algorithm
+    if algorithm == "auto" or flat.nbytes <= terms.small_bytes:
+        limits = schedules.Thresholds(small_bytes=terms.small_bytes, chunk_bytes=terms.chunk_bytes)
+        algorithm = schedules.choose("all_reduce", flat.nbytes, world, limits)
+        if algorithm == "ring" and reduction.working_dtype(op, flat.dtype) != flat.dtype:
+            algorithm = "owners"  # round the ring go sums, which are twice as wide here as what is added up
+    if algorithm == "ring" and world > 1:
+        _reduce_by_ring(trip, flat, sent, op)
+    elif algorithm in ("direct", "gather_reduce"):
+        _reduce_directly(trip, flat, sent, op, targets=range(world))
     else:
-        _reduce_by_owners(trip, flat, sent, op, targets=range(trip.lane.world))
+        _reduce_by_owners(trip, flat, sent, op, targets=range(world))
 
 
 def compressed_all_reduce(trip: Trip, exchanges: Sequence[Exchange]) -> None:
@@ -84,12 +96,12 @@ def reduce(trip: Trip, flat: Tensor, op: Op, root: int) -> None:
     """In place at the root; the others' tensors stay as they are."""
     sent = _prepared(op, flat)
     if flat.nbytes <= trip.lane.terms.small_bytes:
-        _reduce_small(trip, flat, sent, op, targets=[root])
+        _reduce_directly(trip, flat, sent, op, targets=[root])
     else:
         _reduce_by_owners(trip, flat, sent, op, targets=[root])
 
 
-def _reduce_small(trip: Trip, flat: Tensor, sent: Tensor, op: Op, targets: Sequence[int]) -> None:
+def _reduce_directly(trip: Trip, flat: Tensor, sent: Tensor, op: Op, targets: Sequence[int]) -> None:
     """Everybody sends all to the targets, and those add in the order of the ranks."""
     me, world = trip.lane.rank, trip.lane.world
     for rank in _others(trip):
@@ -97,14 +109,16 @@ def _reduce_small(trip: Trip, flat: Tensor, sent: Tensor, op: Op, targets: Seque
             trip.send(rank, sent)
     if me not in targets:
         return trip.settle()
-    total: Tensor | None = None
-    for rank in range(world):
-        part = sent if rank == me else trip.receive(rank, sent.numel(), sent.dtype)
-        if total is None:
-            total = part.to(reduction.working_dtype(op, flat.dtype), copy=True)
-        else:
-            reduction.accumulate(op, total, part)
-    assert total is not None
+    # Not in place: what the others have not got yet is read from there.
+    total = torch.empty(flat.numel(), dtype=reduction.working_dtype(op, flat.dtype))
+    for begin, end in chunks(sent.nbytes, trip.lane.terms.chunk_bytes):
+        first, last = begin // sent.itemsize, end // sent.itemsize
+        for rank in range(world):
+            part = sent[first:last] if rank == me else _as_tensor(trip, rank, last - first, sent.dtype)
+            if rank == 0:
+                total[first:last].copy_(part)
+            else:
+                reduction.accumulate(op, total[first:last], part)
     reduction.finish(op, total, world)
     trip.settle()
     flat.copy_(total)
@@ -125,6 +139,45 @@ def _reduce_by_owners(trip: Trip, flat: Tensor, sent: Tensor, op: Op, targets: S
         for rank in _others(trip):
             # What lies there was sent to its owner, who needed it for what comes now: it may be overwritten.
             trip.receive_into(rank, flat[spans[rank][0] : spans[rank][1]])
+    trip.settle()
+
+
+def _reduce_by_ring(trip: Trip, flat: Tensor, sent: Tensor, op: Op) -> None:
+    """Chunks go round from neighbour to neighbour: once to be added up, once more to be handed out.
+
+    Sums on their way are of the working dtype; each chunk is finished by one rank, so that all get the same bits.
+    """
+    me, world = trip.lane.rank, trip.lane.world
+    working = reduction.working_dtype(op, flat.dtype)
+    partial = sent if sent.dtype == working else sent.to(working, copy=True)
+    blocks = schedules.split(flat.numel(), world)
+    pieces = schedules.pieces_for(-(-flat.numel() // world) * working.itemsize, trip.lane.terms.chunk_bytes)
+    spans = schedules.cut(blocks, pieces)
+    plan = schedules.ring_all_reduce(me, world, pieces)
+
+    def start(at: int) -> None:
+        if at >= len(plan.rounds):
+            return
+        source = partial if plan.rounds[at].combine else flat
+        for move in plan.rounds[at].sends:
+            first, last = spans[move.chunk]
+            trip.send_part(move.peer, raw(source[first:last]))
+
+    for at in range(plan.ahead):
+        start(at)
+    for at, step in enumerate(plan.rounds):
+        for move in step.receives:
+            first, last = spans[move.chunk]
+            if not step.combine:
+                trip.receive_into(move.peer, flat[first:last])
+                continue
+            total = partial[first:last]
+            reduction.accumulate(op, total, _as_tensor(trip, move.peer, last - first, working))
+            if move.chunk // pieces == me:
+                reduction.finish(op, total, world)
+                if partial is not flat:
+                    flat[first:last].copy_(total)
+        start(at + plan.ahead)
     trip.settle()
 
 

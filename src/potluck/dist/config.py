@@ -18,8 +18,11 @@ from potluck.units import seconds_text
 
 PREFIX = "POTLUCK_DIST_"
 TRANSPORTS = ("auto", "tcp", "shm")
+ALGORITHMS = ("auto", "direct", "owners", "ring")
 LOG_LEVELS = ("debug", "info", "warning", "error")
-SHARED = ("transport", "chunk_bytes", "small_bytes", "compression", "checksum", "encryption", "heartbeat_s")
+SHARED = (
+    "transport", "chunk_bytes", "small_bytes", "algorithm", "compression", "checksum", "encryption", "heartbeat_s",
+)  # fmt: skip
 """What all ranks of a group must agree on."""
 
 _KIB = 1024
@@ -49,6 +52,9 @@ class Config:
     """How much is sent at once, so that sending, receiving and reducing overlap; default 512 KiB."""
     small_bytes: int | None = None
     """Up to this size a collective has the fewest latencies, above it the fewest bytes; default 32 KiB."""
+    algorithm: str | None = None
+    """How an all-reduce above `small_bytes` goes between machines. direct: all to everybody. owners: each rank adds
+    up one part and hands it out. ring: parts go round, from neighbour to neighbour. auto: what measured best."""
     compression: str | None = None
     """How the floats of an all-reduce are packed: none, fp16, bf16, int8, int4, topk, topk:0.05."""
     checksum: bool | None = None
@@ -112,6 +118,7 @@ class Resolved:
     """Where this rank listens; 0: any free port."""
     chunk_bytes: int
     small_bytes: int
+    algorithm: str
     compression: str
     checksum: bool
     encryption: bool
@@ -134,6 +141,7 @@ class Resolved:
             f"transport {self.transport}",
             f"{self.address} ({self.interface}: {self.reason}), {port}",
             f"chunks of {_size(self.chunk_bytes)}, small up to {_size(self.small_bytes)}",
+            f"algorithm {self.algorithm}",
             f"compression {self.compression}",
             f"checksum {_switch(self.checksum)}",
             f"encryption {_switch(self.encryption)}",
@@ -325,6 +333,7 @@ _RULES: dict[str, _Rule] = {
     "port_base": _Rule(0, _whole(0, 65_535), "use 0 for any free port, or a port from 1024 to 65535"),
     "chunk_bytes": _Rule(512 * _KIB, _whole(4 * _KIB, 64 * _KIB**2), _BYTES.format("4KiB", "64MiB")),
     "small_bytes": _Rule(32 * _KIB, _whole(0, 64 * _KIB**2), _BYTES.format("0", "64MiB")),
+    "algorithm": _Rule("auto", _one_of(ALGORITHMS), "use one of " + ", ".join(ALGORITHMS)),
     "compression": _Rule("none", _compression, "use none, fp16, bf16, int8, int4, topk or topk:0.05"),
     "checksum": _Rule(False, _flag, _SWITCH),
     "encryption": _Rule(True, _flag, _SWITCH),

@@ -12,6 +12,7 @@ import os
 import socket
 import threading
 import time
+from multiprocessing.util import Finalize
 from typing import Any
 
 from potluck.dist.compression import Compressor
@@ -70,6 +71,7 @@ class _Shared:
 
 _shared = _Shared()
 _open: list[Formation] = []
+_at_end: Finalize | None = None
 
 
 class Formation:
@@ -81,7 +83,9 @@ class Formation:
         self.rank, self.world = rank, len(meeting.cards)
         self._mesh, self._meeting, self._local = mesh, meeting, local
         self.settings = settings
-        terms = Terms(chunk_bytes=settings.chunk_bytes, small_bytes=settings.small_bytes)
+        terms = Terms(
+            chunk_bytes=settings.chunk_bytes, small_bytes=settings.small_bytes, algorithm=settings.algorithm
+        )
         self.lane = Lane(mesh, meeting.group, rank, [card.endpoint for card in meeting.cards], terms)
         self.path = self._path(local)
         self.mailroom = Mailroom(self.lane)
@@ -208,6 +212,7 @@ def form(store: Any, rank: int, world: int, *, timeout_s: float, config: Config 
         _shared.give_back()
         raise
     _open.append(formation)
+    _remember_the_end()
     return formation
 
 
@@ -248,6 +253,13 @@ def _local_group(
         names=names,
         timeout_s=timeout_s,
     )
+
+
+def _remember_the_end() -> None:
+    """Processes of multiprocessing that were forked end without what is registered with atexit."""
+    global _at_end
+    if _at_end is None or not _at_end.still_active():
+        _at_end = Finalize(None, _close_all, exitpriority=0)
 
 
 @atexit.register

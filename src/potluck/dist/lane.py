@@ -32,6 +32,8 @@ class Terms:
 
     chunk_bytes: int
     small_bytes: int
+    algorithm: str = "auto"
+    """How an all-reduce above small_bytes goes: auto, direct, owners or ring."""
 
 
 @dataclass(frozen=True, slots=True)

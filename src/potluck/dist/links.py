@@ -244,6 +244,10 @@ class Links:
                 self._inbox.recv()
         return head, body
 
+    def peers(self) -> list[Endpoint]:
+        """To whom there is a link."""
+        return [link.endpoint for link in list(self._links.values())]
+
     def has_left(self, name: str) -> None:
         """It said goodbye: its broken connection is then no accident."""
         link = self._links.get(name)
@@ -288,7 +292,7 @@ class Links:
             with link.lock:
                 if farewell is not None and link.broken is None and not link.left:
                     link.socket.send(farewell)
-                linger = 0 if link.broken is not None or not link.there else _LINGER_MS
+                linger = 0 if link.broken is not None or link.left or not link.there else _LINGER_MS
                 link.socket.disable_monitor()
                 link.socket.close(linger)
                 link.monitor.close(0)

@@ -5,6 +5,9 @@ It must not know collectives: whoever waits says for what, from whom, and until 
 No thread stands between a parcel and who waits for it: whoever waits reads the socket, and puts what is meant for
 others into their boxes. One thread of our own, the pulse, reads when nobody waits, so that questions are answered
 and the end of a peer is seen.
+
+Who ends says farewell: that goes behind all that was sent, by the same way, and when it is answered, all has come.
+Only then are the doors closed. A peer that reads nothing cannot hold that up for long.
 """
 
 from __future__ import annotations
@@ -26,13 +29,17 @@ from potluck.errors import PotluckError, RankGoneError
 
 T = TypeVar("T")
 
-PROTOCOL = 1
+PROTOCOL = 2
 _HEAD = struct.Struct("<HBB16sQqQII")
 _MAGIC = 0x504C
 _TICK_S = 0.1
 _READ_MS = 100
 _BATCH = 64
 _CHECKED = 1
+_PART_S, _PART_MOST_S, _SLOWEST_BYTES_PER_S = 5.0, 30.0, 125_000
+"""How long the end waits for what was sent to arrive: so long, and longer where much was sent over a slow link."""
+_GOODBYE_S = 1.0
+"""The same for peers to whom nothing was sent."""
 
 
 class Kind(enum.IntEnum):
@@ -44,6 +51,8 @@ class Kind(enum.IntEnum):
     ABORT = 5
     ASK = 6
     TELL = 7
+    GOT_ALL = 8
+    """The answer to a farewell: it has come, and so has all that was sent before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +95,10 @@ class Mesh:
         self._told: dict[tuple[int, str], dict[str, Any]] = {}
         self._answers: dict[int, Callable[[], dict[str, Any]]] = {}
         self._known: dict[str, Endpoint] = {}
+        self._sent: dict[str, int] = {}
+        """Bytes sent to each peer that something was sent to."""
+        self._got_all: set[str] = set()
+        self._parting = False
         self._stop = threading.Event()
         self._pulse = threading.Thread(target=self._beat, name="potluck-dist-pulse", daemon=True)
         self._pulse.start()
@@ -125,6 +138,8 @@ class Mesh:
         flags = _CHECKED if self._checksum and body is not None else 0
         crc = zlib.crc32(body) if flags and body is not None else 0
         head = self._head(label, flags, total, crc, len(about)) + about
+        if label[0] in (Kind.COLLECTIVE, Kind.MESSAGE):
+            self._sent[to.name] = self._sent.get(to.name, 0) + (0 if body is None else len(body))
         return self.links.send(to, head, body, track=track)
 
     def _head(self, label: Label, flags: int = 0, total: int = 0, crc: int = 0, about: int = 0) -> bytes:
@@ -243,6 +258,10 @@ class Mesh:
     def _command(self, kind: int, source: str, group: int, about: bytes) -> None:
         if kind == Kind.FAREWELL:
             self.links.has_left(source)
+            # Two that part at once need no answer: each hears the other's farewell.
+            if not self._parting and source in self._known:
+                with contextlib.suppress(PotluckError):
+                    self.send(self._known[source], (Kind.GOT_ALL, 0, 0))
         elif kind == Kind.ABORT:
             self._fail(group, about.decode("utf-8", "replace"))
         elif kind == Kind.ASK:
@@ -254,6 +273,9 @@ class Mesh:
         elif kind == Kind.TELL:
             with contextlib.suppress(ValueError), self.lock:
                 self._told[group, source] = json.loads(about)
+        elif kind == Kind.GOT_ALL:
+            with self.lock:
+                self._got_all.add(source)
 
     # -- failing --------------------------------------------------------------------------------------------
 
@@ -306,8 +328,37 @@ class Mesh:
                     self._reading = False
                     self._arrived.notify_all()
 
+    def _part(self) -> None:
+        """Say farewell, and wait until every peer has it and all before it, or is gone, or its time is over."""
+        began = time.monotonic()
+        self._parting = True
+        until: dict[str, float] = {}
+        for peer in self.links.peers():
+            link, nbytes = self.links.reach(peer), self._sent.get(peer.name)
+            if link.left or link.broken is not None:
+                continue
+            with contextlib.suppress(PotluckError):
+                self.send(peer, (Kind.FAREWELL, 0, 0))
+            if nbytes is not None:
+                until[peer.name] = began + min(_PART_MOST_S, _PART_S + nbytes / _SLOWEST_BYTES_PER_S)
+            elif link.there:
+                until[peer.name] = began + _GOODBYE_S
+
+        def look() -> bool | None:
+            now = time.monotonic()
+            for name in list(until):
+                link = self.links.reach(self._known[name])
+                unreached = not link.there and now > began + _PART_S
+                if name in self._got_all or link.left or link.broken or unreached or now > until[name]:
+                    del until[name]
+            return not until or None
+
+        with contextlib.suppress(PotluckError, DeadlinePassed, PeerGone, Aborted):
+            self.wait(look, 0, [], began + _PART_MOST_S + 1.0)
+
     def close(self) -> None:
-        """Say goodbye and end; what was sent still goes out."""
+        """See that what was sent arrives, say goodbye, and end."""
+        self._part()
         self._stop.set()
         self._pulse.join()
         with self.lock:
@@ -317,7 +368,7 @@ class Mesh:
             if self._reading:
                 return  # a thread that will not end still reads: its socket must not be taken from under it
             self._reading = True
-        self.links.close(self._head((Kind.FAREWELL, 0, 0)))
+        self.links.close()
 
 
 class Aborted(Exception):

@@ -71,8 +71,9 @@ class Thresholds:
 
     small_bytes: int = 32 * 1024
     """Up to this size latency is all that counts."""
-    ring_bytes: int = 16 * 1024 * 1024
-    """Above this size it matters that no link carries everybody's data at once, and not how many hops there are."""
+    ring_bytes: int = 4 * 1024 * 1024
+    """Above this size for each rank it matters that a link carries one neighbour's data at a time, and not how many
+    hops there are."""
     chunk_bytes: int = 512 * 1024
     """How much is sent at once, so that sending, receiving and reducing overlap."""
 
@@ -347,13 +348,14 @@ def choose(collective: str, nbytes: int, world: int, thresholds: Thresholds) -> 
             reduce-scatter, the output of an all-gather, one rank's part of a gather or scatter.
     """
     small = nbytes <= thresholds.small_bytes
+    few_hops = world == 2 or nbytes <= thresholds.ring_bytes * world
     if collective == "all_reduce":
-        if world == 2:
-            return "direct"
         if small:
-            return "gather_reduce"
-        return "owners" if nbytes <= thresholds.ring_bytes else "ring"
-    few_hops = world == 2 or nbytes <= thresholds.ring_bytes
+            return "direct" if world == 2 else "gather_reduce"
+        if world == 2 and nbytes <= thresholds.chunk_bytes // 2:
+            # There is nothing to overlap yet, and one hop is quicker than two.
+            return "direct"
+        return "owners" if few_hops else "ring"
     if collective == "reduce_scatter":
         return "pairwise" if few_hops else "ring"
     if collective == "all_gather":

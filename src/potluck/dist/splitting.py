@@ -2,9 +2,10 @@
 
 It must not know collectives.
 
-torch.distributed.split_group() asks for an accelerator and for a device bound to the default group before it asks the
-backend; torch binds the one of init_process_group(device_id=...) to a group that it drops when the backend is written
-in Python. So it has to be bound by hand, and without an accelerator the group's own split_group() is the way.
+torch.distributed.split_group() asks for an accelerator and for a device bound to the default group before it
+asks the backend; torch binds the one of init_process_group(device_id=...) to a group that it drops when the
+backend is written in Python. So it has to be bound by hand, and without an accelerator the group's own
+split_group() is the way.
 """
 
 from __future__ import annotations

@@ -1,0 +1,70 @@
+"""Groups that end right after a message: the message arrives, and nobody waits for the dead."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.dist_endings import LARGE
+from support.ranks import SOURCE, Ranks, free_port
+
+ENDINGS = "support.dist_endings:"
+SUPPORT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    pool = Ranks(3)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize(("count", "turns"), [(3, 20), (LARGE, 20)])
+def test_what_was_sent_right_before_the_end_arrives(
+    ranks: Ranks, tmp_path: Path, transport: str, count: int, turns: int
+) -> None:
+    store = {"STORE": str(tmp_path / "store")}
+    wrong = ranks.call(f"{ENDINGS}send_and_end", 2, transport, count, turns, "send", deadline_s=100, env=store)
+    assert wrong == [[], []]
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("how", ["isend", "broadcast"])
+def test_what_nobody_waited_for_arrives_as_well(ranks: Ranks, tmp_path: Path, transport: str, how: str) -> None:
+    store = {"STORE": str(tmp_path / "store")}
+    wrong = ranks.call(f"{ENDINGS}send_and_end", 3, transport, LARGE // 8, 4, how, deadline_s=60, env=store)
+    assert wrong == [[], [], []]
+
+
+@pytest.mark.parametrize(("transport", "count", "how"), [("tcp", LARGE, "script"), ("shm", 3, "forked")])
+def test_a_process_that_just_ends_has_delivered(transport: str, count: int, how: str) -> None:
+    port = str(free_port())
+    scripts = []
+    for rank in range(2):
+        path = os.pathsep.join((str(SOURCE), str(SUPPORT)))
+        env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank), "WORLD_SIZE": "2"}
+        command = [sys.executable, "-m", "support.dist_endings", transport, str(count), how]
+        scripts.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
+    try:
+        for script in scripts:
+            _, said = script.communicate(timeout=50)
+            assert script.returncode == 0, said
+    finally:
+        for script in scripts:
+            script.kill()
+
+
+@pytest.mark.parametrize("how", ["dead", "silent"])
+def test_who_is_dead_or_reads_nothing_does_not_hold_up_the_end(how: str) -> None:
+    with Ranks(3) as mortals:
+        told = mortals.call(f"{ENDINGS}end_beside", 3, "tcp", how, may_die=[2])
+    for error, text, seconds in told[:2]:
+        assert not error, text
+        assert seconds < 8
