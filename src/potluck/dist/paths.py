@@ -50,7 +50,11 @@ class MeshPath:
         # Small ones, which are often metrics, stay exact.
         large = flat.nbytes > self.lane.terms.small_bytes and self.lane.world > 1
         if packed is not None and large and packed.suits(name, flat.dtype):
-            exchanges = packed.begin_pieces(identity, flat, self.lane.rank, self.lane.world, average=name == "AVG")
+            average = name == "AVG"
+            if self.lane.world == 2:
+                algorithms.compressed_pair(self._trip(call), packed.begin_pair(identity, flat, average=average))
+                return
+            exchanges = packed.begin_pieces(identity, flat, self.lane.rank, self.lane.world, average=average)
             algorithms.compressed_all_reduce(self._trip(call), exchanges)
         else:
             algorithms.all_reduce(self._trip(call), flat, op)
