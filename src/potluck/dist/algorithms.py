@@ -2,8 +2,8 @@
 
 It must not know torch's process groups, devices or threads.
 
-Reductions of some size go by owners: each rank owns a part of the tensor, gets that part from all others, adds it to
-its own in the working dtype in the order of the ranks, and sends the result on, chunk by chunk. That is a ring's
+Reductions of some size go by owners: each rank owns a part of the tensor, gets that part from all others, adds it
+to its own in the working dtype in the order of the ranks, and sends the result on, chunk by chunk. That is a ring's
 traffic, 2(N-1)/N of the tensor for each rank, in two hops instead of 2(N-1), and all ranks get the same bits.
 
 Nobody asks for a chunk or confirms one: what the others need is queued at once, and results behind it as they come.
@@ -156,7 +156,7 @@ def _own_part(trip: Trip, mine: Tensor, result: Tensor, op: Op, receivers: Seque
     others = sorted(_others(trip))
     working = reduction.working_dtype(op, result.dtype)
     in_place = working == result.dtype
-    for begin, end in chunks(mine.nbytes, trip.lane.terms.chunk_bytes):
+    for begin, end in chunks(mine.nbytes, trip.chunk_bytes):
         first, last = begin // mine.itemsize, end // mine.itemsize
         part, target = mine[first:last], result[first:last]
         if not in_place:

@@ -81,7 +81,11 @@ class Formation:
         self.rank, self.world = rank, len(meeting.cards)
         self._mesh, self._meeting, self._local = mesh, meeting, local
         self.settings = settings
-        terms = Terms(chunk_bytes=settings.chunk_bytes, small_bytes=settings.small_bytes)
+        terms = Terms(
+            chunk_bytes=settings.chunk_bytes,
+            small_bytes=settings.small_bytes,
+            streams=not settings.encryption and not settings.checksum,
+        )
         self.lane = Lane(mesh, meeting.group, rank, [card.endpoint for card in meeting.cards], terms)
         self.path = self._path(local)
         self.mailroom = Mailroom(self.lane)
@@ -154,6 +158,7 @@ class Formation:
         self.engine.stop("the group was shut down")
         if self._local is not None:
             self._local.close()
+        self.lane.close()
         self._mesh.forget(self._meeting.group)
         with contextlib.suppress(ValueError):
             _open.remove(self)
