@@ -132,3 +132,4 @@ def test_a_door_that_cannot_be_reached_is_no_error() -> None:
     door.close()
     assert follow("127.0.0.1", door.invitation) is None
     assert follow("127.0.0.1", b"nonsense") is None
+    assert Door.open("192.0.2.1", b"t" * 16) is None, "an address that this machine has not"

@@ -180,10 +180,14 @@ class Trip:
             made = follow(address, bytes(self.take(other).view))
             self.send_part(other, memoryview(b"yes" if made is not None else b"no"))
             return made
-        with contextlib.closing(Door(address, secrets.token_bytes(16))) as door:
-            self.send_part(other, memoryview(door.invitation))
+        with contextlib.ExitStack() as stack:
+            door = Door.open(address, secrets.token_bytes(16))
+            if door is not None:
+                stack.callback(door.close)
+            self.send_part(other, memoryview(b"" if door is None else door.invitation))
             self.take(other)
-            return door.admit() if bytes(self.take(other).view) == b"yes" else None
+            came = bytes(self.take(other).view) == b"yes"
+            return door.admit() if door is not None and came else None
 
     def _ask(self) -> None:
         """Whether to go on waiting for the other rank."""

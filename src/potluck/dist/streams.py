@@ -124,6 +124,14 @@ class Door:
         self._listener = socket.create_server((address, 0), family=family)
         self.invitation = _INVITATION.pack(self._listener.getsockname()[1], token)
 
+    @classmethod
+    def open(cls, address: str, token: bytes) -> Door | None:
+        """None where no port can be opened."""
+        try:
+            return cls(address, token)
+        except OSError:
+            return None
+
     def admit(self) -> Stream | None:
         """The one who was invited and has said to have come; None if there is no such connection after all."""
         deadline = time.monotonic() + _CONNECT_S
