@@ -1,11 +1,12 @@
 """What the docs claim of the torch.distributed backend's speed, measured beside gloo; 1 when a bar is missed.
 
-    python bench/collectives.py [--quick] [--skip-lab] [--skip-local] [--json FILE]
+    python bench/collectives.py [--quick] [--skip-lab] [--skip-local] [--only PART] [--json FILE]
 
 Same machine, 2 and 4 processes: all-reduce of 64 MiB at 2.5 times gloo's bus bandwidth or more, of 1 MiB at 2
 times, 4 KiB no later than gloo's. Two lab machines (needs root or user namespaces), 1 Gbit/s: 0.97 of what a bare
 TCP connection carries (iperf3, where it is installed) from 16 MiB on, and with int8 3.5 times gloo's rate; on an
-unshaped link 1.2 times gloo's. Owns the bars; the measurement is `potluck bench collectives`.
+unshaped link 1.2 times gloo's, encrypted, and in the clear as gloo is. Owns the bars; the measurement is `potluck
+bench collectives`.
 """
 
 from __future__ import annotations
@@ -52,9 +53,10 @@ def on_this_machine(processes: int, sizes: str, repeats: int | None, folder: Pat
 
 def in_the_lab(mbit: float | None, sizes: str, repeats: int, folder: Path, **env: str) -> list[dict[str, Any]]:
     """Two machines; `env` is for both ranks. Whoever sets a compression does not expect exact sums."""
+    tolerance = "0.05" if "POTLUCK_DIST_COMPRESSION" in env else "0"
     out = folder / f"lab-{mbit}-{'-'.join(env.values())}.json"
     command = potluck_command("bench", "collectives", "--against", "gloo", "--sizes", sizes)
-    command += ["--repeats", str(repeats), "--json", str(out), "--tolerance", "0.05" if env else "0"]
+    command += ["--repeats", str(repeats), "--json", str(out), "--tolerance", tolerance]
     before = {name: os.environ.get(name) for name in env}
     os.environ.update(env)
     try:
@@ -105,8 +107,17 @@ def local_bars(args: argparse.Namespace, folder: Path) -> list[Bar]:
 
 def lab_bars(args: argparse.Namespace, folder: Path) -> list[Bar]:
     sizes = (16 * MB,) if args.quick else (16 * MB, 64 * MB)
-    text = ",".join(f"{size // MB}M" for size in sizes)
-    rows = in_the_lab(1000, text, 3, folder)
+    parts = {"lossless": lossless_bars, "int8": int8_bars, "unshaped": unshaped_bars}
+    chosen = [part for name, part in parts.items() if args.only in (None, name)]
+    return [bar for part in chosen for bar in part(sizes, folder, args.quick)]
+
+
+def _text(sizes: tuple[int, ...]) -> str:
+    return ",".join(f"{size // MB}M" for size in sizes)
+
+
+def lossless_bars(sizes: tuple[int, ...], folder: Path, quick: bool) -> list[Bar]:
+    rows = in_the_lab(1000, _text(sizes), 3, folder)
     link = iperf_bytes_per_s(1000, folder)
     name = "iperf3" if link else "a bare TCP connection"
     bars = []
@@ -114,10 +125,20 @@ def lab_bars(args: argparse.Namespace, folder: Path) -> list[Bar]:
         row = rows_of(rows, "potluck")[size]
         share = float(row["busbw"]) / (link or float(row["link_bytes_per_s"]))
         bars.append(Bar(f"1 Gbit/s, {size // MB} MiB: share of {name}", share, 0.97))
-    coded = in_the_lab(1000, text, 3, folder, POTLUCK_DIST_COMPRESSION="int8")
-    bars += [Bar(f"1 Gbit/s, {s // MB} MiB, int8: times as fast as gloo", faster(coded, s), 3.5) for s in sizes]
-    free = in_the_lab(None, text, 3 if args.quick else 10, folder)
-    bars += [Bar(f"unshaped link, {s // MB} MiB: times as fast as gloo", faster(free, s), 1.2) for s in sizes]
+    return bars
+
+
+def int8_bars(sizes: tuple[int, ...], folder: Path, quick: bool) -> list[Bar]:
+    coded = in_the_lab(1000, _text(sizes), 3 if quick else 9, folder, POTLUCK_DIST_COMPRESSION="int8")
+    return [Bar(f"1 Gbit/s, {s // MB} MiB, int8: times as fast as gloo", faster(coded, s), 3.5) for s in sizes]
+
+
+def unshaped_bars(sizes: tuple[int, ...], folder: Path, quick: bool) -> list[Bar]:
+    repeats, bars = 3 if quick else 15, []
+    for how, env in (("encrypted", {}), ("unencrypted as gloo is", {"POTLUCK_DIST_ENCRYPTION": "0"})):
+        rows = in_the_lab(None, _text(sizes), repeats, folder, **env)
+        what = f"unshaped link, {how}"
+        bars += [Bar(f"{what}, {s // MB} MiB: times as fast as gloo", faster(rows, s), 1.2) for s in sizes]
     return bars
 
 
@@ -126,13 +147,14 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="fewer repetitions and sizes")
     parser.add_argument("--skip-lab", action="store_true", help="this machine only")
     parser.add_argument("--skip-local", action="store_true", help="the lab only")
+    parser.add_argument("--only", choices=["lossless", "int8", "unshaped"], help="this part of the lab only")
     parser.add_argument("--json", type=Path, help="write what was measured here")
     args = parser.parse_args()
     print(
         f"# load of this machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores; a busy one measures its load"
     )
     with tempfile.TemporaryDirectory(prefix="potluck-bench-") as name:
-        bars = [] if args.skip_local else local_bars(args, Path(name))
+        bars = [] if args.skip_local or args.only else local_bars(args, Path(name))
         bars += [] if args.skip_lab else lab_bars(args, Path(name))
     for bar in bars:
         print(f"{'kept  ' if bar.kept else 'MISSED'} {bar.what}: {bar.measured:.2f} (bar {bar.least:g})")

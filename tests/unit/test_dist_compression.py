@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from potluck.codec import get
+from potluck.codec.cached import PIECE
 from potluck.dist.compression import Compressor, Exchange, Residuals, identity_of
 from potluck.dist.schedules import split
 from potluck.errors import WireError
@@ -194,3 +195,64 @@ def test_the_order_of_ranks_is_kept() -> None:
     exchange = Compressor("int8").begin("t", torch.randn(400), 1, 2)
     with pytest.raises(AssertionError, match="who came first"):
         exchange.add(1)
+
+
+# -- between two ranks
+
+
+def pair_all_reduce(compressors: list[Compressor], tensors: list[Tensor], average: bool = False) -> list[int]:
+    """What two ranks do, without a link, in place; the bytes of each message."""
+    one, two = (c.begin_pair("t", t, average=average) for c, t in zip(compressors, tensors))
+    sent = [(one.outgoing(number).clone(), two.outgoing(number).clone()) for number in range(len(one))]
+    for number, (mine, theirs) in enumerate(sent):
+        assert mine.numel() == theirs.numel() == one.message_bytes(number)
+        one.place(number, theirs, first=False)
+        two.place(number, mine, first=True)
+    assert sum(mine.numel() for mine, _ in sent) == one.payload_bytes
+    return [mine.numel() for mine, _ in sent]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("count", [0, 1, 1000, PIECE, 20 * PIECE + 300])
+@pytest.mark.parametrize("codec", CODECS)
+def test_two_ranks_get_the_same_bits_near_the_sum(codec: str, count: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(5)
+    tensors = [torch.randn(count).to(dtype) for _ in range(2)]
+    want = tensors[0].float() + tensors[1].float()
+    pair_all_reduce(ranks_of(2, codec), tensors)
+    assert torch.equal(*tensors)
+    error = float((tensors[0].float() - want).norm() / want.norm().clamp(min=1e-9))
+    assert error < {"none": 0.01, "fp16": 0.01, "bf16": 0.02, "int8": 0.03, "int4": 0.3}.get(codec, 1.0)
+
+
+def test_what_a_pair_loses_comes_later() -> None:
+    torch.manual_seed(6)
+    gradients = [torch.randn(PIECE + 500) for _ in range(2)]
+    want = (gradients[0] + gradients[1]) / 2
+
+    def off_after(steps: int, feedback: bool) -> float:
+        compressors, total = ranks_of(2, "int4", feedback=feedback), torch.zeros(PIECE + 500)
+        for _ in range(steps):
+            tensors = [g.clone() for g in gradients]
+            pair_all_reduce(compressors, tensors, average=True)
+            total += tensors[0]
+        return float((total / steps - want).norm() / want.norm())
+
+    assert off_after(40, True) < 0.3 * off_after(2, True)
+    assert off_after(40, True) < 0.25 * off_after(40, False)
+
+
+def test_messages_of_a_pair_are_many_and_none_is_large() -> None:
+    """So that the first is soon on its way; and each costs the time of Python, so not too many."""
+    sizes = pair_all_reduce(ranks_of(2, "int8"), [torch.randn(64 * PIECE) for _ in range(2)])
+    assert len(sizes) == 16
+    sizes = pair_all_reduce(ranks_of(2, "int8"), [torch.randn(140 * PIECE + 5) for _ in range(2)])
+    assert len(sizes) == 21
+    assert max(sizes) < 1 << 19
+
+
+def test_a_message_of_a_pair_of_another_size_is_refused() -> None:
+    pair = Compressor("int8").begin_pair("t", torch.randn(3 * PIECE))
+    message = pair.outgoing(0)
+    with pytest.raises(WireError):
+        pair.place(0, message[:-2], first=True)

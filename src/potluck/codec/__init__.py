@@ -10,6 +10,7 @@
     block.py       int8 and int4 with a scale for every 128 values, 1.016 and 0.516 bytes per value
     fused.py       the same on a GPU in one pass, where Triton is there; kernels.py is what it runs
     topk.py        the largest few by magnitude, 6 bytes for each one kept
+    cached.py      int8 and int4 for a sum of two on a CPU, in the fewest passes over memory
     feedback.py    what a codec loses now is sent later: error feedback, and a replica that follows its target
 
 Every codec is stateless, takes tensors of any device, and runs on the calling thread alone.

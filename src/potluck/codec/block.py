@@ -36,11 +36,11 @@ from potluck.codec.tensors import (
 
 BLOCK = 128
 
-_INFINITY = 0x7F80_0000  # as an integer, every finite magnitude is below it and every NaN above
-_SMALLEST = 0x0080_0000  # 2^-126, the smallest normal number: some devices take anything less for zero
-_ROUND_UP = 0x0000_FFFF  # added before the lower 16 bits are cut off, it rounds a magnitude up to bf16
-_BF16 = -0x0001_0000  # the upper 16 bits
-_NO_FRACTION = 1.5 * 2.0**23
+INFINITY = 0x7F80_0000  # as an integer, every finite magnitude is below it and every NaN above
+SMALLEST = 0x0080_0000  # 2^-126, the smallest normal number: some devices take anything less for zero
+ROUND_UP = 0x0000_FFFF  # added before the lower 16 bits are cut off, it rounds a magnitude up to bf16
+BF16 = -0x0001_0000  # the upper 16 bits
+NO_FRACTION = 1.5 * 2.0**23
 
 
 class BlockCodec:
@@ -75,40 +75,40 @@ class BlockCodec:
         if fused.usable(payload.device) and payload.data_ptr() % 2 == 0:
             fused.decode(self, payload, out)
             return out
-        stored, codes = _split(payload, count)
+        stored, codes = split(payload, count)
         scales = stored.to(torch.int32).bitwise_left_shift_(16).view(torch.float32).unsqueeze(1)
         for at, blocks, code_bytes in self._walk(count, payload.device):
-            self._unpack(codes[code_bytes], scales[blocks], out[at].view(-1, BLOCK))
+            self.unpack(codes[code_bytes], scales[blocks], out[at].view(-1, BLOCK))
         left = count % BLOCK
         if left:
             padded = codes.new_zeros(self.block_bytes)
             sent = min(left, self.block_bytes)
             padded[:sent] = codes[-sent:]
             block = out.new_empty(1, BLOCK)
-            self._unpack(padded, scales[-1:], block)
+            self.unpack(padded, scales[-1:], block)
             out[-left:] = block[0, :left]
         return out
 
     def finite(self, payload: Tensor, count: int) -> bool:
         if not fits(payload, count, self.nbytes(count)):
             return False
-        return self._usable(_split(payload.contiguous(), count)[0])
+        return self.usable(split(payload.contiguous(), count)[0])
 
     def _encode(self, values: Tensor, report: Report | None) -> Tensor:
         count = values.numel()
         payload = torch.empty(self.nbytes(count), dtype=torch.uint8, device=values.device)
-        stored, codes = _split(payload, count)
+        stored, codes = split(payload, count)
         scales = _scales(_peaks(values), self.levels)
         stored.copy_(scales.view(torch.int16)[1::2])
         scales = scales.unsqueeze(1)
         inverses = scales.reciprocal()
-        if report is not None and not self._usable(stored):
+        if report is not None and not self.usable(stored):
             report = None
         room = scratch(count, values.device)
         for at, blocks, code_bytes in self._walk(count, values.device):
             levels = room[: at.stop - at.start].view(-1, BLOCK)
             _round(torch.mul(values[at].view(-1, BLOCK), inverses[blocks], out=levels))
-            self._pack(levels, codes[code_bytes])
+            self.pack(levels, codes[code_bytes])
             if report is not None:
                 report(at.start, levels.mul_(scales[blocks]).view(-1))
         left = count % BLOCK
@@ -116,7 +116,7 @@ class BlockCodec:
             levels = values.new_zeros(1, BLOCK)
             _round(torch.mul(values[-left:], inverses[-1], out=levels[0, :left]))
             padded = codes.new_empty(self.block_bytes)
-            self._pack(levels, padded)
+            self.pack(levels, padded)
             sent = min(left, self.block_bytes)
             codes[-sent:] = padded[:sent]
             if report is not None:
@@ -130,15 +130,15 @@ class BlockCodec:
             code_bytes = slice(first * self.block_bytes, last * self.block_bytes)
             yield slice(start, stop), slice(first, last), code_bytes
 
-    def _usable(self, stored: Tensor) -> bool:
+    def usable(self, stored: Tensor) -> bool:
         """True if every code decodes to a finite value under these scales, [blocks] int16 bits of bf16."""
         return stored.numel() == 0 or bool((stored & 0x7FFF).amax() < self.limit)
 
-    def _pack(self, levels: Tensor, codes: Tensor) -> None:
+    def pack(self, levels: Tensor, codes: Tensor) -> None:
         """[blocks, BLOCK] float32 that are whole numbers -> [blocks * block_bytes] int8."""
         raise NotImplementedError
 
-    def _unpack(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
+    def unpack(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
         """[blocks * block_bytes] int8 and [blocks, 1] float32 -> [blocks, BLOCK] float32."""
         raise NotImplementedError
 
@@ -151,10 +151,10 @@ class Int8Codec(BlockCodec):
     limit = (127 + 121) << 7  # 2^121: a hostile code of -128 is finite too
     block_bytes = BLOCK
 
-    def _pack(self, levels: Tensor, codes: Tensor) -> None:
+    def pack(self, levels: Tensor, codes: Tensor) -> None:
         codes.view(-1, BLOCK).copy_(levels)
 
-    def _unpack(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
+    def unpack(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
         out.copy_(codes.view(-1, BLOCK)).mul_(scales)
 
 
@@ -166,12 +166,12 @@ class Int4Codec(BlockCodec):
     limit = (127 + 125) << 7  # 2^125: a hostile code of -8 is finite too
     block_bytes = BLOCK // 2
 
-    def _pack(self, levels: Tensor, codes: Tensor) -> None:
+    def pack(self, levels: Tensor, codes: Tensor) -> None:
         # As floats: the sum is exact and takes one pass, where shifts of integers take three.
         pairs = torch.add(levels[:, : BLOCK // 2], levels[:, BLOCK // 2 :], alpha=16)
         codes.view(-1, BLOCK // 2).copy_(pairs)
 
-    def _unpack(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
+    def unpack(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
         # Whatever the byte, both codes come out as -8..7: these sums wrap around.
         pairs = codes.view(-1, BLOCK // 2)
         both = torch.empty(out.shape, dtype=torch.int8, device=out.device)
@@ -180,7 +180,7 @@ class Int4Codec(BlockCodec):
         out.copy_(both).mul_(scales)
 
 
-def _split(payload: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def split(payload: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """A payload's scales, [blocks] int16 that are the bits of bf16, and its codes, [n] int8."""
     end = 2 * -(-count // BLOCK)
     return numbers(payload[:end], torch.int16), payload[end:].view(torch.int8)
@@ -192,7 +192,7 @@ def _round(levels: Tensor) -> None:
     A sum that large has no bits left for a fraction, and the difference is exact. Tensor.round_ would do, but it
     calls on other cores at any size, and makes -0.0 of small negative numbers, which no code decodes to.
     """
-    levels.add_(_NO_FRACTION).sub_(_NO_FRACTION)
+    levels.add_(NO_FRACTION).sub_(NO_FRACTION)
 
 
 def _peaks(values: Tensor) -> Tensor:
@@ -216,5 +216,5 @@ def _scales(peaks: Tensor, levels: int) -> Tensor:
 
     NaN becomes infinity before any float operation could do to it whatever this device does to NaN.
     """
-    scales = peaks.clamp_(max=_INFINITY).view(torch.float32).mul_(1.0 / levels).view(torch.int32)
-    return scales.clamp_(min=_SMALLEST).add_(_ROUND_UP).bitwise_and_(_BF16).view(torch.float32)
+    scales = peaks.clamp_(max=INFINITY).view(torch.float32).mul_(1.0 / levels).view(torch.int32)
+    return scales.clamp_(min=SMALLEST).add_(ROUND_UP).bitwise_and_(BF16).view(torch.float32)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from potluck.dist import reduction, schedules
-from potluck.dist.compression import Exchange
+from potluck.dist.compression import Exchange, PairExchange
 from potluck.dist.lane import Trip, chunks, raw
 from potluck.dist.reduction import Op
 
@@ -89,6 +89,25 @@ def compressed_all_reduce(trip: Trip, exchanges: Sequence[Exchange]) -> None:
     for exchange in exchanges:
         for rank in _others(trip):
             exchange.place(rank, trip.receive(rank, exchange.payload_bytes(rank), torch.uint8))
+    trip.settle()
+
+
+_AHEAD = 32
+"""Messages that a rank sends before it takes one: enough for any link, and what waits stays small."""
+
+
+def compressed_pair(trip: Trip, exchange: PairExchange) -> None:
+    """All-reduce between two ranks: each sends all of its packed tensor. Pieces travel while others are packed and
+    while those of the other rank are added."""
+    other = 1 - trip.lane.rank
+    placed = 0
+    for number in range(len(exchange) + _AHEAD):
+        if number < len(exchange):
+            trip.send_part(other, raw(exchange.outgoing(number)))
+        if number >= _AHEAD and placed < len(exchange):
+            message = _as_tensor(trip, other, exchange.message_bytes(placed), torch.uint8)
+            exchange.place(placed, message, first=other == 0)
+            placed += 1
     trip.settle()
 
 
@@ -190,7 +209,7 @@ def _own_part(trip: Trip, mine: Tensor, result: Tensor, op: Op, receivers: Seque
     others = sorted(_others(trip))
     working = reduction.working_dtype(op, result.dtype)
     in_place = working == result.dtype
-    for begin, end in chunks(mine.nbytes, trip.lane.terms.chunk_bytes):
+    for begin, end in chunks(mine.nbytes, trip.chunk_bytes):
         first, last = begin // mine.itemsize, end // mine.itemsize
         part, target = mine[first:last], result[first:last]
         if not in_place:

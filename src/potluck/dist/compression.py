@@ -18,6 +18,7 @@ not finite makes values of the result not finite, as without compression, and le
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable
@@ -26,6 +27,8 @@ import torch
 from torch import Tensor
 
 from potluck.codec import Codec, encode_with_feedback, get
+from potluck.codec.cached import PIECE as CACHED
+from potluck.codec.cached import decode_sum, encode_into, packed_bytes
 from potluck.dist.counting import spends
 from potluck.dist.schedules import Span, split
 
@@ -38,6 +41,9 @@ _MULTIPLE = 128
 """Parts begin at the borders of the codecs' blocks."""
 PIECE = 3840 * _MULTIPLE
 """Elements: small enough for a processor's cache, and that one travels while the next is packed."""
+_MOST_PIECES, _LEAST_MESSAGES = 7, 16
+"""Of a message between two ranks: half a mebibyte of int8, for each costs Python's time; but so many of them that
+the first is soon on its way, and the last soon added."""
 _MOST_TENSORS = 256
 
 
@@ -88,6 +94,8 @@ class Compressor:
         # Of what goes to the owners, and of what owners hand out.
         self._up = Residuals(most_tensors) if feedback else None
         self._down = Residuals(most_tensors) if feedback else None
+        self._payload = torch.empty(0, dtype=torch.uint8)
+        """Room for what this rank sends to another; kept, because new memory costs a fault for each page."""
 
     @staticmethod
     def suits(reduction: str, dtype: torch.dtype) -> bool:
@@ -122,6 +130,15 @@ class Compressor:
             mine = None if down is None else down[pieces[rank][0] - start : pieces[rank][1] - start]
             exchanges.append(Exchange(self.codec, flat, pieces, rank, up=up, down=mine, average=average))
         return exchanges
+
+    def begin_pair(self, identity: Hashable, flat: Tensor, *, average: bool = False) -> PairExchange:
+        """An all-reduce of `flat`, [n], contiguous and in host memory, in place, between two ranks."""
+        up = self._up.get(identity, flat.numel(), flat.device) if self._up is not None else None
+        pair = PairExchange(self.codec, flat, up, average=average)
+        if self._payload.numel() < pair.payload_bytes:
+            self._payload = torch.empty(pair.payload_bytes, dtype=torch.uint8)
+        pair.payload = self._payload
+        return pair
 
     def forget(self) -> None:
         """Drop every residual, as after loading a checkpoint."""
@@ -208,3 +225,65 @@ class Exchange:
             self._codec.decode(payload, stop - start, out=self._flat[start:stop])
         else:
             self._flat[start:stop].copy_(self._codec.decode(payload, stop - start))
+
+
+class PairExchange:
+    """One compressed all-reduce between two ranks: each sends all it has, packed, and adds what the other sent.
+
+    That is as many bytes as by owners, in one hop and with one loss. Both decode both payloads and add them in the
+    order of the ranks, so that both get the same bits. What is sent is cut into messages of some pieces.
+    """
+
+    def __init__(self, codec: Codec, flat: Tensor, up: Tensor | None, *, average: bool) -> None:
+        self._codec, self._flat, self._up, self._divide_by = codec, flat.detach(), up, 2 if average else 1
+        self._spans = _messages(flat.numel())
+        sizes = [packed_bytes(codec, stop - start) for start, stop in self._spans]
+        self._places = list(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
+        self.payload = torch.empty(0, dtype=torch.uint8)
+        """Where this rank's messages are packed, one behind the other; given by who has room for it."""
+
+    def __len__(self) -> int:
+        """How many messages each of the two sends."""
+        return len(self._spans)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Of all messages together."""
+        return self._places[-1][1] if self._places else 0
+
+    def message_bytes(self, number: int) -> int:
+        start, stop = self._places[number]
+        return stop - start
+
+    def _own(self, number: int) -> Tensor:
+        start, stop = self._places[number]
+        return self.payload[start:stop]
+
+    @spends("reduction")
+    def outgoing(self, number: int) -> Tensor:
+        """Pack a message; each once, in order."""
+        start, stop = self._spans[number]
+        message = self._own(number)
+        kept = None if self._up is None else self._up[start:stop]
+        encode_into(self._codec, self._flat[start:stop], kept, message)
+        return message
+
+    @spends("reduction")
+    def place(self, number: int, theirs: Tensor, *, first: bool) -> None:
+        """Write the sum of both ranks' messages where it belongs; `first`: the other rank's comes before ours.
+
+        Raises:
+            WireError: what came is none of this codec and size.
+        """
+        start, stop = self._spans[number]
+        mine = self._own(number)
+        one, two = (theirs, mine) if first else (mine, theirs)
+        decode_sum(self._codec, one, two, self._flat[start:stop], divide_by=self._divide_by)
+
+
+def _messages(count: int) -> list[Span]:
+    """Whole pieces together, and what is left of the last one by itself."""
+    whole = count // CACHED
+    step = CACHED * max(1, min(_MOST_PIECES, whole // _LEAST_MESSAGES))
+    spans = [(at, min(at + step, whole * CACHED)) for at in range(0, whole * CACHED, step)]
+    return spans + ([(whole * CACHED, count)] if count % CACHED else [])

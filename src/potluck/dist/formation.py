@@ -84,7 +84,10 @@ class Formation:
         self._mesh, self._meeting, self._local = mesh, meeting, local
         self.settings = settings
         terms = Terms(
-            chunk_bytes=settings.chunk_bytes, small_bytes=settings.small_bytes, algorithm=settings.algorithm
+            chunk_bytes=settings.chunk_bytes,
+            small_bytes=settings.small_bytes,
+            streams=not settings.encryption and not settings.checksum,
+            algorithm=settings.algorithm,
         )
         self.lane = Lane(mesh, meeting.group, rank, [card.endpoint for card in meeting.cards], terms)
         self.path = self._path(local)
@@ -158,6 +161,7 @@ class Formation:
         self.engine.stop("the group was shut down")
         if self._local is not None:
             self._local.close()
+        self.lane.close()
         self._mesh.forget(self._meeting.group)
         with contextlib.suppress(ValueError):
             _open.remove(self)

@@ -5,8 +5,10 @@ It must not know which algorithm sends what to whom.
 
 from __future__ import annotations
 
+import contextlib
+import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -18,12 +20,16 @@ from potluck.dist.counting import SPENT
 from potluck.dist.links import Endpoint
 from potluck.dist.mesh import Aborted, DeadlinePassed, Kind, Mesh, Parcel, PeerGone
 from potluck.dist.record import Header, timeout_error
+from potluck.dist.streams import Closed, Door, Stream, follow
 from potluck.errors import CollectiveError, CollectiveTimeoutError, RankGoneError
 
 _COPIED_BYTES = 32 << 10
 """Smaller bodies are copied: that is cheaper than to watch over them."""
 _ALIGN = 16
 _ASK_S = 1.0
+_STREAMED_BYTES = 1 << 20
+"""From here on a bare connection is worth a word by mail."""
+_REASONS_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +40,8 @@ class Terms:
     small_bytes: int
     algorithm: str = "auto"
     """How an all-reduce above small_bytes goes: auto, direct, owners or ring."""
+    streams: bool = False
+    """Whether two ranks may have a bare connection for what is large: where nothing is encrypted or summed up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +84,24 @@ class Lane:
         self.numbers = list(range(self.world))
         """What people call the ranks: where these are only some of a group, their numbers there."""
         self._everybody = endpoints
+        self._parts: list[Lane] = []
+        self._stream: Stream | None = None
+        self._alone = not (terms.streams and self.world == 2 and not any(e.key for e in endpoints))
+        """No stream is to be had, or it was tried in vain."""
+
+    def close(self) -> None:
+        """Nobody uses it any more."""
+        for part in (*self._parts, self):
+            if part._stream is not None:
+                part._stream.close()
+                part._stream = None
 
     def between(self, ranks: list[int]) -> Lane:
         """For some of the ranks, among whom this one is: they count from 0, and fail for all."""
         chosen = [self.endpoints[rank] for rank in ranks]
         lane = Lane(self.mesh, self.group, ranks.index(self.rank), chosen, self.terms)
         lane.numbers, lane._everybody = list(ranks), self.endpoints
+        self._parts.append(lane)
         return lane
 
     @property
@@ -123,10 +143,76 @@ class Trip:
         self.lane, self.call = lane, call
         self.sequence, self.about, self.deadline = call.header.seq, call.about, call.deadline
         self._trackers: list[tuple[int, Any]] = []
+        self._stream: Stream | None = None
 
     @property
     def name(self) -> str:
         return f"{self.call.header.op} #{self.sequence}"
+
+    # -- what is large, between two ranks ---------------------------------------------------------------------
+
+    def stream(self, nbytes: int) -> None:
+        """From here on, if there is so much and it can be, what goes to the other rank goes by a bare connection.
+
+        Both ranks say by mail that they are in this collective, and which it is, before a byte of it is sent.
+        """
+        lane = self.lane
+        if lane._alone or nbytes < _STREAMED_BYTES:
+            return
+        other = 1 - lane.rank
+        if lane._stream is None:
+            lane._stream = self._new_stream(other)
+            lane._alone = lane._stream is None
+        else:
+            self.send_part(other, memoryview(b""))
+            self.take(other)
+        self._stream = lane._stream
+
+    @property
+    def chunk_bytes(self) -> int:
+        """How much is reduced at once."""
+        chosen = self.lane.terms.chunk_bytes
+        return chosen if self._stream is None else max(chosen, _STREAMED_BYTES)
+
+    def _new_stream(self, other: int) -> Stream | None:
+        lane = self.lane
+        address = lane.endpoints[0].address
+        if lane.rank == 1:
+            self.send_part(other, memoryview(b""))
+            made = follow(address, bytes(self.take(other).view))
+            self.send_part(other, memoryview(b"yes" if made is not None else b"no"))
+            return made
+        with contextlib.ExitStack() as stack:
+            door = Door.open(address, secrets.token_bytes(16))
+            if door is not None:
+                stack.callback(door.close)
+            self.send_part(other, memoryview(b"" if door is None else door.invitation))
+            self.take(other)
+            came = bytes(self.take(other).view) == b"yes"
+            return door.admit() if door is not None and came else None
+
+    def _ask(self) -> None:
+        """Whether to go on waiting for the other rank."""
+        lane, other = self.lane, 1 - self.lane.rank
+        text = lane.mesh.aborted(lane.group)
+        if text is not None:
+            raise CollectiveError(text, hint="the group cannot be used any more: destroy it and make a new one")
+        reason = lane.mesh.links.why_gone(lane.endpoints[other])
+        if reason is not None:
+            self._gone(other, reason)
+        if time.monotonic() > self.deadline:
+            self._late([other])
+
+    def _streaming(self, what: Callable[..., None], *arguments: Any) -> None:
+        try:
+            what(*arguments)
+        except Closed:
+            # Its reasons come by the mail, if it had time to say them.
+            until = time.monotonic() + _REASONS_S
+            while time.monotonic() < until:
+                self._ask()
+                time.sleep(0.02)
+            self._gone(1 - self.lane.rank, "has died, or its connection broke")
 
     # -- sending --------------------------------------------------------------------------------------------
 
@@ -140,6 +226,9 @@ class Trip:
     def send_part(self, rank: int, part: memoryview) -> None:
         lane = self.lane
         SPENT.sent += len(part)
+        if self._stream is not None:
+            self._streaming(self._stream.push, part)
+            return
         track = len(part) >= _COPIED_BYTES
         tracker = lane.mesh.send(
             lane.endpoints[rank], (Kind.COLLECTIVE, lane.group, self.sequence), part, about=self.about, track=track
@@ -160,6 +249,8 @@ class Trip:
                     if time.monotonic() > self.deadline:
                         self._late([rank])
         self._trackers.clear()
+        if self._stream is not None:
+            self._streaming(self._stream.flush, self._ask)
 
     # -- receiving ------------------------------------------------------------------------------------------
 
@@ -187,8 +278,13 @@ class Trip:
         return parcel.about != self.about
 
     def parts(self, rank: int, nbytes: int) -> Iterator[tuple[int, memoryview]]:
-        """What a rank sent with send(), as it comes: (offset in bytes, bytes)."""
+        """What a rank sent with send(), as it comes: (offset in bytes, bytes until the next come)."""
         offset = 0
+        if self._stream is not None:
+            room = self._stream.room(nbytes)
+            self._streaming(self._stream.pull, room, self._ask)
+            yield offset, room
+            return
         while True:
             view = self.take(rank).view
             if offset + len(view) > nbytes:
@@ -201,6 +297,9 @@ class Trip:
     def receive_into(self, rank: int, out: Tensor) -> None:
         """Into a flat contiguous CPU tensor."""
         target = raw(out)
+        if self._stream is not None:
+            self._streaming(self._stream.pull, target, self._ask)
+            return
         for offset, view in self.parts(rank, len(target)):
             target[offset : offset + len(view)] = view
 

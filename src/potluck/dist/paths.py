@@ -42,6 +42,11 @@ class MeshPath:
     def _trip(self, call: Call) -> Trip:
         return Trip(self.lane, call)
 
+    def _streaming(self, call: Call, nbytes: int) -> Trip:
+        trip = Trip(self.lane, call)
+        trip.stream(nbytes)
+        return trip
+
     def barrier(self, call: Call) -> None:
         algorithms.barrier(self._trip(call))
 
@@ -50,10 +55,15 @@ class MeshPath:
         # Small ones, which are often metrics, stay exact.
         large = flat.nbytes > self.lane.terms.small_bytes and self.lane.world > 1
         if packed is not None and large and packed.suits(name, flat.dtype):
-            exchanges = packed.begin_pieces(identity, flat, self.lane.rank, self.lane.world, average=name == "AVG")
+            average = name == "AVG"
+            if self.lane.world == 2:
+                pair = packed.begin_pair(identity, flat, average=average)
+                algorithms.compressed_pair(self._streaming(call, pair.payload_bytes), pair)
+                return
+            exchanges = packed.begin_pieces(identity, flat, self.lane.rank, self.lane.world, average=average)
             algorithms.compressed_all_reduce(self._trip(call), exchanges)
         else:
-            algorithms.all_reduce(self._trip(call), flat, op)
+            algorithms.all_reduce(self._streaming(call, flat.nbytes), flat, op)
 
     def reduce(self, call: Call, flat: Tensor, op: Op, root: int) -> None:
         algorithms.reduce(self._trip(call), flat, op, root)

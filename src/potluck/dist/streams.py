@@ -1,0 +1,167 @@
+"""A bare TCP connection between two ranks, for large tensors of groups that are not encrypted; owns its bytes.
+
+It must not know collectives, nor wait for ever: whoever waits here is asked again and again whether to go on.
+
+ZeroMQ receives each chunk into memory of its own, in threads of its own. On a link that is as fast as memory the
+copies and the handing over cost as much as the link. Here one thread sends from the tensor and receives into it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import select
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Callable
+
+_AT_ONCE = 512 << 10
+"""Bytes of one call: less costs more calls, and more does not fit the system's buffers anyway."""
+_ASK_S = 0.1
+_CONNECT_S = 5.0
+_INVITATION = struct.Struct("<H16s")  # port, and what who connects has to say first
+_TOKEN_BYTES = 16
+
+
+class Closed(Exception):
+    """The other end is closed, or the connection broke."""
+
+
+class Stream:
+    """Both directions between two ranks; used by one thread at a time."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connection = connection
+        self._unsent: deque[memoryview] = deque()
+        self._room = bytearray()
+
+    def push(self, part: memoryview) -> None:
+        """Send it, as far as that goes without waiting; it must stay as it is until flush()."""
+        if len(part):
+            self._unsent.append(part)
+            self._send()
+
+    def pull(self, into: memoryview, ask: Callable[[], None]) -> None:
+        """Fill all of `into`, sending meanwhile. `ask` is called now and then, and raises to end the waiting."""
+        got = unsent = 0
+        while got < len(into):
+            try:
+                count = self._connection.recv_into(into[got : got + _AT_ONCE])
+            except (BlockingIOError, InterruptedError):
+                if not self._send():
+                    self._wait(ask, receiving=True)
+                continue
+            except OSError as error:
+                raise Closed from error
+            if count == 0:
+                raise Closed
+            got, unsent = got + count, unsent + count
+            if unsent >= _AT_ONCE:
+                # Not after every few bytes that came: the other has to have room for it.
+                self._send()
+                unsent = 0
+
+    def room(self, nbytes: int) -> memoryview:
+        """Memory to receive so many bytes into; the same at every call."""
+        if len(self._room) < nbytes:
+            self._room = bytearray(nbytes)
+        return memoryview(self._room)[:nbytes]
+
+    def flush(self, ask: Callable[[], None]) -> None:
+        """Until everything is with the system; its memory may then be used again."""
+        while self._unsent:
+            if not self._send():
+                self._wait(ask, receiving=False)
+
+    def _send(self) -> bool:
+        if not self._unsent:
+            return False
+        part = self._unsent[0]
+        try:
+            count = self._connection.send(part[:_AT_ONCE])
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError as error:
+            raise Closed from error
+        if count == len(part):
+            self._unsent.popleft()
+        else:
+            self._unsent[0] = part[count:]
+        return True
+
+    def _wait(self, ask: Callable[[], None], *, receiving: bool) -> None:
+        if not _ready(self._connection, receiving=receiving, sending=bool(self._unsent)):
+            ask()
+
+    def close(self) -> None:
+        self._connection.close()
+        self._unsent.clear()
+
+
+def _ready(connection: socket.socket, *, receiving: bool, sending: bool) -> bool:
+    if hasattr(select, "poll"):  # for descriptors of any number, but not on Windows
+        poll = select.poll()
+        poll.register(connection, (select.POLLIN if receiving else 0) | (select.POLLOUT if sending else 0))
+        return bool(poll.poll(1000 * _ASK_S))
+    own = [connection]
+    return any(select.select(own if receiving else [], own if sending else [], [], _ASK_S))
+
+
+# -- how two ranks come to have one
+
+
+class Door:
+    """Where one rank waits for the other; what it must know comes by the mail, as an invitation."""
+
+    def __init__(self, address: str, token: bytes) -> None:
+        assert len(token) == _TOKEN_BYTES
+        self._token = token
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listener = socket.create_server((address, 0), family=family)
+        self.invitation = _INVITATION.pack(self._listener.getsockname()[1], token)
+
+    @classmethod
+    def open(cls, address: str, token: bytes) -> Door | None:
+        """None where no port can be opened."""
+        try:
+            return cls(address, token)
+        except OSError:
+            return None
+
+    def admit(self) -> Stream | None:
+        """The one who was invited and has said to have come; None if there is no such connection after all."""
+        deadline = time.monotonic() + _CONNECT_S
+        while (left_s := deadline - time.monotonic()) > 0:
+            self._listener.settimeout(left_s)
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return None
+            connection.settimeout(1.0)
+            with contextlib.suppress(OSError):
+                if hmac.compare_digest(connection.recv(_TOKEN_BYTES, socket.MSG_WAITALL), self._token):
+                    return Stream(connection)
+            connection.close()
+        return None
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+def follow(address: str, invitation: bytes) -> Stream | None:
+    """Connect to who sent the invitation; None if that is not possible, as behind a firewall."""
+    try:
+        port, token = _INVITATION.unpack(invitation)
+        connection = socket.create_connection((address, port), timeout=_CONNECT_S)
+    except (struct.error, OSError):
+        return None
+    try:
+        connection.sendall(token)
+    except OSError:
+        connection.close()
+        return None
+    return Stream(connection)

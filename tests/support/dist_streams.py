@@ -1,0 +1,125 @@
+"""What two ranks do in the tests of groups in the clear, whose large tensors go by a bare connection.
+
+It knows the backend's interface, and where a group keeps that connection.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from support.dist_faults import Told, allow, begin, told_by
+
+LARGE = (1 << 20) + 77
+"""Elements: above the size from which a bare connection is used, and no multiple of anything."""
+
+
+def streaming() -> bool:
+    return dist.group.WORLD._formation.lane._stream is not None  # type: ignore[union-attr]
+
+
+def _mine(rank: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.arange(LARGE).remainder(97).add(rank).to(dtype)
+
+
+def sums(rank: int, world: int, settings: dict[str, Any]) -> bool:
+    """Large and small all-reduces in turn, each checked; whether the connection was used."""
+    begin("tcp", encryption=False, **settings)
+    try:
+        for dtype in (torch.float32, torch.bfloat16, torch.int64):
+            for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
+                found = _mine(rank, dtype)
+                dist.all_reduce(found, op)
+                one, two = _mine(0, dtype), _mine(1, dtype)
+                wanted = one + two if op == dist.ReduceOp.SUM else torch.maximum(one, two)
+                assert torch.equal(found, wanted), (dtype, op)
+                small = torch.ones(3)
+                dist.all_reduce(small)
+                assert small.tolist() == [2.0] * 3
+        later = [_mine(rank, torch.float32) for _ in range(2)]
+        for work in [dist.all_reduce(part, async_op=True) for part in later]:
+            work.wait()
+        wanted = _mine(0, torch.float32) + _mine(1, torch.float32)
+        assert all(torch.equal(found, wanted) for found in later)
+        return streaming()
+    finally:
+        dist.destroy_process_group()
+
+
+def packed(rank: int, world: int) -> list[int]:
+    """Sums through int8, both ranks' bits as a checksum of each step."""
+    begin("tcp", encryption=False, compression="int8")
+    try:
+        torch.manual_seed(0)
+        both = torch.randn(2, 5 * LARGE)
+        sums = []
+        for _ in range(2):
+            found = both[rank].clone()
+            dist.all_reduce(found)
+            error = float((found - both.sum(0)).norm() / both.sum(0).norm())
+            assert error < 0.02, error
+            sums.append(int(found.view(torch.int32).to(torch.int64).sum()))
+        assert streaming()
+        return sums
+    finally:
+        dist.destroy_process_group()
+
+
+def behind_a_firewall(rank: int, world: int) -> bool:
+    """As `sums`, where no connection can be made."""
+    from potluck.dist import lane
+
+    kept = lane.follow
+    lane.follow = lambda address, invitation: None  # type: ignore[assignment]
+    try:
+        return sums(rank, world, {})
+    finally:
+        lane.follow = kept
+
+
+def killed(rank: int, world: int) -> Told:
+    """The last rank ends in the midst of a large one."""
+    begin("tcp", encryption=False)
+    tensor = torch.ones(4 * LARGE)
+    dist.all_reduce(tensor)
+    if rank == world - 1:
+        from potluck.dist import streams
+
+        streams.Stream.pull = lambda *_: os._exit(1)  # type: ignore[method-assign, assignment]
+    try:
+        return told_by(lambda: dist.all_reduce(tensor))
+    finally:
+        dist.destroy_process_group()
+
+
+def stuck(rank: int, world: int, timeout_s: float) -> Told:
+    """The last rank stops in the midst of a large one, and lives on."""
+    begin("tcp", encryption=False)
+    tensor = torch.ones(4 * LARGE)
+    dist.all_reduce(tensor)
+    allow(timeout_s)
+    if rank == world - 1:
+        from potluck.dist import streams
+
+        kept = streams.Stream.pull
+        streams.Stream.pull = lambda *_: time.sleep(timeout_s + 2.0)  # type: ignore[method-assign, assignment]
+    try:
+        return told_by(lambda: dist.all_reduce(tensor))
+    finally:
+        if rank == world - 1:
+            streams.Stream.pull = kept  # type: ignore[method-assign]
+        dist.destroy_process_group()
+
+
+def mismatch(rank: int, world: int) -> Told:
+    begin("tcp", encryption=False)
+    try:
+        dist.all_reduce(torch.ones(LARGE))
+        time.sleep(0.3)
+        return told_by(lambda: dist.all_reduce(torch.ones(LARGE + rank)))
+    finally:
+        dist.destroy_process_group()
