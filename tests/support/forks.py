@@ -31,7 +31,6 @@ import psutil
 IMPORTED = (
     "torch",
     "torch._dynamo",  # torch's optimizers and DDP import it when they are first used
-    "torch.distributed.launcher.api",
     "safetensors.torch",
     "potluck.cli.host",
     "potluck.cli.join",
@@ -45,7 +44,7 @@ IMPORTED = (
 MAY_DIFFER = ("POTLUCK_", "SPOIL", "TMPDIR", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "PYTEST_", "TORCHINDUCTOR_")
 """Variables, by their beginnings, that nothing of the above reads while it is imported. The last one torch sets
 itself when the first optimizer is made."""
-MODULES = ("potluck", "potluck.lab.ddp_worker", "torch.distributed.run")
+MODULES = ("potluck", "potluck.lab.ddp_worker")
 VERBS = ("host", "join", "train")
 """The other verbs import no torch, or should not: they start as they do for a person."""
 INHERITED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
