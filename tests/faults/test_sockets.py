@@ -36,7 +36,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in watched(folder).items():
             patch.setenv(name, value)
-        with Fleet(folder / "fleet") as fleet:
+        with Fleet(folder / "fleet", fork=False) as fleet:  # each is watched from its first moment
             words = ["--steps", 16, "--width", 32]
             host = fleet.host(JOB, "--wait-for", "1", "--checkpoint-every", "5", *PACED, arguments=words)
             with Listening(host.pid) as of_host:

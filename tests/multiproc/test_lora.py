@@ -33,6 +33,7 @@ def test_a_step_moves_kilobytes_and_the_base_travels_only_to_who_lacks_it(tmp_pa
         host = fleet.host(SCRIPT, *DEVICE, arguments=[100_000])
         fleet.guest("ann", *DEVICE)
         ann = fleet.wait_for_event(host, "guest_joined", "ann")
+        fleet.wait_for_step(host, fleet.step_reached() + 2)  # what bob is sent must not count as ann's
         # This one builds another base: same shapes, other values, as a machine without the pretrained file.
         fleet.guest("bob", *DEVICE, "--script", str(other_base))
         bob = fleet.wait_for_event(host, "guest_joined", "bob")

@@ -31,7 +31,6 @@ import psutil
 IMPORTED = (
     "torch",
     "torch._dynamo",  # torch's optimizers and DDP import it when they are first used
-    "torch.distributed.launcher.api",
     "safetensors.torch",
     "potluck.cli.host",
     "potluck.cli.join",
@@ -45,7 +44,9 @@ IMPORTED = (
 MAY_DIFFER = ("POTLUCK_", "SPOIL", "TMPDIR", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "PYTEST_", "TORCHINDUCTOR_")
 """Variables, by their beginnings, that nothing of the above reads while it is imported. The last one torch sets
 itself when the first optimizer is made."""
-MODULES = ("potluck", "potluck.lab.ddp_worker", "torch.distributed.run")
+STARTED_WITH = dict(os.environ)
+"""The server's own: not what a test has changed when the first fork is asked for."""
+MODULES = ("potluck", "potluck.lab.ddp_worker")
 VERBS = ("host", "join", "train")
 """The other verbs import no torch, or should not: they start as they do for a person."""
 INHERITED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -170,7 +171,7 @@ class _Server:
 def _server() -> _Server:
     from support.processes import _environment
 
-    return _Server(_environment({}))
+    return _Server(_environment({}, STARTED_WITH))
 
 
 # -- in the server ---------------------------------------------------------------------------------------

@@ -203,9 +203,9 @@ class Processes:
             print("\n".join(tails))
 
 
-def _environment(extra: Mapping[str, str]) -> dict[str, str]:
+def _environment(extra: Mapping[str, str], own: Mapping[str, str] | None = None) -> dict[str, str]:
     """The tests' own, without settings of the developer, with this source tree, one thread, and UTF-8."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith("POTLUCK_")}
+    env = {name: value for name, value in (own or os.environ).items() if not name.startswith("POTLUCK_")}
     path = os.pathsep.join(filter(None, (str(SOURCE), env.get("PYTHONPATH", ""))))
     env |= {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "PYTHONUTF8": "1", "OMP_NUM_THREADS": "1"}
     return env | dict(extra)
