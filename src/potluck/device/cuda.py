@@ -84,8 +84,10 @@ class CudaDevice(Device):
         return host
 
     def later(self, tensor: Tensor) -> Tensor:
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return host.copy_(tensor.detach(), non_blocking=True)
+        # On this device first: a mark tells nothing of another one's work.
+        source = tensor.detach().to(self.torch_device)
+        host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        return host.copy_(source, non_blocking=True)
 
     def from_host(self, tensor: Tensor) -> Tensor:
         if tensor.nbytes > PINNED_LIMIT_BYTES:

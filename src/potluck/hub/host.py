@@ -20,7 +20,7 @@ from potluck.failpoints import hit
 from potluck.hub import actions as act
 from potluck.hub.feed import TensorPart
 from potluck.hub.host_coder import Answer, Coded, Decoded, Failed, Hashed, HostCoder
-from potluck.hub.members import JOINING, Member
+from potluck.hub.members import CHECKING, JOINING, Member
 from potluck.hub.parity import Sketch, compare
 from potluck.hub.protocol import HostProtocol
 from potluck.hub.recorder import Recorder
@@ -125,18 +125,19 @@ class HostHub:
         """Positions for the host's next micro-batch (none: the step is full); whether it is a common batch.
 
         `busy` says whether the host's own device is still computing: while it is, nobody is waited for, let alone
-        given up, and when the last contribution comes the step goes on behind what the device still has.
+        given up, and when the last contribution comes the step goes on behind what the device still has, unless
+        somebody needs the weights of this step.
         """
         ledger = self._protocol.ledger
         while True:
             with self._lock:
-                only_leases = not ledger.in_pool and not ledger.full
-            idle = not (only_leases and busy())
+                may_stay = self._may_stay()
+            computing = may_stay and busy()  # without the lock, which it takes itself
             with self._changed:
                 self._raise_failure()
                 now = time.monotonic()
                 self._see_standstill(now)
-                if not idle and not ledger.in_pool and not ledger.full:
+                if computing and self._may_stay():
                     self._changed.wait(LOOK_AGAIN_S)
                     continue
                 check = self._protocol.check_samples
@@ -150,6 +151,19 @@ class HostHub:
                 assert take.wait_until is not None
                 self._changed.wait(max(0.001, take.wait_until - now))
                 self._protocol.stepping.waited(time.monotonic() - now)
+
+    def _may_stay(self) -> bool:
+        """Whether there is reason not to end the step while the device computes: leases, or guests not yet let in.
+
+        The device has the weights of this step only since it began with it: where the step is one micro-batch, that
+        is all the time in which they can be coded, sent, and used by who is checked.
+        """
+        if self._protocol.ledger.in_pool:
+            return False
+        members = self._protocol.members.values()
+        coded = all(piece.version == self._coder.version for piece in self._coder.state)
+        waiting = any(m.state == CHECKING or (m.feed.open and not coded) for m in members)
+        return waiting or not self._protocol.ledger.full
 
     def launched(self, positions: tuple[int, ...]) -> None:
         """The host's device was given these."""

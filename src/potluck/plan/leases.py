@@ -216,4 +216,5 @@ def next_size(left: int, most: int) -> int:
     rest = left % most
     if left <= most or not rest:
         return min(left, most)
-    return rest if 4 * rest >= most else -(-(most + rest) // 2)
+    # A single sample would have no variance, which layers that normalise over the batch do not bear.
+    return rest if rest > 1 and 4 * rest >= most else -(-(most + rest) // 2)

@@ -6,6 +6,7 @@ and not between two steps. It knows no hub and no loop.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -20,13 +21,18 @@ class _Given:
 
     samples: int
     began: float
+    given_at: float
     mark: Mark
     landed: Callable[[float, float], None]
     """Told when it was done (monotonic), and the seconds it took."""
 
 
 class Flight:
-    """Used by the training thread. On a device that works at once everything lands when it is launched."""
+    """On a device that works at once everything lands when it is launched.
+
+    Used by the training thread, and by whoever wants to know a loss or ends the run. What is told of a landing may
+    take the hub's lock, so nobody calls this while holding it.
+    """
 
     def __init__(
         self, device: Device, computed: Callable[[int, float], None], mark: Callable[[], Mark] | None = None
@@ -38,50 +44,59 @@ class Flight:
         self._device = device
         self._computed = computed
         self._mark = mark or device.mark
+        self._lock = threading.RLock()
         self._out: deque[_Given] = deque()
         self._landed_at = 0.0
         self._last: Mark | None = None
 
     def launched(self, samples: int, began: float) -> None:
         """A micro-batch was given to the device, from `began` on; waits for what is too far back."""
-        self._out.append(
-            _Given(samples, began, self._mark(), lambda now, seconds: self._computed(samples, seconds))
-        )
-        while len(self._out) > self._device.ahead:
-            self._land()
+        with self._lock:
+            self._add(samples, began, self._mark(), lambda now, seconds: self._computed(samples, seconds))
+            while len(self._out) > self._device.ahead:
+                self._land()
 
     def follows(self, began: float, landed: Callable[[float, float], None]) -> None:
         """Something that is no micro-batch was given to the device (an update); waits for nothing."""
-        self._out.append(_Given(0, began, self._device.mark(), landed))
+        with self._lock:
+            self._add(0, began, self._device.mark(), landed)
+
+    def _add(self, samples: int, began: float, mark: Mark, landed: Callable[[float, float], None]) -> None:
+        self._out.append(_Given(samples, began, time.monotonic(), mark, landed))
 
     @property
     def busy(self) -> bool:
         """Whether the device still has something to do. What it has done lands; nobody waits."""
-        while self._out and self._out[0].mark.passed():
-            self._land()
-        return bool(self._out)
+        with self._lock:
+            while self._out and self._out[0].mark.passed():
+                self._land()
+            return bool(self._out)
 
     def behind_s(self, sample_s: float) -> float:
         """About how long the device will need for the micro-batches it has, at so many seconds a sample."""
-        if not self._out:
-            return 0.0
-        samples = sum(given.samples for given in self._out)
-        return max(0.0, max(self._out[0].began, self._landed_at) + samples * sample_s - time.monotonic())
+        with self._lock:
+            if not self._out:
+                return 0.0
+            samples = sum(given.samples for given in self._out)
+            return max(0.0, max(self._out[0].began, self._landed_at) + samples * sample_s - time.monotonic())
 
     def finish(self) -> None:
         """Wait for everything."""
-        while self._out:
-            self._land()
+        with self._lock:
+            while self._out:
+                self._land()
 
     def _land(self) -> None:
-        given = self._out.popleft()
+        given = self._out[0]
         done_before = given.mark.passed()
         given.mark.wait()
+        self._out.popleft()  # only now: one whose device failed is still out
         ended = time.monotonic()
         since_last_s = given.mark.seconds_since(self._last) if done_before and self._last is not None else None
         if since_last_s is not None:
-            # Nobody looked when it was done; the device knows.
-            ended = min(ended, self._landed_at + since_last_s)
+            # Nobody looked when it was done; the device knows. Its clock is not ours, but it passes no mark before
+            # that is made.
+            ended = min(ended, max(given.given_at, self._landed_at + since_last_s))
         # It could not start before the one ahead of it was done: together they make up the time that passed.
         start, self._landed_at, self._last = max(given.began, self._landed_at), ended, given.mark
         if given.samples and self._device.ahead and self._device.trace is not None:

@@ -7,7 +7,6 @@ the loop is the same.
 from __future__ import annotations
 
 import contextlib
-import gc
 import sys
 import time
 from collections.abc import Iterator
@@ -71,11 +70,9 @@ class HostTrainer:
     def __init__(self, parts: Parts, hub: HostHub | AloneHub) -> None:
         self._p, self._hub = parts, hub
         self._device = parts.launch.device
+        self._turn_s = sys.getswitchinterval()
         if self._device.ahead:
             sys.setswitchinterval(TURN_S)
-            # What is there now stays: Python need not look through all of torch again, with its lock held.
-            gc.collect()
-            gc.freeze()
         self._trained = parts.tensors.trained
         folder = parts.launch.folder
         # The log goes to the disk first: after a power cut it tells of every step up to the checkpoint.
@@ -100,7 +97,7 @@ class HostTrainer:
         self._saved_step = parts.restored.step if parts.restored is not None else None
         self._ending = Ending(self._end)
         self._updating = False
-        parts.optimizer.register_step_pre_hook(self._only_ours)
+        self._hook = parts.optimizer.register_step_pre_hook(self._only_ours)
         parts.launch.end_training = self._ending.now
 
     # -- the run ----------------------------------------------------------------------------------------
@@ -136,6 +133,7 @@ class HostTrainer:
 
     def _left(self) -> None:
         """Save what is whole now: what the script does next with the weights is not the run's affair."""
+        self._flight.finish()
         if self._writer is not None and not self._ending.over:
             self._checkpoint(wait=True)
         self._ending.soon("finished")
@@ -145,14 +143,21 @@ class HostTrainer:
         if self._interrupted:
             reason = "interrupted"
         try:
-            self._tell_last_step(failed=reason == "failed")
-            if self._ranks is not None:
-                self._ranks.end()
-            if self._writer is not None:
-                if reason != "failed":
-                    self._checkpoint(wait=True)
-                self._writer.close()
+            try:
+                self._tell_last_step(failed=reason == "failed")
+            except BaseException:
+                reason = "failed"
+                raise
+            finally:
+                if self._ranks is not None:
+                    self._ranks.end()
+                if self._writer is not None:
+                    if reason != "failed":
+                        self._checkpoint(wait=True)
+                    self._writer.close()
         finally:
+            self._hook.remove()  # it keeps model and optimizer alive
+            sys.setswitchinterval(self._turn_s)
             self._hub.close(reason)
             self._telemetry.ended(self._done, self._loss, reason)
 
@@ -171,6 +176,7 @@ class HostTrainer:
         if self._checkpoint_due:
             # Not at the end of the last step: between steps the user's code may have other weights in the model.
             # One that is still being written puts this one off to the next step.
+            self._flight.finish()  # the log tells of a step before there is a checkpoint of it
             self._checkpoint_due = not self._checkpoint()
         if self._writer is not None:
             self._beginning = Beginning(self._device, self._p.model)
@@ -215,7 +221,7 @@ class HostTrainer:
 
     def _busy(self) -> bool:
         """Whether this machine's own device still computes what it was given."""
-        if self._ranks is None:
+        if self._ranks is None or not self._flight.busy:
             return self._flight.busy
         self._finish()
         return False
@@ -297,7 +303,7 @@ class HostTrainer:
 
         step.loss_when_known(self._flight.finish)
         self._flight.follows(computed, updated)
-        if not self._device.ahead:
+        if not self._device.ahead or self._ranks is not None:
             self._flight.finish()
 
     def _sum_of_ranks(self, step: Step, guests_loss: float) -> Tensor:
@@ -326,6 +332,7 @@ class HostTrainer:
         if self._p.launch.stop_requested():
             # The step under way is abandoned: a resumed run begins it again, from the same random numbers.
             if self._ranks is not None:
+                self._finish()
                 # torchrun also asks us to stop when a rank has died: then there is somebody who does not hear this.
                 self._ranks.end(strict=True)
             if self._beginning is not None:
