@@ -27,6 +27,7 @@ from typing import Any
 
 from potluck.errors import PotluckError, WireError
 from potluck.probe import ways
+from potluck.probe.interfaces import route_to
 from potluck.probe.link_server import LinkServer
 from potluck.probe.reach import COMMON_PORTS, TRY_S, number_of, tried, tried_all
 from potluck.probe.system import System
@@ -191,10 +192,12 @@ class _Visit:
 
     def _try_back(self, port: int) -> None:
         self._progress("a connection back to this machine")
+        assert self._socket is not None
+        route = route_to(System(), number_of(self._socket.address) or self._socket.address)
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listening:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                listening.bind(("0.0.0.0", port))
+                listening.bind((route.source if route is not None else "0.0.0.0", port))
                 listening.listen(4)  # the system completes connections by itself; nothing is read from them
             except OSError:
                 return
