@@ -175,6 +175,13 @@ MESSAGES: list[tuple[int, str, str]] = [
         "The node 'docker.b_3427_0' has failed to send a keep-alive heartbeat to the rendezvous 'test' due to an error of type RendezvousConnectionError.",
     ),
     (
+        18,
+        "rendezvous-lost",
+        '  File "c10d_rendezvous_backend.py", line 116, in _call_store\n    raise RendezvousConnectionError(\n'
+        "torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: The connection to the C10d store has failed. "
+        "See inner exception for details.",
+    ),
+    (
         19,
         "terminal-gone",
         "torch.distributed.elastic.multiprocessing.api.SignalException: Process 1234 got signal: 1",

@@ -322,6 +322,18 @@ RUNNING: tuple[Signature, ...] = (
         pains=(18,),
     ),
     Signature(
+        code="rendezvous-lost",
+        words=("connection to the C10d store has failed",),
+        elsewhere=("in _call_store",),
+        what="the torchrun agent that kept the rendezvous is gone, in the middle of the run",
+        breaks="all machines, though --nnodes 1:N lets any of them leave: this one kept what the others need",
+        fix="torchrun …   (again, on every machine, from the last checkpoint)\n"
+        "torchrun --rdzv-endpoint HOST:29400 …   (HOST: the machine that stays, started first)",
+        potluck="guests come and go at any moment; only the host must stay, and it resumes at the very sample",
+        pains=(18,),
+        hides=("rendezvous-unreached",),
+    ),
+    Signature(
         code="terminal-gone",
         words=("got signal: ", "death signal"),
         pattern=_re(
