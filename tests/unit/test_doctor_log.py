@@ -8,6 +8,8 @@ import io
 import json
 import random
 import re
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,11 +18,15 @@ from hypothesis import strategies as st
 
 from potluck.cli import _log_file
 from potluck.cli._app import run
+from potluck.cli._doctor_view import lines_of
 from potluck.cli._log_file import read_parts
+from potluck.doctor import examine
 from potluck.doctor.log import MOST_QUOTED, Part, decoded, read_log, redacted
 from potluck.doctor.signatures import SIGNATURES
 from potluck.errors import UserError
+from potluck.spec.facts import Case
 from potluck.spec.finding import LogReading
+from support.healthy import linux
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -420,6 +426,27 @@ def test_what_is_no_log_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"")))
     with pytest.raises(UserError, match="standard input is empty"):
         read_parts(Path("-"))
+
+
+# -- how it looks ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_log_is_shown_within_the_width_and_its_commands_in_one_line(width: int) -> None:
+    everything = "\n".join(message for _, _, message in MESSAGES)
+    for text in (everything, "ValueError: nobody knows this\n"):
+        reading = read(text, "my runs/a long name of a log.log")
+        case = Case(here=linux())
+        lines = [line.plain for line in lines_of(case, replace(examine(case), log=reading), width, sys.stdout)]
+        commands = {way.partition("   (")[0].strip() for f in reading.findings for way in f.fix.split("\n")}
+        for line in lines:
+            alone = line.removeprefix("  fix").strip()
+            assert len(line) <= width or alone in commands or alone.startswith("/"), line
+        for command in commands:
+            assert any(command in line for line in lines), command
+        assert lines.index("tower, as it is now") > len(reading.findings)
+    assert any("first error" in line and "line 1: ValueError: nobody" in line for line in lines)
+    assert lines[-1] == "this machine: all is well"
 
 
 def test_flags_that_exclude_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

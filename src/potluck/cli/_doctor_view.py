@@ -42,7 +42,7 @@ def lines_of(case: Case, diagnosis: Diagnosis, width: int, stream: object) -> It
     for facts in (case.here, case.there):
         if facts is not None:
             yield Line()
-            yield from _interfaces(facts, case)
+            yield from _interfaces(facts, case, width)
     yield Line()
     yield from _verdict(diagnosis)
 
@@ -82,11 +82,20 @@ def _finding(finding: Finding, width: int, utf8: bool, label: str) -> Iterator[L
     yield from paragraph(head, width, style, label=f"{sign} {label}", label_style=style, indent=_INDENT)
     for label, text in (("how", finding.how), ("breaks", finding.breaks)):
         yield from paragraph(clean(text), width, "", label=f"  {label}", indent=_INDENT)
-    # In one line, however long: a command must survive being copied.
     for number, way in enumerate(finding.fix.split("\n")):
-        yield Line().cell("" if number else "  fix", _INDENT, "dim").add(clean(way, _MOST_FIX), "bold")
+        yield from _way(clean(way, _MOST_FIX), "" if number else "  fix", width)
     if finding.potluck:
         yield from paragraph(clean(finding.potluck), width, "green", label="  potluck", indent=_INDENT)
+
+
+def _way(text: str, label: str, width: int) -> Iterator[Line]:
+    """A command in one line, however long: it must survive being copied. Words on it, where there is room."""
+    command, _, words = text.partition("   (")
+    if not words or len(text) <= width - _INDENT:
+        yield Line().cell(label, _INDENT, "dim").add(text, "bold")
+        return
+    yield Line().cell(label, _INDENT, "dim").add(command, "bold")
+    yield from paragraph(f"({words}", width, "dim", indent=_INDENT + 2)
 
 
 def _fine(fine: Fine, width: int, utf8: bool, several: bool) -> Iterator[Line]:
@@ -97,7 +106,7 @@ def _fine(fine: Fine, width: int, utf8: bool, several: bool) -> Iterator[Line]:
         yield from paragraph(clean(fine.details), width, "dim", indent=4)
 
 
-def _interfaces(facts: Facts, case: Case) -> Iterator[Line]:
+def _interfaces(facts: Facts, case: Case, width: int) -> Iterator[Line]:
     yield Line(f"interfaces of {clean(facts.name, 40)}", "dim")
     between = case.between
     used = between.used.route if between is not None and between.used is not None and facts is case.here else None
@@ -114,7 +123,13 @@ def _interfaces(facts: Facts, case: Case) -> Iterator[Line]:
         else:
             why = "" if interface.up else "down"
         line = Line().add("  ").cell(clean(interface.name, 16), 17).cell(clean(interface.kind, 11), 12)
-        yield line.cell(clean(addresses, 60), max(18, len(addresses) + 2)).add(why, "dim").trimmed()
+        addresses = clean(addresses, 60)
+        line.cell(addresses, max(18, len(addresses) + 2))
+        if line.width + len(why) <= width:
+            yield line.add(why, "dim").trimmed()
+        else:
+            yield line.trimmed()
+            yield from paragraph(why, width, "dim", indent=4)
 
 
 def _verdict(diagnosis: Diagnosis) -> Iterator[Line]:

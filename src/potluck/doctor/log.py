@@ -38,6 +38,8 @@ _FAILED = ("Traceback (most recent call last)", "ChildFailedError", "Killed", "t
 _FIELD = re.compile(r"\b(host|rank|exitcode)\s{0,12}: ?(\S.{0,80})")
 _AGENT = re.compile(r"failed \(exitcode: (?P<exitcode>-?\d{1,6})\) local_rank: (?P<rank>\d{1,6}) \(pid: \d{1,10}\)")
 _GLOG = re.compile(r"^[EIW]\d{4} \S{1,20} \d{1,9} \S{1,200}\]")
+_PATH = re.compile(r"(?<![\w.:])\.{0,2}/[^\s\]:\"']{16,300}/")
+"""Long paths say little, and where somebody keeps things is nobody's business."""
 _ROOT = "Root Cause"
 _SIGNALS = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
 _CRASHES = (4, 7, 11)
@@ -200,8 +202,8 @@ def _line_around(text: str, at: int) -> tuple[str, int]:
 
 def _quoted(text: str, at: int) -> str:
     """So much of a line as a person reads, around what matters in it."""
-    before = redacted(text[:at]).lstrip()
-    text = (before + redacted(text)[len(redacted(text[:at])) :]).strip()
+    before = _PATH.sub("…/", redacted(text[:at])).lstrip()
+    text = (before + _PATH.sub("…/", redacted(text)[len(redacted(text[:at])) :])).strip()
     at = len(before)
     if len(text) <= MOST_QUOTED:
         return text
