@@ -58,7 +58,7 @@ def _log(log: LogReading, width: int, utf8: bool) -> Iterator[Line]:
         if log.first_error:
             yield from paragraph(clean(log.first_error), width, "", label="  first error", indent=_INDENT + 3)
         for number, way in enumerate(_TRY):
-            yield Line().cell("" if number else "  try", _INDENT, "dim").add(way, "bold")
+            yield from _way(way, "" if number else "  try", width)
         yield Line()
         return
     if count > 1:

@@ -207,6 +207,7 @@ CONNECTING: tuple[Signature, ...] = (
         potluck="uses one family, IPv4, and addresses, not names",
         pains=(10,),
         kind=ASIDE,
+        hides=("name-look-ups",),
     ),
     Signature(
         code="name-look-ups",
