@@ -41,23 +41,22 @@ def shape(net: TwoMachines, interface: str, mbit: float) -> None:
             machine.sh(f"tc {line}")
 
 
-def visited(net: TwoMachines, *, bind: str = "0.0.0.0") -> tuple[dict[str, Any], str]:
-    """The diagnosis on alpha, and how it looks."""
+def visited(net: TwoMachines, *, bind: str = "0.0.0.0") -> dict[str, Any]:
+    """The diagnosis on alpha; its facts are kept."""
     command = (sys.executable, "-m", "potluck", "doctor", "--listen", "--bind", bind)
     with net.beta.running(*command, until="listening at") as output:
         token = re.search(r"potluck doctor (potluck\S+)", output)
         assert token
         done = net.alpha.potluck("doctor", token[1], "--json", "--save", str(net.alpha.folder / "facts.json"))
         assert done.returncode == 0, done.stdout + done.stderr
-        facts = str(net.alpha.folder / "facts.json")
-        shown = net.alpha.potluck("doctor", "--facts", facts, env={"COLUMNS": "80"})
-    return json.loads(done.stdout), shown.stdout
+    diagnosis: dict[str, Any] = json.loads(done.stdout)
+    return diagnosis
 
 
 def test_the_slow_address_is_named_with_both_speeds(net: TwoMachines) -> None:
     shape(net, "eth0", SLOW_MBIT)
     shape(net, "eth1", FAST_MBIT)
-    diagnosis, shown = visited(net)
+    diagnosis = visited(net)
     (finding,) = diagnosis["findings"]
     assert (finding["code"], finding["machine"], finding["pains"]) == ("slower-address", "beta", [12])
     slow, fast = re.findall(r"carries ([\d.]+) Mbit/s", finding["what"])
@@ -68,13 +67,14 @@ def test_the_slow_address_is_named_with_both_speeds(net: TwoMachines) -> None:
     ways = finding["fix"].splitlines()
     assert ways[0].startswith(f"potluck host --bind {SECOND['beta']} ")
     assert ways[1].startswith(f"potluck host --bind {SECOND['alpha']} ")
+    shown = net.alpha.potluck("doctor", "--facts", str(net.alpha.folder / "facts.json")).stdout
     assert f"eth1 {SECOND['alpha']} → {SECOND['beta']}: " in shown
 
 
 def test_addresses_that_are_alike_are_no_finding(net: TwoMachines) -> None:
     for interface in ("eth0", "eth1"):
         shape(net, interface, SLOW_MBIT)
-    diagnosis, _ = visited(net)
+    diagnosis = visited(net)
     assert diagnosis["findings"] == []
     measured = [fine["what"] for fine in diagnosis["fine"] if "→" in fine["what"]]
     assert len(measured) == 2
@@ -82,6 +82,6 @@ def test_addresses_that_are_alike_are_no_finding(net: TwoMachines) -> None:
 
 
 def test_an_address_at_which_the_other_does_not_listen_is_told(net: TwoMachines) -> None:
-    diagnosis, _ = visited(net, bind=ADDRESSES["beta"])
+    diagnosis = visited(net, bind=ADDRESSES["beta"])
     assert diagnosis["findings"] == []
     assert f"not measured: {SECOND['beta']}" in {fine["what"] for fine in diagnosis["fine"]}
