@@ -273,6 +273,9 @@ HEALTHY = {
     "bob joined\nfinished: 100 steps, loss 2.01\n",
     "words that only sound so": "downloading: Connection reset by peer, trying again\nfinance dumps: loss 1.0 nanometers\n"
     "out of memory: no\nport: 8080 is open\nPermission denied for user bob\nexit status 0\n",
+    "names and IPv6 that torch does without": "[W1115 16:33:51.260649702 socket.cpp:207] [c10d] The hostname of the client socket cannot be "
+    "retrieved. err=-3\n[W socket.cpp:464] [c10d] The server socket cannot be initialized on [::]:29500 (errno: 97 - Address family not "
+    "supported by protocol).\nstep 1 loss 2.0\n",
     "a bar": "\r".join(f"{n}%|####| loss=1.0" for n in range(100)) + "\n",
 }
 

@@ -21,7 +21,7 @@ MOST_QUOTED = 160
 MOST_LINE = 2000
 """To each side of the known words: what is called a line may be a whole file."""
 _MOST_HITS, _MOST_COUNTED = 200_000, 1000
-_FEW_LINES = 6
+_FEW_LINES = 40
 
 _ANSI = re.compile(r"\x1b(?:\[[0-?]{0,40}[ -/]{0,4}[@-~]|\][^\x07\x1b]{0,400}(?:\x07|\x1b\\)|[@-Z\\-_])")
 _SECRETS: tuple[tuple[re.Pattern[str], str], ...] = (

@@ -36,7 +36,7 @@ class Signature:
     hides: tuple[str, ...] = ()
     """What else the same line would be taken for."""
     only_beside_others: bool = False
-    """Every healthy log has it, too: told where something failed, or where a person pasted nothing else."""
+    """Healthy logs have it, too: told where something failed, or where a person pasted nothing else."""
 
     @property
     def severity(self) -> str:
@@ -208,6 +208,7 @@ CONNECTING: tuple[Signature, ...] = (
         pains=(10,),
         kind=ASIDE,
         hides=("name-look-ups",),
+        only_beside_others=True,
     ),
     Signature(
         code="name-look-ups",
@@ -223,6 +224,7 @@ CONNECTING: tuple[Signature, ...] = (
         potluck="looks up no names: a token holds addresses. potluck doctor times the resolver",
         pains=(8,),
         kind=ASIDE,
+        only_beside_others=True,
     ),
 )
 

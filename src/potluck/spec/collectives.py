@@ -125,7 +125,10 @@ def table(rows: Sequence[Row], width: int = 120) -> list[str]:
     found = [columns.format(*names), columns.format(*units)]
     for row in rows:
         bound = (_us(row.bound_s), f"{100 * row.bound_s / row.time_s:.0f}") if row.bound_s else ("-", "-")
-        rates = (f"{row.algbw / 1e9:.2f}", f"{row.busbw / 1e9:.2f}", str(row.wrong))
+        rates = (
+            *(f"{b / 1e9:.2f}" if b >= 1e8 else f"{b / 1e9:.4f}" for b in (row.algbw, row.busbw)),
+            str(row.wrong),
+        )
         found.append(columns.format(f"{row.size_bytes:10d}", _us(row.time_s), *rates, *bound))
     return found
 
