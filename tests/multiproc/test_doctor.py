@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from zmq.utils import garbage
 
 from potluck.doctor import examine
-from potluck.probe import names
+from potluck.probe import names, ways
+from potluck.probe.link_server import LinkServer
 from potluck.probe.meeting import Listener, meet
 from potluck.probe.system import System
 from potluck.spec.facts import Case, Facts, Torch
@@ -32,6 +34,13 @@ from support.processes import Processes
 
 pytestmark = pytest.mark.timeout(150)
 LIMIT_S = 80.0
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_collector() -> None:
+    """pyzmq's own thread for large frames lives as long as the process: it is there before anybody looks."""
+    if not garbage.gc.is_alive():
+        garbage.gc.start()
 
 
 def doctor(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -94,7 +103,29 @@ def test_two_sides_exchange_facts_and_try_both_ways() -> None:
     assert (between.handshake, between.partner) == ("ok", "doctor")
     assert [r.outcome for r in (*between.reaches, *between.back)] == ["connected", "connected"]
     assert [t.arrived for t in between.transfers] == [True, True, True]
+    (path,) = between.paths
+    assert (path.address, path.used, path.notes) == ("127.0.0.1", True, ())
+    assert path.slower_bytes_per_s
+    assert path.slower_bytes_per_s > 1e5
     assert examine(case).findings == ()
+
+
+def test_a_measurement_that_nobody_answers_is_over_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All else that was found stays."""
+    monkeypatch.setattr(ways, "ALL_S", 1.5)
+    monkeypatch.setattr(LinkServer, "answer", lambda *_: None)
+    there = replace(linux("there", 6), protocol=PROTOCOL)
+    with listening(there) as token:
+        began = time.monotonic()
+        case = met(token, replace(linux("here"), protocol=PROTOCOL))
+        took_s = time.monotonic() - began
+    assert case.there == there
+    assert case.between is not None
+    (path,) = case.between.paths
+    assert path.slower_bytes_per_s is None
+    assert "did not answer" in path.notes[0]
+    assert examine(case).findings == ()
+    assert took_s < 4.5  # a question by itself has 5 s
 
 
 def test_versions_that_differ_are_named() -> None:

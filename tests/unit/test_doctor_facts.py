@@ -138,5 +138,5 @@ def test_a_diagnosis_is_json_for_programs() -> None:
     assert content["healthy"] is True
     (finding,) = content["findings"]
     assert finding["code"] == "little-memory"
-    assert set(finding) == {"code", "severity", "machine", "what", "how", "breaks", "fix", "pains"}
+    assert set(finding) == {"code", "severity", "machine", "what", "how", "breaks", "fix", "pains", "potluck"}
     assert content["fine"][0].keys() == {"machine", "what", "details"}

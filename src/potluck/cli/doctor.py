@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 import sys
 import time
@@ -19,12 +20,15 @@ from potluck.errors import ConfigError, UserError
 if TYPE_CHECKING:
     from potluck.probe.host import Wanted
     from potluck.spec.facts import Case, Facts
+    from potluck.spec.finding import LogReading
 
 _MOST_FACTS_BYTES = 16 << 20
 LIMIT_S = 20.0
 """For everything, as the help and the docs promise."""
 _LAST_S = 2.0
 """Of that, for starting, for the last word of a failed handshake, and for showing what was found."""
+UNKNOWN_LOG = 2
+"""The exit status where a log tells nothing that is known."""
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}
 
 
@@ -33,6 +37,13 @@ _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}
 @options.listen_options(
     listen="Be the other side: print a token, and answer whoever comes with it.",
     port="The port that you mean to use (default: a free one).",
+)
+@click.option(
+    "--error",
+    "log",
+    type=click.Path(path_type=Path, allow_dash=True),
+    metavar="FILE",
+    help="A failed run's log; - for stdin.",
 )
 @click.option("--runs", type=click.Path(path_type=Path), help="The folder for runs (default: runs).")
 @click.option("--run", type=click.Path(path_type=Path), help="Look at the checkpoints of this run folder, too.")
@@ -46,10 +57,12 @@ def doctor(settings: Settings, /, target: str | None, **flags: Any) -> int:
     """What will go wrong on this machine, or between two, and how to fix it.
 
     Without an argument it looks at this machine. With the TOKEN of `potluck doctor --listen`, or of a running
-    host, it also tries the way to that machine and back. With an ADDRESS it tries the way there only.
+    host, it also tries the way to that machine and back, and how fast each address is. With an ADDRESS it tries the
+    way there only. With --error it reads the log, or the pasted message, of a run that failed (torchrun, gloo,
+    NCCL, accelerate, DeepSpeed, Potluck) and says what happened first.
 
-    The exit status is 1 where something stops Potluck, else 0. Warnings cost speed or safety; notes matter to
-    other tools, not to Potluck.
+    The exit status is 1 where something stops Potluck or a log tells what went wrong, 2 where a log tells nothing
+    that is known, else 0. Warnings cost speed or safety; notes matter to other tools, not to Potluck.
 
     \b
     Examples:
@@ -57,9 +70,12 @@ def doctor(settings: Settings, /, target: str | None, **flags: Any) -> int:
       potluck doctor --listen               on one machine; it prints the line for the other
       potluck doctor potluck2-…             on the other
       potluck doctor 192.168.1.20:7171
+      potluck doctor --error run.log        what went wrong in that run?
+      torchrun train.py 2>&1 | tee run.log; potluck doctor --error run.log
       potluck doctor --parameters 124M --cluster cluster.toml --save facts.json
     """
     _check_flags(target, flags)
+    flags["reading"] = _reading(flags["log"]) if flags["log"] is not None else None
     if flags["facts"] is not None:
         case = _recorded(flags["facts"])
         return _finish(case, flags)
@@ -80,6 +96,8 @@ def _check_flags(target: str | None, flags: dict[str, Any]) -> None:
         raise ConfigError(
             "--listen and --facts exclude each other", hint="--facts looks at a file, not at machines"
         )
+    if flags["listen"] and flags["log"]:
+        raise ConfigError("--listen and --error exclude each other", hint="read the log first, then listen")
     if flags["bind"] and not flags["listen"]:
         raise ConfigError("--bind belongs to --listen", hint="potluck doctor --listen --bind ADDRESS")
 
@@ -144,10 +162,19 @@ def _recorded(path: Path) -> Case:
         ) from None
 
 
+def _reading(path: Path) -> LogReading:
+    """What the log of a failed run tells; - is standard input."""
+    from potluck.cli._log_file import read_parts
+    from potluck.doctor.log import read_log
+
+    parts, left_out = read_parts(path)
+    return read_log(parts, "stdin" if str(path) == "-" else str(path), left_out)
+
+
 def _finish(case: Case, flags: dict[str, Any]) -> int:
     from potluck.doctor import examine
 
-    diagnosis = examine(case)
+    diagnosis = dataclasses.replace(examine(case), log=flags["reading"])
     if flags["save"] is not None:
         _save(flags["save"], case)
     if flags["as_json"]:
@@ -157,7 +184,9 @@ def _finish(case: Case, flags: dict[str, Any]) -> int:
         from potluck.report.screen import columns, show
 
         show(lines_of(case, diagnosis, columns(), sys.stdout), sys.stdout)
-    return 0 if diagnosis.healthy else 1
+    if not diagnosis.healthy:
+        return 1
+    return 0 if diagnosis.log is None else UNKNOWN_LOG
 
 
 def _save(path: Path, case: Case) -> None:

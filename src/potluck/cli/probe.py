@@ -16,7 +16,7 @@ import click
 
 from potluck.cli import _options as options
 from potluck.cli._app import Settings
-from potluck.errors import ConfigError, UserError
+from potluck.errors import ConfigError, PotluckError, UserError
 
 if TYPE_CHECKING:
     from potluck.spec.probed import DeviceSpeed, Probed
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 DEVICE_PART = 1 / 3
 """Of the seconds, where a link is measured, too."""
+LINK_S = 1.0
 _RECIPE_FLAGS = ("depth", "sequence", "data")
 _RUN_FLAGS = ("device", "threads", "name", "micro_batch")
 
@@ -63,7 +64,7 @@ def probe(settings: Settings, /, target: str | None, **flags: Any) -> None:
     `potluck probe --listen` also the link to that machine, encrypted as in a run: round trips and their jitter, the
     rate in each direction and both at once, beside what one bare TCP connection carries at the same time of day,
     for each address of that machine that answers. With an ADDRESS alone only the round trip: the rest needs the
-    other side.
+    other side. As ranks of torchrun they measure what they can do together: a short `potluck bench collectives`.
 
     \b
     Examples:
@@ -73,9 +74,19 @@ def probe(settings: Settings, /, target: str | None, **flags: Any) -> None:
       potluck probe potluck2-… --save facts.json
       potluck plan --facts facts.json       is it worth it?
       potluck probe 192.168.1.20            the round trip to a machine without potluck
+      torchrun --nproc-per-node 2 -m potluck probe              collectives between these two
     """
     _check_flags(target, flags)
+    ranks = _ranks()
+    if ranks > 1 and (flags["listen"] or target or flags["token_file"]):
+        raise ConfigError(
+            "under torchrun there is no other side: the ranks measure each other",
+            hint="torchrun --nproc-per-node 2 -m potluck probe, or potluck probe without torchrun",
+        )
     work = _Work.of(settings, target, flags)
+    if ranks > 1:
+        _in_group(work, flags)
+        return
     if flags["listen"]:
         _listen(work, flags)
         return
@@ -92,7 +103,7 @@ def _check_flags(target: str | None, flags: dict[str, Any]) -> None:
     for name in ("bind", "port"):
         if flags[name] and not flags["listen"]:
             raise ConfigError(f"--{name} belongs to --listen", hint=f"potluck probe --listen --{name} …")
-    if flags["no_device"] and not (flags["listen"] or target or flags["token_file"]):
+    if flags["no_device"] and not (flags["listen"] or target or flags["token_file"] or _ranks() > 1):
         raise ConfigError("--no-device leaves nothing to measure", hint="give a token, or leave it out")
     if flags["listen"] and flags["save"]:
         raise ConfigError("--save belongs to the other side", hint="the machine that comes with the token saves")
@@ -207,6 +218,49 @@ class _Work:
         return Training(recipe=recipe, config=build(recipe.Config, table), micro_batch=self.run.micro_batch)
 
 
+def _ranks() -> int:
+    """As how many processes torchrun, or a cluster's manager, has started this; 1: nobody has."""
+    import os
+
+    given = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")]
+    return int(given[1]) if all(given) and given[1].isdigit() else 1
+
+
+def _in_group(work: _Work, flags: dict[str, Any]) -> None:
+    """As one of several ranks: the first measures its device while the others wait, then all of them together."""
+    import os
+
+    from potluck.cli.bench import joined
+
+    first, seconds = os.environ["RANK"] == "0", flags["seconds"]
+    device_s = 0.0 if flags["no_device"] else seconds * DEVICE_PART
+    with contextlib.ExitStack() as stack:
+        say = stack.enter_context(_progress(seconds)) if first else _quiet
+        here = work.device(device_s if first else 0.0, say)
+        say("starting the group")
+        with joined(["potluck"], None) as (_, store):
+            import torch.distributed as dist
+
+            from potluck.probe import link
+            from potluck.probe.collectives import short
+
+            say("what the link between the ranks carries")
+            rate, kind = link.slowest(store, dist.get_rank(), dist.get_world_size(), seconds=LINK_S)
+            say("collectives")
+            rows = short(seconds=max(1.0, seconds - device_s - LINK_S), link_bytes_per_s=rate)
+    if not first:
+        return
+    from potluck.spec.probed import Probed
+
+    _finish(Probed(here=here, collectives=tuple(rows), link_kind=kind), flags)
+    if wrong := sum(row.wrong for row in rows):
+        raise PotluckError(f"{wrong} elements are not what they should be", hint="please report it, with the table")
+
+
+def _quiet(words: str) -> None:
+    """Only the first rank speaks."""
+
+
 def _listen(work: _Work, flags: dict[str, Any]) -> None:
     """Be the other side until somebody ends it."""
     from potluck.cli._listening import Listening
@@ -256,6 +310,8 @@ def _finish(probed: Probed, flags: dict[str, Any]) -> None:
 
 def _next(probed: Probed, saved: Path | None) -> str:
     """The one command that follows."""
+    if probed.collectives:
+        return "potluck bench collectives --against gloo   (every size, beside gloo)"
     if probed.link is not None and probed.there is None:
         return "potluck probe --listen on that machine, for the rates"
     if not probed.here.device or (probed.there is not None and not probed.there.device):

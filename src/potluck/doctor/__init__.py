@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from potluck.doctor import machine, network, pair, software
+from potluck.doctor import machine, network, pair, software, ways
 from potluck.spec.facts import Case, Facts
 from potluck.spec.finding import Diagnosis, Finding, Fine, ordered
 
@@ -48,7 +48,9 @@ PAIR_CHECKS: tuple[PairCheck, ...] = (
     pair.versions,
     pair.gloo,
     pair.link,
+    ways.speeds,
     pair.clocks,
+    ways.leaving,
 )
 
 

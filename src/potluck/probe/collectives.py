@@ -16,11 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from potluck.errors import UserError
 from potluck.spec.collectives import Row
 
 _WARM_UP = 2
 _MOST_REPEATS, _LEAST_REPEATS = 200, 5
 _BYTES_TO_MOVE = 256 << 20
+SHORT_SIZES = (4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20)
+_LEAST_SHORT, _MOST_SHORT = 3, 60
 _PERIOD = 13
 """Inputs are whole numbers that repeat: their sums are exact, so a wrong element is one that differs at all."""
 
@@ -121,6 +124,39 @@ def measure(
                 wrong=int(_agreed(float(wrong[name]), dist.ReduceOp.SUM, common)),
                 link_bytes_per_s=link_bytes_per_s,
             )
+
+
+def short(*, seconds: float = 5.0, op: str = "all_reduce", link_bytes_per_s: float | None = None) -> list[Row]:
+    """A short table of the default group, which is up: call it on every rank, print it on one.
+
+        for line in potluck.spec.collectives.table(potluck.probe.collectives.short()):
+            print(line)
+
+    Sizes grow from 4 KiB while the next is likely to be over in time, so a thin link gets the small ones only. The
+    tensors are on the CPU. All ranks decide by the same figures, so none is left behind.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise UserError(
+            "there is no process group", hint="call torch.distributed.init_process_group('potluck') before"
+        )
+    name = dist.get_backend()
+    if "cpu" not in dist.get_backend_config():
+        raise UserError(
+            f"the backend {name} takes no CPU tensors",
+            hint="init_process_group('cpu:gloo,cuda:nccl'), or 'potluck'",
+        )
+    rows: list[Row] = []
+    left_s = seconds
+    for number, size in enumerate(SHORT_SIZES):
+        guessed_s = rows[-1].time_s * min(size / rows[-1].size_bytes, 4.0) if rows else 0.0
+        share_s = left_s / (len(SHORT_SIZES) - number)
+        if guessed_s * (_WARM_UP + _LEAST_SHORT) > left_s:
+            break
+        repeats = int(min(_MOST_SHORT, max(_LEAST_SHORT, share_s / guessed_s))) if guessed_s > 0 else _LEAST_SHORT
+        rows += measure({name: dist.group.WORLD}, op, [size], repeats=repeats, link_bytes_per_s=link_bytes_per_s)
+        # Two barriers and the check of every element come on top: some such time again.
+        left_s -= 2 * rows[-1].time_s * (_WARM_UP + repeats)
+    return rows
 
 
 def repeats_for(size_bytes: int) -> int:

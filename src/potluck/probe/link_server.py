@@ -56,8 +56,10 @@ class _Flow:
 class LinkServer:
     """Serves the probes that come. All methods belong to one thread."""
 
-    def __init__(self, door: HostSocket, bind: str, speed: DeviceSpeed, *, iperf3: bool = True) -> None:
-        self._door, self._bind, self._speed = door, bind, speed
+    def __init__(
+        self, door: HostSocket, bind: str, speed: DeviceSpeed, *, iperf3: bool = True, bare_tcp: bool = True
+    ) -> None:
+        self._door, self._bind, self._speed, self._bare_tcp = door, bind, speed, bare_tcp
         self._iperf3 = iperf3 and iperf.installed()
         self._flow: _Flow | None = None
         self._guest, self._until = b"", 0.0
@@ -70,10 +72,13 @@ class LinkServer:
 
     def serve(self, timeout_s: float) -> None:
         """Answer what has come and send what is due; waits up to `timeout_s`."""
-        wait_s = self._send_pieces(timeout_s)
-        for peer, frames in self._door.receive(wait_s):
+        for peer, frames in self._door.receive(self.send_due(timeout_s)):
             with contextlib.suppress(WireError):
-                self._answer(peer, unpack(frames), self._door.address_of(frames))
+                self.answer(peer, unpack(frames), self._door.address_of(frames))
+        self.settle()
+
+    def settle(self) -> None:
+        """What is to be said after messages were answered."""
         self._acknowledge()
         if self._offer is not None and self._offer[3].done():
             peer, number, _, future = self._offer
@@ -93,7 +98,7 @@ class LinkServer:
 
     # -- what visitors say ------------------------------------------------------------------------------
 
-    def _answer(self, peer: bytes, message: Message, address: str) -> None:
+    def answer(self, peer: bytes, message: Message, address: str) -> None:
         guest, flow = peer[:-1], self._flow
         if message.kind == "probe.piece":
             if flow is not None and flow.meter is not None and self._is_of(flow, guest, message):
@@ -165,7 +170,7 @@ class LinkServer:
         )
         self._send(peer, "probe.ready", {"id": number})
 
-    def _send_pieces(self, timeout_s: float) -> float:
+    def send_due(self, timeout_s: float) -> float:
         """Send what may be on its way; how long to wait for what comes back."""
         flow = self._flow
         now = time.monotonic()
@@ -204,6 +209,8 @@ class LinkServer:
     def _offer_bare(self, peer: bytes, number: int, message: Message, address: str) -> None:
         fields = message.fields
         try:
+            if not self._bare_tcp:
+                raise OSError("not here")
             if self._offer is not None:
                 raise OSError("the last one is not over")
             offer = bare.Offer(

@@ -22,11 +22,12 @@ from potluck.probe.stream import MOST_PIECE, Meter, Shares, Window, round_trips
 from potluck.probe.system import System
 from potluck.spec.facts import CONNECTED, from_plain
 from potluck.spec.probed import DeviceSpeed, Path, Rate, Way
+from potluck.wire.door import HANDSHAKE_S
 from potluck.wire.frames import Message, load_json, pack, unpack
 from potluck.wire.token import Token
 from potluck.wire.transport import GuestSocket
 
-ANSWER_S = 5.0
+ANSWER_S, CONNECT_S, LEAST_S = 5.0, 10.0, 0.05
 DRAIN_S = 2.0
 PING_S = 0.005
 """Between two round trips of an idle link."""
@@ -88,10 +89,11 @@ def _other_path(token: Token, name: str, progress: Progress, system: System, sha
 class Visit:
     """One connection to the other probe."""
 
-    def __init__(self, token: Token, name: str, progress: Progress) -> None:
-        self._name, self._progress = name, progress
+    def __init__(self, token: Token, name: str, progress: Progress, *, end: float = math.inf) -> None:
+        """`end`: by the monotonic clock; what is not over by then fails."""
+        self._name, self._progress, self._end = name, progress, end
         self._there = "the other machine"
-        self._socket = GuestSocket(token)
+        self._socket = GuestSocket(token, connect_timeout_s=self._within(CONNECT_S))
         self.number = number_of(self._socket.address) or self._socket.address
         self._ids = 0
         self._awaited = 0
@@ -106,7 +108,7 @@ class Visit:
         self._iperf3 = False
         self._bare = True
         try:
-            self._socket.handshake()
+            self._socket.handshake(self._within(HANDSHAKE_S))
         except BaseException:
             self._socket.close(linger_s=0.0)
             raise
@@ -122,6 +124,21 @@ class Visit:
         speed = _speed_in(answer)
         self._there = speed.name
         return speed
+
+    def in_a_moment(self, system: System, seconds: float, *, used: bool) -> Path:
+        """The rate each way, so many seconds each, and nothing else."""
+        route = route_to(system, self.number)
+        self._progress(f"{self.number}: how fast")
+        out, _ = self._streamed(True, False, seconds)
+        _, back = self._streamed(False, True, seconds)
+        return Path(
+            address=self.number,
+            source=route.source if route is not None else "",
+            interface=(route.interface or "") if route is not None else "",
+            used=used,
+            out=Way(ours=out),
+            back=Way(ours=back),
+        )
 
     def path(self, system: System, shares: Shares, *, used: bool, iperf3: bool) -> Path:
         """Everything about this path."""
@@ -189,7 +206,7 @@ class Visit:
         self._ping = None
         answer = self._ask("probe.end", {"flow": self._flow, "seconds": 0.0})
         sent = answer.fields.get("sent")
-        deadline = time.monotonic() + DRAIN_S
+        deadline = time.monotonic() + self._within(DRAIN_S)
         # What is still on its way would be in the way of what is measured next.
         while back and isinstance(sent, int) and self._meter is not None and self._meter.total < sent:
             if time.monotonic() > deadline:
@@ -204,7 +221,7 @@ class Visit:
             return False
         left = self._window is not None and self._window.acked < self._window.sent
         waits = self._meter is not None and not self._meter.over(now)
-        return not (left or waits) or now > end + DRAIN_S
+        return not (left or waits) or now > min(end + DRAIN_S, self._end)
 
     def _send_pieces(self, now: float, end: float) -> float:
         """Send what may be on its way; how long to wait for what comes back."""
@@ -253,6 +270,10 @@ class Visit:
             notes.append("iperf3 is on both machines, but did not work between them")
         return (rate, None) if out else (None, rate)
 
+    def _within(self, seconds: float) -> float:
+        """So long, or until the end."""
+        return max(LEAST_S, min(seconds, self._end - time.monotonic()))
+
     # -- messages ---------------------------------------------------------------------------------------
 
     def _say(self, kind: str, fields: Mapping[str, Any]) -> int:
@@ -266,13 +287,14 @@ class Visit:
 
     def _answer(self, number: int, timeout_s: float) -> Message:
         """The answer to a question; of two with one number, the next."""
+        timeout_s = self._within(timeout_s)
         deadline = time.monotonic() + timeout_s
         self._awaited, self._heard = number, None
         while self._heard is None:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise NetworkError(
-                    f"{self._there} did not answer within {timeout_s:.0f} s",
+                    f"{self._there} did not answer within {timeout_s:.1f} s",
                     hint="is `potluck probe --listen` running there, and this token its own?",
                 )
             self._pump(left)

@@ -8,8 +8,8 @@ Owns their few messages, over the encrypted transport. It must not know what the
     doctor.back    please try to connect to me                         -> doctor.back, the outcome
     doctor.facts   my facts                                            -> doctor.facts, theirs
 
-A running host answers none of these and says `unknown`, which shows all the same that it is there and what gets
-through to it.
+and those of `link_server.py`, by which each of its addresses is measured for a moment. A running host answers none
+of these and says `unknown`, which shows all the same that it is there and what gets through to it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from dataclasses import asdict
 from typing import Any
 
 from potluck.errors import PotluckError, WireError
-from potluck.probe.reach import COMMON_PORTS, TRY_S, tried, tried_all
+from potluck.probe import ways
+from potluck.probe.interfaces import route_to
+from potluck.probe.link_server import LinkServer
+from potluck.probe.reach import COMMON_PORTS, TRY_S, number_of, tried, tried_all
 from potluck.probe.system import System
 from potluck.spec.facts import (
     CONNECTED,
@@ -38,6 +41,7 @@ from potluck.spec.facts import (
     machine_from_dict,
     machine_to_dict,
 )
+from potluck.spec.probed import DeviceSpeed, Path
 from potluck.wire.door import HANDSHAKE_S
 from potluck.wire.frames import Message, pack, unpack
 from potluck.wire.token import Token
@@ -99,6 +103,8 @@ def meet(
     visit = _Visit(facts, progress, end)
     try:
         there = visit.run(token, back_port)
+        if there is not None:
+            visit.measure(token, [r.address for r in reaches if r.outcome == CONNECTED])
     finally:
         visit.close()
     return visit.between(reaches), there
@@ -116,6 +122,8 @@ class _Visit:
         self._versions: Mapping[str, str] = {}
         self._transfers: list[Transfer] = []
         self._back: tuple[Reach, ...] = ()
+        self._paths: tuple[Path, ...] = ()
+        self._measures = False
 
     def run(self, token: Token, back_port: int) -> Facts | None:
         self._progress("the encrypted handshake")
@@ -134,7 +142,8 @@ class _Visit:
             self._partner = "silent"
             return None
         self._partner = "host" if answer.kind == _UNKNOWN else "doctor"
-        self._versions = {str(k): str(v)[:80] for k, v in answer.fields.items() if k != "id"}
+        self._measures = answer.fields.get("measures") is True
+        self._versions = {str(k): str(v)[:80] for k, v in answer.fields.items() if k not in ("id", "measures")}
         if self._partner == "doctor":
             self._try_back(back_port)
         self._bulk_out()
@@ -145,6 +154,12 @@ class _Visit:
         # Facts are larger than a packet: where such are lost, there is no use in waiting for them.
         return self._exchange_facts() if all(t.arrived for t in self._transfers) else None
 
+    def measure(self, token: Token, addresses: list[str]) -> None:
+        """How fast each address is, where the other side can tell."""
+        if self._measures and self._socket is not None:
+            used = number_of(self._socket.address) or self._socket.address
+            self._paths = ways.compared(token, self._facts.name, addresses, used, self._progress, end=self._end)
+
     def between(self, reaches: tuple[Reach, ...]) -> Between:
         return Between(
             target="a token",
@@ -154,6 +169,7 @@ class _Visit:
             partner=self._partner,
             partner_versions=self._versions,
             transfers=tuple(self._transfers),
+            paths=self._paths,
         )
 
     def close(self) -> None:
@@ -176,10 +192,12 @@ class _Visit:
 
     def _try_back(self, port: int) -> None:
         self._progress("a connection back to this machine")
+        assert self._socket is not None
+        route = route_to(System(), number_of(self._socket.address) or self._socket.address)
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listening:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                listening.bind(("0.0.0.0", port))
+                listening.bind((route.source if route is not None else "0.0.0.0", port))
                 listening.listen(4)  # the system completes connections by itself; nothing is read from them
             except OSError:
                 return
@@ -248,6 +266,7 @@ class Listener:
         self._door, self._facts = door, facts
         self._tries: list[tuple[bytes, int, Future[Reach]]] = []
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="back")
+        self._link = LinkServer(door, "", DeviceSpeed(name=facts.name), iperf3=False, bare_tcp=False)
         self.visited: Callable[[str, str], None] = lambda name, address: None
         """Called with a visitor's name and address when it says hello."""
         self.learned: Callable[[Facts], None] = lambda facts: None
@@ -255,9 +274,12 @@ class Listener:
 
     def serve(self, timeout_s: float) -> None:
         """Answer what has come; waits up to `timeout_s`."""
-        for peer, frames in self._door.receive(timeout_s):
+        for peer, frames in self._door.receive(self._link.send_due(timeout_s)):
             with contextlib.suppress(WireError):
-                self._answer(peer, unpack(frames), self._door.address_of(frames))
+                message, address = unpack(frames), self._door.address_of(frames)
+                part = self._link.answer if message.kind.startswith("probe.") else self._answer
+                part(peer, message, address)
+        self._link.settle()
         for entry in [entry for entry in self._tries if entry[2].done()]:
             self._tries.remove(entry)
             peer, number, future = entry
@@ -265,14 +287,14 @@ class Listener:
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
-        self._door.close()
+        self._link.close()
 
     def _answer(self, peer: bytes, message: Message, address: str) -> None:
         number = message.fields.get("id")
         if not isinstance(number, int):
             return
         if message.kind == "doctor.hello":
-            self._send(peer, "doctor.hello", {**about(self._facts), "id": number})
+            self._send(peer, "doctor.hello", {**about(self._facts), "id": number, "measures": True})
             self.visited(str(message.fields.get("name", "?"))[:60], address)
         elif message.kind == "doctor.bulk":
             self._send(peer, "doctor.got", {"id": number})

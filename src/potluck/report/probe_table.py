@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from potluck.report.line import Line
 from potluck.report.screen import paragraph
 from potluck.report.text import clean
+from potluck.spec import collectives
 from potluck.spec.probed import DeviceSpeed, Path, Probed, Rate, RoundTrips, Way
 from potluck.units import UNKNOWN, bits_text, bytes_text, count_text, percent_text, rate_text, seconds_text
 
@@ -18,6 +19,7 @@ _LABEL = "dim"
 _COLUMNS = (19, 21, 14, 14, 10)
 """Of the table of rates: direction, ours, bare, iperf3, the ratio."""
 _GOOD, _FAIR = 0.9, 0.6
+_EXPLAINED = "busbw: what each rank must have sent at the least. bound: the time of a perfect ring over that link"
 
 
 def probe_lines(probed: Probed, width: int) -> Iterator[Line]:
@@ -30,11 +32,20 @@ def probe_lines(probed: Probed, width: int) -> Iterator[Line]:
     for path in probed.paths:
         yield Line()
         yield from _path(path, probed, width)
+    if probed.collectives:
+        yield Line()
+        yield from _collectives(probed, width)
 
 
 def summary(probed: Probed) -> str:
     """In one sentence."""
     here, link = clean(probed.here.name, 40), probed.link
+    if probed.collectives:
+        best = max(probed.collectives, key=lambda row: row.busbw)
+        trained = f"; {here}: {_training(probed.here)}" if probed.here.samples_per_s else ""
+        return (
+            f"{best.world} ranks: {best.op} of {bytes_text(best.size_bytes)} at {bytes_text(best.busbw)}/s{trained}"
+        )
     if link is None:
         return f"{here}: {_training(probed.here)}" if probed.here.samples_per_s else here
     there = clean(probed.there.name, 40) if probed.there is not None else clean(link.address, 60)
@@ -85,6 +96,21 @@ def _micro_batch(speed: DeviceSpeed) -> str:
     kept = bytes_text(speed.saved_bytes_per_sample)
     estimated = f"(estimated: {kept} a sample in half of the free memory)"
     return f"{text}; about {speed.largest_micro_batch:,} would fit {estimated}"
+
+
+# -- several ranks ----------------------------------------------------------------------------------------------
+
+
+def _collectives(probed: Probed, width: int) -> Iterator[Line]:
+    row = probed.collectives[0]
+    yield Line(f"{row.op} of {row.dtype}, {row.world} ranks, backend {clean(row.backend, 40)}", "bold")
+    if row.link_bytes_per_s:
+        what = {"memory": "memory of one machine", "tcp": "a bare TCP connection"}.get(probed.link_kind, "")
+        yield from _row("link", f"{bytes_text(row.link_bytes_per_s)}/s: {what}, measured just now", width)
+    yield Line()
+    for number, text in enumerate(collectives.table(probed.collectives, width - 2)):
+        yield Line("  ").add(text, _LABEL if number < 2 else "")
+    yield from paragraph(_EXPLAINED, width, _LABEL, indent=2)
 
 
 # -- the link ---------------------------------------------------------------------------------------------------

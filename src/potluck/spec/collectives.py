@@ -115,6 +115,28 @@ def line(row: Row) -> str:
     return f"{what} |{numbers} |{bound} | {row.backend}"
 
 
+def table(rows: Sequence[Row], width: int = 120) -> list[str]:
+    """All of it; where there is no room for everything, without what is the same in every row."""
+    if width >= len(header()[0]) or not rows:
+        return [*header(), *(line(row) for row in rows)]
+    columns = "{:<10} {:>9} {:>7} {:>7} {:>6} {:>8} {:>5}"
+    names = ("#size", "time", "algbw", "busbw", "#wrong", "bound", "share")
+    units = ("#(B)", "(us)", "(GB/s)", "(GB/s)", "", "(us)", "(%)")
+    found = [columns.format(*names), columns.format(*units)]
+    for row in rows:
+        bound = (_us(row.bound_s), f"{100 * row.bound_s / row.time_s:.0f}") if row.bound_s else ("-", "-")
+        rates = (
+            *(f"{b / 1e9:.2f}" if b >= 1e8 else f"{b / 1e9:.4f}" for b in (row.algbw, row.busbw)),
+            str(row.wrong),
+        )
+        found.append(columns.format(f"{row.size_bytes:10d}", _us(row.time_s), *rates, *bound))
+    return found
+
+
+def _us(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f}" if seconds < 0.1 else f"{seconds * 1e6:.0f}"
+
+
 def comparison(rows: Sequence[Row], backend: str, against: str) -> list[str]:
     """How much faster one backend was than another, size by size."""
     times = {(row.backend, row.size_bytes): row.time_s for row in rows}

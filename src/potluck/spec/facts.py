@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from potluck.errors import UserError
+from potluck.spec.probed import Path
 
 FORMAT = 1
 T = TypeVar("T")
@@ -283,6 +284,8 @@ class Between:
     """doctor, host, silent (connected, but it does not answer), or "" (not connected)."""
     partner_versions: Mapping[str, str] = field(default_factory=dict)
     transfers: tuple[Transfer, ...] = ()
+    paths: tuple[Path, ...] = ()
+    """How fast each address of the other machine is, measured in a moment; the used one first."""
 
     @property
     def used(self) -> Reach | None:

@@ -32,6 +32,8 @@ class Finding:
     """A command where there is one."""
     pains: tuple[int, ...] = ()
     """The rows of the table in docs/troubleshooting/doctor.md."""
+    potluck: str = ""
+    """Of what a log of another tool shows: what Potluck does about it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,19 +46,38 @@ class Fine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LogReading:
+    """What a log of a failed run tells."""
+
+    name: str
+    """Of the file."""
+    lines: int
+    findings: tuple[Finding, ...]
+    """What was likely first comes first. A blocker is what ended that run."""
+    first_error: str = ""
+    """Where nothing known is in it: the first line that looks like an error, quoted."""
+    left_out_bytes: int = 0
+    """In the middle of a log that is too long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
     """All of it: findings, the worst first, and what is fine."""
 
     findings: tuple[Finding, ...]
     fine: tuple[Fine, ...]
+    log: LogReading | None = None
 
     @property
     def healthy(self) -> bool:
-        """Nothing stops Potluck."""
-        return not any(f.severity == BLOCKER for f in self.findings)
+        """Nothing stops Potluck, and nothing known is in the log."""
+        in_log = self.log is not None and bool(self.log.findings)
+        return not in_log and not any(f.severity == BLOCKER for f in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
-        return {"healthy": self.healthy, **dataclasses.asdict(self)}
+        """Without a log there is no word of it."""
+        table = {"healthy": self.healthy, **dataclasses.asdict(self)}
+        return table if self.log is not None else {k: v for k, v in table.items() if k != "log"}
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from potluck.spec.collectives import Row
 from potluck.spec.measured import Measured
 
 FORMAT = 1
@@ -116,6 +117,10 @@ class Probed:
     there: DeviceSpeed | None = None
     paths: tuple[Path, ...] = ()
     """The used one first."""
+    collectives: tuple[Row, ...] = ()
+    """Of the group that this probe was a rank of."""
+    link_kind: str = ""
+    """What is between those ranks, at the slowest: memory or tcp."""
     format: int = FORMAT
 
     @property
@@ -129,7 +134,8 @@ class Probed:
         return tuple(_measured(side, self.link if side is guest else None) for side in sides)
 
     def to_dict(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "measured": [machine.to_dict() for machine in self.measured()]}
+        table = {**dataclasses.asdict(self), "collectives": [row.to_dict() for row in self.collectives]}
+        return {**table, "measured": [machine.to_dict() for machine in self.measured()]}
 
 
 def _measured(side: DeviceSpeed, link: Path | None) -> Measured:

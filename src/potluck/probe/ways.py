@@ -1,0 +1,71 @@
+"""How fast each address of another machine is, in a moment: what the doctor asks of the probe.
+
+Owns how long it may take. The measurement is `link_visit.Visit`; it must not know what the rates mean.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from potluck.errors import PotluckError
+from potluck.probe.link_visit import Visit
+from potluck.probe.system import System
+from potluck.spec.probed import Path, Way
+from potluck.wire.token import Token
+
+WAY_S = 0.4
+"""For each direction."""
+MOST_WAYS = 6
+ALL_S = 7.0
+_NEEDS_S = 3 * WAY_S
+"""A path that cannot be over by the end is not begun."""
+_APART = 0.5
+
+
+def compared(
+    token: Token, name: str, addresses: Sequence[str], used: str, progress: Callable[[str], None], *, end: float
+) -> tuple[Path, ...]:
+    """The rates to each of the addresses, the used one first. By `end`, or ALL_S, it is over.
+
+    Where one seems much slower than another, both are measured once more: a machine that was busy for a moment is
+    no slow link.
+    """
+    end = min(end, time.monotonic() + ALL_S)
+    paths: dict[str, Path] = {}
+    for address in sorted(dict.fromkeys(addresses), key=lambda a: a != used)[:MOST_WAYS]:
+        paths[address] = _measured(replace(token, addresses=(address,)), name, address == used, progress, end)
+    known = {address: path.slower_bytes_per_s or 0.0 for address, path in paths.items()}
+    fastest = max(known, key=lambda a: known[a], default=None)
+    slow = [a for a, rate in known.items() if fastest is not None and rate < _APART * known[fastest]]
+    for address in (*slow, fastest) if slow and fastest is not None else ():
+        again = _measured(replace(token, addresses=(address,)), name, address == used, progress, end)
+        paths[address] = _faster(paths[address], again)
+    return tuple(paths.values())
+
+
+def _measured(token: Token, name: str, used: bool, progress: Callable[[str], None], end: float) -> Path:
+    (address,) = token.addresses
+    if end - time.monotonic() < _NEEDS_S:
+        return Path(address=address, used=used, notes=("there was no time to measure it",))
+    try:
+        visit = Visit(token, name, progress, end=end)
+    except PotluckError as error:
+        return Path(address=address, used=used, notes=(error.what,))
+    try:
+        return visit.in_a_moment(System(), WAY_S, used=used)
+    except PotluckError as error:
+        return Path(address=address, used=used, notes=(error.what,))
+    finally:
+        visit.close()
+
+
+def _faster(one: Path, other: Path) -> Path:
+    """The better of two measurements, direction by direction."""
+
+    def better(a: Way, b: Way) -> Way:
+        rates = [way for way in (a, b) if way.ours is not None]
+        return max(rates, key=lambda way: way.ours.bytes_per_s if way.ours else 0.0, default=a)
+
+    return replace(one, out=better(one.out, other.out), back=better(one.back, other.back))

@@ -1,0 +1,464 @@
+"""The doctor reads logs of failed runs: messages as people report them, healthy logs, secrets, and anything at all."""
+
+# ruff: noqa: E501 -- messages stand here as they were written
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from potluck.cli import _log_file
+from potluck.cli._app import run
+from potluck.cli._doctor_view import lines_of
+from potluck.cli._log_file import read_parts
+from potluck.doctor import examine
+from potluck.doctor.log import MOST_QUOTED, Part, decoded, read_log, redacted
+from potluck.doctor.signatures import SIGNATURES
+from potluck.errors import UserError
+from potluck.spec.facts import Case
+from potluck.spec.finding import LogReading
+from support.healthy import linux
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def read(text: str, name: str = "run.log") -> LogReading:
+    return read_log([Part(1, text)], name)
+
+
+def codes(text: str) -> list[str]:
+    return [finding.code for finding in read(text).findings]
+
+
+C10D = "[E socket.cpp:860] [c10d] The client socket has timed out after 60s while trying to connect to"
+WATCHDOG = (
+    "[E ProcessGroupNCCL.cpp:458] [Rank {}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum={}, "
+    "OpType=ALLREDUCE, Timeout(ms)=1800000) ran for 25624887 milliseconds before timing out."
+)
+OMP = (
+    "*****************************************\nSetting OMP_NUM_THREADS environment variable for each process to be "
+    "1 in default, to avoid your system being overloaded, please further tune the variable for optimal performance "
+    "in your application as needed. \n*****************************************\n"
+)
+
+# (pain, code, the message as in the reports that docs/troubleshooting/doctor.md names)
+MESSAGES: list[tuple[int, str, str]] = [
+    (
+        1,
+        "gloo-mac-and-linux",
+        "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:210] address family mismatch",
+    ),
+    (2, "mps-has-no-backend", "RuntimeError: No backend type associated with device type mps"),
+    (
+        2,
+        "mps-has-no-backend",
+        "[rank1]: RuntimeError: ProcessGroupGloo::allgather: invalid tensor type at index 0 (expected "
+        "TensorOptions(dtype=long long, device=cpu, layout=Strided), got TensorOptions(dtype=long long, device=mps:0,",
+    ),
+    (
+        2,
+        "mps-has-no-backend",
+        "ValueError: We detected accelerator mps on your machine. But we don't know which communication backend to use for this accelerator.",
+    ),
+    (
+        3,
+        "loopback-taken",
+        "[W ProcessGroupGloo.cpp:721] Warning: Unable to resolve hostname to a (local) address. Using the loopback "
+        "address as fallback. Manually set the network interface to bind to with GLOO_SOCKET_IFNAME.",
+    ),
+    (
+        5,
+        "loopback-taken",
+        "RuntimeError: Gloo connectFullMesh failed with [../third_party/gloo/gloo/transport/tcp/pair.cc:144] no error, "
+        "Connection refused, remote=[127.0.0.1]:12345",
+    ),
+    (
+        3,
+        "gloo-unreached",
+        "RuntimeError: Gloo connectFullMesh failed with [../gloo/transport/tcp/pair.cc:144] no error",
+    ),
+    (
+        3,
+        "nccl-unreached",
+        "node:39964:40075 [0] misc/socket.cc:483 NCCL WARN socketStartConnect: Connect to 10.0.0.2<45763> failed : Software caused connection abort",
+    ),
+    (
+        4,
+        "gloo-variable-syntax",
+        "RuntimeError: [enforce fail at ../gloo/transport/tcp/device.cc:84] ifa != nullptr. Unable to find address for: ^lo",
+    ),
+    (6, "rendezvous-unreached", f"{C10D} 192.0.0.1:1234"),
+    (6, "rendezvous-unreached", f"{C10D} (192.0.0.1, 1234)."),
+    (
+        6,
+        "rendezvous-unreached",
+        "torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: The connection to the C10d store has failed. See inner exception for details.",
+    ),
+    (6, "rendezvous-unreached", "RuntimeError: connect() timed out. Original timeout was 60000 ms."),
+    (
+        7,
+        "local-network-privacy",
+        "[c10d] The client socket has failed to connect to [mac.local]:29500 (errno: 65 - No route to host).",
+    ),
+    (7, "local-network-privacy", "OSError: [Errno 65] No route to host"),
+    (
+        8,
+        "name-look-ups",
+        "[W503 01:52:07.597517393 socket.cpp:204] [c10d] The hostname of the client socket cannot be retrieved. err=-3",
+    ),
+    (
+        8,
+        "name-look-ups",
+        "[c10d] The IPv4 network addresses of (tower, 29500) cannot be retrieved (gai error: 8 - nodename nor servname provided, or not known).",
+    ),
+    (
+        9,
+        "port-in-use",
+        "[W socket.cpp:401] [c10d] The server socket has failed to bind to 0.0.0.0:6021 (errno: 98 - Address already in use).",
+    ),
+    (
+        10,
+        "ipv6-half-there",
+        "[W socket.cpp:464] [c10d] The server socket cannot be initialized on [::]:29500 (errno: 97 - Address family not supported by protocol).",
+    ),
+    (
+        10,
+        "ipv6-half-there",
+        "[W socket.cpp:601] [c10d] The IPv6 network addresses of (localhost, 51595) cannot be retrieved (gai error: -2 - Name or service not known).",
+    ),
+    (11, "no-route", "OSError: [Errno 113] No route to host"),
+    (
+        14,
+        "out-of-memory",
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 11.76 GiB",
+    ),
+    (15, "unequal-counts-refused", "ValueError: MPICH requires same number of devices per node"),
+    (15, "unequal-counts-refused", "PyTorch requires you to use the same number of processes per node."),
+    (
+        15,
+        "unequal-counts-refused",
+        "RuntimeError: DeviceMesh only support homogeneous hardware, but found 5 ranks and 2 cuda devices!",
+    ),
+    (
+        15,
+        "not-everybody-came",
+        "torch.distributed.DistStoreError: Timed out after 1801 seconds waiting for clients. 6/8 clients joined.",
+    ),
+    (
+        16,
+        "waited-for-a-rank",
+        "[rank2]: RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation to complete",
+    ),
+    (
+        16,
+        "collectives-differ",
+        "RuntimeError: Detected mismatch between collectives on ranks. Rank 1 is running collective: CollectiveFingerPrint(SequenceNumber=21, OpType=BROADCAST",
+    ),
+    (17, "watchdog-timeout", WATCHDOG.format(0, 1580)),
+    (
+        17,
+        "watchdog-timeout",
+        "[rank0]:[E321 02:07:08.408271257 ProcessGroupNCCL.cpp:607] [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1580, OpType=ALLREDUCE, NumelIn=466119168, NumelOut=466119168, Timeout(ms)=600000) ran for 600060 milliseconds before timing out.",
+    ),
+    (
+        17,
+        "other-rank-gone",
+        "node0:1 [0] misc/socket.cc:538 NCCL WARN Net : Connection closed by remote peer node2<42830>",
+    ),
+    (18, "elastic-ended-all", "torch.distributed.elastic.rendezvous.api.RendezvousClosedError"),
+    (
+        18,
+        "elastic-ended-all",
+        "W0409 07:28:49.530000 1359 torch/distributed/elastic/agent/server/api.py:719] Received 15 death signal, shutting down workers",
+    ),
+    (
+        18,
+        "elastic-ended-all",
+        "The node 'docker.b_3427_0' has failed to send a keep-alive heartbeat to the rendezvous 'test' due to an error of type RendezvousConnectionError.",
+    ),
+    (
+        18,
+        "rendezvous-lost",
+        '  File "c10d_rendezvous_backend.py", line 116, in _call_store\n    raise RendezvousConnectionError(\n'
+        "torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: The connection to the C10d store has failed. "
+        "See inner exception for details.",
+    ),
+    (
+        19,
+        "terminal-gone",
+        "torch.distributed.elastic.multiprocessing.api.SignalException: Process 1234 got signal: 1",
+    ),
+    (
+        20,
+        "torn-file",
+        "RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central directory",
+    ),
+    (
+        21,
+        "ssh-did-not-enter",
+        "subprocess.CalledProcessError: Command 'ssh -o PasswordAuthentication=no 192.168.3.100 hostname' returned non-zero exit status 255.",
+    ),
+    (21, "ssh-did-not-enter", "pdsh@tower: localhost: ssh exited with exit code 255"),
+    (22, "versions-differ", "RuntimeError: Version mismatch: The cluster was started with:\n    Ray: 2.9.3"),
+    (
+        23,
+        "windows-without-libuv",
+        "RuntimeError: use_libuv was requested but PyTorch was build without libuv support",
+    ),
+    (23, "no-nccl-here", "RuntimeError: Distributed package doesn't have NCCL built in"),
+    (
+        24,
+        "mps-out-of-memory",
+        "RuntimeError: MPS backend out of memory (MPS allocated: 7.43 GB, other allocations: 24.46 GB, max allowed: 32.00 GB). Tried to allocate 129.21 MB on private pool.",
+    ),
+    (24, "mps-not-a-number", "using device: mps\nstep 3 | loss: nan | norm: nan"),
+    (25, "one-thread-each", OMP),
+]
+
+
+@pytest.mark.parametrize(
+    ("pain", "code", "text"), MESSAGES, ids=[f"{p}-{c}-{n}" for n, (p, c, _) in enumerate(MESSAGES)]
+)
+def test_a_message_that_people_report_is_named_and_nothing_else(pain: int, code: str, text: str) -> None:
+    """In a log of other lines, with colours and Windows' ends of lines; and pasted alone."""
+    (alone,) = read(text).findings
+    assert (alone.code, pain in alone.pains) == (code, True)
+    long = (
+        "starting\nstep 1 loss 2.5\n" * 50
+        + "Traceback (most recent call last):\r\n\x1b[31m"
+        + text
+        + "\x1b[0m\r\nbye\n"
+    )
+    (finding,) = read(long).findings
+    assert finding.code == code
+    number = int(re.match(r"line (\d+): ", finding.how)[1])  # type: ignore[index]
+    assert number in range(102, 102 + text.count("\n") + 1)
+    assert all((finding.what, finding.breaks, finding.fix, finding.potluck))
+    assert not re.search(r"[{}]", finding.what + finding.fix.replace("$(", "").replace("{1", ""))
+
+
+def test_every_pain_of_the_table_that_has_a_message_is_there() -> None:
+    named = {pain for pain, _, _ in MESSAGES}
+    assert named == set(range(1, 26)) - {12, 13}
+    assert {code for _, code, _ in MESSAGES} == {signature.code for signature in SIGNATURES}
+
+
+def test_the_page_names_every_code() -> None:
+    page = (DOCS / "troubleshooting" / "doctor.md").read_text(encoding="utf-8")
+    others = {"worker-killed", "one-failed-all-ended", "ranks-out-of-step"}
+    for code in {signature.code for signature in SIGNATURES} | others:
+        assert f"`{code}`" in page, code
+
+
+HEALTHY = {
+    "torchrun": OMP + "rank 0 step 0 loss 2.0\nrank 1 step 0 loss 2.0\n",
+    "torchrun of today": "".join(
+        f"W1115 15:22:58.997000 9969 torch/distributed/run.py:852] {line}\n" for line in OMP.splitlines()
+    )
+    + "rank 0 step 0 loss 2.0\n",
+    "NCCL's own words": "node0:1:1 [0] NCCL INFO Bootstrap : Using eth0:10.0.0.1<0>\nnode0:1:1 [0] NCCL INFO Connected all rings\n",
+    "INFO of c10d": "[I socket.cpp:442] [c10d - debug] The server socket will attempt to listen on an IPv6 address.\n"
+    "INFO:torch.distributed.elastic.agent.server.api:[default] Rendezvous'ing worker group\n"
+    "Rank 1: Completed store-based barrier for key:store_based_barrier_key:1 with 8 nodes.\n",
+    "Potluck": "host: 1 guest (ann), step 40 of 100, loss 2.31\nann is gone: silent for 5 s; its 12 samples go back\n"
+    "bob joined\nfinished: 100 steps, loss 2.01\n",
+    "words that only sound so": "downloading: Connection reset by peer, trying again\nfinance dumps: loss 1.0 nanometers\n"
+    "out of memory: no\nport: 8080 is open\nPermission denied for user bob\nexit status 0\n",
+    "names and IPv6 that torch does without": "[W1115 16:33:51.260649702 socket.cpp:207] [c10d] The hostname of the client socket cannot be "
+    "retrieved. err=-3\n[W socket.cpp:464] [c10d] The server socket cannot be initialized on [::]:29500 (errno: 97 - Address family not "
+    "supported by protocol).\nstep 1 loss 2.0\n",
+    "a bar": "\r".join(f"{n}%|####| loss=1.0" for n in range(100)) + "\n",
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_no_false_alarm(name: str) -> None:
+    assert read(HEALTHY[name]).findings == ()
+
+
+def test_the_cause_comes_before_what_follows_from_it() -> None:
+    text = "\n".join(
+        [
+            OMP,
+            "RuntimeError: [/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:50911.",
+            "E1115 15:22:59.013 9969 api.py:1002] failed (exitcode: -9) local_rank: 1 (pid: 10028) of binary: python",
+        ]
+    )
+    assert codes(text) == ["worker-killed", "other-rank-gone", "one-thread-each"]
+    crash = text.replace("-9", "1")
+    assert codes(crash) == ["other-rank-gone", "one-failed-all-ended", "one-thread-each"]
+    assert "rank 1 failed first, with exit code 1" in read(crash).findings[1].what
+
+
+def test_ranks_at_different_collectives_are_told_from_one_that_hangs() -> None:
+    assert codes(f"{WATCHDOG.format(0, 808)}\n{WATCHDOG.format(1, 808)}") == ["watchdog-timeout"]
+    found = read(f"{WATCHDOG.format(0, 96120)}\n{WATCHDOG.format(7, 64088)}").findings
+    assert [f.code for f in found] == ["ranks-out-of-step", "watchdog-timeout"]
+    assert "rank 0 was at collective 96120 and rank 7 at 64088" in found[0].what
+    assert 16 in found[0].pains
+    assert "1 more such line" in found[1].how
+
+
+def test_what_potluck_said_itself_is_told_with_its_hint() -> None:
+    text = "step 1\nerror: port 7171 is taken\nhint: choose another with --port\nsee docs/troubleshooting/port-taken.md\n"
+    (finding,) = read(text).findings
+    assert (finding.code, finding.fix) == ("potluck-port-taken", "choose another with --port")
+    assert "port 7171 is taken" in finding.what
+    (raised,) = read("potluck.errors.RankGoneError: rank 1 ended in the middle of all_reduce 7\n").findings
+    assert raised.code == "potluck-rank-gone"
+
+
+def test_the_most_telling_line_is_quoted_with_its_figures() -> None:
+    store = (
+        "RendezvousConnectionError: The connection to the C10d store has failed. See inner exception for details."
+    )
+    (finding,) = read(f"{store}\n{C10D} (192.168.1.5, 29400).\n").findings
+    assert finding.fix.startswith("potluck doctor 192.168.1.5:29400")
+    assert finding.how.startswith("line 2: ")
+    (taken,) = read(
+        "port: 29615, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use"
+    ).findings
+    assert taken.fix.startswith("potluck doctor --port 29615")
+
+
+# -- secrets ----------------------------------------------------------------------------------------------------
+
+TOKEN = "potluck2-" + "Abc_-9" * 20
+
+
+@pytest.mark.parametrize(
+    "secret",
+    [
+        TOKEN,
+        "hf_abcdefgh12345678",
+        "https://me:hunter22@host/",
+        "WANDB_API_KEY=0123456789abcdef",
+        "token: s3cr3tvalue",
+    ],
+)
+def test_secrets_in_a_quoted_line_are_left_out(secret: str) -> None:
+    for text in (f"{secret} EADDRINUSE here", f"EADDRINUSE {secret}", f"{C10D} 10.0.0.1:1 {secret}"):
+        (finding,) = read(text).findings
+        assert "(left out)" in finding.how
+        assert secret not in json.dumps([finding.what, finding.how, finding.fix])
+    assert "hunter22" not in redacted(secret)
+
+
+def test_only_the_line_is_quoted_and_not_more_than_is_read() -> None:
+    (finding,) = read("before " * 500 + "EADDRINUSE " + "after " * 500 + "\nmy private line\n").findings
+    assert "EADDRINUSE" in finding.how
+    assert len(finding.how) < MOST_QUOTED + 20
+    assert "private" not in finding.how
+
+
+# -- any text, any file -----------------------------------------------------------------------------------------
+
+PIECES = [m for _, _, m in MESSAGES] + [
+    "\n",
+    "\r",
+    "\x1b[",
+    "\0",
+    "Root Cause",
+    "exitcode : -9",
+    "rank : x",
+    "é",
+    TOKEN,
+]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=30)), max_size=20), st.integers(0, 2**32))
+def test_any_text_is_read_and_quoted_without_tokens(pieces: list[str], seed: int) -> None:
+    text = "".join(pieces)
+    cut = random.Random(seed).randrange(len(text) + 1)
+    for reading in (read(text), read_log([Part(1, text[:cut]), Part(1000, text[cut:])], "x y.log")):
+        for finding in reading.findings:
+            assert TOKEN not in finding.what + finding.how + finding.fix
+            assert len(finding.how) < 400
+
+
+def test_logs_in_other_encodings_are_read(tmp_path: Path) -> None:
+    for raw in (
+        "EADDRINUSE é\r\n".encode("utf-16"),
+        b"\xef\xbb\xbfEADDRINUSE\n",
+        b"EADDRINUSE \xff\xfe latin \xe9\n",
+    ):
+        file = tmp_path / "log"
+        file.write_bytes(raw)
+        parts, _ = read_parts(file)
+        assert codes(parts[0].text) == ["port-in-use"]
+        assert decoded(raw) == parts[0].text
+
+
+def test_a_long_log_is_read_at_both_ends_with_true_line_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_log_file, "HEAD_BYTES", 1000)
+    monkeypatch.setattr(_log_file, "TAIL_BYTES", 3000)
+    monkeypatch.setattr(_log_file, "_PIECE", 700)
+    lines = [f"line {n}" for n in range(1, 2001)]
+    lines[9], lines[999], lines[1994] = f"{C10D} 10.0.0.1:1", "CUDA out of memory. Tried to allocate", "EADDRINUSE"
+    file = tmp_path / "log"
+    file.write_text("\n".join(lines))
+    parts, left_out = read_parts(file)
+    assert left_out == file.stat().st_size - 4000
+    reading = read_log(parts, "log", left_out)
+    assert [(f.code, f.how.split(":")[0]) for f in reading.findings] == [
+        ("rendezvous-unreached", "line 10"),
+        ("port-in-use", "line 1995"),
+    ]
+    assert reading.lines == 2000
+
+
+def test_what_is_no_log_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "empty").write_text(" \n")
+    (tmp_path / "model.bin").write_bytes(bytes(range(256)) * 40)
+    for name, words in (
+        ("none", "No such file"),
+        (".", "is a folder"),
+        ("empty", "is empty"),
+        ("model.bin", "no text"),
+    ):
+        with pytest.raises(UserError, match=words) as caught:
+            read_parts(tmp_path / name)
+        assert caught.value.hint
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"")))
+    with pytest.raises(UserError, match="standard input is empty"):
+        read_parts(Path("-"))
+
+
+# -- how it looks ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_log_is_shown_within_the_width_and_its_commands_in_one_line(width: int) -> None:
+    everything = "\n".join(message for _, _, message in MESSAGES)
+    for text in (everything, "ValueError: nobody knows this\n"):
+        reading = read(text, "my runs/a long name of a log.log")
+        case = Case(here=linux())
+        lines = [line.plain for line in lines_of(case, replace(examine(case), log=reading), width, sys.stdout)]
+        commands = {way.partition("   (")[0].strip() for f in reading.findings for way in f.fix.split("\n")}
+        for line in lines:
+            alone = line.removeprefix("  fix").removeprefix("  try").strip()
+            assert len(line) <= width or alone in commands, line
+        for command in commands:
+            assert any(command in line for line in lines), command
+        assert lines.index("tower, as it is now") > len(reading.findings)
+    assert any("first error" in line and "line 1: ValueError: nobody" in line for line in lines)
+    assert lines[-1] == "this machine: all is well"
+
+
+def test_flags_that_exclude_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["doctor", "--listen", "--error", "x"]) == 2
+    assert "exclude each other" in capsys.readouterr().err
+    assert run(["doctor", "--error", str(tmp_path)]) == 2
+    assert "is a folder" in capsys.readouterr().err
