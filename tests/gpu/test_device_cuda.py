@@ -21,6 +21,7 @@ def occupy(milliseconds: float) -> None:
 def test_work_beside_does_not_wait_for_the_training_stream() -> None:
     device = pick("cuda")
     there = torch.arange(1000.0, device=device.torch_device)
+    device.to_host(there * 2).sum()  # loading a kernel and pinning memory, once each, do wait for all streams
     torch.cuda.synchronize()
     occupy(300)
     training = device.mark()

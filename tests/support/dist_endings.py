@@ -76,11 +76,12 @@ def end_beside(rank: int, world: int, transport: str, how: str) -> Told:
     dist.barrier()
     last = world - 1
     if rank == last and how == "dead":
+        time.sleep(0.5)  # what it said in the barrier has left
         os._exit(1)
     if rank == last and how == "silent":
         time.sleep(1.0)
     if rank == 0:
-        time.sleep(0.5 if how == "dead" else 0.0)
+        time.sleep(1.0 if how == "dead" else 0.0)
         dist.send(payload(LARGE, 0), last)
     return told_by(dist.destroy_process_group)
 

@@ -210,11 +210,11 @@ def next_size(left: int, most: int) -> int:
 
     Full ones as far as possible: a GPU may be a percent slower on 61 samples than on the 64 that fill it. What
     fills none comes first, so that the last one is long: the next step is made ready behind it. What is too little
-    for a micro-batch of its own is shared with a full one.
+    for half a micro-batch is shared with a full one: on a short one a GPU runs dry before it has the next.
     """
     most = max(1, most)
     rest = left % most
     if left <= most or not rest:
         return min(left, most)
     # A single sample would have no variance, which layers that normalise over the batch do not bear.
-    return rest if rest > 1 and 4 * rest >= most else -(-(most + rest) // 2)
+    return rest if rest > 1 and 2 * rest >= most else -(-(most + rest) // 2)
