@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import potluck
 from potluck.launch.ranks import free_port, rank_environment
 from support import job
 from support.fleet import JOB, Fleet, descendants, still_running
-from support.processes import Processes, TestProcess
+from support.processes import SOURCE, Processes, TestProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 BATCH = 32
@@ -178,3 +179,59 @@ def test_one_process_under_torchrun_is_as_without(monkeypatch: pytest.MonkeyPatc
         losses.append(step.loss)
     assert len(losses) == 3
     assert losses[2] < losses[0]
+
+
+STOPPED = """
+import sys, threading
+from pathlib import Path
+import torch
+from torch import nn
+from potluck.spec.config import RunConfig
+from potluck.train.events import EventLog
+from potluck.train.folder import new_folder
+from potluck.train.launch import ALONE, RANK, Interrupted, Launch
+from potluck.train.ranks import RankDone
+from potluck.train.run import Run, device_here
+from support import queueing
+
+queueing.install()
+device, ranks = device_here(queueing.NAME, 1)
+folder = new_folder(Path(sys.argv[1]), "x") if ranks.place.leads else None
+log = EventLog(folder.events if folder else None)
+role = ALONE if ranks.place.leads else RANK
+launch = Launch(role=role, config=RunConfig(), device=device, name="host", log=log, folder=folder, ranks=ranks)
+asked = threading.Event()
+launch.stop_requested = asked.is_set
+model = nn.Linear(4, 1)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+try:
+    for step in Run(launch).training(model, optimizer, torch.randn(64, 4), global_batch=8, micro_batch=1, steps=4):
+        for number, x in enumerate(step):
+            if step.index == 2 and number == 1:
+                asked.set()
+            step.backward(model(x).square().mean())
+except Interrupted:
+    launch.end_training("interrupted")
+    print("saved", *(path.name for path in folder.checkpoints.iterdir()))
+except RankDone:
+    pass
+"""
+
+
+def test_ranks_whose_devices_queue_are_stopped_in_the_middle_of_a_step(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(STOPPED)
+    path = os.pathsep.join([str(SOURCE), str(Path(__file__).parents[1])])
+    with Processes(tmp_path) as processes:
+        port = free_port()
+        zero, one = [
+            processes.python(
+                str(script),
+                str(tmp_path / "runs"),
+                name=f"rank-{rank}",
+                env={**rank_environment(rank, 2, "127.0.0.1", port), "PYTHONPATH": path},
+            )
+            for rank in range(2)
+        ]
+        assert "saved step-00000002" in zero.succeeds(deadline_s=90)
+        one.succeeds(deadline_s=20)

@@ -9,47 +9,15 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from support import job
+from support import job, queueing
 from support.fleet import JOB, Fleet
 from support.processes import SOURCE
 
 STEPS, BATCH, CLIP = 8, 32, 0.5
 WRAPPER = """
-import time
-import torch
+from support import queueing
+queueing.install()
 from potluck.cli import main
-from potluck.device import Mark, register
-from potluck.device.cpu import CpuDevice
-
-class Later(Mark):
-    '''Passed a moment after the one before it; until then what was asked for by then is not there.'''
-    def __init__(self, at, copies):
-        self.at, self.copies = at, copies
-    def passed(self):
-        if time.monotonic() < self.at:
-            return False
-        for kept, value in self.copies:
-            kept.copy_(value)
-        return True
-    def wait(self):
-        time.sleep(max(0.0, self.at - time.monotonic()))
-        assert self.passed()
-
-class Queued(CpuDevice):
-    ahead = 1
-    def __init__(self):
-        super().__init__()
-        self._at, self._copies = 0.0, []
-    def mark(self):
-        self._at = max(self._at, time.monotonic()) + 0.15
-        copies, self._copies = self._copies, []
-        return Later(self._at, copies)
-    def later(self, tensor):
-        kept = torch.full_like(tensor.detach(), float("nan"))
-        self._copies.append((kept, tensor.detach().clone()))
-        return kept
-
-register("queued", lambda argument: Queued())
 main()
 """
 
@@ -62,7 +30,7 @@ def test_steps_that_overlap_are_those_of_a_plain_loop(tmp_path: Path) -> None:
     path = os.pathsep.join([str(SOURCE), str(Path(__file__).parents[1])])
     with Fleet(tmp_path / "fleet") as fleet:
         words = ["--steps", STEPS, "--batch", BATCH, "--clip", CLIP, "--out", out]
-        options = ["--wait-for", "1", "--codec", "none", "--device", "queued", "--micro-batch", "4"]
+        options = ["--wait-for", "1", "--codec", "none", "--device", queueing.NAME, "--micro-batch", "4"]
         where = ["--bind", "127.0.0.1", "--runs", str(fleet.runs), "--name", "host", "--view", "plain"]
         command = [sys.executable, str(wrapper), "host", str(JOB), *where, *options, "--", *map(str, words)]
         host = fleet.start(command, name="host", env={"PYTHONPATH": path})

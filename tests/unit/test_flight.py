@@ -8,30 +8,12 @@ import pytest
 import torch
 
 from potluck.codec import add_decoded, get
-from potluck.device import Mark, pick
+from potluck.device import pick
 from potluck.device.cpu import CpuDevice
 from potluck.errors import ConfigError
 from potluck.train.flight import Flight
 from support.coder_pair import Pair, flat
-
-
-class SlowMark(Mark):
-    def __init__(self, seconds: float) -> None:
-        self._at = time.monotonic() + seconds
-
-    def wait(self) -> None:
-        time.sleep(max(0.0, self._at - time.monotonic()))
-
-    def passed(self) -> bool:
-        return time.monotonic() >= self._at
-
-
-class Queueing(CpuDevice):
-    ahead = 2
-    seconds = 0.01
-
-    def mark(self) -> Mark:
-        return SlowMark(self.seconds)
+from support.queueing import Queueing
 
 
 def test_a_device_that_works_at_once_has_nothing_in_flight() -> None:
@@ -45,7 +27,9 @@ def test_a_device_that_works_at_once_has_nothing_in_flight() -> None:
 
 def test_a_device_that_queues_is_no_further_ahead_than_it_allows() -> None:
     landed: list[tuple[int, float]] = []
-    flight = Flight(Queueing(), lambda samples, seconds: landed.append((samples, seconds)))
+    device = Queueing(0.01)
+    device.ahead = 2
+    flight = Flight(device, lambda samples, seconds: landed.append((samples, seconds)))
     started = time.monotonic()
     for number in range(6):
         flight.launched(number + 1, time.monotonic())
@@ -58,8 +42,8 @@ def test_a_device_that_queues_is_no_further_ahead_than_it_allows() -> None:
 
 def test_an_update_lands_behind_its_micro_batches_and_nobody_waits_for_it() -> None:
     landed: list[str] = []
-    device = Queueing()
-    device.seconds = 0.2
+    device = Queueing(0.2)
+    device.ahead = 2
     flight = Flight(device, lambda samples, seconds: landed.append(f"{samples} samples"))
     flight.launched(4, time.monotonic())
     flight.follows(time.monotonic(), lambda now, seconds: landed.append("update"))
@@ -68,7 +52,7 @@ def test_an_update_lands_behind_its_micro_batches_and_nobody_waits_for_it() -> N
     assert 0.3 < flight.behind_s(0.1) <= 0.4, "four samples of a tenth of a second"
     flight.launched(5, time.monotonic())
     assert landed == ["4 samples"], "no more are out than the device allows"
-    time.sleep(0.25)
+    time.sleep(0.45)
     assert not flight.busy
     assert landed == ["4 samples", "update", "5 samples"]
     assert flight.behind_s(0.1) == 0.0
