@@ -5,8 +5,8 @@
 Same machine, 2 and 4 processes: all-reduce of 64 MiB at 2.5 times gloo's bus bandwidth or more, of 1 MiB at 2
 times, 4 KiB no later than gloo's. Two lab machines (needs root or user namespaces), 1 Gbit/s: 0.97 of what a bare
 TCP connection carries (iperf3, where it is installed) from 16 MiB on, and with int8 3.5 times gloo's rate; on an
-unshaped link 1.2 times gloo's, encrypted, and in the clear as gloo is. Owns the bars; the measurement is `potluck
-bench collectives`.
+unshaped link 1.2 times gloo's; both encrypted, and in the clear as gloo is. Owns the bars; the measurement is
+`potluck bench collectives`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from potluck.lab.ranks import pair, potluck_command, run_on_pair
 
 KB, MB = 1 << 10, 1 << 20
 LIMIT_S = 900.0
+WAYS: dict[str, dict[str, str]] = {"encrypted": {}, "in the clear as gloo is": {"POTLUCK_DIST_ENCRYPTION": "0"}}
 
 
 @dataclass(frozen=True)
@@ -129,13 +130,17 @@ def lossless_bars(sizes: tuple[int, ...], folder: Path, quick: bool) -> list[Bar
 
 
 def int8_bars(sizes: tuple[int, ...], folder: Path, quick: bool) -> list[Bar]:
-    coded = in_the_lab(1000, _text(sizes), 3 if quick else 9, folder, POTLUCK_DIST_COMPRESSION="int8")
-    return [Bar(f"1 Gbit/s, {s // MB} MiB, int8: times as fast as gloo", faster(coded, s), 3.5) for s in sizes]
+    repeats, bars = 3 if quick else 9, []
+    for how, env in WAYS.items():
+        rows = in_the_lab(1000, _text(sizes), repeats, folder, POTLUCK_DIST_COMPRESSION="int8", **env)
+        what = f"1 Gbit/s, int8, {how}"
+        bars += [Bar(f"{what}, {s // MB} MiB: times as fast as gloo", faster(rows, s), 3.5) for s in sizes]
+    return bars
 
 
 def unshaped_bars(sizes: tuple[int, ...], folder: Path, quick: bool) -> list[Bar]:
     repeats, bars = 3 if quick else 15, []
-    for how, env in (("encrypted", {}), ("unencrypted as gloo is", {"POTLUCK_DIST_ENCRYPTION": "0"})):
+    for how, env in WAYS.items():
         rows = in_the_lab(None, _text(sizes), repeats, folder, **env)
         what = f"unshaped link, {how}"
         bars += [Bar(f"{what}, {s // MB} MiB: times as fast as gloo", faster(rows, s), 1.2) for s in sizes]
