@@ -179,3 +179,12 @@ def test_what_is_neither_staging_nor_reduction_is_network(clock: Clock, monkeypa
     got = m.snapshot()["by_op"]["all_reduce"]
     assert [got[f"{phase}_s"] for phase in module.PHASES] == [0.0, 4.0, 8.0, 6.0]
     assert got["sent_bytes"] == 1000
+
+
+def test_figures_are_shown_where_nobody_has_set_up_logging(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module.log, "hasHandlers", lambda: False)
+    monkeypatch.setattr(module.log, "isEnabledFor", lambda level: False)
+    log_metrics()
+    assert "collective" in capsys.readouterr().err

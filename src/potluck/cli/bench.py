@@ -159,7 +159,7 @@ def joined(names: list[str], parent: int | None) -> Iterator[tuple[dict[str, Any
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _get_default_store
 
-    from potluck.errors import UserError
+    from potluck.errors import PotluckError, UserError
     from potluck.launch.life import leased
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -169,6 +169,15 @@ def joined(names: list[str], parent: int | None) -> Iterator[tuple[dict[str, Any
             groups = {names[0]: dist.group.WORLD}
             for name in names[1:]:
                 groups[name] = dist.new_group(backend=name)
+        except PotluckError:
+            raise
+        except RuntimeError as error:
+            words = " ".join(str(error).split())[:300]
+            raise UserError(
+                f"the ranks cannot be joined by {', '.join(names)}: {words}",
+                hint="gloo takes this machine's name for its address: export GLOO_SOCKET_IFNAME=eth0 (the "
+                "interface between the machines), or leave --against away; `potluck doctor` shows the interfaces",
+            ) from error
         except (ValueError, AssertionError) as error:
             words = " ".join(str(error).split())[:300]
             raise UserError(

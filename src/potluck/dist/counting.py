@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import threading
 import time
 from collections import deque
@@ -236,8 +237,12 @@ def reset_metrics() -> None:
 
 
 def log_metrics(level: int = logging.INFO) -> None:
-    """Write the figures to the logger `potluck.dist`, as a table."""
-    log.log(level, "%s", table(METRICS.snapshot()))
+    """Write the figures to the logger `potluck.dist`, as a table; to stderr where nobody has set up logging."""
+    words = table(METRICS.snapshot())
+    if log.isEnabledFor(level) or log.hasHandlers():
+        log.log(level, "%s", words)
+    else:
+        print(words, file=sys.stderr, flush=True)
 
 
 def table(snapshot: dict[str, Any]) -> str:

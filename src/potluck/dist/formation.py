@@ -230,6 +230,8 @@ def _resolved(config: Config | None, rank: int, world: int) -> Resolved:
     facts = gather(rank, world, os.environ.get("MASTER_ADDR"), int(port) if port.isdigit() else None)
     settings = resolve(config, os.environ, facts)
     log.setLevel(settings.log_level.upper())
+    if log.isEnabledFor(logging.INFO) and not log.hasHandlers():
+        log.addHandler(logging.StreamHandler())  # the script has not said where words go
     log.info("%s", settings.one_line())
     return settings
 
