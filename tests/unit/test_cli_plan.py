@@ -54,6 +54,7 @@ def test_facts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     machines = [{"name": "a", "flops_per_s": 2e13}, {"name": "b", "flops_per_s": 5e12, "link_bytes_per_s": 1e8}]
     file.write_text(json.dumps({"format": 1, "measured": machines}))
     assert "bring b: 1.2" in out_of(capsys, "--facts", str(file))
+    assert "\nmac " in out_of(capsys, "--facts", str(file), "--machine", "mac=M2")
 
 
 def test_a_sweep_and_its_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -85,6 +86,7 @@ def test_the_catalogue(capsys: pytest.CaptureFixture[str]) -> None:
         [],
         ["nosuch"],
         ["home-pair", *PAIR],
+        ["home-pair", "--facts", "nosuch.json"],
         ["home-pair", "--model", "gpt2-124m"],
         ["home-pair", "--codec", "int3"],
         ["home-pair", "--strategy", "dpp"],
