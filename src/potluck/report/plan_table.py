@@ -145,7 +145,19 @@ def sweep_lines(sweep: Sweep, width: int) -> list[Line]:
         speeds = [f"{point.speedup[name]:.2f}×" if name in point.speedup else UNKNOWN for name in names]
         rows.append((value_text(variable, point.value), *speeds, f"{point.ideal:.2f}×"))
     lines = _grid(rows, right=set(range(len(rows[0]))), best=None)
-    return [*lines, Line(), *paragraph(pays_text(sweep), width, "bold")]
+    lines += [Line(), *paragraph(pays_text(sweep), width, "bold")]
+    return lines + (paragraph(_crowded(sweep), width) if sweep.crowded_from is not None else [])
+
+
+def _crowded(sweep: Sweep) -> str:
+    """Why more guests are slower here, and not with --guests."""
+    best = next(point for point in sweep.points if point.value == sweep.crowded_from)
+    count = value_text("guests", best.value)
+    return (
+        f"{best.speedup[POTLUCK]:.2f}× with {count} guest{'s' * (best.value > 1)} is the best: the host lets in "
+        "everybody who has a sample to compute, and they crowd its link. Leave the others out; `--guests N` counts "
+        "with the best number only."
+    )
 
 
 def strategies_of(sweep: Sweep) -> list[str]:
@@ -154,7 +166,7 @@ def strategies_of(sweep: Sweep) -> list[str]:
 
 
 def pays_text(sweep: Sweep) -> str:
-    unit = UNITS[sweep.span.variable]
+    unit = "guest" if (sweep.span.variable, sweep.pays_from) == ("guests", 1) else UNITS[sweep.span.variable]
     if sweep.pays_from is None:
         return "it pays nowhere in between: potluck stays under 1.02×"
     value = value_text(sweep.span.variable, sweep.pays_from)
@@ -184,7 +196,10 @@ def scale_lines(scale: Scale, fleet: Fleet, width: int) -> list[Line]:
     words = scale.words[0].upper() + scale.words[1:] + "."
     grid = _grid(rows, right=set(range(len(rows[0]))), best=None)
     notes = paragraph(
-        "helping: guests that one hub uses at best; 2^6: hubs of 2 guests each, 6 levels", width, _LABEL
+        "helping: guests with whom one hub is fastest, and of whom it counts; leave the others out yourself: the "
+        "host lets in everybody who has a sample to compute. 2^6: hubs of 2 guests each, 6 levels",
+        width,
+        _LABEL,
     )
     return [title, Line(), *grid, Line(), *paragraph(words, width, "bold"), *notes]
 
