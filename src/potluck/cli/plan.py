@@ -114,7 +114,7 @@ def _plan(given: Given, job: Job, strategies: tuple[str, ...]) -> tuple[dict[str
     from potluck.report.plan_table import plan_lines
 
     found = advice.plan(job, given.fleet, strategies, given.assumptions)
-    return found.to_dict(), plan_lines(found, screen.columns())
+    return found.to_dict(), plan_lines(found, screen.columns(), whole=not sys.stdout.isatty())
 
 
 def _save(path: Path, table: dict[str, Any]) -> None:
