@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from potluck.cli import _app
-from potluck.report import plan_plot
+from potluck.plan import advice, inputs, models
+from potluck.report import plan_plot, plan_table, screen
 from potluck.spec.fleet import STRATEGIES, Plan
 from support import sample_events as sample
 
@@ -54,6 +55,26 @@ def test_facts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     machines = [{"name": "a", "flops_per_s": 2e13}, {"name": "b", "flops_per_s": 5e12, "link_bytes_per_s": 1e8}]
     file.write_text(json.dumps({"format": 1, "measured": machines}))
     assert "bring b: 1.2" in out_of(capsys, "--facts", str(file))
+    assert "\nmac " in out_of(capsys, "--facts", str(file), "--machine", "mac=M2")
+
+
+def test_long_names_are_whole_in_a_pipe_and_short_on_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    device = "Intel(R) Xeon(R) Platinum 8259CL CPU @ 2.70GHz"
+    long = {"device": device, "flops_per_s": 1e11, "memory_bytes": 8.3e9}
+    measured = [{"name": "vm", **long}, {"name": "a-laptop-from-upstairs", "link_bytes_per_s": 5e7, **long}]
+    given = inputs.from_facts([("f.json", {"measured": measured})], models.find("350M"))
+    found = advice.plan(models.find("350M").job(512), given.fleet)
+    screen.show(plan_table.plan_lines(found, 80, whole=True), sys.stdout)
+    out = capsys.readouterr().out
+    assert "…" not in out
+    assert out.count(device) == 2
+    screen.show(plan_table.plan_lines(found, 80), sys.stdout)
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    assert "  memory\n" in out
+    assert " of 8.3 GB\n" in out
+    assert "codec int4" in out
+    assert "Intel Xeon" in out
 
 
 def test_a_sweep_and_its_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -85,6 +106,7 @@ def test_the_catalogue(capsys: pytest.CaptureFixture[str]) -> None:
         [],
         ["nosuch"],
         ["home-pair", *PAIR],
+        ["home-pair", "--facts", "nosuch.json"],
         ["home-pair", "--model", "gpt2-124m"],
         ["home-pair", "--codec", "int3"],
         ["home-pair", "--strategy", "dpp"],

@@ -12,6 +12,7 @@ from potluck.errors import ConfigError
 from potluck.plan import advice, inputs, models, scale, sweep
 from potluck.plan.hub import potluck
 from potluck.plan.strategies import fastest_alone_s
+from potluck.report import plan_table
 from potluck.spec.fleet import Fleet, FleetMachine, Job, Plan
 
 HOST = FleetMachine(name="desk", samples_per_s=10.0)
@@ -31,6 +32,8 @@ def test_bring_the_laptop() -> None:
     assert row.speedup > 1.2
     assert found.verdict.startswith(f"bring laptop: {row.speedup:.2f}×.")
     assert "With DDP, even balanced by hand, it would be slower than alone" in found.verdict
+    best = max((found.row(name) for name in ("ddp-overlap", "ddp-bf16", "ddp-int8")), key=lambda row: row.speedup)
+    assert f"the best of its variants, {best.strategy}: {best.speedup:.2f}×." in found.verdict
 
 
 def test_do_not_bother_and_what_would_help() -> None:
@@ -82,7 +85,7 @@ def test_a_cluster_is_told_to_use_ddp() -> None:
 def test_one_machine() -> None:
     alone = Fleet(machines=(HOST,))
     found = advice.plan(JOB, alone)
-    assert found.verdict == "one machine: nothing to share"
+    assert found.verdict.startswith("one machine: nothing to share. Add a second: --machine ")
     assert {row.strategy: round(row.speedup, 6) for row in found.rows}["potluck"] == 1.0
 
 
@@ -117,12 +120,25 @@ class TestSweep:
         assert sweep.sweep(JOB, slow, sweep.parse("link_mbit=1:1000:4")).pays_from is None
 
     @pytest.mark.parametrize(
-        ("word", "last"), [("guests=1:8", 8), ("batch_tokens=256:100000", 100_000), ("parameters=1e4:1e8", 1e8)]
+        ("word", "last"), [("guests=1:8", 8), ("batch_tokens=256:100000", 100_000), ("parameters=10k:100M", 1e8)]
     )
     def test_other_things(self, word: str, last: float) -> None:
         found = sweep.sweep(JOB, PAIR, sweep.parse(word))
         assert found.points[-1].value == last
         assert all(1 - 1e-9 <= p.speedup["potluck"] <= p.ideal + 1e-9 for p in found.points)
+
+    def test_too_many_guests_are_said_and_a_smaller_number_is_as_good_as_the_scale_has_it(self) -> None:
+        job, fleet = catalogue(["desk=RTX 4070", "mac=M2 Max,link=1GbE"])
+        found = sweep.sweep(job, fleet, sweep.parse("guests=1:24:24"))
+        assert found.crowded_from is not None
+        best = max(point.speedup["potluck"] for point in found.points)
+        at_best = scale.scale(job, fleet, 24).rows[-1]
+        assert best == pytest.approx(at_best.flat, rel=0.03)
+        assert found.crowded_from == pytest.approx(at_best.helping, abs=3)
+        text = " ".join(line.plain for line in plan_table.sweep_lines(found, 80))
+        assert "they crowd its link" in text
+        assert "1 guest " in text + " "
+        assert sweep.sweep(job, fleet, sweep.parse("guests=1:4")).crowded_from is None
 
     def test_a_larger_model_takes_longer_to_compute_and_to_send(self) -> None:
         job, fleet = sweep.changed(JOB, PAIR, "parameters", 10 * JOB.parameters)
@@ -139,6 +155,8 @@ class TestSweep:
             "lnk=1:2",
             "guests=1:1e9",
             "guests=1:4:1",
+            "guests=1:M",
+            "parameters=1M:10X",
             "a",
         ],
     )

@@ -57,12 +57,21 @@ def test_links_by_name(name: str) -> None:
 def test_links_by_rate_and_wrong_ones() -> None:
     assert links.find("300Mbit").bytes_per_s == pytest.approx(37.5e6)
     assert links.find("2.5 Gbit/s").bytes_per_s == pytest.approx(312.5e6)
-    for word in ("0Mbit", "1..2Mbit", "99999999Gbit"):
+    for word in ("0Mbit", "1..2Mbit", "99999999Gbit", "-5Mbit", "- 5 Mbit/s"):
         with pytest.raises(ConfigError):
             links.find(word)
     with pytest.raises(ConfigError) as wrong:
         links.find("wfi 6")
     assert "did you mean Wi-Fi 6?" in wrong.value.hint
+
+
+@pytest.mark.parametrize(
+    ("word", "near"), [("5 Mbps", "5Mbit"), ("1Gb/s", "1Gbit"), ("5MB/s", "40Mbit"), ("300 MBPS", "300Mbit")]
+)
+def test_a_rate_as_the_shops_write_it_is_asked_about(word: str, near: str) -> None:
+    with pytest.raises(ConfigError) as wrong:
+        links.find(word)
+    assert wrong.value.hint == f"did you mean {near}?"
 
 
 def test_the_next_faster_link() -> None:
@@ -118,6 +127,8 @@ def test_words_about_a_machine() -> None:
     assert (nas.samples_per_s, nas.latency_s, nas.micro_batch, nas.largest_micro_batch) == (2.0, 0.008, 2, 2)
     assert box.samples_per_s == pytest.approx(20e12 / GPT2.flops_per_sample)
     assert box.link_bytes_per_s is None  # the host's counts
+    small = inputs.from_words(["a=103GFLOPS"], GPT2).fleet.host
+    assert small.samples_per_s == pytest.approx(0.103e12 / GPT2.flops_per_sample)
 
 
 def test_no_link_at_all_is_assumed_to_be_1_gbe_and_said() -> None:
@@ -162,6 +173,34 @@ class TestFacts:
         other = inputs.from_facts([("facts.json", {"measured": measured})], models.find("gpt2-350m"))
         ratio = GPT2.flops_per_sample / models.find("gpt2-350m").flops_per_sample
         assert other.fleet.host.samples_per_s == pytest.approx(30.0 * ratio)
+
+    def test_two_machines_of_one_name_are_two(self) -> None:
+        tables = [{"measured": [{"name": "vm", "device": "cpu", "flops_per_s": n * 1e12}]} for n in (2, 1, 3)]
+        given = inputs.from_facts([(f"f{n}.json", table) for n, table in enumerate(tables)], GPT2)
+        assert sorted(m.name for m in given.fleet.machines) == ["vm", "vm-2", "vm-3"]
+        assert any("f1.json: a second machine is called vm, so here it is vm-2" in t for t in given.assumptions)
+        twice = inputs.from_facts([("f.json", tables[0]), ("f.json", tables[0])], GPT2)
+        assert [m.name for m in twice.fleet.machines] == ["vm"]
+
+    def test_a_host_that_was_measured_with_each_of_its_guests_is_one(self) -> None:
+        def visit(guest: str, flops: float) -> dict[str, Any]:
+            desk = {"name": "desk", "device": "RTX 4070", "memory_bytes": 12e9, "flops_per_s": flops}
+            return {"measured": [desk, {"name": guest, "flops_per_s": 1e12, "link_bytes_per_s": 1e8}]}
+
+        given = inputs.from_facts([("a", visit("mac", 2e13)), ("b", visit("nas", 1.9e13))], GPT2)
+        assert [m.name for m in given.fleet.machines] == ["desk", "mac", "nas"]
+        assert given.fleet.host.samples_per_s == pytest.approx(2e13 / GPT2.flops_per_sample)
+
+    def test_a_machine_in_words_beside_facts(self) -> None:
+        facts = [("f.json", {"measured": [{"name": "desk", "flops_per_s": 1e11}]})]
+        given = inputs.from_both(facts, ["mac=M2,link=1GbE"], GPT2)
+        assert [m.name for m in given.fleet.machines] == ["desk", "mac"]  # measured, so the host, though slower
+        assert any("mac by the catalogue beside what was measured" in text for text in given.assumptions)
+        said = inputs.from_both(facts, ["mac=2GFLOPS,host"], GPT2)
+        assert said.fleet.host.name == "mac"
+        assert not any("catalogue" in text for text in said.assumptions)
+        with pytest.raises(ConfigError):
+            inputs.from_both(facts, ["desk=M2"], GPT2)
 
     def test_what_was_found_by_name(self) -> None:
         here = {

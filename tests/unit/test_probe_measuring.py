@@ -15,7 +15,7 @@ from potluck.errors import PotluckError
 from potluck.plan import inputs, models
 from potluck.probe import bare, iperf
 from potluck.probe.link_visit import _speed_in
-from potluck.probe.speed import Training, largest, measure
+from potluck.probe.speed import Training, busy_note, largest, measure, spread
 from potluck.probe.stream import FIRST_WINDOW, MOST_WINDOW, Meter, Shares, Window, round_trips
 from potluck.report.probe_table import probe_lines, summary
 from potluck.spec.facts import from_plain
@@ -141,6 +141,17 @@ def test_the_shares_of_time_make_up_the_whole(paths: int) -> None:
     assert Shares(1.0, 4).of("bare", used=False) == Shares.LEAST_S
 
 
+def test_a_busy_machine_is_said_and_so_is_the_spread_of_the_runs() -> None:
+    said = "this machine is busy (load {} on 2 cores): measure again when it is quiet"
+    assert busy_note(8.04, 2) == said.format("8.0")
+    assert busy_note(23.2, 2) == said.format("23")
+    assert "on 1 core)" in busy_note(1.1, 1)
+    assert busy_note(2.0, 2) == busy_note(0.0, 1) == ""
+    assert spread([1.0, 1.0, 1.0]) == 0
+    assert spread([1.0, 2.0, 3.0]) == pytest.approx((2 / 3) ** 0.5 / 2)
+    assert spread([1.0, 2.0]) is None
+
+
 def test_the_largest_micro_batch_is_an_estimate_from_half_of_the_free_memory() -> None:
     assert largest(4, 1000, 10.0) == 50
     assert largest(64, 1000, 10.0) == 64  # that one was seen to fit
@@ -235,6 +246,8 @@ SPEED = DeviceSpeed(
     memory_bytes_per_s=4.4e11,
     to_device_bytes_per_s=1.2e10,
     from_device_bytes_per_s=1.1e10,
+    samples_variation=0.31,
+    note="this machine is busy",
 )
 
 
@@ -320,7 +333,15 @@ def test_the_table_fits_eighty_columns_and_says_everything() -> None:
     assert max(map(len, lines)) <= 80
     text = "\n".join(lines)
     assert lines[0].startswith("laptop and tower: 480 Mbit/s encrypted, 51 % of bare TCP, 0.40 ms apart")
-    for words in ("31.0 samples/s", "estimated", "fp16 52 TFLOP/s", "p99 2.00 ms", "920 Mbit/s ±  2 %", "98 %"):
+    for words in (
+        "31.0 samples/s ± 31 % of gpt",
+        "note          this machine is busy",
+        "estimated",
+        "fp16 52 TFLOP/s",
+        "p99 2.00 ms",
+        "920 Mbit/s ±  2 %",
+        "98 %",
+    ):
         assert words in text
     assert "iperf3" not in text
 

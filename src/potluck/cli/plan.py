@@ -26,7 +26,7 @@ _MOST_FACTS_BYTES = 64 << 20
     "machines",
     multiple=True,
     metavar="NAME=DEVICE[,link=LINK]",
-    help='"mac=M2,link=1GbE"; a speed instead of a device: 0.6s/sample, 20TFLOPS. May be repeated.',
+    help='"mac=M2,link=1GbE"; a speed instead of a device: 0.6s/sample, 20TFLOPS, 103GFLOPS. May be repeated.',
 )
 @click.option(
     "--facts",
@@ -69,8 +69,8 @@ _MOST_FACTS_BYTES = 64 << 20
 def plan(rig: str | None, sweep: str | None, plot: Path | None, guests: int | None, **flags: Any) -> None:
     """Predict what each strategy makes of a fleet: step time, who waits for whom, speed-up, memory; and a verdict.
 
-    The fleet is a RIG (a built-in name or a TOML file), or machines by name, or facts that were measured. Nothing
-    is run. Figures of the catalogue are data sheets × an assumed utilisation: `potluck probe` measures.
+    The fleet is a RIG (a built-in name or a TOML file), or machines by name, facts that were measured, or both.
+    Nothing is run. Figures of the catalogue are data sheets × an assumed utilisation: `potluck probe` measures.
 
     \b
     Examples:
@@ -80,6 +80,7 @@ def plan(rig: str | None, sweep: str | None, plot: Path | None, guests: int | No
       potluck plan desk-and-mac --sweep link_mbit=10:10000 --plot pays.png
       potluck plan --machine a=H100,link=10GbE --machine b=H100,link=10GbE --guests 1024
       potluck plan --facts facts.json --json
+      potluck plan --facts desk.json --machine "mac=M2,link=1GbE"     before you fetch the Mac
     """
     if flags["catalogue"]:
         _catalogue(flags["as_json"])
@@ -113,7 +114,7 @@ def _plan(given: Given, job: Job, strategies: tuple[str, ...]) -> tuple[dict[str
     from potluck.report.plan_table import plan_lines
 
     found = advice.plan(job, given.fleet, strategies, given.assumptions)
-    return found.to_dict(), plan_lines(found, screen.columns())
+    return found.to_dict(), plan_lines(found, screen.columns(), whole=not sys.stdout.isatty())
 
 
 def _save(path: Path, table: dict[str, Any]) -> None:
@@ -163,11 +164,11 @@ def _check_plot(plot: Path, sweep: str | None) -> None:
 
 
 def _given(rig: str | None, flags: dict[str, Any]) -> tuple[Given, Job]:
-    """The fleet and the job, from exactly one of a rig, machines and facts."""
+    """The fleet and the job: from a rig, or from machines, facts or both."""
     ways = [
         name for name, way in (("RIG", rig), ("--machine", flags["machines"]), ("--facts", flags["facts"])) if way
     ]
-    if len(ways) != 1:
+    if len(ways) != 1 and ways != ["--machine", "--facts"]:
         what = f"both {' and '.join(ways)}" if ways else "nothing to plan for"
         raise ConfigError(what, hint='give a RIG, or --machine "desk=RTX 4070", or --facts FILE; see --help')
     if flags["codec"] is not None:
@@ -203,10 +204,13 @@ def _of_machines(flags: dict[str, Any]) -> tuple[Given, Job]:
     model = models.find(flags["model"] or _DEFAULT_MODEL, flags["sequence"])
     batch = models.batch_of(model, flags["batch_tokens"], flags["batch"])
     job = model.job(batch, flags["codec"] or "int4", flags["bytes_"] or 4.0)
-    if flags["machines"]:
-        return inputs.from_words(flags["machines"], model, flags["precision"]), job
+    words, precision = flags["machines"], flags["precision"]
     tables = [(str(path), _read(path)) for path in flags["facts"]]
-    return inputs.from_facts(tables, model, flags["precision"]), job
+    if not tables:
+        return inputs.from_words(words, model, precision), job
+    if not words:
+        return inputs.from_facts(tables, model, precision), job
+    return inputs.from_both(tables, words, model, precision), job
 
 
 def _read(path: Path) -> Any:

@@ -16,6 +16,8 @@ from potluck.spec import about
 from potluck.spec.fleet import (
     DDP,
     DDP_BALANCED,
+    DDP_BF16,
+    DDP_INT8,
     DDP_OVERLAP,
     FSDP,
     POTLUCK,
@@ -28,6 +30,10 @@ from potluck.spec.fleet import (
     Prediction,
 )
 
+NOTHING_TO_SHARE = (
+    'one machine: nothing to share. Add a second: --machine "mac=M2,link=1GbE", or --facts with the file of '
+    "`potluck probe` there"
+)
 WORTH = 1.02
 """Below this nobody should bother."""
 LEVER_WORTH = 1.005
@@ -142,7 +148,7 @@ def _batch(job: Job, times: int) -> str:
 def verdict(job: Job, fleet: Fleet, rows: Sequence[Prediction], ours: Prediction, found: Sequence[Lever]) -> str:
     """Is it worth it? In one or two sentences."""
     if not fleet.guests:
-        return "one machine: nothing to share"
+        return NOTHING_TO_SHARE
     helping = [g.name for g in fleet.guests if ours.shares[g.name]]
     same = [row for row in rows if row.strategy in (DDP, DDP_BALANCED, DDP_OVERLAP, ZERO, FSDP) and row.fits]
     best = max(same, key=lambda row: row.speedup, default=ours)
@@ -152,6 +158,7 @@ def verdict(job: Job, fleet: Fleet, rows: Sequence[Prediction], ours: Prediction
     balanced = next((row for row in rows if row.strategy == DDP_BALANCED), None)
     if ours.speedup >= WORTH and balanced is not None and balanced.speedup < 1:
         text += f". With DDP, even balanced by hand, it would be slower than alone: {balanced.speedup:.2f}×"
+        text += _packed(rows, balanced)
     if not ours.fits:
         text += f". But it {ours.note}"
     thin = [g for g in fleet.guests if least_batch(job, fleet, g) > job.batch]
@@ -160,6 +167,17 @@ def verdict(job: Job, fleet: Fleet, rows: Sequence[Prediction], ours: Prediction
         unit = "tokens" if job.tokens_per_sample > 1 else "samples"
         text += f". To hide the link a step needs about {need:,} {unit}"
     return text + "."
+
+
+def _packed(rows: Sequence[Prediction], balanced: Prediction) -> str:
+    """The DDP that comes nearest, where that is not the balanced one."""
+    near = [row for row in rows if row.strategy in (DDP_OVERLAP, DDP_BF16, DDP_INT8) and row.fits]
+    best = max(near, key=lambda row: row.speedup, default=balanced)
+    return (
+        f"; the best of its variants, {best.strategy}: {best.speedup:.2f}×"
+        if best.speedup > balanced.speedup
+        else ""
+    )
 
 
 def _worth(fleet: Fleet, ours: Prediction, helping: Sequence[str], found: Sequence[Lever]) -> str:

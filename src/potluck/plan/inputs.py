@@ -5,6 +5,7 @@ PURE: text and tables in, a fleet out. It reads no file and predicts nothing.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,8 @@ MEMORY_PART = 0.5
 """Activations may fill this part of what is free."""
 _KEYS = ["link", "latency_ms", "micro_batch", "host"]
 _EXAMPLE = 'for example --machine "desk=RTX 4070" --machine "mac=M2,link=1GbE"'
-_SPEED = re.compile(r"^([0-9.]+(?:e-?[0-9]+)?)\s*(s/sample|tflop/?s)$", re.IGNORECASE)
+_SPEED = re.compile(r"^([0-9.]+(?:e-?[0-9]+)?)\s*(s/sample|[mgtp]flop/?s)$", re.IGNORECASE)
+_SCALES = {"m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +104,8 @@ def _machine(name: str, device: str, model: Model, precision: str) -> tuple[Flee
         value = 0.0
     if not 1e-9 <= value <= 1e9:
         raise ConfigError(f"machine {name!r}: its speed is {device!r}", hint="for example 20TFLOPS or 0.6s/sample")
-    flops = value * 1e12 if "flop" in speed[2].lower() else model.flops_per_sample / value
+    unit = speed[2].lower()
+    flops = value * _SCALES[unit[0]] if "flop" in unit else model.flops_per_sample / value
     return replace(of_flops(name, flops, model), device=device), ()
 
 
@@ -126,19 +129,69 @@ def of_flops(name: str, flops_per_s: float, model: Model, memory_bytes: float | 
 
 def from_facts(tables: Sequence[tuple[str, Any]], model: Model, precision: str = "bf16") -> Given:
     """The fleet of facts files, (where, content): what was measured, else the catalogue by the device's name."""
+    return _fleet(_found(tables, model, precision))
+
+
+def from_both(
+    tables: Sequence[tuple[str, Any]], words: Sequence[str], model: Model, precision: str = "bf16"
+) -> Given:
+    """Facts and, beside them, machines in words: those one does not have yet. The host is one that was measured.
+
+    Both speeds are effective FLOP/s while training; only one of them is an assumption, and that is said.
+    """
+    found = _found(tables, model, precision)
+    named = [_from_word(word, model, precision) for word in words]
+    if not any(one.host for one in (*found, *named)):
+        host = max(found, key=lambda one: one.machine.samples_per_s)
+        found = [replace(one, host=one is host) for one in found]
+    names = " and ".join(one.machine.name for one in named if one.assumed)
+    beside = f"{names} by the catalogue beside what was measured: believe no small difference" if names else ""
+    given = _fleet([*found, *named])
+    return replace(given, assumptions=(*given.assumptions, *filter(None, [beside])))
+
+
+def _found(tables: Sequence[tuple[str, Any]], model: Model, precision: str) -> list[_Named]:
+    """The machines of all files, each once, no two of one name."""
     found: list[_Named] = []
+    visits: dict[str, bool] = {}
     for where, table in tables:
         if not isinstance(table, Mapping):
             raise UserError(f"{where} holds no facts", hint="make them with: potluck probe, potluck doctor --save")
         measured = {m.name: m for m in from_list(table.get("measured") or [], where)}
         seen = [side for key in ("here", "there") if isinstance(side := table.get(key), Mapping)]
         names = [side["name"] for side in seen if isinstance(side.get("name"), str)]
-        found += [_from_measured(m, model, where) for m in measured.values()]
-        found += [_from_found(side, model, precision, where) for side in seen if side.get("name") not in measured]
+        ours = [_from_measured(m, model, where) for m in measured.values()]
+        ours += [_from_found(side, model, precision, where) for side in seen if side.get("name") not in measured]
         if not measured and not names:
             raise UserError(f"{where} names no machine", hint="make it with: potluck probe, potluck doctor --save")
-    unique = {named.machine.name: named for named in reversed(found)}  # the first word about a machine counts
-    return _fleet([named for named in found if unique.get(named.machine.name) is named])
+        visit = len(ours) > 1
+        for named in ours:
+            name = named.machine.name
+            twin = next((one for one in found if one.machine.name == name), None)
+            if twin is not None and _is_same(twin, named, visit or visits[name]):
+                continue  # the first word about a machine counts
+            if twin is not None:
+                named = _renamed(named, {one.machine.name for one in found}, where)
+            visits[named.machine.name] = visit
+            found.append(named)
+    return found
+
+
+def _is_same(one: _Named, other: _Named, visit: bool) -> bool:
+    """Two of one name: a host that was measured with each of its guests is one machine, two lone machines are not.
+
+    No file has an id of the machine. In a visit the same device and memory must do; of two files about one
+    machine each nobody gives both, unless they are two machines (or twice the same file).
+    """
+    a, b = one.machine, other.machine
+    return (a.device, a.memory_bytes) == (b.device, b.memory_bytes) if visit else a == b
+
+
+def _renamed(named: _Named, taken: set[str], where: str) -> _Named:
+    name = named.machine.name
+    new = next(text for n in itertools.count(2) if (text := f"{name}-{n}") not in taken)
+    words = f"{where}: a second machine is called {name}, so here it is {new} (`potluck probe --name` names it)"
+    return replace(named, machine=replace(named.machine, name=new), assumed=(*named.assumed, words))
 
 
 def _from_measured(measured: Measured, model: Model, where: str) -> _Named:

@@ -57,14 +57,19 @@ LINKS: dict[str, LinkSheet] = {
 }
 _OTHER_NAMES = {"gigabit": "1GbE", "ethernet": "1GbE", "tb4": "Thunderbolt 4", "usb4": "Thunderbolt 4"}
 _OTHER_NAMES |= {"tb5": "Thunderbolt 5", "400g": "400G RoCE", "400gbe": "400G RoCE", "wifi": "Wi-Fi 5"}
-_RATE = re.compile(r"^([0-9.]+)([kmg]?)bit(?:/s|ps)?$")
+_RATE = re.compile(r"^([0-9.+-]+)([kmg]?)bit(?:/s|ps)?$")
+_SHORT = re.compile(r"^([0-9.]+)([kKmMgG]?)(B(?:/s|ps)?|[bB](?:/s|ps|PS)?)$")
+"""A rate as the shops write it: whether bits or bytes are meant is asked, not guessed."""
 
 
 def find(name: str) -> LinkSheet:
     """The link of this name, however it is spaced and cased; or of a rate, "300Mbit", taken as payload."""
-    wanted = re.sub(r"[\s_-]", "", name.lower())
-    if (rate := _RATE.match(wanted)) is not None:
+    close = re.sub(r"\s", "", name)
+    if (rate := _RATE.match(close.lower())) is not None:
         return _of_rate(name, rate)
+    if (short := _SHORT.match(close)) is not None:
+        raise ConfigError(f"there is no link {name!r}", hint=f"did you mean {_in_bits(short)}?")
+    wanted = re.sub(r"[_-]", "", close.lower())
     known = {re.sub(r"[\s_-]", "", link.lower()): link for link in LINKS} | _OTHER_NAMES
     if wanted in known:
         return LINKS[known[wanted]]
@@ -83,6 +88,15 @@ def _of_rate(name: str, rate: re.Match[str]) -> LinkSheet:
     if not LEAST_MBIT <= mbit <= MOST_MBIT:
         raise ConfigError(f"a link of {name!r}", hint="rates are from 1kbit to 10000Gbit, for example 300Mbit")
     return of_mbit(mbit)
+
+
+def _in_bits(short: re.Match[str]) -> str:
+    """5Mbps -> 5Mbit, 5MB/s -> 40Mbit."""
+    unit = {"k": "k", "m": "M", "g": "G", "": ""}[short[2].lower()] + "bit"
+    try:
+        return f"{8 * float(short[1]):g}{unit}" if short[3] in ("B", "B/s", "Bps") else f"{short[1]}{unit}"
+    except ValueError:
+        return "300Mbit"
 
 
 def of_mbit(mbit: float) -> LinkSheet:

@@ -29,12 +29,21 @@ MOST_POINTS = 400
 MOST_SWEPT_GUESTS = 256
 """Of a sweep, whose shares are whole samples; `--guests` goes further."""
 PAYS = 1.02
+CROWDED = 0.99
+"""Of the best speed-up: who has less with more guests has too many."""
+_SUFFIXES = {"k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
 HALVINGS = 20
 _LIMITS = {
     "link_mbit": (1e-2, 1e7),
     "guests": (1, MOST_SWEPT_GUESTS),
     "batch_tokens": (1, 1e10),
     "parameters": (1e3, 1e13),
+}
+_EXAMPLES = {
+    "link_mbit": "10:10000",
+    "guests": "1:64",
+    "batch_tokens": "64k:4M",
+    "parameters": "1M:10B",
 }
 
 
@@ -69,20 +78,22 @@ class Sweep:
     points: tuple[Point, ...]
     pays_from: float | None
     """The value from which on potluck is worth it (1.02×); None: nowhere in between."""
+    crowded_from: float | None = None
+    """Of guests: the number beyond which potluck becomes slower; None: none within these."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def parse(word: str) -> Span:
-    """link_mbit=10:10000, or with the number of points link_mbit=10:10000:40."""
+    """link_mbit=10:10000, parameters=1M:10B, or with the number of points link_mbit=10:10000:40."""
     variable, equals, rest = word.partition("=")
     variable = variable.strip().replace("-", "_")
     if variable not in VARIABLES:
         raise ConfigError(f"nothing called {variable!r} can be swept", hint=nearest(variable, list(VARIABLES)))
-    example = f"for example {variable}={'10:10000' if variable == 'link_mbit' else '1:64'}"
+    example = f"for example {variable}={_EXAMPLES[variable]}"
     try:
-        numbers = [float(part) for part in rest.split(":")]
+        numbers = [_number(part) for part in rest.split(":")]
     except ValueError:
         numbers = []
     if not equals or len(numbers) not in (2, 3) or not all(math.isfinite(n) for n in numbers):
@@ -99,6 +110,12 @@ def parse(word: str) -> Span:
     return Span(variable=variable, first=first, last=last, points=points)
 
 
+def _number(word: str) -> float:
+    word = word.strip().lower()
+    times = _SUFFIXES.get(word[-1:], 1.0)
+    return float(word[:-1] if times > 1 else word) * times
+
+
 def sweep(job: Job, fleet: Fleet, span: Span, strategies: Sequence[str] = ()) -> Sweep:
     """The strategies at each value."""
     names = [name for name in strategies or STRATEGIES if name != "solo"] or list(STRATEGIES)
@@ -107,7 +124,7 @@ def sweep(job: Job, fleet: Fleet, span: Span, strategies: Sequence[str] = ()) ->
     if pays_from is not None and all(point.value != pays_from for point in points):
         between = _point(job, fleet, span.variable, pays_from, names)
         points = tuple(sorted((*points, between), key=lambda point: point.value))
-    return Sweep(span=span, points=points, pays_from=pays_from)
+    return Sweep(span=span, points=points, pays_from=pays_from, crowded_from=_crowded_from(span, points))
 
 
 def changed(job: Job, fleet: Fleet, variable: str, value: float) -> tuple[Job, Fleet]:
@@ -136,6 +153,15 @@ def _point(job: Job, fleet: Fleet, variable: str, value: float, strategies: Sequ
         speedup={name: row.speedup for name, row in rows.items()},
         step_s={name: row.step_s for name, row in rows.items()},
     )
+
+
+def _crowded_from(span: Span, points: Sequence[Point]) -> float | None:
+    """The number of guests with the best speed-up, where more of them have less: the hub turns nobody away."""
+    swept = [point for point in points if POTLUCK in point.speedup]
+    if span.variable != "guests" or not swept:
+        return None
+    best = max(swept, key=lambda point: point.speedup[POTLUCK])
+    return best.value if swept[-1].speedup[POTLUCK] < CROWDED * best.speedup[POTLUCK] else None
 
 
 def _pays_from(job: Job, fleet: Fleet, span: Span, points: Sequence[Point]) -> float | None:

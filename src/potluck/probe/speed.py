@@ -5,11 +5,13 @@ Owns what is timed and for how long. It must not know any vendor, nor what the f
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 
@@ -34,6 +36,8 @@ MOST_MEMORY_PART = 0.125
 """Of what is free, for a measurement's own tensors."""
 MOST_SAMPLES = 64
 LEAST_RUNS = 3
+BUSY = 1.0
+"""Programs that want a core, for each core there is: with more the figures are not this device's."""
 
 Progress = Callable[[str], None]
 
@@ -49,6 +53,7 @@ class Training:
 
 def measure(device: Device, training: Training, name: str, seconds: float, progress: Progress) -> DeviceSpeed:
     """Everything about a device, in some such time; making the model and its data come on top."""
+    busy = busy_note(psutil.getloadavg()[0], psutil.cpu_count() or 1)  # now: measuring is a load, too
     progress(f"preparing {training.recipe.name}")
     trained = _trained(device, training, TRAINING_PART * seconds, progress)
     rates = {}
@@ -71,8 +76,19 @@ def measure(device: Device, training: Training, name: str, seconds: float, progr
         memory_bytes=memory.total_bytes,
         memory_free_bytes=memory.free_bytes,
         matmul_flops_per_s=rates,
+        note=busy,
         **copies,
         **trained,
+    )
+
+
+def busy_note(load: float, cores: int) -> str:
+    """A word about other programs, where they had more to do in the last minute than this machine has cores."""
+    if load <= BUSY * cores:
+        return ""
+    of = f"{cores} core{'s' * (cores > 1)}"
+    return (
+        f"this machine is busy (load {load:.{0 if load >= 9.95 else 1}f} on {of}): measure again when it is quiet"
     )
 
 
@@ -99,7 +115,7 @@ def _trained(device: Device, training: Training, seconds: float, progress: Progr
     trainer = _Trainer(device, recipe, config, model, batch)
     progress(f"training {recipe.name}")
     try:
-        per_sample, saved = _timed(trainer, micro, seconds)
+        per_sample, variation, saved = _timed(trainer, micro, seconds)
     except torch.OutOfMemoryError:
         raise ConfigError(
             f"this model does not fit into the memory of {device.label}", hint="a smaller one: --depth, --sequence"
@@ -116,6 +132,7 @@ def _trained(device: Device, training: Training, seconds: float, progress: Progr
         "sequence": sequence,
         "parameters": parameters,
         "samples_per_s": 1 / per_sample,
+        "samples_variation": variation,
         "flops_per_s": flops / per_sample,
         "micro_batch": micro.size(),
         "saved_bytes_per_sample": saved or None,
@@ -137,8 +154,8 @@ class _Trainer:
         return self._device.end()
 
 
-def _timed(trainer: _Trainer, micro: MicroBatch, seconds: float) -> tuple[float, float]:
-    """Seconds a sample at the size that is best, and bytes kept for a sample's backward."""
+def _timed(trainer: _Trainer, micro: MicroBatch, seconds: float) -> tuple[float, float | None, float]:
+    """Seconds a sample at the size that is best, how they vary, and bytes kept for a sample's backward."""
     saved = 0.0
     times: dict[int, list[float]] = {}
     end = time.monotonic() + seconds
@@ -162,7 +179,12 @@ def _timed(trainer: _Trainer, micro: MicroBatch, seconds: float) -> tuple[float,
     settled = times.get(micro.size()) or [took / size]
     # The mean of the faster half: another program's turn on a core is not this device's speed.
     best = sorted(settled)[: max(1, (len(settled) + 1) // 2)]
-    return sum(best) / len(best), saved
+    return sum(best) / len(best), spread(settled), saved
+
+
+def spread(values: Sequence[float]) -> float | None:
+    """Standard deviation ÷ mean; None of too few."""
+    return statistics.pstdev(values) / statistics.fmean(values) if len(values) >= LEAST_RUNS else None
 
 
 def _first(batch: Any, samples: int) -> Any:

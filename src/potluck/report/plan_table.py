@@ -5,6 +5,7 @@ Plans in, lines out. It predicts nothing.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from potluck.plan.devices import DEVICES
@@ -15,24 +16,22 @@ from potluck.plan.sweep import Sweep
 from potluck.report.line import Line
 from potluck.report.screen import paragraph
 from potluck.report.text import clean
-from potluck.spec.fleet import POTLUCK, SOLO, STRATEGIES, Fleet, Plan, Prediction
+from potluck.spec.fleet import POTLUCK, SOLO, STRATEGIES, Fleet, FleetMachine, Plan, Prediction
 from potluck.units import UNKNOWN, bits_text, bytes_text, count_text, percent_text, rate_text, seconds_text
 
 _LABEL, _BEST = "dim", "bold green"
 _GAP, _INDENT = 2, 14
 _MOST_MACHINES = 8
+_LONGEST_DEVICE = 60
+_LEAST_CUT = 12
 _HEADERS = ("strategy", "s/step", "computing", "wire", "waited", "speed-up", "efficiency")
 
 
-def plan_lines(plan: Plan, width: int) -> list[Line]:
-    """Everything a plan says: the verdict first."""
-    job = plan.job
-    title = Line(clean(job.name, 40), "bold").add(
-        f"   {count_text(job.parameters)} parameters, {_batch(plan)} a step"
-    )
-    title.add(f", codec {clean(job.codec, 16)}")
-    lines = [title, Line(), *paragraph(plan.verdict, width, "bold"), Line()]
-    lines += _machines(plan, width)
+def plan_lines(plan: Plan, width: int, *, whole: bool = False) -> list[Line]:
+    """Everything a plan says: the verdict first. `whole`: the tables are as wide as they are, for a pipe."""
+    most = max(width, 80)
+    lines = [*_title(plan, most), Line(), *paragraph(plan.verdict, width, "bold"), Line()]
+    lines += _machines(plan, None if whole else most)
     lines += [Line(), *_table(plan.rows), Line()]
     lines += paragraph(
         f"speed-up {plan.ideal_speedup:.3f}, if every machine computed all the time",
@@ -47,7 +46,16 @@ def plan_lines(plan: Plan, width: int) -> list[Line]:
     lines += _levers(plan, width)
     for number, text in enumerate(plan.assumptions):
         lines += paragraph(clean(text), width, _LABEL, label="" if number else "assumed", indent=_INDENT)
-    return [line.trimmed().cropped(max(width, 80)) for line in lines]
+    return [line.trimmed() if whole else line.trimmed().cropped(most) for line in lines]
+
+
+def _title(plan: Plan, width: int) -> list[Line]:
+    job = plan.job
+    words = f"{count_text(job.parameters)} parameters, {_batch(plan)} a step, codec {clean(job.codec, 16)}"
+    title = Line(clean(job.name, 40), "bold")
+    if title.width + 3 + len(words) <= width:
+        return [title.add(f"   {words}")]
+    return [title, *paragraph(words, width)]
 
 
 def _batch(plan: Plan) -> str:
@@ -57,27 +65,61 @@ def _batch(plan: Plan) -> str:
     return f"{job.batch:,} samples"
 
 
-def _machines(plan: Plan, width: int) -> list[Line]:
-    ours = next((row for row in plan.rows if row.strategy == POTLUCK), plan.rows[-1])
-    rows = [("machine", "device", "alone", "link", "share", "memory")]
-    for machine in plan.fleet.machines[:_MOST_MACHINES]:
-        unit = "tokens" if plan.job.tokens_per_sample > 1 else "samples"
-        memory = bytes_text(ours.memory_bytes[machine.name])
-        if machine.memory_bytes is not None:
-            memory += f" of {bytes_text(machine.memory_bytes)}"
-        rows.append(
-            (
-                clean(machine.name, 24) + (" (host)" if machine is plan.fleet.host else ""),
-                clean(machine.device, 24) or UNKNOWN,
-                rate_text(machine.samples_per_s * plan.job.tokens_per_sample, unit),
-                clean(machine.link, 20) or _rate(machine.link_bytes_per_s),
-                f"{ours.shares[machine.name]:,}" if ours.shares[machine.name] else "sits out",
-                memory,
-            )
-        )
-    lines = _grid(rows, right={2, 4, 5}, best=None)
+def _machines(plan: Plan, width: int | None) -> list[Line]:
+    """A row for each machine, in shorter words where the long ones are too wide; None: as wide as it is."""
+    right = {2, 4, 5}
+    rows = [_machine(plan, machine, short=False) for machine in plan.fleet.machines[:_MOST_MACHINES]]
+    cells = [("machine", "device", "alone", "link", "share", "memory"), *rows]
+    if width is not None and _grid_width(cells) > width:
+        rows = [_machine(plan, machine, short=True) for machine in plan.fleet.machines[:_MOST_MACHINES]]
+        unit = "tokens/s" if plan.job.tokens_per_sample > 1 else "samples/s"
+        cells = [("machine", "device", unit, "link", "share", "memory"), *rows]
+        for column in (1, 0):  # a device's name says much with its beginning, and a machine's enough
+            cells = _narrowed(cells, column, _grid_width(cells) - width)
+    lines = _grid(cells, right=right, best=None)
     more = len(plan.fleet.machines) - _MOST_MACHINES
     return [*lines, Line(f"and {more} more", _LABEL)] if more > 0 else lines
+
+
+def _machine(plan: Plan, machine: FleetMachine, *, short: bool) -> tuple[str, ...]:
+    ours = next((row for row in plan.rows if row.strategy == POTLUCK), plan.rows[-1])
+    unit = "tokens" if plan.job.tokens_per_sample > 1 else "samples"
+    device = clean(machine.device, _LONGEST_DEVICE)
+    rate = rate_text(machine.samples_per_s * plan.job.tokens_per_sample, unit)
+    return (
+        clean(machine.name, 24) + (" (host)" if machine is plan.fleet.host else ""),
+        (_plain_device(device) if short else device) or UNKNOWN,
+        rate.removesuffix(f"{unit}/s").strip() if short else rate,
+        clean(machine.link, 20) or _rate(machine.link_bytes_per_s),
+        f"{ours.shares[machine.name]:,}" if ours.shares[machine.name] else "sits out",
+        _memory(ours.memory_bytes[machine.name], machine.memory_bytes, short=short),
+    )
+
+
+def _memory(needed: float, there: float | None, *, short: bool) -> str:
+    """5.7 GB of 8.3 GB, or 5.7 of 8.3 GB."""
+    if there is None:
+        return bytes_text(needed)
+    a, b = bytes_text(needed), bytes_text(there)
+    if short and a.split()[-1] == b.split()[-1]:
+        a = a.split()[0]
+    return f"{a} of {b}"
+
+
+def _plain_device(name: str) -> str:
+    """A device's name without what says nothing: marks, "Processor", its clock."""
+    return " ".join(re.sub(r"\((?:R|TM)\)|\b(?:CPU|Processor|GeForce|NVIDIA)\b|@.*$", " ", name).split()) or name
+
+
+def _narrowed(rows: Sequence[tuple[str, ...]], column: int, excess: int) -> list[tuple[str, ...]]:
+    """The rows with one column narrower by so much, or by as much as leaves it readable."""
+    now = max(len(row[column]) for row in rows)
+    most = max(min(now, _LEAST_CUT), now - max(0, excess))
+    return [(*row[:column], clean(row[column], most), *row[column + 1 :]) for row in rows]
+
+
+def _grid_width(rows: Sequence[Sequence[str]]) -> int:
+    return sum(max(len(row[i]) for row in rows) for i in range(len(rows[0]))) + _GAP * (len(rows[0]) - 1)
 
 
 def _rate(bytes_per_s: float | None) -> str:
@@ -145,7 +187,19 @@ def sweep_lines(sweep: Sweep, width: int) -> list[Line]:
         speeds = [f"{point.speedup[name]:.2f}×" if name in point.speedup else UNKNOWN for name in names]
         rows.append((value_text(variable, point.value), *speeds, f"{point.ideal:.2f}×"))
     lines = _grid(rows, right=set(range(len(rows[0]))), best=None)
-    return [*lines, Line(), *paragraph(pays_text(sweep), width, "bold")]
+    lines += [Line(), *paragraph(pays_text(sweep), width, "bold")]
+    return lines + (paragraph(_crowded(sweep), width) if sweep.crowded_from is not None else [])
+
+
+def _crowded(sweep: Sweep) -> str:
+    """Why more guests are slower here, and not with --guests."""
+    best = next(point for point in sweep.points if point.value == sweep.crowded_from)
+    count = value_text("guests", best.value)
+    return (
+        f"{best.speedup[POTLUCK]:.2f}× with {count} guest{'s' * (best.value > 1)} is the best: the host lets in "
+        "everybody who has a sample to compute, and they crowd its link. Leave the others out; `--guests N` counts "
+        "with the best number only."
+    )
 
 
 def strategies_of(sweep: Sweep) -> list[str]:
@@ -154,7 +208,7 @@ def strategies_of(sweep: Sweep) -> list[str]:
 
 
 def pays_text(sweep: Sweep) -> str:
-    unit = UNITS[sweep.span.variable]
+    unit = "guest" if (sweep.span.variable, sweep.pays_from) == ("guests", 1) else UNITS[sweep.span.variable]
     if sweep.pays_from is None:
         return "it pays nowhere in between: potluck stays under 1.02×"
     value = value_text(sweep.span.variable, sweep.pays_from)
@@ -184,7 +238,10 @@ def scale_lines(scale: Scale, fleet: Fleet, width: int) -> list[Line]:
     words = scale.words[0].upper() + scale.words[1:] + "."
     grid = _grid(rows, right=set(range(len(rows[0]))), best=None)
     notes = paragraph(
-        "helping: guests that one hub uses at best; 2^6: hubs of 2 guests each, 6 levels", width, _LABEL
+        "helping: guests with whom one hub is fastest, and of whom it counts; leave the others out yourself: the "
+        "host lets in everybody who has a sample to compute. 2^6: hubs of 2 guests each, 6 levels",
+        width,
+        _LABEL,
     )
     return [title, Line(), *grid, Line(), *paragraph(words, width, "bold"), *notes]
 

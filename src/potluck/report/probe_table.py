@@ -65,7 +65,7 @@ def device_lines(speed: DeviceSpeed, width: int) -> Iterator[Line]:
         yield from paragraph(clean(speed.reason), width, _LABEL, indent=_INDENT)
     if speed.samples_per_s:
         flops = f" ({count_text(speed.flops_per_s)}FLOP/s)" if speed.flops_per_s else ""
-        yield from _row("training", _training(speed) + flops, width)
+        yield from _row("training", _training(speed, spread=True) + flops, width)
     if speed.micro_batch:
         yield from _row("micro-batch", _micro_batch(speed), width)
     if speed.matmul_flops_per_s:
@@ -79,14 +79,21 @@ def device_lines(speed: DeviceSpeed, width: int) -> Iterator[Line]:
     if speed.to_device_bytes_per_s or speed.from_device_bytes_per_s:
         there, back = (bytes_text(rate) for rate in (speed.to_device_bytes_per_s, speed.from_device_bytes_per_s))
         yield from _row("copies", f"to the device {there}/s, from it {back}/s", width)
+    if speed.note:
+        yield from _note(speed.note, width)
 
 
 def _row(label: str, text: str, width: int) -> list[Line]:
     return paragraph(clean(text), width, label=f"  {label}", label_style=_LABEL, indent=_INDENT)
 
 
-def _training(speed: DeviceSpeed) -> str:
-    return f"{rate_text(speed.samples_per_s, 'samples')} of {clean(speed.training, 60)}"
+def _note(text: str, width: int) -> list[Line]:
+    return paragraph(clean(text), width, "yellow", label="  note", label_style="yellow", indent=_INDENT)
+
+
+def _training(speed: DeviceSpeed, *, spread: bool = False) -> str:
+    varied = f" ± {percent_text(speed.samples_variation)}" if spread and speed.samples_variation is not None else ""
+    return f"{rate_text(speed.samples_per_s, 'samples')}{varied} of {clean(speed.training, 60)}"
 
 
 def _micro_batch(speed: DeviceSpeed) -> str:
@@ -132,7 +139,7 @@ def _path(path: Path, probed: Probed, width: int) -> Iterator[Line]:
         yield Line()
         yield from _rates(ways)
     for note in path.notes:
-        yield from paragraph(clean(note), width, "yellow", label="  note", label_style="yellow", indent=_INDENT)
+        yield from _note(note, width)
 
 
 def _round_trips(trips: RoundTrips) -> str:

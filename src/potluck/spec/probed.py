@@ -33,6 +33,8 @@ class DeviceSpeed:
     parameters: int | None = None
     samples_per_s: float | None = None
     """Forward and backward, at the micro-batch that was fastest."""
+    samples_variation: float | None = None
+    """Standard deviation ÷ mean over all the runs at that size."""
     flops_per_s: float | None = None
     """The same in effective FLOP/s."""
     micro_batch: int | None = None
@@ -48,6 +50,8 @@ class DeviceSpeed:
     """Read and written, by one large copy within the device's memory."""
     to_device_bytes_per_s: float | None = None
     from_device_bytes_per_s: float | None = None
+    note: str = ""
+    """Why these figures are not to be believed, where that is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
