@@ -18,6 +18,7 @@ from potluck.cli._app import Settings
 from potluck.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
+    from potluck.doctor.log import Part
     from potluck.probe.host import Wanted
     from potluck.spec.facts import Case, Facts
     from potluck.spec.finding import LogReading
@@ -75,7 +76,8 @@ def doctor(settings: Settings, /, target: str | None, **flags: Any) -> int:
       potluck doctor --parameters 124M --cluster cluster.toml --save facts.json
     """
     _check_flags(target, flags)
-    flags["reading"] = _reading(flags["log"]) if flags["log"] is not None else None
+    # Read before anything slow: a slip of the hand is told at once.
+    flags["read"] = _log_parts(flags["log"]) if flags["log"] is not None else None
     if flags["facts"] is not None:
         case = _recorded(flags["facts"])
         return _finish(case, flags)
@@ -162,19 +164,28 @@ def _recorded(path: Path) -> Case:
         ) from None
 
 
-def _reading(path: Path) -> LogReading:
-    """What the log of a failed run tells; - is standard input."""
+def _log_parts(path: Path) -> tuple[list[Part], int]:
+    """The log of a failed run; - is standard input."""
     from potluck.cli._log_file import read_parts
+
+    return read_parts(path)
+
+
+def _reading(case: Case, flags: dict[str, Any]) -> LogReading | None:
+    """What the log of a failed run tells."""
     from potluck.doctor.log import read_log
 
-    parts, left_out = read_parts(path)
-    return read_log(parts, "stdin" if str(path) == "-" else str(path), left_out)
+    if flags["read"] is None:
+        return None
+    parts, left_out = flags["read"]
+    name = "stdin" if str(flags["log"]) == "-" else str(flags["log"])
+    return read_log(parts, name, left_out, cores=case.here.cpu.physical)
 
 
 def _finish(case: Case, flags: dict[str, Any]) -> int:
     from potluck.doctor import examine
 
-    diagnosis = dataclasses.replace(examine(case), log=flags["reading"])
+    diagnosis = dataclasses.replace(examine(case), log=_reading(case, flags))
     if flags["save"] is not None:
         _save(flags["save"], case)
     if flags["as_json"]:
