@@ -24,6 +24,7 @@ from potluck.probe.link_server import LinkServer
 from potluck.probe.meeting import Listener, meet
 from potluck.probe.system import System
 from potluck.spec.facts import Case, Facts, Torch
+from potluck.spec.probed import DeviceSpeed, Probed
 from potluck.train import checkpoint_folder
 from potluck.wire.frames import PROTOCOL
 from potluck.wire.keys import new_keys
@@ -304,6 +305,11 @@ def test_bad_input_is_an_error_without_a_traceback(tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text("{}")
     keys = new_keys()
     token = encode(Token(addresses=("127.0.0.1",), port=9, host_public=keys.public, guest_secret=keys.guest_secret))
+    (tmp_path / "run.log").write_text("step 1\n")
+    speed = Probed(here=DeviceSpeed(name="tower"))
+    (tmp_path / "probe.json").write_text(json.dumps(speed.to_dict()))
+    (tmp_path / "runs" / "b").mkdir(parents=True)
+    (tmp_path / "runs" / "b" / "manifest.json").write_text("{}")
     for arguments, words in (
         (["--facts", "bad.json"], "format None"),
         (["--facts", "none.json"], "cannot read"),
@@ -317,6 +323,12 @@ def test_bad_input_is_an_error_without_a_traceback(tmp_path: Path) -> None:
         (["tower:99999"], "not a port"),
         (["--parameters", "many"], "no number of parameters"),
         (["--run", "none"], "no run folder"),
+        (["--run", "."], "is no run folder: it has none of manifest.json"),
+        (["--run", "runs"], "potluck doctor --run runs/b"),
+        (["--facts", "probe.json"], "this file is a probe's"),
+        (["run.log"], "potluck doctor --error run.log"),
+        (["--error", "run.log", "bad.json"], "--error takes one log"),
+        ([""], "the address is empty"),
         (["--cluster", "none.toml"], "cannot be read"),
         (["--token-file", "none"], "cannot read a token"),
     ):

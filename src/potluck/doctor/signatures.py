@@ -188,9 +188,10 @@ CONNECTING: tuple[Signature, ...] = (
             r"(?:EADDRINUSE|address already in use|WinError 10048)"
         ),
         what="the port ({port}) is taken: by an earlier run that is still there, or by somebody else's",
-        breaks="torchrun and init_process_group cannot start (29500 is everybody's default)",
+        breaks="the start of whoever was told this port: by --master-port, MASTER_PORT or --rdzv-endpoint. "
+        "torchrun over several machines takes 29500 where it is told none",
         fix="potluck doctor --port {port}   (who has it, and what is left of earlier runs?)\n"
-        "torchrun --rdzv-backend c10d --rdzv-endpoint localhost:0 …   (one machine: a free port)",
+        "torchrun --standalone --nproc-per-node N …   (one machine, no --master-port: a free port is taken)",
         potluck="takes a free port by default, and a guest ends itself when its host or its terminal is gone",
         pains=(9, 19),
     ),
