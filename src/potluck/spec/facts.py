@@ -281,7 +281,7 @@ class Between:
     handshake: str = ""
     """"" (not tried), ok, or what went wrong."""
     partner: str = ""
-    """doctor, host, silent (connected, but it does not answer), or "" (not connected)."""
+    """doctor, host, probe, silent (connected, but it does not answer), or "" (not connected)."""
     partner_versions: Mapping[str, str] = field(default_factory=dict)
     transfers: tuple[Transfer, ...] = ()
     paths: tuple[Path, ...] = ()
