@@ -19,11 +19,14 @@ import pytest
 from zmq.utils import garbage
 
 from potluck.doctor import examine
+from potluck.errors import RefusedError
+from potluck.hub.link import GuestLink
 from potluck.probe import names, ways
 from potluck.probe.link_server import LinkServer
 from potluck.probe.meeting import Listener, meet
 from potluck.probe.system import System
 from potluck.spec.facts import Case, Facts, Torch
+from potluck.spec.probed import DeviceSpeed, Probed
 from potluck.train import checkpoint_folder
 from potluck.wire.frames import PROTOCOL
 from potluck.wire.keys import new_keys
@@ -91,6 +94,43 @@ def listening(facts: Facts) -> Iterator[Token]:
 def met(token: Token, facts: Facts) -> Case:
     between, there = meet(facts, token, System(), lambda words: None)
     return Case(here=facts, there=there, between=between)
+
+
+def test_tokens_of_the_wrong_kind_are_told() -> None:
+    keys = new_keys()
+    door = HostSocket(bind="127.0.0.1", port=0, keys=keys)
+    server = LinkServer(door, "127.0.0.1", DeviceSpeed(name="there"))
+    token = Token(addresses=("127.0.0.1",), port=door.port, host_public=keys.public, guest_secret=keys.guest_secret)
+    stop = threading.Event()
+
+    def serve() -> None:
+        while not stop.is_set():
+            server.serve(0.05)
+        server.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        case = met(token, linux("here"))
+        assert case.between is not None
+        assert case.between.partner == "probe"
+        assert [f.code for f in examine(case).findings] == ["probe-answers"]
+        assert "potluck probe --listen" in refusal(token)
+    finally:
+        stop.set()
+        door.wake()
+        thread.join(10)
+    with listening(linux("there")) as another:
+        assert "potluck doctor --listen" in refusal(another)
+
+
+def refusal(token: Token) -> str:
+    """What a guest hears that wants to join there."""
+    link = GuestLink(token, {"name": "guest"})
+    with pytest.raises(RefusedError) as caught:
+        link.connect(20.0)
+    assert "potluck host" in (caught.value.hint or "")
+    return caught.value.what
 
 
 def test_two_sides_exchange_facts_and_try_both_ways() -> None:
@@ -304,6 +344,11 @@ def test_bad_input_is_an_error_without_a_traceback(tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text("{}")
     keys = new_keys()
     token = encode(Token(addresses=("127.0.0.1",), port=9, host_public=keys.public, guest_secret=keys.guest_secret))
+    (tmp_path / "run.log").write_text("step 1\n")
+    speed = Probed(here=DeviceSpeed(name="tower"))
+    (tmp_path / "probe.json").write_text(json.dumps(speed.to_dict()))
+    (tmp_path / "runs" / "b").mkdir(parents=True)
+    (tmp_path / "runs" / "b" / "manifest.json").write_text("{}")
     for arguments, words in (
         (["--facts", "bad.json"], "format None"),
         (["--facts", "none.json"], "cannot read"),
@@ -317,6 +362,12 @@ def test_bad_input_is_an_error_without_a_traceback(tmp_path: Path) -> None:
         (["tower:99999"], "not a port"),
         (["--parameters", "many"], "no number of parameters"),
         (["--run", "none"], "no run folder"),
+        (["--run", "."], "is no run folder: it has none of manifest.json"),
+        (["--run", "runs"], "potluck doctor --run runs/b"),
+        (["--facts", "probe.json"], "this file is a probe's"),
+        (["run.log"], "potluck doctor --error run.log"),
+        (["--error", "run.log", "bad.json"], "--error takes one log"),
+        ([""], "the address is empty"),
         (["--cluster", "none.toml"], "cannot be read"),
         (["--token-file", "none"], "cannot read a token"),
     ):

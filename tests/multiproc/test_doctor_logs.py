@@ -26,9 +26,11 @@ what = sys.argv[1]
 patience = datetime.timedelta(seconds=2 if what == "uneven" else 60)
 dist.init_process_group("gloo", timeout=patience)
 rank, x = dist.get_rank(), torch.ones(4)
-for step in range(3 + (what == "uneven" and rank == 0)):
+for step in range(3 + (what in ("uneven", "fewer") and rank == 0)):
     if what == "killed" and step == 1 and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+    if what == "raises" and step == 1 and rank == 1:
+        {}["label"]
     dist.all_reduce(x)
     print("rank", rank, "step", step, "loss", float(x[0]), flush=True)
 if what == "uneven":
@@ -148,6 +150,26 @@ def test_torchrun_with_a_worker_that_is_killed_and_the_command(script: Path, tmp
     assert "cannot happen" in shown
 
 
+def test_torchrun_with_a_worker_that_raises_names_its_exception_first(script: Path) -> None:
+    reading = read_log(
+        [Part(1, decoded(torchrun(script, "raises", "--master-port", free_port()).stdout))], "run.log"
+    )
+    first, *others = reading.findings
+    assert first.code == "rank-raised"
+    assert first.what.startswith("rank 1: KeyError: 'label' (line ")
+    assert "raised in train.py, line " in first.how
+    assert {f.code for f in others} <= {"other-rank-gone", "one-failed-all-ended", "one-thread-each"}
+
+
+def test_torchrun_with_a_worker_that_has_fewer_batches_and_ends(script: Path) -> None:
+    done = torchrun(script, "fewer", "--master-port", free_port())
+    found = read_log([Part(1, decoded(done.stdout))], "run.log").findings
+    assert found[0].code == "rank-ended-early", done.stdout.decode()
+    assert "rank 0 lost another rank" in found[0].what
+    assert "with model.join():" in found[0].fix
+    assert "drop_last=True" in found[0].fix
+
+
 def test_a_port_that_is_taken(script: Path) -> None:
     with socket.create_server(("", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -198,5 +220,5 @@ def test_a_healthy_run_has_no_findings(script: Path, tmp_path: Path) -> None:
     (tmp_path / "run.log").write_bytes(done.stdout)
     status, _, shown = doctor(tmp_path, "--error", "run.log")
     assert status == (1 if "Potluck will not work" in shown else 2)
-    assert "nothing in it is known here" in shown
-    assert "TORCH_DISTRIBUTED_DEBUG=DETAIL" in shown
+    assert "no error is in it" in shown
+    assert "TORCH_DISTRIBUTED_DEBUG=DETAIL" not in shown

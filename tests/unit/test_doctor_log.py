@@ -254,7 +254,7 @@ def test_every_pain_of_the_table_that_has_a_message_is_there() -> None:
 
 def test_the_page_names_every_code() -> None:
     page = (DOCS / "troubleshooting" / "doctor.md").read_text(encoding="utf-8")
-    others = {"worker-killed", "one-failed-all-ended", "ranks-out-of-step"}
+    others = {"worker-killed", "one-failed-all-ended", "ranks-out-of-step", "rank-raised", "rank-ended-early"}
     for code in {signature.code for signature in SIGNATURES} | others:
         assert f"`{code}`" in page, code
 
@@ -297,6 +297,77 @@ def test_the_cause_comes_before_what_follows_from_it() -> None:
     crash = text.replace("-9", "1")
     assert codes(crash) == ["other-rank-gone", "one-failed-all-ended", "one-thread-each"]
     assert "rank 1 failed first, with exit code 1" in read(crash).findings[1].what
+
+
+GONE = "RuntimeError: [/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:50911."
+
+
+def trace(mark: str, last: str) -> str:
+    return f'{mark}Traceback (most recent call last):\n{mark}  File "/a/train.py", line 7, in <module>\n{mark}    f()\n{mark}{last}\n'
+
+
+def summary(*ranks: tuple[int, int]) -> str:
+    """As torchrun writes it: rank and exit code, the root cause last."""
+    entries = [
+        f"[0]:\n  host      : x\n  rank      : {r} (local_rank: 0)\n  exitcode  : {c} (pid: 1)\n" for r, c in ranks
+    ]
+    return "".join(entries[:-1]) + "Root Cause (first observed failure):\n" + entries[-1]
+
+
+@pytest.mark.parametrize(
+    "last", ["KeyError: 'label'", "AssertionError", "json.decoder.JSONDecodeError: Extra data"]
+)
+def test_what_a_rank_raised_comes_before_what_the_others_suffered(last: str) -> None:
+    for first, then in (("[rank1]: ", "[rank0]: "), ("[default1]:[rank1]: ", "[default0]:[rank0]: ")):
+        # Whoever is quicker writes first, and torchrun may see the other one end first.
+        for text in (trace(first, last) + trace(then, GONE), trace(then, GONE) + trace(first, last)):
+            for root in (1, 0):
+                found = read(OMP + text + summary((1 - root, -15), (root, 1))).findings
+                assert found[0].code == "rank-raised"
+                assert re.fullmatch(re.escape(f"rank 1: {last} (line ") + r"\d+\)", found[0].what)
+                assert "train.py, line 7" in found[0].how
+                assert found[1].code == "other-rank-gone"
+
+
+def test_what_was_caught_and_what_is_a_consequence_is_no_cause() -> None:
+    assert codes(trace("[rank0]: ", GONE)) == ["other-rank-gone"]
+    caught = trace("", "TimeoutError: trying again")
+    assert codes(caught + trace("[rank1]: ", "ValueError: x") + trace("[rank0]: ", GONE))[0] == "rank-raised"
+    assert "ValueError" in read(caught + trace("[rank1]: ", "ValueError: x") + summary((1, 1))).findings[0].what
+    assert codes(caught + trace("[rank0]: ", GONE) + summary((0, -15), (1, -9)))[0] == "worker-killed"
+    chained = trace("", "KeyError: 1") + "\nDuring handling of the above exception, another exception occurred:\n\n"
+    chained += trace("", "ValueError: the last") + summary((0, 1))
+    assert "ValueError: the last" in read(chained).findings[0].what
+
+
+def test_a_rank_that_ended_early_is_told_from_one_that_failed() -> None:
+    lost = trace("[rank0]: ", GONE)
+    assert codes(lost + summary((0, 1)))[0] == "rank-ended-early"
+    assert codes(lost + trace("[rank2]: ", GONE) + summary((2, 1), (0, 1)))[0] == "rank-ended-early"
+    for text in (
+        lost,
+        lost + summary((0, 1), (1, 3)),
+        lost + summary((1, 3), (0, 1)),
+        lost + summary((1, -11), (0, 1)),
+    ):
+        assert "rank-ended-early" not in codes(text)
+
+
+def test_an_aside_alone_is_no_known_trouble() -> None:
+    reading = read(OMP + trace("", "ValueError: no such port"))
+    assert [f.code for f in reading.findings] == ["one-thread-each"]
+    assert not reading.explained
+    assert reading.first_error.startswith("ValueError: no such port (line ")
+    assert "OMP_NUM_THREADS=6 " in read_log([Part(1, OMP)], "x", cores=6).findings[0].fix
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["Killed", "Segmentation fault (core dumped)", "run.sh: line 3: 1234 Killed   python x", "error: no disk"],
+)
+def test_the_last_word_of_a_program_is_the_first_error(line: str) -> None:
+    assert read(f"step 1\n{line}\n").first_error == f"line 2: {line}"
+    assert read("step 1 loss 2.0\nstep 2 loss 1.9\n").first_error == ""
 
 
 def test_ranks_at_different_collectives_are_told_from_one_that_hangs() -> None:

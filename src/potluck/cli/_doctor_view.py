@@ -52,20 +52,19 @@ def _log(log: LogReading, width: int, utf8: bool) -> Iterator[Line]:
     name, much = clean(log.name, 60), f"{log.lines:,} line{'s' if log.lines != 1 else ''}"
     if log.left_out_bytes:
         much += f", {bytes_text(log.left_out_bytes)} in the middle not read"
-    count = len(log.findings)
+    count = sum(finding.severity == BLOCKER for finding in log.findings)
     if not count:
-        yield from paragraph(f"{name}: nothing in it is known here ({much})", width, "bold")
-        if log.first_error:
-            yield from paragraph(clean(log.first_error), width, "", label="  first error", indent=_INDENT + 3)
-        for number, way in enumerate(_TRY):
-            yield from _way(way, "" if number else "  try", width)
-        yield Line()
-        return
-    if count > 1:
+        told = "nothing that ended it is known here" if log.first_error else "no error is in it"
+        told += f" ({much})"
+    elif count > 1:
         told = f"{count} known troubles in {much}; the first is the likeliest cause, others may follow from it"
     else:
         told = f"a known trouble in {much}"
     yield from paragraph(f"{name}: {told}", width, "bold")
+    if log.first_error:
+        yield from paragraph(clean(log.first_error), width, "", label="  first error", indent=_INDENT + 3)
+        for number, way in enumerate(_TRY):
+            yield from _way(way, "" if number else "  try", width)
     yield Line()
     for finding in log.findings:
         yield from _finding(finding, width, utf8, _LOG_LABELS.get(finding.severity, finding.severity))

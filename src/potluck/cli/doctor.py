@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from potluck.cli._app import Settings
 from potluck.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
+    from potluck.doctor.log import Part
     from potluck.probe.host import Wanted
     from potluck.spec.facts import Case, Facts
     from potluck.spec.finding import LogReading
@@ -29,6 +31,7 @@ _LAST_S = 2.0
 """Of that, for starting, for the last word of a failed handshake, and for showing what was found."""
 UNKNOWN_LOG = 2
 """The exit status where a log tells nothing that is known."""
+_OF_A_RUN = ("manifest.json", "events.jsonl", "checkpoints")
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}
 
 
@@ -75,7 +78,8 @@ def doctor(settings: Settings, /, target: str | None, **flags: Any) -> int:
       potluck doctor --parameters 124M --cluster cluster.toml --save facts.json
     """
     _check_flags(target, flags)
-    flags["reading"] = _reading(flags["log"]) if flags["log"] is not None else None
+    # Read before anything slow: a slip of the hand is told at once.
+    flags["read"] = _log_parts(flags["log"]) if flags["log"] is not None else None
     if flags["facts"] is not None:
         case = _recorded(flags["facts"])
         return _finish(case, flags)
@@ -88,6 +92,8 @@ def doctor(settings: Settings, /, target: str | None, **flags: Any) -> int:
 
 
 def _check_flags(target: str | None, flags: dict[str, Any]) -> None:
+    if target is not None:
+        _check_target(target, flags)
     alone = {"--facts": flags["facts"], "--listen": flags["listen"] or None}
     for name, value in alone.items():
         if value is not None and (target or flags["token_file"]):
@@ -102,12 +108,44 @@ def _check_flags(target: str | None, flags: dict[str, Any]) -> None:
         raise ConfigError("--bind belongs to --listen", hint="potluck doctor --listen --bind ADDRESS")
 
 
+def _check_target(target: str, flags: dict[str, Any]) -> None:
+    """Words that are no address, though they could be taken for one."""
+    if not target.strip():
+        raise ConfigError(
+            "the address is empty", hint="is a variable not set? potluck doctor --help shows examples"
+        )
+    try:
+        is_file = Path(target).is_file()
+    except (OSError, ValueError):  # a token is longer than a file's name may be
+        return
+    if not is_file:
+        return
+    name = shlex.quote(target)
+    if flags["log"] is not None:
+        raise ConfigError(
+            f"--error takes one log, and {target} is another file",
+            hint=f"one by one: potluck doctor --error {name}; or: cat FILES | potluck doctor --error -",
+        )
+    raise ConfigError(
+        f"{target} is a file, not an address",
+        hint=f"a failed run's log: potluck doctor --error {name}; recorded facts: --facts; a token: --token-file",
+    )
+
+
 def _wanted(settings: Settings, flags: dict[str, Any]) -> Wanted:
     from potluck.probe.host import Wanted
 
     run = flags["run"]
     if run is not None and not run.is_dir():
         raise UserError(f"there is no run folder {run}", hint="see your run folders with: ls runs")
+    if run is not None and not any((run / name).exists() for name in _OF_A_RUN):
+        inside = sorted(path.parent for path in run.glob("*/manifest.json"))
+        raise UserError(
+            f"{run} is no run folder: it has none of {', '.join(_OF_A_RUN)}",
+            hint=f"it holds runs: potluck doctor --run {inside[-1]}"
+            if inside
+            else "see your run folders with: ls runs",
+        )
     return Wanted(
         runs=flags["runs"] or settings.environment.runs or Path("runs"),
         port=flags["port"],
@@ -162,19 +200,28 @@ def _recorded(path: Path) -> Case:
         ) from None
 
 
-def _reading(path: Path) -> LogReading:
-    """What the log of a failed run tells; - is standard input."""
+def _log_parts(path: Path) -> tuple[list[Part], int]:
+    """The log of a failed run; - is standard input."""
     from potluck.cli._log_file import read_parts
+
+    return read_parts(path)
+
+
+def _reading(case: Case, flags: dict[str, Any]) -> LogReading | None:
+    """What the log of a failed run tells."""
     from potluck.doctor.log import read_log
 
-    parts, left_out = read_parts(path)
-    return read_log(parts, "stdin" if str(path) == "-" else str(path), left_out)
+    if flags["read"] is None:
+        return None
+    parts, left_out = flags["read"]
+    name = "stdin" if str(flags["log"]) == "-" else str(flags["log"])
+    return read_log(parts, name, left_out, cores=case.here.cpu.physical)
 
 
 def _finish(case: Case, flags: dict[str, Any]) -> int:
     from potluck.doctor import examine
 
-    diagnosis = dataclasses.replace(examine(case), log=flags["reading"])
+    diagnosis = dataclasses.replace(examine(case), log=_reading(case, flags))
     if flags["save"] is not None:
         _save(flags["save"], case)
     if flags["as_json"]:

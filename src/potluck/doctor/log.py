@@ -12,15 +12,17 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
-from potluck.doctor.signatures import CAUSE, CONSEQUENCE, SIGNATURES, Signature
+from potluck.doctor.raised import BEGINS, Raised, raised_after
+from potluck.doctor.signatures import ASIDE, CAUSE, CONSEQUENCE, JOIN, SIGNATURES, Signature
 from potluck.errors import PotluckError
 from potluck.spec.finding import BLOCKER, Finding, LogReading
 
 MOST_QUOTED = 160
 MOST_LINE = 2000
 """To each side of the known words: what is called a line may be a whole file."""
-_MOST_HITS, _MOST_COUNTED = 200_000, 1000
+_MOST_HITS, _MOST_COUNTED, _MOST_TRACEBACKS = 200_000, 1000, 200
 _FEW_LINES = 40
 
 _ANSI = re.compile(r"\x1b(?:\[[0-?]{0,40}[ -/]{0,4}[@-~]|\][^\x07\x1b]{0,400}(?:\x07|\x1b\\)|[@-Z\\-_])")
@@ -34,6 +36,11 @@ _SECRETS: tuple[tuple[re.Pattern[str], str], ...] = (
     ),
 )
 _ERROR_LINE = re.compile(r"^(?:\[[^\]]{1,40}\]:? ?)?(?:[\w.]{1,80}\.)?\w{0,60}(?:Error|Exception|Interrupt): ?\S")
+_ENDED = re.compile(
+    r"^(?:\S{1,200}: line \d{1,6}: +\d{1,9} )?(?:Killed|Aborted|Bus error|Illegal instruction|Segmentation fault)\b"
+    r"|^Fatal Python error: |^terminate called |\(core dumped\)|^(?:error|fatal)(?: error)?: \S|\bERROR\b",
+)
+"""How a program ends that writes no traceback: the system's or the shell's last word, or a program's own."""
 _FAILED = ("Traceback (most recent call last)", "ChildFailedError", "Killed", "terminate called")
 _FIELD = re.compile(r"\b(host|rank|exitcode)\s{0,12}: ?(\S.{0,80})")
 _AGENT = re.compile(r"failed \(exitcode: (?P<exitcode>-?\d{1,6})\) local_rank: (?P<rank>\d{1,6}) \(pid: \d{1,10}\)")
@@ -43,6 +50,12 @@ _PATH = re.compile(r"(?<![\w.:])\.{0,2}/[^\s\]:\"']{16,300}/")
 _ROOT = "Root Cause"
 _SIGNALS = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
 _CRASHES = (4, 7, 11)
+_FIRST = -1
+"""Before all other causes: what the rank raised that torchrun saw fail first."""
+_LAUNCHERS = re.compile(
+    r"(?:.*\.)?(?:ChildFailedError|SignalException|KeyboardInterrupt|SystemExit)$|potluck\.errors\."
+)
+_GONE = next(s for s in SIGNATURES if s.code == "other-rank-gone")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,20 +88,26 @@ def redacted(text: str) -> str:
     return text
 
 
-def read_log(parts: Sequence[Part], name: str, left_out_bytes: int = 0) -> LogReading:
-    """The findings of a log, what was likely first before what follows from it."""
+def read_log(parts: Sequence[Part], name: str, left_out_bytes: int = 0, cores: int | None = None) -> LogReading:
+    """The findings of a log, what was likely first before what follows from it. Cores: of the machine, if known."""
     log = _Log(parts)
+    raised = list(log.raised())
     found = _unhidden([hit for signature in SIGNATURES if (hit := log.look_for(signature)) is not None])
     others = [*_first_failure(log, name), *_out_of_step(log, name), *_of_potluck(log, name)]
     failed = bool(others) or any(not hit.signature.only_beside_others for hit in found) or log.holds(_FAILED)
-    ranked = [(hit.signature.kind, hit.line, _finding(hit, name)) for hit in found if failed or log.holds_only(hit)]
+    told = [hit for hit in found if failed or log.holds_only(hit)]
+    ranked = [(hit.signature.kind, hit.line, _finding(hit, name, cores)) for hit in told]
     ranked += others
+    if any(kind != ASIDE for kind, _, _ in ranked):
+        ranked += _of_script(log, raised, ranked, name)
+    if all(kind > CAUSE for kind, _, _ in ranked):
+        ranked += _ended_early(log, raised, name)
     ranked.sort(key=lambda entry: entry[:2])
     return LogReading(
         name=name,
         lines=log.lines,
         findings=tuple(entry[2] for entry in ranked),
-        first_error=log.first_error() if not ranked else "",
+        first_error=log.first_error(raised) if all(kind == ASIDE for kind, _, _ in ranked) else "",
         left_out_bytes=left_out_bytes,
     )
 
@@ -165,12 +184,32 @@ class _Log:
         lines = [_GLOG.sub("", line) for part in self._parts for line in part.text.splitlines()]
         return all(hit.signature.pattern.search(line) for line in lines if re.search(r"\w", line))
 
-    def first_error(self) -> str:
-        """The first line that looks like an exception's; quoted."""
-        for part in self._parts:
-            for number, line in enumerate(part.text.split("\n")):
-                if _ERROR_LINE.match(line[:MOST_LINE]):
-                    return f"line {part.first_line + number}: {_quoted(line[:MOST_LINE], 0)}"
+    def after(self, line: int) -> Iterator[tuple[int, str]]:
+        """The lines that follow, one by one; each as far as it is looked at."""
+        for part, breaks in zip(self._parts, self._breaks):
+            index = line - part.first_line
+            if not 0 <= index < len(breaks):
+                continue
+            for number, begin in enumerate(breaks[index:], line + 1):
+                end = breaks[number - part.first_line] if number - part.first_line < len(breaks) else len(part.text)
+                yield number, part.text[begin + 1 : min(end, begin + 1 + MOST_LINE)]
+
+    def raised(self) -> Iterator[Raised]:
+        """The exceptions that tracebacks end with, in their order."""
+        for line, text, _ in islice(self.hits(BEGINS), _MOST_TRACEBACKS):
+            if (raised := raised_after(text, self.after(line))) is not None:
+                yield raised
+
+    def first_error(self, raised: Sequence[Raised]) -> str:
+        """The first traceback's last line, or the first line that looks like an error; quoted."""
+        own = [r for r in raised if _LAUNCHERS.match(r.name) is None]
+        if own:
+            return f"{_rank_words(own[0])}{_quoted(own[0].text, 0)} (line {own[0].line})"
+        for looks in (_ERROR_LINE.match, _ENDED.search, re.compile(re.escape(BEGINS)).search):
+            for part in self._parts:
+                for number, line in enumerate(part.text.split("\n")):
+                    if looks(line[:MOST_LINE]):
+                        return f"line {part.first_line + number}: {_quoted(line[:MOST_LINE], 0)}"
         return ""
 
 
@@ -219,8 +258,10 @@ class _Words(dict[str, str]):
         return key.upper()
 
 
-def _finding(hit: _Hit, name: str) -> Finding:
+def _finding(hit: _Hit, name: str, cores: int | None) -> Finding:
     signature, words = hit.signature, _Words(hit.groups, name=shlex.quote(name))
+    if cores is not None:
+        words["cores"] = str(cores)
     more = f" (and {hit.count - 1} more such line{'s' if hit.count > 2 else ''})" if hit.count > 1 else ""
     return Finding(
         code=signature.code,
@@ -238,8 +279,8 @@ def _finding(hit: _Hit, name: str) -> Finding:
 # -- what one line alone does not tell --------------------------------------------------------------------------
 
 
-def _first_failure(log: _Log, name: str) -> Iterator[Ranked]:
-    """Whom torchrun saw fail first, which is not who wrote last (pains 17, 18)."""
+def _root_cause(log: _Log) -> tuple[int, str, dict[str, str]] | None:
+    """Where torchrun says who failed first, quoted, and what it says."""
     fields: dict[str, str] = {}
     line, quote = 0, ""
     for line, text, at in log.hits(_ROOT):
@@ -252,8 +293,17 @@ def _first_failure(log: _Log, name: str) -> Iterator[Ranked]:
     if "exitcode" not in fields:
         found = next(((n, t, m) for n, t, _ in log.hits("failed (exitcode") if (m := _AGENT.search(t))), None)
         if found is None:
-            return
+            return None
         line, quote, fields = found[0], _quoted(found[1], found[2].start()), found[2].groupdict()
+    return line, quote, fields
+
+
+def _first_failure(log: _Log, name: str) -> Iterator[Ranked]:
+    """Whom torchrun saw fail first, which is not who wrote last (pains 17, 18)."""
+    found = _root_cause(log)
+    if found is None:
+        return
+    line, quote, fields = found
     code, rank = _number(fields["exitcode"]), _number(fields.get("rank", ""))
     where = f" on {redacted(fields['host'])[:40]}" if fields.get("host") else ""
     signal = _SIGNALS.get(-code) if code is not None and code < 0 else None
@@ -284,6 +334,84 @@ def _first_failure_words(who: str, code: int | None, signal: str | None) -> str:
     if signal is not None:
         return f"{who} failed first, by {signal}"
     return f"{who} failed first" + (f", with exit code {code}" if code is not None else "")
+
+
+def _rank_words(raised: Raised) -> str:
+    return f"rank {raised.rank}: " if raised.rank is not None else ""
+
+
+def _is_known(raised: Raised, signatures: Sequence[Signature] = SIGNATURES) -> bool:
+    """One of the table's messages: that finding tells it better."""
+    return any(
+        word in line and (signature.pattern is None or signature.pattern.search(line) is not None)
+        for line in raised.body
+        for signature in signatures
+        for word in signature.words
+    )
+
+
+def _of_script(log: _Log, raised: Sequence[Raised], others: Sequence[Ranked], name: str) -> Iterator[Ranked]:
+    """An exception of the script itself, which the other ranks then suffered from (pain 17)."""
+    own = [r for r in raised if _LAUNCHERS.match(r.name) is None and not _is_known(r)]
+    own = [r for r in own if not r.name.startswith("torch.distributed.")]
+    own = [r for r in own if r.rank is not None] or own  # torch marks what ended a rank, not what was caught
+    if not own:
+        return
+    root = _root_cause(log)
+    first = _number(root[2].get("rank", "")) if root is not None else None
+    of_first = [r for r in own if r.rank == first and first is not None]
+    said = (of_first or own)[0]
+    crashed = any(f.code in ("worker-killed", "one-failed-all-ended") and kind == CAUSE for kind, _, f in others)
+    alike = len({r.rank for r in own if r.text == said.text and r.rank != said.rank})
+    file = said.file.rpartition("/")[2]
+    yield (
+        CONSEQUENCE if crashed and not of_first else _FIRST if of_first else CAUSE,
+        said.line,
+        Finding(
+            code="rank-raised",
+            severity=BLOCKER,
+            machine=name,
+            what=f"{_rank_words(said)}{_quoted(said.text, 0)} (line {said.line})",
+            how=f"line {said.line}: the last line of its traceback"
+            + (f", raised in {redacted(file)[:60]}, line {said.at}" if file else "")
+            + (f"; {alike} more rank{'s' if alike > 1 else ''} raised the same" if alike else ""),
+            breaks="this rank, by an error of its script or its data; the other ranks then lose it in a collective",
+            fix=f"sed -n '{max(1, said.line - 30)},{said.line}p' {shlex.quote(name)}   (its traceback)",
+            pains=(17,),
+            potluck="an error in the script stays one; but a guest that fails costs its own share of one step. The "
+            "host says who and why, and goes on",
+        ),
+    )
+
+
+def _ended_early(log: _Log, raised: Sequence[Raised], name: str) -> Iterator[Ranked]:
+    """All who failed had lost another rank, and that one shows no error: it had ended (pain 16)."""
+    root = _root_cause(log)
+    lost = {r.rank: r for r in raised if _is_known(r, (_GONE,))}
+    if root is None or (rank := _number(root[2].get("rank", ""))) not in lost:
+        return
+    codes = [_number(m[2]) for _, text, _ in log.hits("exitcode  :") if (m := _FIELD.search(text)) is not None]
+    if any(code is not None and code < 0 and code not in (-6, -15) for code in codes):
+        return
+    if sum(code is not None and code > 0 for code in codes) > len(lost):
+        return
+    yield (
+        CAUSE,
+        lost[rank].line,
+        Finding(
+            code="rank-ended-early",
+            severity=BLOCKER,
+            machine=name,
+            what=f"rank {rank} lost another rank, of which this log shows no error: most likely that one had fewer "
+            "batches, left its loop and ended",
+            how=f"line {lost[rank].line}: {_quoted(lost[rank].text, 0)}; torchrun saw none fail before it",
+            breaks="every rank with more batches, at its next collective. (With several machines: the other "
+            "torchruns' logs tell whether one failed there)",
+            fix=JOIN,
+            pains=(16, 17),
+            potluck="cannot happen: no machine has batches of its own; the ledger deals each step's samples",
+        ),
+    )
 
 
 def _out_of_step(log: _Log, name: str) -> Iterator[Ranked]:

@@ -247,7 +247,8 @@ def ports(case: Case, facts: Facts) -> Iterator[Finding | Fine]:
             how="tried to listen on it",
             breaks="a host with this --port cannot start"
             if ours
-            else "torchrun fails with EADDRINUSE; Potluck takes a free port unless told otherwise",
+            else "torchrun over several machines or with this --master-port, and scripts with this MASTER_PORT "
+            "(EADDRINUSE). On one machine, told no port, torchrun takes a free one, and so does Potluck",
             fix=(f"kill {process[1]}   (if it is an old run), or " if process else "")
             + ("leave --port out: a free one is taken" if ours else f"torchrun --master-port {port.number + 1} …"),
             pains=(9,),

@@ -227,7 +227,7 @@ def handshake(case: Case) -> Iterator[Finding | Fine]:
     between = case.between
     assert between is not None
     if between.handshake == "ok":
-        whom = {"doctor": "a doctor", "host": "a running host"}.get(
+        whom = {"doctor": "a doctor", "host": "a running host", "probe": "a probe"}.get(
             between.partner, "somebody who does not speak yet"
         )
         yield Fine(
@@ -243,6 +243,16 @@ def handshake(case: Case) -> Iterator[Finding | Fine]:
                 breaks="a guest that joins now waits",
                 fix="wait until the host's script reaches its training loop; is that machine asleep or overloaded?",
                 pains=(6,),
+            )
+        if between.partner == "probe":
+            yield Finding(
+                code="probe-answers",
+                severity=WARNING,
+                machine=other_name(case),
+                what="this token is of `potluck probe --listen`, which tells a doctor nothing",
+                how="what answered there said so",
+                breaks="nothing: only the way there was looked at, not the way back nor that machine",
+                fix="potluck doctor --listen   (on that machine; then its line here)",
             )
     elif between.handshake:
         yield Finding(

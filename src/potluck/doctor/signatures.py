@@ -51,8 +51,8 @@ def _re(text: str) -> re.Pattern[str]:
 _ADDRESS = r"\(?\[?(?P<address>[\w.:%-]{1,80}?)\]?(?:, |\]:|:)(?P<port>\d{1,5})\)?"
 _BETWEEN = (" ", ": ", "=", " = ", "': ", '": ', " is ")
 _OWN_TRANSPORT = "has its own transport, which the same machines use whatever their systems"
-_JOIN = "with model.join():   (DDP's own, around the loop over batches)\n"
-_JOIN += "DataLoader(…, drop_last=True)   (with a DistributedSampler: as many batches for all)"
+JOIN = "with model.join():   (DDP's own, around the loop over batches)\n"
+JOIN += "DataLoader(…, drop_last=True)   (with a DistributedSampler: as many batches for all)"
 _EARLIEST = "grep -nE 'Error|Killed|Signal' {name} | head -3   (the earliest is the cause)"
 _INTERFACE = "export GLOO_SOCKET_IFNAME=$(ip -4 route get MASTER_ADDR | grep -oP 'dev \\K\\S+')"
 _NEVER_STOPS = "cannot happen: a guest that dies, sleeps or is late costs its own share of a step, which the host "
@@ -188,9 +188,10 @@ CONNECTING: tuple[Signature, ...] = (
             r"(?:EADDRINUSE|address already in use|WinError 10048)"
         ),
         what="the port ({port}) is taken: by an earlier run that is still there, or by somebody else's",
-        breaks="torchrun and init_process_group cannot start (29500 is everybody's default)",
+        breaks="the start of whoever was told this port: by --master-port, MASTER_PORT or --rdzv-endpoint. "
+        "torchrun over several machines takes 29500 where it is told none",
         fix="potluck doctor --port {port}   (who has it, and what is left of earlier runs?)\n"
-        "torchrun --rdzv-backend c10d --rdzv-endpoint localhost:0 …   (one machine: a free port)",
+        "torchrun --standalone --nproc-per-node N …   (one machine, no --master-port: a free port is taken)",
         potluck="takes a free port by default, and a guest ends itself when its host or its terminal is gone",
         pains=(9, 19),
     ),
@@ -256,7 +257,7 @@ RUNNING: tuple[Signature, ...] = (
         what="a rank waited {ms} ms in a collective that another rank never came to",
         breaks="the run, at this rank; the others follow. Most often at an epoch's end: the other rank had fewer "
         "batches and left the loop. Else it died or took another branch",
-        fix=f"{_JOIN}\n{_EARLIEST}",
+        fix=f"{JOIN}\n{_EARLIEST}",
         potluck="cannot happen: no machine has batches of its own. The ledger deals each step's samples to whoever "
         "is there, and takes back what is not delivered",
         pains=(16, 17),
@@ -268,7 +269,7 @@ RUNNING: tuple[Signature, ...] = (
         pattern=_re(r"detected mismatch between collectives|failed to pass monitoredBarrier"),
         what="the ranks were not at the same collective: one has more batches, or took another branch",
         breaks="the run (without TORCH_DISTRIBUTED_DEBUG=DETAIL it would hang instead)",
-        fix=f"{_JOIN}\ngrep -n 'rank == 0' train.py   (no collective in such a branch)",
+        fix=f"{JOIN}\ngrep -n 'rank == 0' train.py   (no collective in such a branch)",
         potluck="cannot happen: a loop calls no collectives; the host counts what arrives, sample by sample",
         pains=(16,),
     ),
@@ -282,7 +283,7 @@ RUNNING: tuple[Signature, ...] = (
         ),
         what="rank {rank} waited {ms} ms in {op} for ranks that never came; NCCL's watchdog then ended it",
         breaks="the whole run, ten to thirty minutes later. Who writes this waited; the fault is another rank's",
-        fix=f"{_EARLIEST}\n{_JOIN}\ninit_process_group(…, timeout=timedelta(minutes=5))   (not to wait so long)",
+        fix=f"{_EARLIEST}\n{JOIN}\ninit_process_group(…, timeout=timedelta(minutes=5))   (not to wait so long)",
         potluck=_NEVER_STOPS,
         pains=(17, 16),
         kind=CONSEQUENCE,
@@ -446,7 +447,7 @@ RUNNING: tuple[Signature, ...] = (
         pattern=_re(r"setting OMP_NUM_THREADS environment variable for each process to be 1\b"),
         what="torchrun gave every process one CPU thread",
         breaks="nothing on GPUs; a machine that computes on its CPU uses one core of many",
-        fix="export OMP_NUM_THREADS=8   (cores ÷ processes; potluck doctor counts them)",
+        fix="export OMP_NUM_THREADS={cores}   (the machine's physical cores; divide by the processes on it)",
         potluck="counts the physical cores itself and uses them",
         pains=(25,),
         kind=ASIDE,

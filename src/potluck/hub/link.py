@@ -35,6 +35,7 @@ LAST_WORDS_S = 0.5
 """When one connection has ended, what the host said last may still be on its way on the other."""
 
 Handler = Callable[[str, Message], None]
+_SAME = "both need the same model (without --script the host's own is run) and the same potluck"
 
 
 class GuestLink:
@@ -267,7 +268,7 @@ class GuestLink:
             self._put_out = message.fields.get("joined") is True
             raise RefusedError(
                 f"the host refused this machine: {message.fields.get('reason', '?')}",
-                hint="both need the same model (without --script the host's own is run) and the same potluck",
+                hint=str(message.fields.get("hint") or _SAME)[:200],
             )
         if message.kind == "welcome":
             first = self._welcome is None

@@ -12,7 +12,8 @@ visitor decides what is measured next; every size and time it names is bounded h
     probe.iperf   an iperf3 for one test                  -> probe.door: its port
     probe.bye     the next one may come
 
-Whoever asks while another measures hears probe.busy, whoever asks for what cannot be done probe.no.
+Whoever asks while another measures hears probe.busy, whoever asks for what cannot be done probe.no. A doctor and a
+guest that took this token for a doctor's or a host's hear that it is none.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ GRACE_S = 5.0
 """A visitor that says nothing for so long after what it asked for makes room for the next."""
 _SENDING_S, _FULL_S = 0.05, 0.002
 ANY = "0.0.0.0"
+GUEST_HELLO = "hello"
+"""The first word of a machine that means to join a run."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,6 +54,14 @@ class _Flow:
     window: Window | None
     meter: Meter | None
     acked: int = 0
+
+
+def no_host(verb: str) -> dict[str, Any]:
+    """What a guest is told, in the host's words, that came with the token of something else."""
+    return {
+        "reason": f"this token is of `potluck {verb} --listen`, and no run is there",
+        "hint": "take the line that `potluck host` prints on the machine that holds the run",
+    }
 
 
 class LinkServer:
@@ -110,10 +121,15 @@ class LinkServer:
             if window is not None and isinstance(total, int):
                 window.arrived(total)
             return
+        if message.kind == GUEST_HELLO:
+            self._send(peer, "refuse", no_host("probe"))
+            return
         number = message.fields.get("id")
         if not isinstance(number, int):
             return
-        if message.kind == "probe.echo":
+        if message.kind.startswith("doctor."):
+            self._send(peer, "unknown", {"id": number, "probe": True})
+        elif message.kind == "probe.echo":
             self._send(peer, "probe.echo", {"id": number})
         elif message.kind == "probe.hello":
             speed = json.dumps(asdict(self._speed)).encode()

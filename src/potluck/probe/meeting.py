@@ -28,7 +28,7 @@ from typing import Any
 from potluck.errors import PotluckError, WireError
 from potluck.probe import ways
 from potluck.probe.interfaces import route_to
-from potluck.probe.link_server import LinkServer
+from potluck.probe.link_server import GUEST_HELLO, LinkServer, no_host
 from potluck.probe.reach import COMMON_PORTS, TRY_S, number_of, tried, tried_all
 from potluck.probe.system import System
 from potluck.spec.facts import (
@@ -140,6 +140,9 @@ class _Visit:
         self._transfers.append(_transfer("out", SMALL, answer is not None, began))
         if answer is None:
             self._partner = "silent"
+            return None
+        if answer.kind == _UNKNOWN and answer.fields.get("probe") is True:
+            self._partner = "probe"
             return None
         self._partner = "host" if answer.kind == _UNKNOWN else "doctor"
         self._measures = answer.fields.get("measures") is True
@@ -291,6 +294,8 @@ class Listener:
 
     def _answer(self, peer: bytes, message: Message, address: str) -> None:
         number = message.fields.get("id")
+        if message.kind == GUEST_HELLO:
+            self._send(peer, "refuse", no_host("doctor"))
         if not isinstance(number, int):
             return
         if message.kind == "doctor.hello":

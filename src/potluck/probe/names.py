@@ -75,7 +75,7 @@ def ports(system: System, wanted: int | None) -> tuple[Port, ...]:
     if master.isdigit() and 0 < int(master) < 65536:
         asked.append((int(master), "MASTER_PORT"))
     else:
-        asked.append((TORCHRUN_PORT, "torchrun's default"))
+        asked.append((TORCHRUN_PORT, "torchrun's default over several machines"))
     found = []
     for number, by in asked:
         free = is_free(number)

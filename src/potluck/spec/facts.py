@@ -281,7 +281,7 @@ class Between:
     handshake: str = ""
     """"" (not tried), ok, or what went wrong."""
     partner: str = ""
-    """doctor, host, silent (connected, but it does not answer), or "" (not connected)."""
+    """doctor, host, probe, silent (connected, but it does not answer), or "" (not connected)."""
     partner_versions: Mapping[str, str] = field(default_factory=dict)
     transfers: tuple[Transfer, ...] = ()
     paths: tuple[Path, ...] = ()
@@ -320,6 +320,11 @@ def from_json(text: str | bytes) -> Case:
         raise UserError(
             f"facts of format {found!r} cannot be read, this version of potluck reads {FORMAT}",
             hint="make them anew with: potluck doctor --save FILE",
+        )
+    if isinstance(value.get("measured"), list) and isinstance(value.get("paths"), list):
+        raise UserError(
+            "this file is a probe's: it holds speeds, and no facts about the machine that a doctor could look at",
+            hint="potluck plan --facts FILE reads it; for the doctor make one with: potluck doctor --save FILE",
         )
     return from_plain(Case, value, "facts")
 

@@ -55,9 +55,14 @@ class LogReading:
     findings: tuple[Finding, ...]
     """What was likely first comes first. A blocker is what ended that run."""
     first_error: str = ""
-    """Where nothing known is in it: the first line that looks like an error, quoted."""
+    """Where nothing known ended it: the first line that looks like an error, quoted; empty: there is none."""
     left_out_bytes: int = 0
     """In the middle of a log that is too long."""
+
+    @property
+    def explained(self) -> bool:
+        """Something known ended that run. Asides stand in healthy logs, too."""
+        return any(finding.severity == BLOCKER for finding in self.findings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +75,8 @@ class Diagnosis:
 
     @property
     def healthy(self) -> bool:
-        """Nothing stops Potluck, and nothing known is in the log."""
-        in_log = self.log is not None and bool(self.log.findings)
+        """Nothing stops Potluck, and nothing in the log is known to end a run."""
+        in_log = self.log is not None and self.log.explained
         return not in_log and not any(f.severity == BLOCKER for f in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
