@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import socket
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 
+from potluck.dist.streams import Stream
 from support.ranks import Ranks
 
 CASES = "support.dist_streams:"
@@ -55,3 +59,41 @@ def test_ranks_that_disagree_are_shown_both_sides(ranks: Ranks) -> None:
         assert error == "CollectiveError"
         assert "1048653" in text
         assert "1048654" in text
+
+
+@pytest.mark.parametrize("silent", [2, 40])
+def test_strangers_at_the_door_do_not_part_the_ranks(ranks: Ranks, silent: int) -> None:
+    one, two = ranks.call(f"{CASES}among_strangers", 2, silent)
+    assert one == two == (silent == 2), "the connection, or by mail where the door was crowded"
+
+
+def test_who_sends_a_little_all_the_time_is_not_waited_for_without_end() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        two = socket.create_connection(listener.getsockname())
+        stream = Stream(listener.accept()[0])
+    stop, began = threading.Event(), time.monotonic()
+
+    def trickle() -> None:
+        while not stop.wait(0.03):
+            two.send(b"x")
+
+    def late() -> None:
+        if time.monotonic() > began + 0.5:
+            raise TimeoutError
+
+    sender = threading.Thread(target=trickle)
+    sender.start()
+    try:
+        with pytest.raises(TimeoutError):
+            stream.pull(memoryview(bytearray(1 << 20)), late)
+        assert time.monotonic() - began < 3
+    finally:
+        stop.set()
+        sender.join()
+        two.close()
+        stream.close()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_forked_childs_end_is_not_its_parents(ranks: Ranks, transport: str) -> None:
+    assert ranks.call(f"{CASES}forked", 2, transport) == [True, True]

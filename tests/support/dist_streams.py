@@ -6,12 +6,14 @@ It knows the backend's interface, and where a group keeps that connection.
 from __future__ import annotations
 
 import os
+import socket
 import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from potluck.dist import formation
 from support.dist_faults import Told, allow, begin, told_by
 
 LARGE = (1 << 20) + 77
@@ -121,5 +123,45 @@ def mismatch(rank: int, world: int) -> Told:
         dist.all_reduce(torch.ones(LARGE))
         time.sleep(0.3)
         return told_by(lambda: dist.all_reduce(torch.ones(LARGE + rank)))
+    finally:
+        dist.destroy_process_group()
+
+
+def among_strangers(rank: int, world: int, silent: int) -> bool:
+    """Others connect to the door and say nothing; the ranks must agree on the way. Whether it is the connection."""
+    from potluck.dist import streams
+
+    real = streams.Door.open
+    held: list[socket.socket] = []
+
+    def crowded(address: str, token: bytes) -> streams.Door | None:
+        door = real(address, token)
+        assert door is not None
+        held.extend(socket.create_connection(door._listener.getsockname()) for _ in range(silent))
+        return door
+
+    streams.Door.open = crowded  # type: ignore[method-assign,assignment]
+    try:
+        return sums(rank, world, {})
+    finally:
+        streams.Door.open = real  # type: ignore[method-assign]
+        for connection in held:
+            connection.close()
+
+
+def forked(rank: int, world: int, transport: str) -> bool:
+    """A forked child of rank 0 ends in order; the group goes on."""
+    begin(transport, encryption=False)
+    try:
+        if rank == 0:
+            child = os.fork()
+            if child == 0:
+                formation._close_all()
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+        dist.barrier()
+        found = torch.ones(3)
+        dist.all_reduce(found)
+        return found.tolist() == [2.0] * 3
     finally:
         dist.destroy_process_group()

@@ -72,6 +72,7 @@ class _Shared:
 _shared = _Shared()
 _open: list[Formation] = []
 _at_end: Finalize | None = None
+_of_parents: list[_Shared] = []
 
 
 class Formation:
@@ -82,7 +83,7 @@ class Formation:
     ) -> None:
         self.rank, self.world = rank, len(meeting.cards)
         self._mesh, self._meeting, self._local = mesh, meeting, local
-        self.settings = settings
+        self.settings, self._process = settings, os.getpid()
         terms = Terms(
             chunk_bytes=settings.chunk_bytes,
             small_bytes=settings.small_bytes,
@@ -152,6 +153,8 @@ class Formation:
             self._local.abort(text)
 
     def close(self) -> None:
+        if os.getpid() != self._process:
+            return  # a forked child's copy: the group is its parent's
         with self._lock:
             if self._closed:
                 return
@@ -266,6 +269,18 @@ def _remember_the_end() -> None:
     global _at_end
     if _at_end is None or not _at_end.still_active():
         _at_end = Finalize(None, _close_all, exitpriority=0)
+
+
+def _forget_parents() -> None:
+    """In a forked child: its parent's groups are the parent's, and end with it."""
+    global _shared, _at_end
+    _of_parents.append(_shared)  # kept, so that nothing of it is closed here
+    _shared, _at_end = _Shared(), None
+    _open.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_parents)
 
 
 @atexit.register

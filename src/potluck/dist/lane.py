@@ -181,23 +181,30 @@ class Trip:
             self.send_part(other, memoryview(b""))
             made = follow(address, bytes(self.take(other).view))
             self.send_part(other, memoryview(b"yes" if made is not None else b"no"))
-            return made
+            if made is None or bytes(self.take(other).view) == b"yes":
+                return made
+            made.close()  # it never got through to the other rank, which goes by the mail
+            return None
         with contextlib.ExitStack() as stack:
             door = Door.open(address, secrets.token_bytes(16))
             if door is not None:
                 stack.callback(door.close)
             self.send_part(other, memoryview(b"" if door is None else door.invitation))
             self.take(other)
-            came = bytes(self.take(other).view) == b"yes"
-            return door.admit() if door is not None and came else None
+            if bytes(self.take(other).view) != b"yes":
+                return None
+            assert door is not None
+            admitted = door.admit()
+            self.send_part(other, memoryview(b"no" if admitted is None else b"yes"))
+            return admitted
 
-    def _ask(self) -> None:
-        """Whether to go on waiting for the other rank."""
+    def _ask(self, *, closed: bool = False) -> None:
+        """Whether to go on waiting for the other rank; `closed`: its connection has ended."""
         lane, other = self.lane, 1 - self.lane.rank
         text = lane.mesh.aborted(lane.group)
         if text is not None:
             raise CollectiveError(text, hint="the group cannot be used any more: destroy it and make a new one")
-        reason = lane.mesh.links.why_gone(lane.endpoints[other])
+        reason = lane.mesh.links.why_gone(lane.endpoints[other], streaming=not closed)
         if reason is not None:
             self._gone(other, reason)
         if time.monotonic() > self.deadline:
@@ -210,7 +217,7 @@ class Trip:
             # Its reasons come by the mail, if it had time to say them.
             until = time.monotonic() + _REASONS_S
             while time.monotonic() < until:
-                self._ask()
+                self._ask(closed=True)
                 time.sleep(0.02)
             self._gone(1 - self.lane.rank, "has died, or its connection broke")
 

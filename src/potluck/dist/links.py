@@ -32,6 +32,8 @@ _GONE = int(zmq.EVENT_DISCONNECTED)
 _THERE = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 _GRACE_S = 0.5
 """How long after its connection broke a peer's last parcels may still be on their way to us."""
+_STREAMING_GRACE_S = 3.0
+"""The same for what comes by a connection of its own."""
 _LINGER_MS = 3000
 _MAX_PARCEL_BYTES = 1 << 31
 
@@ -269,14 +271,17 @@ class Links:
         if self._zap.poll(int(doze_s * 1000)):
             self._answer_door()
 
-    def why_gone(self, endpoint: Endpoint) -> str | None:
-        """What happened to a peer that is waited for, in words; None while nothing speaks against it."""
+    def why_gone(self, endpoint: Endpoint, *, streaming: bool = False) -> str | None:
+        """What happened to a peer that is waited for, in words; None while nothing speaks against it.
+
+        `streaming`: its bytes come by a connection of their own, which a farewell or an end of this one may overtake.
+        """
         link = self.reach(endpoint)
         now = time.monotonic()
         where = f"{endpoint.host}, {endpoint.address} port {endpoint.port}"
-        if link.left:
+        if link.left and not streaming:
             return f"has left the group ({where})"
-        if link.broken is not None and now - link.broken > _GRACE_S:
+        if link.broken is not None and now - link.broken > (_STREAMING_GRACE_S if streaming else _GRACE_S):
             return f"has died, is frozen, or its connection broke ({where})"
         if not link.there and now - link.since > self._settings.connect_s:
             return f"could not be reached within {self._settings.connect_s:g} s ({where})"

@@ -262,6 +262,7 @@ class Mesh:
             if not self._parting and source in self._known:
                 with contextlib.suppress(PotluckError):
                     self.send(self._known[source], (Kind.GOT_ALL, 0, 0))
+                self.links.has_left(source)  # again: the answer may have made the link
         elif kind == Kind.ABORT:
             self._fail(group, about.decode("utf-8", "replace"))
         elif kind == Kind.ASK:

@@ -23,6 +23,7 @@ _ASK_S = 0.1
 _CONNECT_S = 5.0
 _INVITATION = struct.Struct("<H16s")  # port, and what who connects has to say first
 _TOKEN_BYTES = 16
+_TOKEN_S = 0.3
 
 
 class Closed(Exception):
@@ -35,9 +36,14 @@ class Stream:
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # A router that forgets idle connections must not forget this one between two steps.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if hasattr(socket, "TCP_KEEPIDLE"):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)
         self._connection = connection
         self._unsent: deque[memoryview] = deque()
         self._room = bytearray()
+        self._asked = 0.0
 
     def push(self, part: memoryview) -> None:
         """Send it, as far as that goes without waiting; it must stay as it is until flush()."""
@@ -49,11 +55,12 @@ class Stream:
         """Fill all of `into`, sending meanwhile. `ask` is called now and then, and raises to end the waiting."""
         got = unsent = 0
         while got < len(into):
+            self._now_and_then(ask)
             try:
                 count = self._connection.recv_into(into[got : got + _AT_ONCE])
             except (BlockingIOError, InterruptedError):
                 if not self._send():
-                    self._wait(ask, receiving=True)
+                    self._wait(receiving=True)
                 continue
             except OSError as error:
                 raise Closed from error
@@ -74,8 +81,9 @@ class Stream:
     def flush(self, ask: Callable[[], None]) -> None:
         """Until everything is with the system; its memory may then be used again."""
         while self._unsent:
+            self._now_and_then(ask)
             if not self._send():
-                self._wait(ask, receiving=False)
+                self._wait(receiving=False)
 
     def _send(self) -> bool:
         if not self._unsent:
@@ -93,22 +101,35 @@ class Stream:
             self._unsent[0] = part[count:]
         return True
 
-    def _wait(self, ask: Callable[[], None], *, receiving: bool) -> None:
-        if not _ready(self._connection, receiving=receiving, sending=bool(self._unsent)):
+    def _now_and_then(self, ask: Callable[[], None]) -> None:
+        """Also while bytes come: an abort and a deadline hold for those who send slowly, too."""
+        now = time.monotonic()
+        if now - self._asked >= _ASK_S:
+            self._asked = now
             ask()
 
+    def _wait(self, *, receiving: bool) -> None:
+        try:
+            _wait_for(self._connection, receiving=receiving, sending=bool(self._unsent))
+        except (OSError, ValueError) as error:  # closed by another thread
+            raise Closed from error
+
     def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)  # ends a wait that is under way
         self._connection.close()
         self._unsent.clear()
 
 
-def _ready(connection: socket.socket, *, receiving: bool, sending: bool) -> bool:
+def _wait_for(connection: socket.socket, *, receiving: bool, sending: bool) -> None:
+    """Until something can be done, and no longer than a moment."""
     if hasattr(select, "poll"):  # for descriptors of any number, but not on Windows
         poll = select.poll()
         poll.register(connection, (select.POLLIN if receiving else 0) | (select.POLLOUT if sending else 0))
-        return bool(poll.poll(1000 * _ASK_S))
+        poll.poll(1000 * _ASK_S)
+        return
     own = [connection]
-    return any(select.select(own if receiving else [], own if sending else [], [], _ASK_S))
+    select.select(own if receiving else [], own if sending else [], [], _ASK_S)
 
 
 # -- how two ranks come to have one
@@ -141,15 +162,26 @@ class Door:
                 connection, _ = self._listener.accept()
             except OSError:
                 return None
-            connection.settimeout(1.0)
-            with contextlib.suppress(OSError):
-                if hmac.compare_digest(connection.recv(_TOKEN_BYTES, socket.MSG_WAITALL), self._token):
-                    return Stream(connection)
+            if hmac.compare_digest(_said(connection), self._token):
+                return Stream(connection)
             connection.close()
         return None
 
     def close(self) -> None:
         self._listener.close()
+
+
+def _said(connection: socket.socket) -> bytes:
+    """The first bytes of who came. Who was invited has sent them before this is asked; others may say nothing."""
+    said, until = b"", time.monotonic() + _TOKEN_S
+    with contextlib.suppress(OSError):
+        while len(said) < _TOKEN_BYTES and (left_s := until - time.monotonic()) > 0:
+            connection.settimeout(left_s)
+            more = connection.recv(_TOKEN_BYTES - len(said))
+            if not more:
+                break
+            said += more
+    return said
 
 
 def follow(address: str, invitation: bytes) -> Stream | None:
