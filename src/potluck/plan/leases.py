@@ -216,5 +216,6 @@ def next_size(left: int, most: int) -> int:
     rest = left % most
     if left <= most or not rest:
         return min(left, most)
-    # A single sample would have no variance, which layers that normalise over the batch do not bear.
-    return rest if rest > 1 and 2 * rest >= most else -(-(most + rest) // 2)
+    # A single sample would have no variance, which layers that normalise over the batch do not bear; of an odd
+    # number in pairs one is left whatever is done.
+    return rest if (rest > 1 or most == 2) and 2 * rest >= most else -(-(most + rest) // 2)
