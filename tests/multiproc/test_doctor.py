@@ -33,6 +33,7 @@ from potluck.wire.keys import new_keys
 from potluck.wire.token import Token, encode
 from potluck.wire.transport import HostSocket
 from support.healthy import linux
+from support.probing import serving
 from support.processes import Processes
 
 pytestmark = pytest.mark.timeout(150)
@@ -97,29 +98,12 @@ def met(token: Token, facts: Facts) -> Case:
 
 
 def test_tokens_of_the_wrong_kind_are_told() -> None:
-    keys = new_keys()
-    door = HostSocket(bind="127.0.0.1", port=0, keys=keys)
-    server = LinkServer(door, "127.0.0.1", DeviceSpeed(name="there"))
-    token = Token(addresses=("127.0.0.1",), port=door.port, host_public=keys.public, guest_secret=keys.guest_secret)
-    stop = threading.Event()
-
-    def serve() -> None:
-        while not stop.is_set():
-            server.serve(0.05)
-        server.close()
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
+    with serving(DeviceSpeed(name="there")) as (token, _):
         case = met(token, linux("here"))
         assert case.between is not None
         assert case.between.partner == "probe"
         assert [f.code for f in examine(case).findings] == ["probe-answers"]
         assert "potluck probe --listen" in refusal(token)
-    finally:
-        stop.set()
-        door.wake()
-        thread.join(10)
     with listening(linux("there")) as another:
         assert "potluck doctor --listen" in refusal(another)
 

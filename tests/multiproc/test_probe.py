@@ -18,13 +18,13 @@ from zmq.utils import garbage
 
 from potluck.errors import NetworkError
 from potluck.plan import inputs, models
-from potluck.probe.link_server import LinkServer
 from potluck.probe.link_visit import Visit, measure
 from potluck.spec.probed import DeviceSpeed, Rate
 from potluck.wire.frames import Message, pack
 from potluck.wire.keys import new_keys
 from potluck.wire.token import Token, encode
 from potluck.wire.transport import HostSocket
+from support.probing import serving
 from support.processes import Processes
 
 pytestmark = pytest.mark.timeout(150)
@@ -59,36 +59,8 @@ def potluck(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @contextlib.contextmanager
 def listening() -> Iterator[Token]:
-    with serving() as (token, _):
+    with serving(SPEED) as (token, _):
         yield token
-
-
-@contextlib.contextmanager
-def serving() -> Iterator[tuple[Token, LinkServer]]:
-    """A listener in a thread of this process."""
-    keys = new_keys()
-    door = HostSocket(bind="127.0.0.1", port=0, keys=keys)
-    server = LinkServer(door, "127.0.0.1", SPEED)
-    stop = threading.Event()
-
-    def serve() -> None:
-        while not stop.is_set():
-            server.serve(0.05)
-        server.close()
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
-        yield (
-            Token(
-                addresses=("127.0.0.1",), port=door.port, host_public=keys.public, guest_secret=keys.guest_secret
-            ),
-            server,
-        )
-    finally:
-        stop.set()
-        door.wake()
-        thread.join(15)
 
 
 # -- two processes ----------------------------------------------------------------------------------------------
@@ -216,7 +188,7 @@ def test_a_running_host_is_told_from_a_listener() -> None:
 
 
 def test_what_a_visitor_asks_for_is_bounded() -> None:
-    with serving() as (token, server):
+    with serving(SPEED) as (token, server):
         visit = Visit(token, "one", quiet)
         try:
             for seconds in (1e9, -1.0, "x", None, True):

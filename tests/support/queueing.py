@@ -1,6 +1,6 @@
 """A device that queues its work, on the CPU: what it was given is done a moment later, one thing after the other.
 
-It must not know what is trained. Values asked for with `later` are not there before the mark that follows them.
+It must not know what is trained. What `to_host_later` gives holds nothing before the mark that follows is passed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Queueing(CpuDevice):
         copies, self._copies = self._copies, []
         return LaterMark(self._at, copies, fails=self._fails_at is not None and self._marks >= self._fails_at)
 
-    def later(self, tensor: Tensor) -> Tensor:
+    def to_host_later(self, tensor: Tensor) -> Tensor:
         kept = torch.full_like(tensor.detach(), float("nan"))
         self._copies.append((kept, tensor.detach().clone()))
         return kept

@@ -70,7 +70,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def host_computes(self, data: st.DataObject) -> None:
         done = data.draw(st.lists(st.sampled_from(self.with_host), unique=True, min_size=1))
-        self.ledger.host_computed(done, "host")
+        self.ledger.host_counts(done, "host")
         self.with_host = [p for p in self.with_host if p not in done]
         self.count("host", done)
 
@@ -79,7 +79,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def host_claims_what_it_does_not_hold(self, data: st.DataObject) -> None:
         position = data.draw(st.integers(0, self.batch * 8).filter(lambda p: p not in self.with_host))
         with pytest.raises(LedgerError):
-            self.ledger.host_computed([position], "host")
+            self.ledger.host_counts([position], "host")
 
     # -- the guests
 
@@ -159,7 +159,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 self.ledger.take_back(lease)
             self.leases.clear()
             self.with_host += self.ledger.take(self.batch)
-            self.ledger.host_computed(self.with_host, "host")
+            self.ledger.host_counts(self.with_host, "host")
             self.count("host", self.with_host)
             self.with_host = []
             self.close()
@@ -184,7 +184,7 @@ def run_alone(ledger: Ledger, steps: int) -> list[int]:
         ledger.open_step()
         positions = ledger.take(ledger.global_batch)
         seen += ledger.samples_of(positions)
-        ledger.host_computed(positions, "host")
+        ledger.host_counts(positions, "host")
         ledger.close_step()
     return seen
 
@@ -223,7 +223,7 @@ def test_an_epoch_is_ordered_once_while_it_lasts() -> None:
         ledger.open_step()
         host, lease = ledger.take(1), ledger.lease("g", 1)
         ledger.samples_of([*lease.positions, *host])
-        ledger.host_computed(host, "host")
+        ledger.host_counts(host, "host")
         assert ledger.deliver(lease.id, 1), step
         ledger.close_step()
     assert asked == [0, 1, 2, 3]

@@ -81,7 +81,7 @@ class Device(ABC):
     def from_host(self, tensor: Tensor) -> Tensor:
         """A CPU tensor brought to this device (on the CPU: itself)."""
 
-    def later(self, tensor: Tensor) -> Tensor:
+    def to_host_later(self, tensor: Tensor) -> Tensor:
         """A CPU tensor that holds these values once a mark that is made next has been passed."""
         return self.to_host(tensor)
 

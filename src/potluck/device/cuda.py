@@ -79,11 +79,11 @@ class CudaDevice(Device):
         source = tensor.detach().contiguous()
         if source.device.type == "cpu" or source.nbytes > PINNED_LIMIT_BYTES:
             return source.to("cpu")
-        host = self.later(source)
+        host = self.to_host_later(source)
         self.mark().wait()
         return host
 
-    def later(self, tensor: Tensor) -> Tensor:
+    def to_host_later(self, tensor: Tensor) -> Tensor:
         # On this device first: a mark tells nothing of another one's work.
         source = tensor.detach().to(self.torch_device)
         host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)

@@ -26,7 +26,7 @@ class AloneHub:
         return self._ledger.take(next_size(self._ledger.in_pool, count)), False
 
     def launched(self, positions: tuple[int, ...]) -> None:
-        self._ledger.host_computed(positions, self._name)
+        self._ledger.host_counts(positions, self._name)
 
     def computed(self, samples: int, seconds: float) -> None:
         self._sample_s.add(seconds / samples)

@@ -131,13 +131,13 @@ class HostHub:
         ledger = self._protocol.ledger
         while True:
             with self._lock:
-                may_stay = self._may_stay()
-            computing = may_stay and busy()  # without the lock, which it takes itself
+                stay = self._has_reason_to_stay()
+            computing = stay and busy()  # without the lock, which it takes itself
             with self._changed:
                 self._raise_failure()
                 now = time.monotonic()
                 self._see_standstill(now)
-                if computing and self._may_stay():
+                if computing and self._has_reason_to_stay():
                     self._changed.wait(LOOK_AGAIN_S)
                     continue
                 check = self._protocol.check_samples
@@ -152,7 +152,7 @@ class HostHub:
                 self._changed.wait(max(0.001, take.wait_until - now))
                 self._protocol.stepping.waited(time.monotonic() - now)
 
-    def _may_stay(self) -> bool:
+    def _has_reason_to_stay(self) -> bool:
         """Whether there is reason not to end the step while the device computes: leases, or guests not yet let in.
 
         The device has the weights of this step only since it began with it: where the step is one micro-batch, that

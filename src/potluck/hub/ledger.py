@@ -108,7 +108,7 @@ class Ledger:
         now.with_host.update(taken)
         return taken
 
-    def host_computed(self, positions: Sequence[int], machine: str) -> None:
+    def host_counts(self, positions: Sequence[int], machine: str) -> None:
         now = self._open()
         if not now.with_host.issuperset(positions):
             raise LedgerError("the host counts positions it does not hold")

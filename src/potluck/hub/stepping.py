@@ -262,7 +262,7 @@ class Stepping:
 
     def host_launched(self, positions: Sequence[int]) -> None:
         """The host's device has these samples: nobody else will compute them."""
-        self.ledger.host_computed(positions, self.host_name)
+        self.ledger.host_counts(positions, self.host_name)
 
     def host_computed(self, samples: int, seconds: float) -> None:
         count, so_far = self._host_now

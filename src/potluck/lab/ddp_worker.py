@@ -246,7 +246,7 @@ class Worker:
         """This rank's part of the step's samples, the one after those of the ranks before it."""
         self._ledger.open_step()
         positions = self._ledger.take(self._batch)
-        self._ledger.host_computed(positions, self._me.name)
+        self._ledger.host_counts(positions, self._me.name)
         self._ledger.close_step()
         first = sum(member.share for member in self._spec.members[: self._rank])
         for size in sizes:

@@ -287,7 +287,7 @@ class HostTrainer:
             hit("host.updated")
         if options.scheduler is not None:
             options.scheduler.step()
-        own_loss = self._device.later(torch.as_tensor(step.loss_so_far() if total is None else total))
+        own_loss = self._device.to_host_later(torch.as_tensor(step.loss_so_far() if total is None else total))
         if self._comparing:
             self._compare_ranks()
         every = self._p.launch.config.checkpoint_every
