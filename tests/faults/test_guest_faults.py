@@ -121,3 +121,22 @@ def test_one_guest_dies_one_sleeps_and_then_the_host_sleeps(tmp_path: Path) -> N
         fleet.assert_every_step_is_full(global_batch=BATCH)
         assert list(fleet.folder.glob("flight-host-*.jsonl"))
         assert not port_is_open(fleet.port)
+
+
+@pytest.mark.timeout(60)
+def test_a_host_that_stands_still_between_hearing_and_judging_blames_nobody(tmp_path: Path) -> None:
+    """The worst moment to fall asleep: one guest's message is in hand, and the others' are still in the socket."""
+    until = tmp_path / "enough"
+    with Fleet(tmp_path) as fleet:
+        asleep = {"POTLUCK_FAILPOINT": f"host.received.done=stall:{SILENCE_S + 1}@4"}
+        options = ["--wait-for", "2", *DEVICE]
+        host = fleet.host(JOB, *options, arguments=["--batch", BATCH, "--until", until], env=asleep)
+        guests = [fleet.guest(name, *DEVICE) for name in ("ann", "bob")]
+        note = fleet.wait_for_event(host, "note", "host")
+        assert "stood still for 6." in note["text"]
+        fleet.wait_for_step(host, fleet.step_reached() + 3)
+        assert not fleet.events("guest_lost")
+        until.touch()
+        for process in (host, *guests):
+            process.succeeds(deadline_s=20)
+        fleet.assert_every_step_is_full(global_batch=BATCH)

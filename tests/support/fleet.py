@@ -42,7 +42,12 @@ class Fleet(Processes):
     # -- starting ----------------------------------------------------------------------------------------
 
     def host(
-        self, what: str | Path, *options: str, arguments: Sequence[object] = (), ranks: int = 0
+        self,
+        what: str | Path,
+        *options: str,
+        arguments: Sequence[object] = (),
+        ranks: int = 0,
+        env: Mapping[str, str] | None = None,
     ) -> TestProcess:
         """`potluck host` on the loopback, under torchrun with so many `ranks` if asked; returns once guests can be
         told the token."""
@@ -51,7 +56,7 @@ class Fleet(Processes):
             words += ["--runs", str(self.runs)]
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
         words = [*torchrun, "-m", "potluck", "host", str(what), *words, "--", *map(str, arguments)]
-        host = self.python(*words, name="host", env=self._environment())
+        host = self.python(*words, name="host", env={**self._environment(), **(env or {})})
         host.wait_until(lambda: list(self.runs.glob("*/manifest.json")), TORCH_STARTS_S, "run folder")
         return host
 

@@ -24,6 +24,7 @@ from potluck.hub.members import CHECKING, JOINING, Member
 from potluck.hub.parity import Sketch, compare
 from potluck.hub.protocol import HostProtocol
 from potluck.hub.recorder import Recorder
+from potluck.hub.standstill import Standstill
 from potluck.hub.stepping import StepResult
 from potluck.hub.tensors import ModelTensors
 from potluck.plan.leases import next_size
@@ -35,8 +36,6 @@ PART_BYTES = 4 << 20
 """Frozen tensors travel in parts of this size."""
 LOOK_AGAIN_S = 0.003
 """How soon the training thread sees that its device has nothing left to do."""
-STOOD_STILL_S = 2.0
-"""An I/O thread that did not run for this long was not let: the machine slept."""
 Event = dict[str, Any]
 
 
@@ -74,14 +73,13 @@ class HostHub:
         self._step_open = True
         """Whether the weights are those of a version: in a step, and before the first one."""
         self._failure: BaseException | None = None
-        self._turned = time.monotonic()
-        """When the I/O thread last began a turn."""
+        self._standstill = Standstill(time.monotonic())
         self._thread = threading.Thread(target=self._run, name="potluck-io", daemon=True)
 
     # -- the training thread ----------------------------------------------------------------------------
 
     def start(self) -> None:
-        self._turned = time.monotonic()
+        self._standstill = Standstill(time.monotonic())
         self._coder.start()
         self._thread.start()
 
@@ -136,7 +134,7 @@ class HostHub:
             with self._changed:
                 self._raise_failure()
                 now = time.monotonic()
-                self._see_standstill(now)
+                self._excuse_guests(self._standstill.ongoing(now), now)
                 if computing and self._has_reason_to_stay():
                     self._changed.wait(LOOK_AGAIN_S)
                     continue
@@ -250,10 +248,8 @@ class HostHub:
                 self._failure = error
                 self._changed.notify_all()
 
-    def _see_standstill(self, now: float) -> None:
-        still_s = now - self._turned
-        if still_s > STOOD_STILL_S:
-            self._turned = now
+    def _excuse_guests(self, still_s: float, now: float) -> None:
+        if still_s:
             self._do(self._protocol.stood_still(still_s, now))
 
     def _record(self, *, now: bool = False) -> None:
@@ -265,13 +261,12 @@ class HostHub:
             self._parts.emit({**event, "first": recorder.files == 1})
 
     def _turn(self, received: Sequence[tuple[bytes, Sequence[Any]]]) -> None:
-        with self._changed:
-            self._see_standstill(time.monotonic())
-            self._turned = time.monotonic()
         for peer, frames in received:
             self._receive(peer, frames)
         with self._changed:
-            self._do(self._protocol.tick(time.monotonic()))
+            now = time.monotonic()
+            self._excuse_guests(self._standstill.seconds(now), now)
+            self._do(self._protocol.tick(now))
             while self._coder.results:
                 self._coder_says(self._coder.results.popleft())
         self._flush()

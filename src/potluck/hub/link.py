@@ -14,6 +14,7 @@ from typing import Any
 from potluck.errors import HostGoneError, NetworkError, PotluckError, RefusedError, WireError
 from potluck.failpoints import hit
 from potluck.hub.recorder import Recorder
+from potluck.hub.standstill import Standstill
 from potluck.wire.frames import PROTOCOL, Message, VersionError, pack, unpack
 from potluck.wire.token import Token
 from potluck.wire.transport import GuestSocket, HungUpError
@@ -23,8 +24,6 @@ NOTICE_S = 5.0
 """A host that says nothing for this long is worth a word to the person at this machine."""
 SILENCE_S = 10.0
 """A host that says nothing for this long is gone for now: what was under way is void."""
-STOOD_STILL_S = 2.0
-"""A wait of a fifth of a second that took this long: the machine slept."""
 ATTEMPT_S = 6.0
 """For one attempt to connect: the host ends a handshake that takes longer than 5 s."""
 FIRST_BACKOFF_S = 0.5
@@ -215,6 +214,7 @@ class GuestLink:
         assert self._socket is not None
         beat = 0.0
         ended: float | None = None
+        standstill = Standstill(time.monotonic())
         while not self._stop:
             now = time.monotonic()
             if now - beat >= HEARTBEAT_S:
@@ -224,13 +224,13 @@ class GuestLink:
             self._flush()
             # A full queue is looked at again soon; otherwise wake() ends the wait.
             received = self._socket.receive(0.005 if self._data else 0.2)
-            still_s = time.monotonic() - now
-            if still_s > STOOD_STILL_S:
-                self._last_heard += still_s  # this machine was asleep: the host is not to blame
             for channel, frames in received:
                 self._last_heard = time.monotonic()
                 self._dispatch(channel, frames)
-            silent_s = time.monotonic() - self._last_heard
+            judged = time.monotonic()
+            # What this machine slept through is not the host's silence.
+            self._last_heard = min(judged, self._last_heard + standstill.seconds(judged))
+            silent_s = judged - self._last_heard
             if silent_s > SILENCE_S:
                 raise HostGoneError(f"the host at {self.address} sent nothing for {silent_s:.1f} s")
             if silent_s > NOTICE_S:
