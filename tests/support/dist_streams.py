@@ -1,4 +1,4 @@
-"""What two ranks do in the tests of groups in the clear, whose large tensors go by a bare connection.
+"""What two ranks do in the tests of large tensors, which go by a connection of their own.
 
 It knows the backend's interface, and where a group keeps that connection.
 """
@@ -17,7 +17,7 @@ from potluck.dist import formation
 from support.dist_faults import Told, allow, begin, told_by
 
 LARGE = (1 << 20) + 77
-"""Elements: above the size from which a bare connection is used, and no multiple of anything."""
+"""Elements: above the size from which that connection is used, and no multiple of anything."""
 
 
 def streaming() -> bool:
@@ -30,7 +30,7 @@ def _mine(rank: int, dtype: torch.dtype) -> torch.Tensor:
 
 def sums(rank: int, world: int, settings: dict[str, Any]) -> bool:
     """Large and small all-reduces in turn, each checked; whether the connection was used."""
-    begin("tcp", encryption=False, **settings)
+    begin("tcp", **settings)
     try:
         for dtype in (torch.float32, torch.bfloat16, torch.int64):
             for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
@@ -52,9 +52,9 @@ def sums(rank: int, world: int, settings: dict[str, Any]) -> bool:
         dist.destroy_process_group()
 
 
-def packed(rank: int, world: int) -> list[int]:
+def packed(rank: int, world: int, encryption: bool) -> list[int]:
     """Sums through int8, both ranks' bits as a checksum of each step."""
-    begin("tcp", encryption=False, compression="int8")
+    begin("tcp", encryption=encryption, compression="int8")
     try:
         torch.manual_seed(0)
         both = torch.randn(2, 5 * LARGE)
@@ -83,9 +83,35 @@ def behind_a_firewall(rank: int, world: int) -> bool:
         lane.follow = kept
 
 
-def killed(rank: int, world: int) -> Told:
+def renewed(rank: int, world: int) -> int:
+    """With keys that wear out soon: how many connections there were."""
+    from potluck.dist import lane
+
+    kept, real, made = lane.RENEWED_BYTES, lane.Trip._new_stream, 0
+
+    def counted(trip: lane.Trip, other: int) -> Any:
+        nonlocal made
+        made += 1
+        return real(trip, other)
+
+    lane.RENEWED_BYTES = 10 << 20  # type: ignore[misc]
+    lane.Trip._new_stream = counted  # type: ignore[method-assign]
+    begin("tcp")
+    try:
+        for _ in range(6):
+            found = torch.ones(LARGE)
+            dist.all_reduce(found)
+            assert found.unique().tolist() == [2.0]
+        assert streaming()
+        return made
+    finally:
+        lane.RENEWED_BYTES, lane.Trip._new_stream = kept, real  # type: ignore[misc, method-assign]
+        dist.destroy_process_group()
+
+
+def killed(rank: int, world: int, encryption: bool) -> Told:
     """The last rank ends in the midst of a large one."""
-    begin("tcp", encryption=False)
+    begin("tcp", encryption=encryption)
     tensor = torch.ones(4 * LARGE)
     dist.all_reduce(tensor)
     if rank == world - 1:
@@ -100,7 +126,7 @@ def killed(rank: int, world: int) -> Told:
 
 def stuck(rank: int, world: int, timeout_s: float) -> Told:
     """The last rank stops in the midst of a large one, and lives on."""
-    begin("tcp", encryption=False)
+    begin("tcp")
     tensor = torch.ones(4 * LARGE)
     dist.all_reduce(tensor)
     allow(timeout_s)
@@ -118,7 +144,7 @@ def stuck(rank: int, world: int, timeout_s: float) -> Told:
 
 
 def mismatch(rank: int, world: int) -> Told:
-    begin("tcp", encryption=False)
+    begin("tcp")
     try:
         dist.all_reduce(torch.ones(LARGE))
         time.sleep(0.3)
@@ -127,22 +153,22 @@ def mismatch(rank: int, world: int) -> Told:
         dist.destroy_process_group()
 
 
-def among_strangers(rank: int, world: int, silent: int) -> bool:
+def among_strangers(rank: int, world: int, silent: int, encryption: bool) -> bool:
     """Others connect to the door and say nothing; the ranks must agree on the way. Whether it is the connection."""
     from potluck.dist import streams
 
     real = streams.Door.open
     held: list[socket.socket] = []
 
-    def crowded(address: str, token: bytes) -> streams.Door | None:
-        door = real(address, token)
+    def crowded(address: str, secret: bytes) -> streams.Door | None:
+        door = real(address, secret)
         assert door is not None
         held.extend(socket.create_connection(door._listener.getsockname()) for _ in range(silent))
         return door
 
     streams.Door.open = crowded  # type: ignore[method-assign,assignment]
     try:
-        return sums(rank, world, {})
+        return sums(rank, world, {"encryption": encryption})
     finally:
         streams.Door.open = real  # type: ignore[method-assign]
         for connection in held:

@@ -242,13 +242,14 @@ def test_what_a_pair_loses_comes_later() -> None:
     assert off_after(40, True) < 0.25 * off_after(40, False)
 
 
-def test_messages_of_a_pair_are_many_and_none_is_large() -> None:
-    """So that the first is soon on its way; and each costs the time of Python, so not too many."""
-    sizes = pair_all_reduce(ranks_of(2, "int8"), [torch.randn(64 * PIECE) for _ in range(2)])
-    assert len(sizes) == 16
-    sizes = pair_all_reduce(ranks_of(2, "int8"), [torch.randn(140 * PIECE + 5) for _ in range(2)])
-    assert len(sizes) == 21
-    assert max(sizes) < 1 << 19
+@pytest.mark.parametrize("count", [1, PIECE, 2 * PIECE + 5, 64 * PIECE, 140 * PIECE + 5])
+def test_messages_of_a_pair_are_small_at_both_ends_and_few_between(count: int) -> None:
+    """The first is soon on its way, the last soon added; and each costs the time of Python."""
+    sizes = pair_all_reduce(ranks_of(2, "int8"), [torch.randn(count) for _ in range(2)])
+    piece = get("int8").nbytes(PIECE)
+    assert max(sizes[0], sizes[-1]) <= piece
+    assert max(sizes) <= 8 * piece
+    assert len(sizes) <= 9 + count / (8 * PIECE)
 
 
 def test_a_message_of_a_pair_of_another_size_is_refused() -> None:

@@ -1,14 +1,18 @@
-"""The bare connection between two ranks: all bytes in order, both ways at once, and no waiting without end."""
+"""A connection of its own between two ranks, in the clear and encrypted: all bytes in order, both ways at once, no
+waiting without end, and nobody between the two."""
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
+from potluck.dist.sealing import _context, seal
 from potluck.dist.streams import Closed, Door, Stream, follow
 
 MIB = 1 << 20
@@ -30,11 +34,22 @@ def patience(times: int) -> Callable[[], None]:
     return ask
 
 
-@pytest.fixture
-def pair() -> Iterator[tuple[Stream, Stream]]:
-    door = Door("127.0.0.1", b"t" * 16)
-    guest = follow("127.0.0.1", door.invitation)
-    host = door.admit()
+SECRET = bytes(range(32))
+
+
+def connected(door: Door, *, sealed: bool) -> tuple[Stream | None, Stream | None]:
+    """Both ends, each as its rank gets it."""
+    visit = follow("127.0.0.1", door.invitation)
+    assert visit is not None
+    with ThreadPoolExecutor(1) as other:
+        entering = other.submit(visit.enter, sealed=sealed)
+        return door.admit(sealed=sealed), entering.result()
+
+
+@pytest.fixture(params=[False, True], ids=["clear", "sealed"])
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Stream, Stream]]:
+    door = Door("127.0.0.1", SECRET)
+    host, guest = connected(door, sealed=request.param)
     door.close()
     assert host is not None
     assert guest is not None
@@ -107,14 +122,14 @@ def test_the_end_of_the_other_is_noticed(pair: tuple[Stream, Stream]) -> None:
         send()
 
 
-def test_strangers_are_not_taken_for_the_one_who_was_invited() -> None:
-    door = Door("127.0.0.1", b"right" + bytes(11))
+@pytest.mark.parametrize("sealed", [False, True])
+def test_strangers_are_not_taken_for_the_one_who_was_invited(sealed: bool) -> None:
+    door = Door("127.0.0.1", SECRET)
     port = int.from_bytes(door.invitation[:2], "little")
     strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(2)]
     strangers[0].sendall(b"wrong" + bytes(11))
     strangers[1].close()
-    guest = follow("127.0.0.1", door.invitation)
-    host = door.admit()
+    host, guest = connected(door, sealed=sealed)
     assert guest is not None
     assert host is not None
     guest.push(memoryview(b"it is me"))
@@ -128,8 +143,103 @@ def test_strangers_are_not_taken_for_the_one_who_was_invited() -> None:
 
 
 def test_a_door_that_cannot_be_reached_is_no_error() -> None:
-    door = Door("127.0.0.1", b"t" * 16)
+    door = Door("127.0.0.1", SECRET)
     door.close()
     assert follow("127.0.0.1", door.invitation) is None
     assert follow("127.0.0.1", b"nonsense") is None
-    assert Door.open("192.0.2.1", b"t" * 16) is None, "an address that this machine has not"
+    assert Door.open("192.0.2.1", SECRET) is None, "an address that this machine has not"
+
+
+# -- encrypted
+
+
+class Wire:
+    """Somebody on the way from one rank to the other: passes everything on, and keeps it."""
+
+    def __init__(self, target: tuple[str, int]) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port, self.seen = self._listener.getsockname()[1], bytearray()
+        self._target = target
+        in_thread(self._run)
+
+    def _run(self) -> None:
+        one, _ = self._listener.accept()
+        two = socket.create_connection(self._target)
+        in_thread(lambda: self._pass(two, one))
+        self._pass(one, two)
+
+    def _pass(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                self.seen += data
+                target.sendall(data)
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_who_listens_on_the_way_reads_nothing_of_what_is_sealed(sealed: bool) -> None:
+    door = Door("127.0.0.1", SECRET)
+    wire = Wire(("127.0.0.1", int.from_bytes(door.invitation[:2], "little")))
+    door.invitation = wire.port.to_bytes(2, "little") + SECRET
+    host, guest = connected(door, sealed=sealed)
+    assert host is not None
+    assert guest is not None
+    text = b"the gradients of a secret model" * 100
+    guest.push(memoryview(text))
+    room = bytearray(len(text))
+    host.pull(memoryview(room), patience(50))
+    assert room == text
+    assert len(wire.seen) > len(text)
+    assert (text[:31] in wire.seen) is not sealed
+    assert SECRET not in wire.seen
+    for each in (door, guest, host):
+        each.close()
+
+
+def sealing(secrets: tuple[bytes, bytes], *sockets: socket.socket) -> list[str]:
+    """What became of both ends of a connection, or of two, the first end of each being who was called."""
+    with ThreadPoolExecutor(2) as both:
+        ends = [
+            both.submit(seal, each, secret, server=server, within_s=5.0)
+            for each, secret, server in zip(sockets, secrets, (True, False), strict=True)
+        ]
+        told = []
+        for end in ends:
+            try:
+                end.result().close()
+                told.append("sealed")
+            except OSError as error:
+                told.append(str(error))
+        return told
+
+
+def test_who_does_not_know_the_secret_gets_no_further() -> None:
+    told = sealing((SECRET, bytes(32)), *socket.socketpair())
+    assert told[0] == "the other end does not know the secret"
+    assert "sealed" not in told
+
+
+def test_two_handshakes_of_one_in_the_middle_are_not_one() -> None:
+    """It passes the proofs on, which it cannot make: each fits another handshake."""
+    (called, to_called), (to_caller, caller) = socket.socketpair(), socket.socketpair()
+    for each in (to_called, to_caller):
+        each.settimeout(5)
+
+    def between() -> None:
+        with contextlib.suppress(OSError):
+            as_caller = _context(server=False).wrap_socket(to_called)
+            as_called = _context(server=True).wrap_socket(to_caller, server_side=True)
+            as_caller.sendall(as_called.recv(32))
+            as_called.sendall(as_caller.recv(32))
+
+    in_thread(between)
+    told = sealing((SECRET, SECRET), called, caller)
+    assert told[0] == "the other end does not know the secret"
+    assert "sealed" not in told
+
+
+def test_where_openssl_cannot_there_is_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the ranks go by the mail."""
+    monkeypatch.setattr("potluck.dist.sealing._CIPHERS", "NO-SUCH-CIPHER")
+    door = Door("127.0.0.1", SECRET)
+    assert connected(door, sealed=True) == (None, None)
+    door.close()

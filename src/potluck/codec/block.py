@@ -138,9 +138,14 @@ class BlockCodec:
         """[blocks, BLOCK] float32 that are whole numbers -> [blocks * block_bytes] int8."""
         raise NotImplementedError
 
+    def widen(self, codes: Tensor, out: Tensor) -> None:
+        """[blocks * block_bytes] int8 -> [blocks, BLOCK] float32 that are whole numbers."""
+        raise NotImplementedError
+
     def unpack(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
         """[blocks * block_bytes] int8 and [blocks, 1] float32 -> [blocks, BLOCK] float32."""
-        raise NotImplementedError
+        self.widen(codes, out)
+        out.mul_(scales)
 
 
 class Int8Codec(BlockCodec):
@@ -154,8 +159,8 @@ class Int8Codec(BlockCodec):
     def pack(self, levels: Tensor, codes: Tensor) -> None:
         codes.view(-1, BLOCK).copy_(levels)
 
-    def unpack(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
-        out.copy_(codes.view(-1, BLOCK)).mul_(scales)
+    def widen(self, codes: Tensor, out: Tensor) -> None:
+        out.copy_(codes.view(-1, BLOCK))
 
 
 class Int4Codec(BlockCodec):
@@ -171,13 +176,13 @@ class Int4Codec(BlockCodec):
         pairs = torch.add(levels[:, : BLOCK // 2], levels[:, BLOCK // 2 :], alpha=16)
         codes.view(-1, BLOCK // 2).copy_(pairs)
 
-    def unpack(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
+    def widen(self, codes: Tensor, out: Tensor) -> None:
         # Whatever the byte, both codes come out as -8..7: these sums wrap around.
         pairs = codes.view(-1, BLOCK // 2)
         both = torch.empty(out.shape, dtype=torch.int8, device=out.device)
         high = torch.add(pairs, 8, out=both[:, BLOCK // 2 :]).bitwise_right_shift_(4)
         torch.add(pairs, high, alpha=-16, out=both[:, : BLOCK // 2])
-        out.copy_(both).mul_(scales)
+        out.copy_(both)
 
 
 def split(payload: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -98,11 +98,13 @@ def decode_sum(codec: Codec, first: Tensor, second: Tensor, out: Tensor, *, divi
         scales.append(widened.view(-1, room.stride // BLOCK, 1).unbind(0))
         codes.append(found)
     direct = out.dtype == torch.float32
-    for at, into in enumerate(out.detach().view(-1, room.stride).unbind(0)):
+    results = out.detach().view(-1, room.stride // BLOCK, BLOCK).unbind(0)
+    for at, into in enumerate(results):
         part = room.parts[at % len(room.parts)]
         codec.unpack(codes[0][at], scales[0][at], part.totals)
-        codec.unpack(codes[1][at], scales[1][at], part.levels)
-        total = torch.add(part.total, part.level, out=into if direct else part.total)
+        codec.widen(codes[1][at], part.levels)
+        # Products are exact, so the sum has one rounding, whichever of the two is multiplied here.
+        total = torch.addcmul(part.totals, part.levels, scales[1][at], out=into if direct else part.totals)
         if divide_by > 1:
             total.div_(divide_by)
         if not direct:

@@ -92,8 +92,9 @@ def compressed_all_reduce(trip: Trip, exchanges: Sequence[Exchange]) -> None:
     trip.settle()
 
 
-_AHEAD = 32
-"""Messages that a rank sends before it takes one: enough for any link, and what waits stays small."""
+_AHEAD = 4
+"""Messages that a rank sends before it takes one. What was taken makes room for more: with all sent first, the link
+stands still when the system's buffers are full."""
 
 
 def compressed_pair(trip: Trip, exchange: PairExchange) -> None:

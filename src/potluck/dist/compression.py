@@ -41,9 +41,8 @@ _MULTIPLE = 128
 """Parts begin at the borders of the codecs' blocks."""
 PIECE = 3840 * _MULTIPLE
 """Elements: small enough for a processor's cache, and that one travels while the next is packed."""
-_MOST_PIECES, _LEAST_MESSAGES = 7, 16
-"""Of a message between two ranks: half a mebibyte of int8, for each costs Python's time; but so many of them that
-the first is soon on its way, and the last soon added."""
+_MOST_PIECES = 8
+"""Of a message between two ranks: half a mebibyte of int8, for each costs Python's time."""
 _MOST_TENSORS = 256
 
 
@@ -282,8 +281,16 @@ class PairExchange:
 
 
 def _messages(count: int) -> list[Span]:
-    """Whole pieces together, and what is left of the last one by itself."""
+    """Whole pieces together, and what is left of the last one by itself.
+
+    The first messages are small, to be soon on their way, and the last ones, to be soon added.
+    """
     whole = count // CACHED
-    step = CACHED * max(1, min(_MOST_PIECES, whole // _LEAST_MESSAGES))
-    spans = [(at, min(at + step, whole * CACHED)) for at in range(0, whole * CACHED, step)]
-    return spans + ([(whole * CACHED, count)] if count % CACHED else [])
+    sizes: list[int] = []
+    first, left = 1, whole
+    while left:
+        size = min(first, _MOST_PIECES, max(1, left // 2))
+        sizes.append(size)
+        first, left = 2 * first, left - size
+    ends = [CACHED * pieces for pieces in itertools.accumulate(sizes, initial=0)]
+    return [*itertools.pairwise(ends)] + ([(whole * CACHED, count)] if count % CACHED else [])

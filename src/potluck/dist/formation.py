@@ -87,7 +87,7 @@ class Formation:
         terms = Terms(
             chunk_bytes=settings.chunk_bytes,
             small_bytes=settings.small_bytes,
-            streams=not settings.encryption and not settings.checksum,
+            streams=not settings.checksum,
             algorithm=settings.algorithm,
         )
         self.lane = Lane(mesh, meeting.group, rank, [card.endpoint for card in meeting.cards], terms)

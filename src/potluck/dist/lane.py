@@ -20,6 +20,7 @@ from potluck.dist.counting import SPENT
 from potluck.dist.links import Endpoint
 from potluck.dist.mesh import Aborted, DeadlinePassed, Kind, Mesh, Parcel, PeerGone
 from potluck.dist.record import Header, timeout_error
+from potluck.dist.sealing import RENEWED_BYTES, SECRET_BYTES
 from potluck.dist.streams import Closed, Door, Stream, follow
 from potluck.errors import CollectiveError, CollectiveTimeoutError, RankGoneError
 
@@ -28,8 +29,9 @@ _COPIED_BYTES = 32 << 10
 _ALIGN = 16
 _ASK_S = 1.0
 _STREAMED_BYTES = 1 << 20
-"""From here on a bare connection is worth a word by mail."""
+"""From here on a connection of its own is worth a word by mail."""
 _REASONS_S = 1.0
+_YES, _NO = memoryview(b"yes"), memoryview(b"no")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +43,7 @@ class Terms:
     algorithm: str = "auto"
     """How an all-reduce above small_bytes goes: auto, direct, owners or ring."""
     streams: bool = False
-    """Whether two ranks may have a bare connection for what is large: where nothing is encrypted or summed up."""
+    """Whether two ranks may have a connection of their own for what is large: where chunks have no checksums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,9 @@ class Lane:
         self._everybody = endpoints
         self._parts: list[Lane] = []
         self._stream: Stream | None = None
-        self._alone = not (terms.streams and self.world == 2 and not any(e.key for e in endpoints))
+        self._streamed = 0
+        """Bytes each way, by this stream."""
+        self._alone = not (terms.streams and self.world == 2)
         """No stream is to be had, or it was tried in vain."""
 
     def close(self) -> None:
@@ -152,7 +156,7 @@ class Trip:
     # -- what is large, between two ranks ---------------------------------------------------------------------
 
     def stream(self, nbytes: int) -> None:
-        """From here on, if there is so much and it can be, what goes to the other rank goes by a bare connection.
+        """From here on, if there is so much and it can be, what goes to the other rank goes by a connection of its own.
 
         Both ranks say by mail that they are in this collective, and which it is, before a byte of it is sent.
         """
@@ -160,12 +164,16 @@ class Trip:
         if lane._alone or nbytes < _STREAMED_BYTES:
             return
         other = 1 - lane.rank
+        if lane._stream is not None and lane._streamed > RENEWED_BYTES:
+            lane._stream.close()
+            lane._stream = None
         if lane._stream is None:
-            lane._stream = self._new_stream(other)
+            lane._stream, lane._streamed = self._new_stream(other), 0
             lane._alone = lane._stream is None
         else:
             self.send_part(other, memoryview(b""))
             self.take(other)
+        lane._streamed += nbytes
         self._stream = lane._stream
 
     @property
@@ -175,28 +183,31 @@ class Trip:
         return chosen if self._stream is None else max(chosen, _STREAMED_BYTES)
 
     def _new_stream(self, other: int) -> Stream | None:
-        lane = self.lane
-        address = lane.endpoints[0].address
-        if lane.rank == 1:
-            self.send_part(other, memoryview(b""))
-            made = follow(address, bytes(self.take(other).view))
-            self.send_part(other, memoryview(b"yes" if made is not None else b"no"))
-            if made is None or bytes(self.take(other).view) == b"yes":
-                return made
-            made.close()  # it never got through to the other rank, which goes by the mail
-            return None
+        """Agreed on by mail, and used only if both ranks have it."""
+        sealed = bool(self.lane.endpoints[0].key)
+        made = self._called(other, sealed) if self.lane.rank == 1 else self._callable(other, sealed)
+        self.send_part(other, _YES if made is not None else _NO)
+        if bytes(self.take(other).view) == _YES:
+            return made
+        if made is not None:
+            made.close()
+        return None
+
+    def _callable(self, other: int, sealed: bool) -> Stream | None:
         with contextlib.ExitStack() as stack:
-            door = Door.open(address, secrets.token_bytes(16))
+            door = Door.open(self.lane.endpoints[0].address, secrets.token_bytes(SECRET_BYTES))
             if door is not None:
                 stack.callback(door.close)
             self.send_part(other, memoryview(b"" if door is None else door.invitation))
             self.take(other)
-            if bytes(self.take(other).view) != b"yes":
-                return None
-            assert door is not None
-            admitted = door.admit()
-            self.send_part(other, memoryview(b"no" if admitted is None else b"yes"))
-            return admitted
+            connected = bytes(self.take(other).view) == _YES
+            return door.admit(sealed=sealed) if door is not None and connected else None
+
+    def _called(self, other: int, sealed: bool) -> Stream | None:
+        self.send_part(other, memoryview(b""))
+        visit = follow(self.lane.endpoints[0].address, bytes(self.take(other).view))
+        self.send_part(other, _YES if visit is not None else _NO)
+        return None if visit is None else visit.enter(sealed=sealed)
 
     def _ask(self, *, closed: bool = False) -> None:
         """Whether to go on waiting for the other rank; `closed`: its connection has ended."""

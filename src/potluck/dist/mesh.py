@@ -29,7 +29,7 @@ from potluck.errors import PotluckError, RankGoneError
 
 T = TypeVar("T")
 
-PROTOCOL = 2
+PROTOCOL = 3
 _HEAD = struct.Struct("<HBB16sQqQII")
 _MAGIC = 0x504C
 _TICK_S = 0.1

@@ -1,4 +1,4 @@
-"""A bare TCP connection between two ranks, for large tensors of groups that are not encrypted; owns its bytes.
+"""A TCP connection of its own between two ranks, for large tensors, encrypted where the group is; owns its bytes.
 
 It must not know collectives, nor wait for ever: whoever waits here is asked again and again whether to go on.
 
@@ -12,18 +12,22 @@ import contextlib
 import hmac
 import select
 import socket
+import ssl
 import struct
 import time
 from collections import deque
 from collections.abc import Callable
 
+from potluck.dist.sealing import SECRET_BYTES, seal
+
 _AT_ONCE = 512 << 10
 """Bytes of one call: less costs more calls, and more does not fit the system's buffers anyway."""
 _ASK_S = 0.1
 _CONNECT_S = 5.0
-_INVITATION = struct.Struct("<H16s")  # port, and what who connects has to say first
-_TOKEN_BYTES = 16
-_TOKEN_S = 0.3
+_INVITATION = struct.Struct(f"<H{SECRET_BYTES}s")  # port, and a secret
+_KNOCK_BYTES = 16
+_KNOCK_S = 0.3
+_NOT_NOW = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class Closed(Exception):
@@ -58,7 +62,7 @@ class Stream:
             self._now_and_then(ask)
             try:
                 count = self._connection.recv_into(into[got : got + _AT_ONCE])
-            except (BlockingIOError, InterruptedError):
+            except _NOT_NOW:
                 if not self._send():
                     self._wait(receiving=True)
                 continue
@@ -91,7 +95,7 @@ class Stream:
         part = self._unsent[0]
         try:
             count = self._connection.send(part[:_AT_ONCE])
-        except (BlockingIOError, InterruptedError):
+        except _NOT_NOW:
             return False
         except OSError as error:
             raise Closed from error
@@ -116,7 +120,8 @@ class Stream:
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)  # ends a wait that is under way
+            # Ends a wait that is under way. Not by TLS, which would be off while the connection is still there.
+            socket.socket.shutdown(self._connection, socket.SHUT_RDWR)
         self._connection.close()
         self._unsent.clear()
 
@@ -138,23 +143,22 @@ def _wait_for(connection: socket.socket, *, receiving: bool, sending: bool) -> N
 class Door:
     """Where one rank waits for the other; what it must know comes by the mail, as an invitation."""
 
-    def __init__(self, address: str, token: bytes) -> None:
-        assert len(token) == _TOKEN_BYTES
-        self._token = token
+    def __init__(self, address: str, secret: bytes) -> None:
+        self._secret = secret
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family)
-        self.invitation = _INVITATION.pack(self._listener.getsockname()[1], token)
+        self.invitation = _INVITATION.pack(self._listener.getsockname()[1], secret)
 
     @classmethod
-    def open(cls, address: str, token: bytes) -> Door | None:
+    def open(cls, address: str, secret: bytes) -> Door | None:
         """None where no port can be opened."""
         try:
-            return cls(address, token)
+            return cls(address, secret)
         except OSError:
             return None
 
-    def admit(self) -> Stream | None:
-        """The one who was invited and has said to have come; None if there is no such connection after all."""
+    def admit(self, *, sealed: bool) -> Stream | None:
+        """The one who was invited and has knocked; None if there is no such connection after all."""
         deadline = time.monotonic() + _CONNECT_S
         while (left_s := deadline - time.monotonic()) > 0:
             self._listener.settimeout(left_s)
@@ -162,8 +166,8 @@ class Door:
                 connection, _ = self._listener.accept()
             except OSError:
                 return None
-            if hmac.compare_digest(_said(connection), self._token):
-                return Stream(connection)
+            if hmac.compare_digest(_said(connection), _knock(self._secret)):
+                return _stream(connection, self._secret if sealed else None, server=True)
             connection.close()
         return None
 
@@ -171,29 +175,54 @@ class Door:
         self._listener.close()
 
 
-def _said(connection: socket.socket) -> bytes:
-    """The first bytes of who came. Who was invited has sent them before this is asked; others may say nothing."""
-    said, until = b"", time.monotonic() + _TOKEN_S
-    with contextlib.suppress(OSError):
-        while len(said) < _TOKEN_BYTES and (left_s := until - time.monotonic()) > 0:
-            connection.settimeout(left_s)
-            more = connection.recv(_TOKEN_BYTES - len(said))
-            if not more:
-                break
-            said += more
-    return said
+class Visit:
+    """Where the other rank has connected, and knocked."""
+
+    def __init__(self, connection: socket.socket, secret: bytes) -> None:
+        self._connection, self._secret = connection, secret
+
+    def enter(self, *, sealed: bool) -> Stream | None:
+        """While the other admits; None if it did not."""
+        return _stream(self._connection, self._secret if sealed else None, server=False)
 
 
-def follow(address: str, invitation: bytes) -> Stream | None:
+def follow(address: str, invitation: bytes) -> Visit | None:
     """Connect to who sent the invitation; None if that is not possible, as behind a firewall."""
     try:
-        port, token = _INVITATION.unpack(invitation)
+        port, secret = _INVITATION.unpack(invitation)
         connection = socket.create_connection((address, port), timeout=_CONNECT_S)
     except (struct.error, OSError):
         return None
     try:
-        connection.sendall(token)
+        connection.sendall(_knock(secret))
     except OSError:
         connection.close()
         return None
-    return Stream(connection)
+    return Visit(connection, secret)
+
+
+def _stream(connection: socket.socket, secret: bytes | None, *, server: bool) -> Stream | None:
+    if secret is None:
+        return Stream(connection)
+    try:
+        return Stream(seal(connection, secret, server=server, within_s=_CONNECT_S))
+    except OSError:
+        return None
+
+
+def _knock(secret: bytes) -> bytes:
+    """What who was invited says first, in the clear: it tells nothing of the secret."""
+    return hmac.digest(secret, b"potluck stream, a knock", "sha256")[:_KNOCK_BYTES]
+
+
+def _said(connection: socket.socket) -> bytes:
+    """The first bytes of who came. Who was invited has sent them before this is asked; others may say nothing."""
+    said, until = b"", time.monotonic() + _KNOCK_S
+    with contextlib.suppress(OSError):
+        while len(said) < _KNOCK_BYTES and (left_s := until - time.monotonic()) > 0:
+            connection.settimeout(left_s)
+            more = connection.recv(_KNOCK_BYTES - len(said))
+            if not more:
+                break
+            said += more
+    return said

@@ -1,4 +1,4 @@
-"""Two ranks in the clear: large tensors by a bare connection, with the results and the ends that mail has."""
+"""Two ranks: large tensors by a connection of their own, encrypted or not; results and ends are those of the mail."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from potluck.dist.streams import Stream
 from support.ranks import Ranks
 
 CASES = "support.dist_streams:"
+encrypted_or_not = pytest.mark.parametrize("encryption", [True, False], ids=["encrypted", "clear"])
 
 
 @pytest.fixture(scope="module")
@@ -22,26 +23,33 @@ def ranks() -> Iterator[Ranks]:
     pool.close()
 
 
-def test_sums_are_exact_and_go_by_the_connection(ranks: Ranks) -> None:
-    assert ranks.call(f"{CASES}sums", 2, {}) == [True, True]
+@encrypted_or_not
+def test_sums_are_exact_and_go_by_the_connection(ranks: Ranks, encryption: bool) -> None:
+    assert ranks.call(f"{CASES}sums", 2, {"encryption": encryption}) == [True, True]
+
+
+def test_a_connection_whose_keys_wear_out_is_renewed(ranks: Ranks) -> None:
+    assert ranks.call(f"{CASES}renewed", 2) == [2, 2]
 
 
 def test_with_checksums_everything_goes_by_mail(ranks: Ranks) -> None:
-    assert ranks.call(f"{CASES}sums", 2, {"checksum": True}) == [False, False]
+    assert ranks.call(f"{CASES}sums", 2, {"checksum": True, "encryption": False}) == [False, False]
 
 
 def test_where_no_connection_can_be_made_everything_goes_by_mail(ranks: Ranks) -> None:
     assert ranks.call(f"{CASES}behind_a_firewall", 2) == [False, False]
 
 
-def test_packed_sums_have_the_same_bits_on_both(ranks: Ranks) -> None:
-    one, two = ranks.call(f"{CASES}packed", 2)
+@encrypted_or_not
+def test_packed_sums_have_the_same_bits_on_both(ranks: Ranks, encryption: bool) -> None:
+    one, two = ranks.call(f"{CASES}packed", 2, encryption)
     assert one == two
 
 
-def test_a_rank_that_dies_in_the_midst_is_named_in_seconds() -> None:
+@encrypted_or_not
+def test_a_rank_that_dies_in_the_midst_is_named_in_seconds(encryption: bool) -> None:
     with Ranks(2) as mortals:
-        (error, text, seconds), _ = mortals.call(f"{CASES}killed", 2, may_die=[1])
+        (error, text, seconds), _ = mortals.call(f"{CASES}killed", 2, encryption, may_die=[1])
     assert error == "RankGoneError"
     assert "rank 1" in text
     assert seconds < 10
@@ -61,9 +69,9 @@ def test_ranks_that_disagree_are_shown_both_sides(ranks: Ranks) -> None:
         assert "1048654" in text
 
 
-@pytest.mark.parametrize("silent", [2, 40])
-def test_strangers_at_the_door_do_not_part_the_ranks(ranks: Ranks, silent: int) -> None:
-    one, two = ranks.call(f"{CASES}among_strangers", 2, silent)
+@pytest.mark.parametrize(("silent", "encryption"), [(2, True), (40, False)])
+def test_strangers_at_the_door_do_not_part_the_ranks(ranks: Ranks, silent: int, encryption: bool) -> None:
+    one, two = ranks.call(f"{CASES}among_strangers", 2, silent, encryption)
     assert one == two == (silent == 2), "the connection, or by mail where the door was crowded"
 
 
