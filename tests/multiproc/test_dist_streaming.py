@@ -1,4 +1,4 @@
-"""Two ranks: large tensors by a connection of their own, encrypted or not; results and ends are those of the mail."""
+"""Two ranks: large tensors by a connection of their own, encrypted or not; results and ends are the mail's."""
 
 from __future__ import annotations
 
