@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from potluck.doctor import machine, network, pair, software, ways
+from potluck.doctor import connecting, machine, network, pair, software, ways
 from potluck.spec.facts import Case, Facts
 from potluck.spec.finding import Diagnosis, Finding, Fine, ordered
 
@@ -40,9 +40,9 @@ MACHINE_CHECKS: tuple[MachineCheck, ...] = (
     machine.ssh,
 )
 PAIR_CHECKS: tuple[PairCheck, ...] = (
-    pair.reach,
-    pair.handshake,
-    pair.way_back,
+    connecting.reach,
+    connecting.handshake,
+    connecting.way_back,
     pair.big_messages,
     pair.mtu,
     pair.versions,
