@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from potluck.doctor.log import Part, decoded, read_log
+from potluck.doctor.log import read_log
+from potluck.doctor.log_text import Part, decoded
 
 pytestmark = pytest.mark.timeout(150)
 LIMIT_S = 90.0

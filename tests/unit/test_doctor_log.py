@@ -21,7 +21,8 @@ from potluck.cli._app import run
 from potluck.cli._doctor_view import lines_of
 from potluck.cli._log_file import read_parts
 from potluck.doctor import examine
-from potluck.doctor.log import MOST_QUOTED, Part, decoded, read_log, redacted
+from potluck.doctor.log import read_log
+from potluck.doctor.log_text import MOST_QUOTED, Part, decoded, redacted
 from potluck.doctor.signatures import SIGNATURES
 from potluck.errors import UserError
 from potluck.spec.facts import Case

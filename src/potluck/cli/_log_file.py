@@ -13,7 +13,7 @@ from typing import IO
 
 import click
 
-from potluck.doctor.log import Part, decoded, is_text
+from potluck.doctor.log_text import Part, decoded, is_text
 from potluck.errors import UserError
 
 HEAD_BYTES, TAIL_BYTES = 2 << 20, 6 << 20

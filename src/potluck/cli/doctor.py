@@ -19,7 +19,7 @@ from potluck.cli._app import Settings
 from potluck.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
-    from potluck.doctor.log import Part
+    from potluck.doctor.log_text import Part
     from potluck.probe.host import Wanted
     from potluck.spec.facts import Case, Facts
     from potluck.spec.finding import LogReading

@@ -1,6 +1,6 @@
 """Tracebacks in a log: which rank raised which exception, and where.
 
-PURE: lines in, exceptions out. It must not know which of them are known troubles, nor how they are told.
+PURE: a log's text in, exceptions out. It must not know which of them are known troubles, nor how they are told.
 """
 
 from __future__ import annotations
@@ -8,9 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
+
+from potluck.doctor.log_text import LogText
 
 BEGINS = "Traceback (most recent call last)"
-_MOST_LINES, _MOST_BODY = 400, 8
+_MOST_TRACEBACKS, _MOST_LINES, _MOST_BODY = 200, 400, 8
 _MARK = re.compile(r"(?:\[[^\]]{1,40}\]:? ?|[\w.-]{1,40}: ){0,3}")
 """What launchers put before each line: [rank1]: of torch, [default1]: of torchrun --tee, machine: of pdsh."""
 _RANK = re.compile(r"\[rank ?(\d{1,6})\]")
@@ -20,6 +23,9 @@ _RAISED = re.compile(
 )
 _FRAME = re.compile(r'  File "([^"]{1,400})", line (\d{1,7})')
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
+_LAUNCHERS = re.compile(
+    r"(?:.*\.)?(?:ChildFailedError|SignalException|KeyboardInterrupt|SystemExit)$|potluck\.errors\."
+)
 _NOT_THE_SCRIPTS = ("site-packages", "dist-packages", "<frozen", "/lib/python")
 
 
@@ -41,8 +47,25 @@ class Raised:
     def name(self) -> str:
         return self.text.partition(":")[0].strip()
 
+    @property
+    def who(self) -> str:
+        """The rank, to be put before what it raised."""
+        return f"rank {self.rank}: " if self.rank is not None else ""
 
-def raised_after(mark_line: str, following: Iterable[tuple[int, str]]) -> Raised | None:
+    @property
+    def of_launcher(self) -> bool:
+        """Not of the script: what started it says that it ended."""
+        return _LAUNCHERS.match(self.name) is not None
+
+
+def all_raised(log: LogText) -> Iterator[Raised]:
+    """The exceptions that tracebacks end with, in their order."""
+    for line, text, _ in islice(log.hits(BEGINS), _MOST_TRACEBACKS):
+        if (raised := _raised_after(text, log.after(line))) is not None:
+            yield raised
+
+
+def _raised_after(mark_line: str, following: Iterable[tuple[int, str]]) -> Raised | None:
     """What the traceback ends with that begins in this line. Other ranks' lines may stand between its own."""
     mark = mark_line[: mark_line.find(BEGINS)]
     if _MARK.fullmatch(mark) is None:

@@ -1,0 +1,240 @@
+"""What no single message of a log tells: who failed first, what its script raised, who was ahead of whom.
+
+PURE: a log's text and its tracebacks in, findings out, each with its rank among the others. It must not know how a
+log is shown.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from potluck.doctor.log_text import LogText, quoted, redacted
+from potluck.doctor.raised import Raised
+from potluck.doctor.signatures import CAUSE, CONSEQUENCE, JOIN, SIGNATURES, Signature
+from potluck.errors import PotluckError
+from potluck.spec.finding import BLOCKER, Finding
+
+_FIELD = re.compile(r"\b(host|rank|exitcode)\s{0,12}: ?(\S.{0,80})")
+_AGENT = re.compile(r"failed \(exitcode: (?P<exitcode>-?\d{1,6})\) local_rank: (?P<rank>\d{1,6}) \(pid: \d{1,10}\)")
+_ROOT = "Root Cause"
+_SIGNALS = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
+_CRASHES = (4, 7, 11)
+_FIRST = -1
+"""Before all other causes: what the rank raised that torchrun saw fail first."""
+_GONE = next(s for s in SIGNATURES if s.code == "other-rank-gone")
+
+Ranked = tuple[int, int, Finding]
+"""What kind of finding it is (cause, consequence, aside) and in which line: so they are ordered."""
+
+
+def _root_cause(log: LogText) -> tuple[int, str, dict[str, str]] | None:
+    """Where torchrun says who failed first, quoted, and what it says."""
+    fields: dict[str, str] = {}
+    line, quote = 0, ""
+    for line, text, at in log.hits(_ROOT):
+        fields = {}
+        for following in log.between(line + 1, line + 8):
+            if (match := _FIELD.search(following)) is not None:
+                fields.setdefault(match[1], match[2].strip())
+        quote = quoted(text, at)
+        break
+    if "exitcode" not in fields:
+        found = next(((n, t, m) for n, t, _ in log.hits("failed (exitcode") if (m := _AGENT.search(t))), None)
+        if found is None:
+            return None
+        line, quote, fields = found[0], quoted(found[1], found[2].start()), found[2].groupdict()
+    return line, quote, fields
+
+
+def first_failure(log: LogText, name: str) -> Iterator[Ranked]:
+    """Whom torchrun saw fail first, which is not who wrote last (pains 17, 18)."""
+    found = _root_cause(log)
+    if found is None:
+        return
+    line, quote, fields = found
+    code, rank = _number(fields["exitcode"]), _number(fields.get("rank", ""))
+    where = f" on {redacted(fields['host'])[:40]}" if fields.get("host") else ""
+    signal = _SIGNALS.get(-code) if code is not None and code < 0 else None
+    how = f"line {line}: {quote.rstrip(':')}: rank {rank}, exit code {code}" + (f" ({signal})" if signal else "")
+    yield (
+        CAUSE if code is not None and -code in (9, *_CRASHES) else CONSEQUENCE,
+        line,
+        Finding(
+            code="worker-killed" if signal == "SIGKILL" else "one-failed-all-ended",
+            severity=BLOCKER,
+            machine=name,
+            what=_first_failure_words(f"rank {rank if rank is not None else '?'}{where}", code, signal),
+            how=how,
+            breaks="all ranks: torchrun ends the others with it (SIGTERM), and only all together can start again",
+            fix="sudo dmesg -T | grep -iE 'out of memory|killed process' | tail -3\n"
+            "DataLoader(…, num_workers=2)   (or a smaller batch: less memory)"
+            if signal == "SIGKILL"
+            else f"grep -n '\\[rank{rank}\\]' {shlex.quote(name)} | head   (its error: the others' follow from it)",
+            pains=(17, 18),
+            potluck="cannot happen: who dies costs its own share of one step. The host says who, and goes on",
+        ),
+    )
+
+
+def _first_failure_words(who: str, code: int | None, signal: str | None) -> str:
+    if signal == "SIGKILL":
+        return f"{who} was killed from outside, most often by the system because memory ran out"
+    if signal is not None:
+        return f"{who} failed first, by {signal}"
+    return f"{who} failed first" + (f", with exit code {code}" if code is not None else "")
+
+
+def _is_known(raised: Raised, signatures: Sequence[Signature] = SIGNATURES) -> bool:
+    """One of the table's messages: that finding tells it better."""
+    return any(
+        word in line and (signature.pattern is None or signature.pattern.search(line) is not None)
+        for line in raised.body
+        for signature in signatures
+        for word in signature.words
+    )
+
+
+def of_script(log: LogText, raised: Sequence[Raised], others: Sequence[Ranked], name: str) -> Iterator[Ranked]:
+    """An exception of the script itself, which the other ranks then suffered from (pain 17)."""
+    own = [r for r in raised if not r.of_launcher and not _is_known(r)]
+    own = [r for r in own if not r.name.startswith("torch.distributed.")]
+    own = [r for r in own if r.rank is not None] or own  # torch marks what ended a rank, not what was caught
+    if not own:
+        return
+    root = _root_cause(log)
+    first = _number(root[2].get("rank", "")) if root is not None else None
+    of_first = [r for r in own if r.rank == first and first is not None]
+    said = (of_first or own)[0]
+    crashed = any(f.code in ("worker-killed", "one-failed-all-ended") and kind == CAUSE for kind, _, f in others)
+    alike = len({r.rank for r in own if r.text == said.text and r.rank != said.rank})
+    file = said.file.rpartition("/")[2]
+    yield (
+        CONSEQUENCE if crashed and not of_first else _FIRST if of_first else CAUSE,
+        said.line,
+        Finding(
+            code="rank-raised",
+            severity=BLOCKER,
+            machine=name,
+            what=f"{said.who}{quoted(said.text, 0)} (line {said.line})",
+            how=f"line {said.line}: the last line of its traceback"
+            + (f", raised in {redacted(file)[:60]}, line {said.at}" if file else "")
+            + (f"; {alike} more rank{'s' if alike > 1 else ''} raised the same" if alike else ""),
+            breaks="this rank, by an error of its script or its data; the other ranks then lose it in a collective",
+            fix=f"sed -n '{max(1, said.line - 30)},{said.line}p' {shlex.quote(name)}   (its traceback)",
+            pains=(17,),
+            potluck="an error in the script stays one; but a guest that fails costs its own share of one step. The "
+            "host says who and why, and goes on",
+        ),
+    )
+
+
+def ended_early(log: LogText, raised: Sequence[Raised], name: str) -> Iterator[Ranked]:
+    """All who failed had lost another rank, and that one shows no error: it had ended (pain 16)."""
+    root = _root_cause(log)
+    lost = {r.rank: r for r in raised if _is_known(r, (_GONE,))}
+    if root is None or (rank := _number(root[2].get("rank", ""))) not in lost:
+        return
+    codes = [_number(m[2]) for _, text, _ in log.hits("exitcode  :") if (m := _FIELD.search(text)) is not None]
+    if any(code is not None and code < 0 and code not in (-6, -15) for code in codes):
+        return
+    if sum(code is not None and code > 0 for code in codes) > len(lost):
+        return
+    yield (
+        CAUSE,
+        lost[rank].line,
+        Finding(
+            code="rank-ended-early",
+            severity=BLOCKER,
+            machine=name,
+            what=f"rank {rank} lost another rank, of which this log shows no error: most likely that one had fewer "
+            "batches, left its loop and ended",
+            how=f"line {lost[rank].line}: {quoted(lost[rank].text, 0)}; torchrun saw none fail before it",
+            breaks="every rank with more batches, at its next collective. (With several machines: the other "
+            "torchruns' logs tell whether one failed there)",
+            fix=JOIN,
+            pains=(16, 17),
+            potluck="cannot happen: no machine has batches of its own; the ledger deals each step's samples",
+        ),
+    )
+
+
+def out_of_step(log: LogText, name: str) -> Iterator[Ranked]:
+    """Ranks whose watchdogs name different collectives: one had fewer batches (pain 16)."""
+    watchdog = next(s for s in SIGNATURES if s.code == "watchdog-timeout")
+    assert watchdog.pattern is not None
+    at: dict[str, set[int]] = defaultdict(set)
+    first = (0, "", 0)
+    for line, text, place in log.hits(watchdog.words[0]):
+        match = watchdog.pattern.search(text)
+        if match is not None and match["seq"]:
+            at[match["rank"]].add(int(match["seq"]))
+            first = first if first[0] else (line, text, place)
+    ranks = sorted(at, key=int)
+    apart = next(((a, b) for a in ranks[:1] for b in ranks[1:] if not at[a] & at[b]), None)
+    if apart is None:
+        return
+    one, two = apart
+    yield (
+        CAUSE,
+        first[0],
+        Finding(
+            code="ranks-out-of-step",
+            severity=BLOCKER,
+            machine=name,
+            what=f"rank {one} was at collective {min(at[one])} and rank {two} at {min(at[two])}: one had more "
+            "batches than the other, or took another branch",
+            how=f"line {first[0]}: {quoted(first[1], first[2])}; compared with the other ranks' SeqNum",
+            breaks="both wait for each other until the watchdog ends them",
+            fix="with model.join():   (DDP's own, around the loop over batches)\n"
+            "DataLoader(…, drop_last=True)   (with a DistributedSampler)\n"
+            "grep -n 'rank == 0' train.py   (no collective in such a branch)",
+            pains=(16,),
+            potluck="cannot happen: no machine has batches of its own; the ledger deals each step's samples",
+        ),
+    )
+
+
+def of_potluck(log: LogText, name: str) -> Iterator[Ranked]:
+    """What Potluck itself said, with its own hint and page."""
+    codes = {c.__name__: c.code for c in _tree(PotluckError)}
+    told: set[str] = set()
+    for line, text, at in log.hits("see docs/troubleshooting/"):
+        match = re.search(r"see docs/troubleshooting/([a-z-]{1,40})\.md", text)
+        before = [quoted(entry, 0) for entry in log.between(line - 3, line - 1)]
+        said = next((b.partition("error: ")[2] for b in reversed(before) if "error: " in b), "")
+        hint = next((b.partition("hint: ")[2] for b in reversed(before) if "hint: " in b), "")
+        if match is not None and match[1] in codes.values() and match[1] not in told:
+            told.add(match[1])
+            yield CAUSE, line, _own(match[1], said or quoted(text, at), line, name, hint)
+    for line, text, _ in log.hits("potluck.errors."):
+        match = re.search(r"potluck\.errors\.(\w{1,60}): (.*)", text)
+        if match is not None and (code := codes.get(match[1], "")) and code not in told:
+            told.add(code)
+            yield CAUSE, line, _own(code, quoted(match[2], 0), line, name)
+
+
+def _own(code: str, said: str, line: int, name: str, hint: str = "") -> Finding:
+    return Finding(
+        code=f"potluck-{code}",
+        severity=BLOCKER,
+        machine=name,
+        what=f"Potluck ended with: {said}",
+        how=f"line {line}",
+        breaks="that run, or that guest; docs/troubleshooting tells the causes one by one",
+        fix=hint or f"see docs/troubleshooting/{code}.md",
+        potluck=f"docs/troubleshooting/{code}.md",
+    )
+
+
+def _tree(kind: type[PotluckError]) -> Iterator[type[PotluckError]]:
+    yield kind
+    for child in kind.__subclasses__():
+        yield from _tree(child)
+
+
+def _number(text: str) -> int | None:
+    match = re.match(r"-?\d{1,9}", text)
+    return int(match[0]) if match is not None else None
