@@ -25,7 +25,7 @@ from potluck.doctor.log import read_log
 from potluck.doctor.log_text import MOST_QUOTED, Part, decoded, redacted
 from potluck.doctor.signatures import SIGNATURES
 from potluck.errors import UserError
-from potluck.spec.facts import Case
+from potluck.spec.facts import Case, Disk, to_json
 from potluck.spec.finding import LogReading
 from support.healthy import linux
 
@@ -260,6 +260,13 @@ def test_the_page_names_every_code() -> None:
         assert f"`{code}`" in page, code
 
 
+HOST = (
+    "run 20261115-190847-gpt: gpt, 84.9 k parameters, 400 steps of 16 samples, vm on Intel Xeon, 1 thread\n"
+    "guests may join at any time; codec int4\nstep 399/400  loss 2.1401  7.8 ms  1.5 k samples/s\n"
+    "! ann (127.0.0.1) left: its script failed with KeyError: 'label'\n"
+    "finished after step 400, 4.20 s, loss 2.1388, 1.5 k samples/s, 0.94× this machine alone\n"
+    "run folder: runs/20261115-190847-gpt\n"
+)
 HEALTHY = {
     "torchrun": OMP + "rank 0 step 0 loss 2.0\nrank 1 step 0 loss 2.0\n",
     "torchrun of today": "".join(
@@ -270,10 +277,12 @@ HEALTHY = {
     "INFO of c10d": "[I socket.cpp:442] [c10d - debug] The server socket will attempt to listen on an IPv6 address.\n"
     "INFO:torch.distributed.elastic.agent.server.api:[default] Rendezvous'ing worker group\n"
     "Rank 1: Completed store-based barrier for key:store_based_barrier_key:1 with 8 nodes.\n",
-    "Potluck": "host: 1 guest (ann), step 40 of 100, loss 2.31\nann is gone: silent for 5 s; its 12 samples go back\n"
-    "bob joined\nfinished: 100 steps, loss 2.01\n",
+    "potluck host": HOST,
+    "potluck join": "joined run 20261115-190847-gpt of vm (127.0.0.1) as ann, on Intel Xeon, 1 thread\n"
+    "step 218: 2 samples at 170.94/s, loss 2.8716\nthe run is over: finished; this machine brought 3 samples\n",
     "words that only sound so": "downloading: Connection reset by peer, trying again\nfinance dumps: loss 1.0 nanometers\n"
-    "out of memory: no\nport: 8080 is open\nPermission denied for user bob\nexit status 0\n",
+    "out of memory: no\nport: 8080 is open\nPermission denied for user bob\nexit status 0\n"
+    "exit code: 0\nlog level: ERROR\nNCCL_ASYNC_ERROR_HANDLING=1\n",
     "names and IPv6 that torch does without": "[W1115 16:33:51.260649702 socket.cpp:207] [c10d] The hostname of the client socket cannot be "
     "retrieved. err=-3\n[W socket.cpp:464] [c10d] The server socket cannot be initialized on [::]:29500 (errno: 97 - Address family not "
     "supported by protocol).\nstep 1 loss 2.0\n",
@@ -283,7 +292,8 @@ HEALTHY = {
 
 @pytest.mark.parametrize("name", HEALTHY)
 def test_no_false_alarm(name: str) -> None:
-    assert read(HEALTHY[name]).findings == ()
+    reading = read(HEALTHY[name])
+    assert (reading.findings, reading.first_error, reading.failed) == ((), "", False)
 
 
 def test_the_cause_comes_before_what_follows_from_it() -> None:
@@ -364,11 +374,72 @@ def test_an_aside_alone_is_no_known_trouble() -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["Killed", "Segmentation fault (core dumped)", "run.sh: line 3: 1234 Killed   python x", "error: no disk"],
+    [
+        "Killed",
+        "Segmentation fault (core dumped)",
+        "run.sh: line 3: 1234 Killed   python x",
+        "error: no disk",
+        "2026-01-02 03:04:05 ERROR no disk",
+        "srun: task 0: Exited with exit code 3",
+        "the job ended, exit status 137",
+    ],
 )
 def test_the_last_word_of_a_program_is_the_first_error(line: str) -> None:
     assert read(f"step 1\n{line}\n").first_error == f"line 2: {line}"
     assert read("step 1 loss 2.0\nstep 2 loss 1.9\n").first_error == ""
+
+
+def test_what_potluck_lived_through_did_not_end_its_run() -> None:
+    """Only its own last word tells that; what comes after it may have failed, such as the script's evaluation."""
+    caught = trace("", "ValueError: a sample that cannot be read")
+    assert read(HOST).ended_well
+    assert (read(caught + HOST).first_error, read(caught + HOST).ended_well) == ("", True)
+    assert read(caught + HOST.replace("finished", "interrupted")).first_error.startswith("ValueError")
+    for last in (caught, "Killed\n"):
+        reading = read(HOST + last)
+        assert reading.failed
+        assert not reading.ended_well
+    assert not read("step 1 loss 2.0\n").ended_well
+    known = read(f"{C10D} 10.0.0.1:1\n" + HOST)
+    assert (known.explained, known.ended_well) == (True, False)
+
+
+# (the log, the status, what is said of it)
+STATUSES: dict[str, tuple[str | None, int, str]] = {
+    "of a healthy host": (HOST, 0, "nothing in this log is known as a failure, and that run ended well"),
+    "of a healthy torchrun": (HEALTHY["torchrun"], 0, "nothing in this log is known as a failure (5 lines)"),
+    "with a known failure": (f"{C10D} 192.0.0.1:1234\n", 1, "a known trouble"),
+    "with an unknown traceback": (
+        trace("", "ValueError: no such colour"),
+        2,
+        "ValueError: no such colour (line 4)",
+    ),
+    "with an exit status": ("step 1\nexit status 3\n", 2, "a failure that is not known here"),
+    "empty": ("", 2, "is empty"),
+    "missing": (None, 2, "No such file"),
+}
+
+
+@pytest.mark.parametrize("name", STATUSES)
+@pytest.mark.parametrize("blocked", [False, True])
+def test_the_status_is_of_the_log_whatever_the_machine(
+    name: str, blocked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, status, words = STATUSES[name]
+    case = Case(here=linux(disk=Disk(path="/x", writable=False)) if blocked else linux())
+    assert examine(case).healthy is not blocked
+    (tmp_path / "facts.json").write_text(to_json(case), encoding="utf-8")
+    if text is not None:
+        (tmp_path / "run.log").write_text(text, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+    assert run(["doctor", "--error", "run.log", "--facts", "facts.json"]) == status
+    told = capsys.readouterr()
+    assert words in told.out + told.err
+    if text:
+        assert run(["doctor", "--error", "run.log", "--facts", "facts.json", "--json"]) == status
+        assert json.loads(capsys.readouterr().out)["healthy"] is (status == 0 and not blocked)
+    assert run(["doctor", "--facts", "facts.json"]) == int(blocked)
 
 
 def test_ranks_at_different_collectives_are_told_from_one_that_hangs() -> None:

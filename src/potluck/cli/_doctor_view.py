@@ -25,6 +25,8 @@ _TRY = (
     "export TORCH_DISTRIBUTED_DEBUG=DETAIL NCCL_DEBUG=INFO   (then run it again)",
     "potluck doctor --listen   (and its line on the other machine)",
 )
+_NO_FAILURE = "nothing in this log is known as a failure"
+_ALL_OF_IT = "if that run failed all the same: errors go to stderr, and 2>&1 brings them into the log"
 
 
 def lines_of(case: Case, diagnosis: Diagnosis, width: int, stream: object) -> Iterator[Line]:
@@ -54,8 +56,8 @@ def _log(log: LogReading, width: int, utf8: bool) -> Iterator[Line]:
         much += f", {bytes_text(log.left_out_bytes)} in the middle not read"
     count = sum(finding.severity == BLOCKER for finding in log.findings)
     if not count:
-        told = "nothing that ended it is known here" if log.first_error else "no error is in it"
-        told += f" ({much})"
+        told = "a failure that is not known here" if log.first_error else _NO_FAILURE
+        told += (", and that run ended well" if log.ended_well else "") + f" ({much})"
     elif count > 1:
         told = f"{count} known troubles in {much}; the first is the likeliest cause, others may follow from it"
     else:
@@ -65,6 +67,8 @@ def _log(log: LogReading, width: int, utf8: bool) -> Iterator[Line]:
         yield from paragraph(clean(log.first_error), width, "", label="  first error", indent=_INDENT + 3)
         for number, way in enumerate(_TRY):
             yield from _way(way, "" if number else "  try", width)
+    elif not count and not log.ended_well:
+        yield from paragraph(_ALL_OF_IT, width, "dim", indent=2)
     yield Line()
     for finding in log.findings:
         yield from _finding(finding, width, utf8, _LOG_LABELS.get(finding.severity, finding.severity))

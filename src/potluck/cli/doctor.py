@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from potluck.doctor.log_text import Part
     from potluck.probe.host import Wanted
     from potluck.spec.facts import Case, Facts
-    from potluck.spec.finding import LogReading
+    from potluck.spec.finding import Diagnosis, LogReading
 
 _MOST_FACTS_BYTES = 16 << 20
 LIMIT_S = 20.0
 """For everything, as the help and the docs promise."""
 _LAST_S = 2.0
 """Of that, for starting, for the last word of a failed handshake, and for showing what was found."""
-UNKNOWN_LOG = 2
-"""The exit status where a log tells nothing that is known."""
+UNKNOWN_FAILURE = 2
+"""The exit status where a log shows a failure that is not known; the same as of a file that is no log."""
 _OF_A_RUN = ("manifest.json", "events.jsonl", "checkpoints")
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}
 
@@ -46,7 +46,7 @@ _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}
     "log",
     type=click.Path(path_type=Path, allow_dash=True),
     metavar="FILE",
-    help="A failed run's log; - for stdin.",
+    help="A run's log: what failed in it? - for stdin.",
 )
 @click.option("--runs", type=click.Path(path_type=Path), help="The folder for runs (default: runs).")
 @click.option("--run", type=click.Path(path_type=Path), help="Look at the checkpoints of this run folder, too.")
@@ -61,11 +61,12 @@ def doctor(settings: Settings, /, target: str | None, **flags: Any) -> int:
 
     Without an argument it looks at this machine. With the TOKEN of `potluck doctor --listen`, or of a running
     host, it also tries the way to that machine and back, and how fast each address is. With an ADDRESS it tries the
-    way there only. With --error it reads the log, or the pasted message, of a run that failed (torchrun, gloo,
-    NCCL, accelerate, DeepSpeed, Potluck) and says what happened first.
+    way there only. With --error it reads the log, or the pasted message, of a run (torchrun, gloo,
+    NCCL, accelerate, DeepSpeed, Potluck) and says what failed first.
 
-    The exit status is 1 where something stops Potluck or a log tells what went wrong, 2 where a log tells nothing
-    that is known, else 0. Warnings cost speed or safety; notes matter to other tools, not to Potluck.
+    The exit status is 1 where something stops Potluck, else 0. Warnings cost speed or safety; notes matter to other
+    tools, not to Potluck. With --error it is of the log alone, whatever this machine is like: 0 where nothing in it
+    is a failure, 1 where a known failure is, 2 where a failure is not known or the file is no log.
 
     \b
     Examples:
@@ -231,9 +232,17 @@ def _finish(case: Case, flags: dict[str, Any]) -> int:
         from potluck.report.screen import columns, show
 
         show(lines_of(case, diagnosis, columns(), sys.stdout), sys.stdout)
-    if not diagnosis.healthy:
-        return 1
-    return 0 if diagnosis.log is None else UNKNOWN_LOG
+    return _status(diagnosis)
+
+
+def _status(diagnosis: Diagnosis) -> int:
+    """Of the log alone, where one was given: the same log has the same status on every machine."""
+    log = diagnosis.log
+    if log is None:
+        return 0 if diagnosis.healthy else 1
+    if not log.failed:
+        return 0
+    return 1 if log.explained else UNKNOWN_FAILURE
 
 
 def _save(path: Path, case: Case) -> None:

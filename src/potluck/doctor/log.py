@@ -1,4 +1,4 @@
-"""Reading the log of a failed run: which known messages are in it, what came first, what it means.
+"""Reading the log of a run: which known messages are in it, what came first, what it means, or that it ended well.
 
 PURE: text in, findings out. It must not know files.
 """
@@ -17,9 +17,12 @@ from potluck.spec.finding import LogReading
 _ERROR_LINE = re.compile(r"^(?:\[[^\]]{1,40}\]:? ?)?(?:[\w.]{1,80}\.)?\w{0,60}(?:Error|Exception|Interrupt): ?\S")
 _ENDED = re.compile(
     r"^(?:\S{1,200}: line \d{1,6}: +\d{1,9} )?(?:Killed|Aborted|Bus error|Illegal instruction|Segmentation fault)\b"
-    r"|^Fatal Python error: |^terminate called |\(core dumped\)|^(?:error|fatal)(?: error)?: \S|\bERROR\b",
+    r"|^Fatal Python error: |^terminate called |\(core dumped\)|^(?:error|fatal)(?: error)?: \S|\bERROR\b\W{1,4}\w"
+    r"|\b[Ee]xit(?:ed)?(?: with)? ?(?:status|code)\s{0,12}[:=]? ?-?[1-9]\d{0,5}\b",
 )
 """How a program ends that writes no traceback: the system's or the shell's last word, or a program's own."""
+_FINISHED = re.compile(r"^(?:\[[^\]]{1,40}\]:? ?)?(?:finished after step \d|the run is over: finished\b)")
+"""What Potluck's host and guest write last, of a run that did all of its steps."""
 _FAILED = ("Traceback (most recent call last)", "ChildFailedError", "Killed", "terminate called")
 
 
@@ -38,23 +41,27 @@ def read_log(parts: Sequence[Part], name: str, left_out_bytes: int = 0, cores: i
     if all(kind > CAUSE for kind, _, _ in ranked):
         ranked += inferred.ended_early(log, raised, name)
     ranked.sort(key=lambda entry: entry[:2])
+    explained = any(kind != ASIDE for kind, _, _ in ranked)
+    finished = max((line for line, text, _ in log.hits("finished") if _FINISHED.match(text)), default=0)
+    first_error = "" if explained else _first_error(log, raised, finished)
     return LogReading(
         name=name,
         lines=log.lines,
         findings=tuple(entry[2] for entry in ranked),
-        first_error=_first_error(log, raised) if all(kind == ASIDE for kind, _, _ in ranked) else "",
+        first_error=first_error,
+        ended_well=finished > 0 and not explained and not first_error,
         left_out_bytes=left_out_bytes,
     )
 
 
-def _first_error(log: LogText, raised: Sequence[Raised]) -> str:
-    """The first traceback's last line, or the first line that looks like an error; quoted."""
-    own = [r for r in raised if not r.of_launcher]
+def _first_error(log: LogText, raised: Sequence[Raised], after: int) -> str:
+    """The first traceback's last line, or the first line that looks like an error, behind this line; quoted."""
+    own = [r for r in raised if not r.of_launcher and r.line > after]
     if own:
         return f"{own[0].who}{quoted(own[0].text, 0)} (line {own[0].line})"
     for looks in (_ERROR_LINE.match, _ENDED.search, re.compile(re.escape(BEGINS)).search):
         for part in log.parts:
-            for number, line in enumerate(part.text.split("\n")):
-                if looks(line[:MOST_LINE]):
-                    return f"line {part.first_line + number}: {quoted(line[:MOST_LINE], 0)}"
+            for number, line in enumerate(part.text.split("\n"), part.first_line):
+                if number > after and looks(line[:MOST_LINE]):
+                    return f"line {number}: {quoted(line[:MOST_LINE], 0)}"
     return ""

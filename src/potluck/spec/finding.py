@@ -47,7 +47,7 @@ class Fine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogReading:
-    """What a log of a failed run tells."""
+    """What the log of a run tells."""
 
     name: str
     """Of the file."""
@@ -55,7 +55,9 @@ class LogReading:
     findings: tuple[Finding, ...]
     """What was likely first comes first. A blocker is what ended that run."""
     first_error: str = ""
-    """Where nothing known ended it: the first line that looks like an error, quoted; empty: there is none."""
+    """Where nothing known ended it: the first line that looks like a failure, quoted; empty: there is none."""
+    ended_well: bool = False
+    """Potluck's own last word is in it, and no failure after that. Other tools have no such word."""
     left_out_bytes: int = 0
     """In the middle of a log that is too long."""
 
@@ -63,6 +65,11 @@ class LogReading:
     def explained(self) -> bool:
         """Something known ended that run. Asides stand in healthy logs, too."""
         return any(finding.severity == BLOCKER for finding in self.findings)
+
+    @property
+    def failed(self) -> bool:
+        """A failure is in it, known or not."""
+        return self.explained or bool(self.first_error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +82,8 @@ class Diagnosis:
 
     @property
     def healthy(self) -> bool:
-        """Nothing stops Potluck, and nothing in the log is known to end a run."""
-        in_log = self.log is not None and self.log.explained
+        """Nothing stops Potluck, and no failure is in the log."""
+        in_log = self.log is not None and self.log.failed
         return not in_log and not any(f.severity == BLOCKER for f in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
