@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,8 @@ VERBS: dict[str, Verb] = {
     "ddp": Verb("potluck.cli.bench_ddp:ddp", "A small GPT under stock DDP: 1, 2, 4 processes, two machines."),
 }
 MOST_PROCESSES = 64
+GLOO_TIMEOUT_S = 12.0
+"""Gloo awaits its connections five times as long as it is told: a minute. By its own 30 minutes it would be 150."""
 
 
 @click.group(cls=LazyGroup, verbs=VERBS)
@@ -159,34 +162,53 @@ def joined(names: list[str], parent: int | None) -> Iterator[tuple[dict[str, Any
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _get_default_store
 
-    from potluck.errors import PotluckError, UserError
     from potluck.launch.life import leased
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     with leased(parent):
-        try:
-            dist.init_process_group(names[0])
-            groups = {names[0]: dist.group.WORLD}
-            for name in names[1:]:
-                groups[name] = dist.new_group(backend=name)
-        except PotluckError:
-            raise
-        except RuntimeError as error:
-            words = " ".join(str(error).split())[:300]
-            raise UserError(
-                f"the ranks cannot be joined by {', '.join(names)}: {words}",
-                hint="gloo takes this machine's name for its address: export GLOO_SOCKET_IFNAME=eth0 (the "
-                "interface between the machines), or leave --against away; `potluck doctor` shows the interfaces",
-            ) from error
-        except (ValueError, AssertionError) as error:
-            words = " ".join(str(error).split())[:300]
-            raise UserError(
-                f"no group with {', '.join(names)}: {words}", hint="for example --against gloo"
-            ) from error
+        groups: dict[str, Any] = {}
+        for name in names:
+            groups[name] = _joined_by(name, first=not groups)
         yield groups, _get_default_store()
         # Not where something failed: to leave in order would be to wait for those who do not come.
         dist.barrier()
         dist.destroy_process_group()
+
+
+def _joined_by(name: str, *, first: bool) -> Any:
+    """The group of all ranks on this backend; an error names the backend."""
+    import torch.distributed as dist
+
+    from potluck.errors import PotluckError, UserError
+
+    try:
+        if first:
+            dist.init_process_group(name)
+            return dist.group.WORLD
+        return _bounded_gloo() if name == "gloo" else dist.new_group(backend=name)
+    except PotluckError:
+        raise
+    except RuntimeError as error:
+        words = " ".join(str(error).split())[:300]
+        raise UserError(
+            f"the ranks cannot be joined by {name}: {words}",
+            hint="gloo takes this machine's name for its address: export GLOO_SOCKET_IFNAME=eth0 (the "
+            "interface between the machines), or leave --against away; `potluck doctor` shows the interfaces",
+        ) from error
+    except (ValueError, AssertionError) as error:
+        words = " ".join(str(error).split())[:300]
+        raise UserError(f"no group with {name}: {words}", hint="for example --against gloo") from error
+
+
+def _bounded_gloo() -> Any:
+    """A group of gloo's that gives up soon where it cannot connect, and else has all the time for its work."""
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _set_pg_timeout, default_pg_timeout
+
+    dist.barrier()  # the time is for connecting, not for a rank that comes late
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=GLOO_TIMEOUT_S))
+    _set_pg_timeout(default_pg_timeout, group)
+    return group
 
 
 # -- files ----------------------------------------------------------------------------------------------
