@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -235,6 +236,24 @@ def test_two_handshakes_of_one_in_the_middle_are_not_one() -> None:
     told = sealing((SECRET, SECRET), called, caller)
     assert told[0] == "the other end does not know the secret"
     assert "sealed" not in told
+
+
+def test_a_proof_that_comes_byte_by_byte_is_not_waited_for_without_end() -> None:
+    called, caller = socket.socketpair()
+    stop = threading.Event()
+
+    def trickle() -> None:
+        with contextlib.suppress(OSError):
+            sealed = _context(server=False).wrap_socket(caller)
+            while not stop.wait(0.3):
+                sealed.send(b"x")
+
+    in_thread(trickle)
+    began = time.monotonic()
+    with pytest.raises(OSError, match=r"timed out|does not know"):
+        seal(called, SECRET, server=True, within_s=1.0)
+    assert time.monotonic() - began < 5
+    stop.set()
 
 
 def test_where_openssl_cannot_there_is_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import hmac
 import importlib.resources
 import socket
 import ssl
+import time
 
 SECRET_BYTES = 32
 RENEWED_BYTES = 1 << 37
@@ -36,6 +37,7 @@ def seal(connection: socket.socket, secret: bytes, *, server: bool, within_s: fl
         OSError: it could not be done in time. The connection is closed.
     """
     assert len(secret) == SECRET_BYTES
+    until = time.monotonic() + within_s
     try:
         connection.settimeout(within_s)
         sealed = _context(server).wrap_socket(connection, server_side=server, do_handshake_on_connect=False)
@@ -50,7 +52,7 @@ def seal(connection: socket.socket, secret: bytes, *, server: bool, within_s: fl
         mine, theirs = (_SERVER, _CLIENT) if server else (_CLIENT, _SERVER)
         if not server:
             sealed.sendall(_proof(secret, mine, unique))
-        if not hmac.compare_digest(_received(sealed), _proof(secret, theirs, unique)):
+        if not hmac.compare_digest(_received(sealed, until), _proof(secret, theirs, unique)):
             raise NotSealedError("the other end does not know the secret")
         if server:
             sealed.sendall(_proof(secret, mine, unique))
@@ -79,8 +81,13 @@ def _proof(secret: bytes, who: bytes, unique: bytes) -> bytes:
     return hmac.digest(secret, who + unique, "sha256")
 
 
-def _received(sealed: ssl.SSLSocket) -> bytes:
+def _received(sealed: ssl.SSLSocket, until: float) -> bytes:
+    """The other's proof, or what has come of it by then: who sends it byte by byte has no longer than others."""
     got = b""
-    while len(got) < _PROOF_BYTES and (more := sealed.recv(_PROOF_BYTES - len(got))):
+    while len(got) < _PROOF_BYTES and (left_s := until - time.monotonic()) > 0:
+        sealed.settimeout(left_s)
+        more = sealed.recv(_PROOF_BYTES - len(got))
+        if not more:
+            break
         got += more
     return got
