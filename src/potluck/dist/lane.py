@@ -156,7 +156,7 @@ class Trip:
     # -- what is large, between two ranks ---------------------------------------------------------------------
 
     def stream(self, nbytes: int) -> None:
-        """From here on, if there is so much and it can be, what goes to the other rank goes by a connection of its own.
+        """From here on, if there is so much and it can be, what goes to the other rank has a connection of its own.
 
         Both ranks say by mail that they are in this collective, and which it is, before a byte of it is sent.
         """

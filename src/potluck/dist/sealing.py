@@ -2,10 +2,11 @@
 
 It must not know what travels, nor where the secret comes from (by the encrypted mail).
 
-Processors have instructions for AES and none for CURVE's cipher: a byte costs a third of the time. TLS wants certificates
-or, from Python 3.13 on, a pre-shared key; here the two have a secret instead. So the handshake is anonymous, and then
-each proves that it knows the secret by an HMAC of what is unique to this very handshake (RFC 5929, "tls-unique").
-Somebody in the middle has a handshake with each of the two, and for neither a proof of the other's.
+Processors have instructions for AES and none for CURVE's cipher: a byte costs a third of the time. TLS wants
+certificates or, from Python 3.13 on, a pre-shared key; here the two have a secret instead. So the handshake is
+anonymous, and then each proves that it knows the secret by an HMAC of what is unique to this very handshake
+(RFC 5929, "tls-unique"). Somebody in the middle has a handshake with each of the two, and for neither a proof of
+the other's.
 """
 
 from __future__ import annotations
