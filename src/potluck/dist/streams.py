@@ -29,6 +29,8 @@ _INVITATION = struct.Struct(f"<H{SECRET_BYTES}s")  # port, and a secret
 _KNOCK_BYTES = 16
 _KNOCK_S = 0.3
 _NOT_NOW = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+_OVER = (OSError, ValueError, AttributeError)
+"""The latter two come from `ssl`, and from a wait, if another thread closes at the same moment."""
 
 
 class Closed(Exception):
@@ -67,7 +69,7 @@ class Stream:
                 if not self._send():
                     self._wait(receiving=True)
                 continue
-            except OSError as error:
+            except _OVER as error:
                 raise Closed from error
             if count == 0:
                 raise Closed
@@ -98,7 +100,7 @@ class Stream:
             count = self._connection.send(part[:_AT_ONCE])
         except _NOT_NOW:
             return False
-        except OSError as error:
+        except _OVER as error:
             raise Closed from error
         if count == len(part):
             self._unsent.popleft()
@@ -116,15 +118,15 @@ class Stream:
     def _wait(self, *, receiving: bool) -> None:
         try:
             _wait_for(self._connection, receiving=receiving, sending=bool(self._unsent))
-        except (OSError, ValueError) as error:  # closed by another thread
+        except _OVER as error:
             raise Closed from error
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
             # Ends a wait that is under way. Not by TLS, which would be off while the connection is still there.
             socket.socket.shutdown(self._connection, socket.SHUT_RDWR)
+        # What is unsent stays: who is just sending it must find it, and not that all was sent.
         self._connection.close()
-        self._unsent.clear()
 
 
 def _wait_for(connection: socket.socket, *, receiving: bool, sending: bool) -> None:
