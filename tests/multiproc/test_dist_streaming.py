@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from potluck.dist.streams import Stream
+from potluck.dist.streams import CONNECT_S, Stream
 from support.ranks import Ranks
 
 CASES = "support.dist_streams:"
@@ -38,6 +38,10 @@ def test_with_checksums_everything_goes_by_mail(ranks: Ranks) -> None:
 
 def test_where_no_connection_can_be_made_everything_goes_by_mail(ranks: Ranks) -> None:
     assert ranks.call(f"{CASES}behind_a_firewall", 2) == [False, False]
+
+
+def test_an_attempt_to_connect_leaves_time_for_the_mail(ranks: Ranks) -> None:
+    assert ranks.call(f"{CASES}behind_a_silent_firewall", 2, CONNECT_S - 0.5) == [False, False]
 
 
 @encrypted_or_not

@@ -76,11 +76,32 @@ def behind_a_firewall(rank: int, world: int) -> bool:
     from potluck.dist import lane
 
     kept = lane.follow
-    lane.follow = lambda address, invitation: None  # type: ignore[assignment]
+    lane.follow = lambda *_: None  # type: ignore[assignment]
     try:
         return sums(rank, world, {})
     finally:
         lane.follow = kept
+
+
+def behind_a_silent_firewall(rank: int, world: int, timeout_s: float) -> bool:
+    """What is sent to the door vanishes, and the collective has less time than an attempt to connect may take."""
+    kept = socket.create_connection
+
+    def vanishes(address: tuple[str, int], timeout: float) -> socket.socket:
+        time.sleep(timeout)
+        raise TimeoutError
+
+    begin("tcp")
+    try:
+        allow(timeout_s)
+        socket.create_connection = vanishes  # type: ignore[assignment]
+        found = torch.ones(LARGE)
+        dist.all_reduce(found)
+        assert found.unique().tolist() == [2.0]
+        return streaming()
+    finally:
+        socket.create_connection = kept
+        dist.destroy_process_group()
 
 
 def renewed(rank: int, world: int) -> int:

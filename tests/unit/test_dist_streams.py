@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -122,6 +123,46 @@ def test_the_end_of_the_other_is_noticed(pair: tuple[Stream, Stream]) -> None:
         send()
 
 
+class ClosedMeanwhile:
+    """A connection that another thread closes while this one is in the midst of a call, which then says `last`."""
+
+    def __init__(self, stream: Stream, last: Exception | None) -> None:
+        self._stream, self._real, self._last = stream, stream._connection, last
+
+    def send(self, part: memoryview) -> int:
+        return self._end(len(part))
+
+    def recv_into(self, room: memoryview) -> int:
+        return self._end(len(room))
+
+    def _end(self, count: int) -> int:
+        self._stream._connection = self._real
+        self._stream.close()
+        if self._last is not None:
+            raise self._last
+        return count
+
+
+@pytest.mark.parametrize("last", [None, ValueError("unwrapped"), AttributeError("None has no read"), OSError()])
+@pytest.mark.parametrize("sends", [True, False])
+def test_who_is_in_the_midst_when_another_thread_closes_is_told_that(sends: bool, last: Exception | None) -> None:
+    one, two = socket.create_server(("127.0.0.1", 0)), socket.socket()
+    two.connect(one.getsockname())
+    stream = Stream(two)
+    stream._connection = ClosedMeanwhile(stream, last)  # type: ignore[assignment]
+
+    def work() -> None:
+        if sends:
+            stream.push(memoryview(bytes(MIB)))
+            stream.flush(patience(3))
+        else:
+            stream.pull(memoryview(bytearray(MIB)), patience(3))
+
+    with pytest.raises(Closed):
+        work()
+    one.close()
+
+
 @pytest.mark.parametrize("sealed", [False, True])
 def test_strangers_are_not_taken_for_the_one_who_was_invited(sealed: bool) -> None:
     door = Door("127.0.0.1", SECRET)
@@ -235,6 +276,24 @@ def test_two_handshakes_of_one_in_the_middle_are_not_one() -> None:
     told = sealing((SECRET, SECRET), called, caller)
     assert told[0] == "the other end does not know the secret"
     assert "sealed" not in told
+
+
+def test_a_proof_that_comes_byte_by_byte_is_not_waited_for_without_end() -> None:
+    called, caller = socket.socketpair()
+    stop = threading.Event()
+
+    def trickle() -> None:
+        with contextlib.suppress(OSError):
+            sealed = _context(server=False).wrap_socket(caller)
+            while not stop.wait(0.3):
+                sealed.send(b"x")
+
+    in_thread(trickle)
+    began = time.monotonic()
+    with pytest.raises(OSError, match=r"timed out|does not know"):
+        seal(called, SECRET, server=True, within_s=1.0)
+    assert time.monotonic() - began < 5
+    stop.set()
 
 
 def test_where_openssl_cannot_there_is_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,6 +108,40 @@ def test_the_patience_ends_with_what_is_left_of_a_lease() -> None:
     assert take.wait_until == pytest.approx(out_since + 8 * HOST_S)
 
 
+def test_what_the_host_slept_through_is_not_a_guests_time() -> None:
+    """Neither is its lease taken back, nor does it pass for slow when it delivers."""
+    table = Table("g")
+    table.begin()
+    take, member = table.compute_all(), table.members["g"]
+    assert take.wait_until is not None
+    table.stepping.closing(member, lease=1, keep=10, eta_s=0.1, now=table.now)
+    left_s = take.wait_until - table.now
+    table.now += 300.0
+    member.last_heard = table.now
+    table.stepping.stood_still(300.0, table.now)
+    take, actions = table.stepping.take(4, table.now)
+    assert events(actions, "lease_taken_back") == []
+    assert take.wait_until == pytest.approx(table.now + left_s, abs=0.2)
+    table.deliver("g")
+    assert member.late_in_a_row == 0
+    assert max(member.overhead.value or 0.0, member.transfer.value or 0.0, member.tail.value or 0.0) < 5.0
+
+
+def test_what_was_promised_since_the_host_woke_holds() -> None:
+    """Its first message is heard before the host sees that it slept."""
+    table = Table("g")
+    table.begin()
+    table.compute_all()
+    member = table.members["g"]
+    table.now += 300.0
+    member.last_heard = table.now
+    table.stepping.closing(member, lease=1, keep=10, eta_s=0.2, now=table.now)
+    table.stepping.stood_still(300.0, table.now)
+    assert member.lease is not None
+    assert member.lease.closing_at == table.now + 0.2
+    assert not events(table.stepping.take(4, table.now)[1], "lease_taken_back")
+
+
 def test_a_silent_guest_gets_no_patience() -> None:
     table = Table("g")
     table.begin()

@@ -21,7 +21,7 @@ from potluck.dist.links import Endpoint
 from potluck.dist.mesh import Aborted, DeadlinePassed, Kind, Mesh, Parcel, PeerGone
 from potluck.dist.record import Header, timeout_error
 from potluck.dist.sealing import RENEWED_BYTES, SECRET_BYTES
-from potluck.dist.streams import Closed, Door, Stream, follow
+from potluck.dist.streams import CONNECT_S, Closed, Door, Stream, follow
 from potluck.errors import CollectiveError, CollectiveTimeoutError, RankGoneError
 
 _COPIED_BYTES = 32 << 10
@@ -156,7 +156,7 @@ class Trip:
     # -- what is large, between two ranks ---------------------------------------------------------------------
 
     def stream(self, nbytes: int) -> None:
-        """From here on, if there is so much and it can be, what goes to the other rank goes by a connection of its own.
+        """From here on, if there is so much and it can be, what goes to the other rank has a connection of its own.
 
         Both ranks say by mail that they are in this collective, and which it is, before a byte of it is sent.
         """
@@ -201,13 +201,19 @@ class Trip:
             self.send_part(other, memoryview(b"" if door is None else door.invitation))
             self.take(other)
             connected = bytes(self.take(other).view) == _YES
-            return door.admit(sealed=sealed) if door is not None and connected else None
+            return door.admit(sealed=sealed, within_s=self._step_s) if door is not None and connected else None
 
     def _called(self, other: int, sealed: bool) -> Stream | None:
         self.send_part(other, memoryview(b""))
-        visit = follow(self.lane.endpoints[0].address, bytes(self.take(other).view))
+        invitation = bytes(self.take(other).view)
+        visit = follow(self.lane.endpoints[0].address, invitation, self._step_s)
         self.send_part(other, _YES if visit is not None else _NO)
-        return None if visit is None else visit.enter(sealed=sealed)
+        return None if visit is None else visit.enter(sealed=sealed, within_s=self._step_s)
+
+    @property
+    def _step_s(self) -> float:
+        """To connect, to be let in, to be sealed: all in vain, and there must be time left for the mail."""
+        return min(CONNECT_S, self.call.left_s / 4)
 
     def _ask(self, *, closed: bool = False) -> None:
         """Whether to go on waiting for the other rank; `closed`: its connection has ended."""

@@ -2,10 +2,11 @@
 
 It must not know what travels, nor where the secret comes from (by the encrypted mail).
 
-Processors have instructions for AES and none for CURVE's cipher: a byte costs a third of the time. TLS wants certificates
-or, from Python 3.13 on, a pre-shared key; here the two have a secret instead. So the handshake is anonymous, and then
-each proves that it knows the secret by an HMAC of what is unique to this very handshake (RFC 5929, "tls-unique").
-Somebody in the middle has a handshake with each of the two, and for neither a proof of the other's.
+Processors have instructions for AES and none for CURVE's cipher: a byte costs a third of the time. TLS wants
+certificates or, from Python 3.13 on, a pre-shared key; here the two have a secret instead. So the handshake is
+anonymous, and then each proves that it knows the secret by an HMAC of what is unique to this very handshake
+(RFC 5929, "tls-unique"). Somebody in the middle has a handshake with each of the two, and for neither a proof of
+the other's.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import hmac
 import importlib.resources
 import socket
 import ssl
+import time
 
 SECRET_BYTES = 32
 RENEWED_BYTES = 1 << 37
@@ -36,6 +38,7 @@ def seal(connection: socket.socket, secret: bytes, *, server: bool, within_s: fl
         OSError: it could not be done in time. The connection is closed.
     """
     assert len(secret) == SECRET_BYTES
+    until = time.monotonic() + within_s
     try:
         connection.settimeout(within_s)
         sealed = _context(server).wrap_socket(connection, server_side=server, do_handshake_on_connect=False)
@@ -50,7 +53,7 @@ def seal(connection: socket.socket, secret: bytes, *, server: bool, within_s: fl
         mine, theirs = (_SERVER, _CLIENT) if server else (_CLIENT, _SERVER)
         if not server:
             sealed.sendall(_proof(secret, mine, unique))
-        if not hmac.compare_digest(_received(sealed), _proof(secret, theirs, unique)):
+        if not hmac.compare_digest(_received(sealed, until), _proof(secret, theirs, unique)):
             raise NotSealedError("the other end does not know the secret")
         if server:
             sealed.sendall(_proof(secret, mine, unique))
@@ -79,8 +82,13 @@ def _proof(secret: bytes, who: bytes, unique: bytes) -> bytes:
     return hmac.digest(secret, who + unique, "sha256")
 
 
-def _received(sealed: ssl.SSLSocket) -> bytes:
+def _received(sealed: ssl.SSLSocket, until: float) -> bytes:
+    """The other's proof, or what has come of it by then: who sends it byte by byte has no longer than others."""
     got = b""
-    while len(got) < _PROOF_BYTES and (more := sealed.recv(_PROOF_BYTES - len(got))):
+    while len(got) < _PROOF_BYTES and (left_s := until - time.monotonic()) > 0:
+        sealed.settimeout(left_s)
+        more = sealed.recv(_PROOF_BYTES - len(got))
+        if not more:
+            break
         got += more
     return got

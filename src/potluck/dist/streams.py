@@ -23,11 +23,14 @@ from potluck.dist.sealing import SECRET_BYTES, seal
 _AT_ONCE = 512 << 10
 """Bytes of one call: less costs more calls, and more does not fit the system's buffers anyway."""
 _ASK_S = 0.1
-_CONNECT_S = 5.0
+CONNECT_S = 5.0
+"""The most that one step on the way to a connection may take."""
 _INVITATION = struct.Struct(f"<H{SECRET_BYTES}s")  # port, and a secret
 _KNOCK_BYTES = 16
 _KNOCK_S = 0.3
 _NOT_NOW = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+_OVER = (OSError, ValueError, AttributeError)
+"""The latter two come from `ssl`, and from a wait, if another thread closes at the same moment."""
 
 
 class Closed(Exception):
@@ -66,7 +69,7 @@ class Stream:
                 if not self._send():
                     self._wait(receiving=True)
                 continue
-            except OSError as error:
+            except _OVER as error:
                 raise Closed from error
             if count == 0:
                 raise Closed
@@ -97,7 +100,7 @@ class Stream:
             count = self._connection.send(part[:_AT_ONCE])
         except _NOT_NOW:
             return False
-        except OSError as error:
+        except _OVER as error:
             raise Closed from error
         if count == len(part):
             self._unsent.popleft()
@@ -115,15 +118,15 @@ class Stream:
     def _wait(self, *, receiving: bool) -> None:
         try:
             _wait_for(self._connection, receiving=receiving, sending=bool(self._unsent))
-        except (OSError, ValueError) as error:  # closed by another thread
+        except _OVER as error:
             raise Closed from error
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
             # Ends a wait that is under way. Not by TLS, which would be off while the connection is still there.
             socket.socket.shutdown(self._connection, socket.SHUT_RDWR)
+        # What is unsent stays: who is just sending it must find it, and not that all was sent.
         self._connection.close()
-        self._unsent.clear()
 
 
 def _wait_for(connection: socket.socket, *, receiving: bool, sending: bool) -> None:
@@ -157,9 +160,9 @@ class Door:
         except OSError:
             return None
 
-    def admit(self, *, sealed: bool) -> Stream | None:
+    def admit(self, *, sealed: bool, within_s: float = CONNECT_S) -> Stream | None:
         """The one who was invited and has knocked; None if there is no such connection after all."""
-        deadline = time.monotonic() + _CONNECT_S
+        deadline = time.monotonic() + within_s
         while (left_s := deadline - time.monotonic()) > 0:
             self._listener.settimeout(left_s)
             try:
@@ -167,7 +170,7 @@ class Door:
             except OSError:
                 return None
             if hmac.compare_digest(_said(connection), _knock(self._secret)):
-                return _stream(connection, self._secret if sealed else None, server=True)
+                return _stream(connection, self._secret if sealed else None, server=True, within_s=within_s)
             connection.close()
         return None
 
@@ -181,16 +184,16 @@ class Visit:
     def __init__(self, connection: socket.socket, secret: bytes) -> None:
         self._connection, self._secret = connection, secret
 
-    def enter(self, *, sealed: bool) -> Stream | None:
+    def enter(self, *, sealed: bool, within_s: float = CONNECT_S) -> Stream | None:
         """While the other admits; None if it did not."""
-        return _stream(self._connection, self._secret if sealed else None, server=False)
+        return _stream(self._connection, self._secret if sealed else None, server=False, within_s=within_s)
 
 
-def follow(address: str, invitation: bytes) -> Visit | None:
+def follow(address: str, invitation: bytes, within_s: float = CONNECT_S) -> Visit | None:
     """Connect to who sent the invitation; None if that is not possible, as behind a firewall."""
     try:
         port, secret = _INVITATION.unpack(invitation)
-        connection = socket.create_connection((address, port), timeout=_CONNECT_S)
+        connection = socket.create_connection((address, port), timeout=within_s)
     except (struct.error, OSError):
         return None
     try:
@@ -201,11 +204,11 @@ def follow(address: str, invitation: bytes) -> Visit | None:
     return Visit(connection, secret)
 
 
-def _stream(connection: socket.socket, secret: bytes | None, *, server: bool) -> Stream | None:
+def _stream(connection: socket.socket, secret: bytes | None, *, server: bool, within_s: float) -> Stream | None:
     if secret is None:
         return Stream(connection)
     try:
-        return Stream(seal(connection, secret, server=server, within_s=_CONNECT_S))
+        return Stream(seal(connection, secret, server=server, within_s=within_s))
     except OSError:
         return None
 

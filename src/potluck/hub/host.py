@@ -147,8 +147,10 @@ class HostHub:
                 if take.positions:
                     return take.positions, bool(check)
                 assert take.wait_until is not None
-                self._changed.wait(max(0.001, take.wait_until - now))
-                self._protocol.stepping.waited(time.monotonic() - now)
+                patience_s = max(0.001, take.wait_until - now)
+                self._changed.wait(patience_s)
+                # No longer than was meant to: what came on top, this machine slept.
+                self._protocol.stepping.waited(min(patience_s, time.monotonic() - now))
 
     def _has_reason_to_stay(self) -> bool:
         """Whether there is reason not to end the step while the device computes: leases, or guests not yet let in.
@@ -290,11 +292,10 @@ class HostHub:
             self._bytes_up += nbytes
             self._parts.recorder.message("in", self._name_of(guest), message.kind, message.fields, nbytes)
             hit("host.received", message.kind)
-            self._do(
-                self._protocol.message(
-                    guest, message.kind, message.fields, message.frames, time.monotonic(), address
-                )
-            )
+            now = time.monotonic()
+            # Before it: how long a contribution took is measured, too.
+            self._excuse_guests(self._standstill.ongoing(now), now)
+            self._do(self._protocol.message(guest, message.kind, message.fields, message.frames, now, address))
             hit("host.handled", message.kind)
 
     def _flush(self) -> None:

@@ -414,6 +414,7 @@ class HostProtocol:
         """This host itself did nothing for a while (it was asleep): whoever could not be heard is not to blame."""
         for member in self.members.values():
             member.last_heard = min(now, member.last_heard + seconds)
+        self.stepping.stood_still(seconds, now)
         text = f"this machine stood still for {seconds:.1f} s (asleep, or overloaded); no guest is blamed for that"
         return [_event("note", machine=self.terms.name, text=text)] if self.members else []
 

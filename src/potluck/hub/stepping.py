@@ -275,6 +275,18 @@ class Stepping:
             assert member.lease is not None
             member.lease.waited_s += seconds
 
+    def stood_still(self, seconds: float, now: float) -> None:
+        """This host itself did nothing for so long: that was nobody's time to deliver in."""
+        if self._out_since is not None:
+            self._out_since = min(now, self._out_since + seconds)
+        for member in self.members.values():
+            lease = member.lease
+            if lease is None:
+                continue
+            lease.started = min(now, lease.started + seconds)
+            if lease.closing_at is not None and lease.closing_at < now:
+                lease.closing_at = min(now, lease.closing_at + seconds)
+
     def _holding(self) -> list[Member]:
         return [m for m in self.members.values() if m.lease is not None and m.lease.id in self.ledger.leases]
 
