@@ -71,16 +71,27 @@ def packed(rank: int, world: int, encryption: bool) -> list[int]:
         dist.destroy_process_group()
 
 
-def behind_a_firewall(rank: int, world: int) -> bool:
-    """As `sums`, where no connection can be made."""
+def behind_a_firewall(rank: int, world: int) -> tuple[bool, int]:
+    """Two groups where no connection can be made: whether one was used, and how often it was tried."""
     from potluck.dist import lane
 
-    kept = lane.follow
-    lane.follow = lambda *_: None  # type: ignore[assignment]
+    kept, tried = lane.follow, 0
+
+    def refused(*_: Any) -> None:
+        nonlocal tried
+        tried += 1
+
+    lane.follow = refused  # type: ignore[assignment]
+    begin("tcp")
     try:
-        return sums(rank, world, {})
+        for group in (dist.group.WORLD, dist.new_group([0, 1])):
+            found = _mine(rank, torch.float32)
+            dist.all_reduce(found, group=group)
+            assert torch.equal(found, _mine(0, torch.float32) + _mine(1, torch.float32))
+        return streaming(), tried
     finally:
         lane.follow = kept
+        dist.destroy_process_group()
 
 
 def behind_a_silent_firewall(rank: int, world: int, timeout_s: float) -> bool:

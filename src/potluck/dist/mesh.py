@@ -98,6 +98,8 @@ class Mesh:
         self._sent: dict[str, int] = {}
         """Bytes sent to each peer that something was sent to."""
         self._got_all: set[str] = set()
+        self.closed_doors: set[str] = set()
+        """Peers that no connection besides the mail could be made to."""
         self._parting = False
         self._stop = threading.Event()
         self._pulse = threading.Thread(target=self._beat, name="potluck-dist-pulse", daemon=True)
