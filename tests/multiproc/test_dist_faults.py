@@ -128,3 +128,25 @@ def test_waiting_for_less_long_than_the_collective_may_take(ranks: Ranks) -> Non
 def test_strangers_are_not_let_in(ranks: Ranks) -> None:
     _, seen = ranks.call(f"{FAULTS}stranger", 2, "tcp")
     assert seen == int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_rank_that_dies_is_named_in_the_backward_pass_of_ddp(ranks: Ranks, transport: str) -> None:
+    with Ranks(2) as mortals:
+        (error, text, seconds), _ = mortals.call(f"{FAULTS}in_the_backward_pass", 2, transport, may_die=[1])
+    # In the midst of it from torch's C++, which has the text alone; from ours where the call comes after the death.
+    assert error in ("RuntimeError", "RankGoneError")
+    assert "all_reduce #" in text
+    assert "rank 1" in text
+    if error == "RuntimeError":
+        assert "RankGoneError" in text
+        assert "hint: " in text
+    assert seconds < 15
+
+
+def test_ranks_that_are_not_there_are_refused_and_the_group_goes_on(ranks: Ranks) -> None:
+    for told in ranks.call(f"{FAULTS}of_no_rank", 2):
+        for error, text, _ in told[:3]:
+            assert error == "CollectiveError"
+            assert "there is no rank 9 in this group" in text
+        assert told[3][0] == "", told[3]

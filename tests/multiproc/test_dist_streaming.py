@@ -52,7 +52,7 @@ def test_packed_sums_have_the_same_bits_on_both(ranks: Ranks, encryption: bool) 
 
 
 @encrypted_or_not
-def test_a_rank_that_dies_in_the_midst_is_named_in_seconds(encryption: bool) -> None:
+def test_a_rank_that_dies_in_the_midst_is_named_in_seconds(ranks: Ranks, encryption: bool) -> None:
     with Ranks(2) as mortals:
         (error, text, seconds), _ = mortals.call(f"{CASES}killed", 2, encryption, may_die=[1])
     assert error == "RankGoneError"

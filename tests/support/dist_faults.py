@@ -78,6 +78,34 @@ def absent(rank: int, world: int, transport: str, timeout_s: float) -> Told:
         dist.destroy_process_group()
 
 
+def in_the_backward_pass(rank: int, world: int, transport: str) -> Told:
+    """The last rank dies between two steps of DDP, whose C++ then waits for it."""
+    begin(transport)
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
+    batch = torch.randn(4, 64)
+    for _ in range(3):  # after the first, DDP deals its buckets anew
+        model(batch).sum().backward()
+    if rank == world - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        return told_by(lambda: model(batch).sum().backward())
+    finally:
+        dist.destroy_process_group()
+
+
+def of_no_rank(rank: int, world: int) -> list[Told]:
+    """Ranks that are not there; and then a collective as if nothing had been."""
+    begin("shm")
+    group: Any = dist.group.WORLD
+    try:
+        ones = torch.ones(2)
+        calls = (lambda: group.broadcast([ones], 9), lambda: group.send([ones], 9), lambda: group.recv([ones], 9))
+        return [*map(told_by, calls), told_by(lambda: dist.all_reduce(ones))]
+    finally:
+        dist.destroy_process_group()
+
+
 def killed(rank: int, world: int, transport: str, how: str) -> Told:
     """The last rank dies, or freezes, while the others wait for it."""
     begin(transport, 60.0, heartbeat_s=0.3, heartbeat_timeout_s=1.5)

@@ -192,8 +192,8 @@ def among_strangers(rank: int, world: int, silent: int, encryption: bool) -> boo
     real = streams.Door.open
     held: list[socket.socket] = []
 
-    def crowded(address: str, secret: bytes) -> streams.Door | None:
-        door = real(address, secret)
+    def crowded(address: str, secret: bytes, port: int) -> streams.Door | None:
+        door = real(address, secret, port)
         assert door is not None
         held.extend(socket.create_connection(door._listener.getsockname()) for _ in range(silent))
         return door

@@ -112,6 +112,11 @@ def options(kind: Any, given: Any, timeout: timedelta | None = None) -> Any:
     return options
 
 
+def member(name: str, rank: int | None, world: int) -> None:
+    if rank is not None and not 0 <= rank < world:
+        raise CollectiveError(f"{name}: there is no rank {rank} in this group", hint=f"its ranks are 0 to {world - 1}")
+
+
 def dense(name: str, tensor: Tensor) -> None:
     if tensor.layout != torch.strided:
         raise CollectiveError(f"{name} takes no sparse tensors", hint="use to_dense(), or all_reduce with SUM")
@@ -181,4 +186,4 @@ def worded(header: Header, error: BaseException) -> BaseException:
     if not isinstance(error, PotluckError) or f"#{header.seq}" in error.what:
         return error
     late = " ran into its timeout and failed" if isinstance(error, CollectiveTimeoutError) else ""
-    return type(error)(f"{header.op} #{header.seq} ({header.text()}){late}: {error.what}", hint=error.hint)
+    return type(error)(f"{header.op} #{header.seq} ({header.details()}){late}: {error.what}", hint=error.hint)

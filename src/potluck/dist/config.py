@@ -116,6 +116,8 @@ class Resolved:
     """Why this address."""
     port: int
     """Where this rank listens; 0: any free port."""
+    door_port: int
+    """Where it awaits another for large tensors; 0: any free port."""
     chunk_bytes: int
     small_bytes: int
     algorithm: str
@@ -179,13 +181,14 @@ def resolve(config: Config | None, environ: Mapping[str, str], facts: Facts) -> 
             hint="one sign of life that is late would end the run: give at least two",
         )
     chosen, reason = _address(settings.pop("address"), settings.pop("interface"), facts)
-    port = _port(settings.pop("port_base"), facts)
+    port, door_port = _ports(settings.pop("port_base"), facts)
     return Resolved(
         rank=facts.rank,
         address=chosen.address,
         interface=chosen.name,
         reason=reason,
         port=port,
+        door_port=door_port,
         said_by=said_by,
         **settings,
     )
@@ -383,18 +386,22 @@ def _best(candidates: list[Interface]) -> Interface:
     return min(candidates, key=lambda i: (i.address.startswith(("fe80:", "169.254.")), ":" in i.address))
 
 
-def _port(base: int, facts: Facts) -> int:
+def _ports(base: int, facts: Facts) -> tuple[int, int]:
+    """Where this rank listens, and its door for large tensors, behind where all ranks listen."""
     if base == 0:
-        return 0
-    port = base + facts.rank
-    if facts.master_port is not None and base <= facts.master_port <= port:
-        port += 1  # MASTER_PORT is the store's
-    if base < 1024 or port > 65_535:
+        return 0, 0
+    port, door = (_but_the_store(base, base + number, facts) for number in (facts.rank, facts.world + facts.rank))
+    if base < 1024 or door > 65_535:
         raise ConfigError(
-            f"port_base={base} gives rank {facts.rank} of {facts.world} port {port}",
-            hint=f"take a base from 1024 to {65_535 - facts.world}, or 0 for any free port",
+            f"port_base={base} gives rank {facts.rank} of {facts.world} the ports {port} and {door}",
+            hint=f"take a base from 1024 to {65_535 - 2 * facts.world}, or 0 for any free port",
         )
-    return port
+    return port, door
+
+
+def _but_the_store(base: int, port: int, facts: Facts) -> int:
+    """MASTER_PORT is left out."""
+    return port + (facts.master_port is not None and base <= facts.master_port <= port)
 
 
 # -- text

@@ -51,6 +51,7 @@ class _Shared:
                 links = LinkSettings(
                     address=settings.address,
                     port=settings.port,
+                    door_port=settings.door_port,
                     encrypt=settings.encryption,
                     heartbeat_s=settings.heartbeat_s,
                     heartbeat_timeout_s=settings.heartbeat_timeout_s,
@@ -116,7 +117,7 @@ class Formation:
         """For people: how the ranks are connected."""
         machines = len(self._meeting.machines())
         if isinstance(self.path, LocalPath):
-            return "shared memory"
+            return "shared memory, where nothing is packed or encrypted"
         encrypted = "encrypted TCP" if self.settings.encryption else "TCP in the clear"
         if isinstance(self.path, HierarchicalPath):
             return f"{encrypted} between {machines} machines, shared memory within"
@@ -218,6 +219,7 @@ def form(store: Any, rank: int, world: int, *, timeout_s: float, config: Config 
     except BaseException:
         _shared.give_back()
         raise
+    log.info("rank %d of %d: %s", rank, world, formation.describe())
     _open.append(formation)
     _remember_the_end()
     return formation

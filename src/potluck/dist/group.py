@@ -174,6 +174,7 @@ class PotluckGroup(dist.ProcessGroup):
         """
         formation = self._formation
         formation.check()
+        arguments.member(what.op, what.root, self.size())
         tensors = list(tensors)
         # By now the caller's device may still be computing what is to be sent.
         moments = [staging.moment(device) for device in {t.device for t in tensors if not t.is_cpu}]

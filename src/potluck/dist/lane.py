@@ -6,6 +6,7 @@ It must not know which algorithm sends what to whom.
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +25,8 @@ from potluck.dist.sealing import RENEWED_BYTES, SECRET_BYTES
 from potluck.dist.streams import CONNECT_S, Closed, Door, Stream, follow
 from potluck.errors import CollectiveError, CollectiveTimeoutError, RankGoneError
 
+log = logging.getLogger("potluck.dist")
+
 _COPIED_BYTES = 32 << 10
 """Smaller bodies are copied: that is cheaper than to watch over them."""
 _ALIGN = 16
@@ -31,6 +34,10 @@ _ASK_S = 1.0
 _STREAMED_BYTES = 1 << 20
 """From here on a connection of its own is worth a word by mail."""
 _REASONS_S = 1.0
+_NOT_REACHED = (
+    "is there a firewall? POTLUCK_DIST_PORT_BASE=29600 makes rank r listen at 29600 + r, to be let through; "
+    "POTLUCK_DIST_INTERFACE chooses another network; potluck doctor ADDRESS tries the way"
+)
 _YES, _NO = memoryview(b"yes"), memoryview(b"no")
 
 
@@ -184,18 +191,21 @@ class Trip:
 
     def _new_stream(self, other: int) -> Stream | None:
         """Agreed on by mail, and used only if both ranks have it."""
-        sealed = bool(self.lane.endpoints[0].key)
-        made = self._called(other, sealed) if self.lane.rank == 1 else self._callable(other, sealed)
+        lane = self.lane
+        sealed = bool(lane.endpoints[0].key)
+        made = self._called(other, sealed) if lane.rank == 1 else self._callable(other, sealed)
         self.send_part(other, _YES if made is not None else _NO)
-        if bytes(self.take(other).view) == _YES:
-            return made
-        if made is not None:
+        agreed = bytes(self.take(other).view) == _YES and made is not None
+        way = "have a connection of their own" if agreed else "go by ZeroMQ, as no other connection could be made"
+        log.info("rank %d: large tensors to %s %s", lane.numbers[lane.rank], lane.who(other), way)
+        if made is not None and not agreed:
             made.close()
-        return None
+        return made if agreed else None
 
     def _callable(self, other: int, sealed: bool) -> Stream | None:
         with contextlib.ExitStack() as stack:
-            door = Door.open(self.lane.endpoints[0].address, secrets.token_bytes(SECRET_BYTES))
+            address, port = self.lane.endpoints[0].address, self.lane.mesh.links.door_port
+            door = Door.open(address, secrets.token_bytes(SECRET_BYTES), port)
             if door is not None:
                 stack.callback(door.close)
             self.send_part(other, memoryview(b"" if door is None else door.invitation))
@@ -341,7 +351,8 @@ class Trip:
     def _gone(self, rank: int, reason: str) -> NoReturn:
         text = f"{self.name}: {self.lane.who(rank)} {reason}"
         self.lane.fail(text)
-        raise RankGoneError(text, hint="look at that rank's own output: it ended first")
+        hint = _NOT_REACHED if reason.startswith("could not be reached") else "look at that rank's own output: it ended first"
+        raise RankGoneError(text, hint=hint) from None
 
     def _late(self, ranks: list[int]) -> NoReturn:
         lane, waited_s = self.lane, time.monotonic() - self.call.began

@@ -78,6 +78,8 @@ class LinkSettings:
     address: str = "127.0.0.1"
     port: int = 0
     """Where to listen; 0: whatever is free."""
+    door_port: int = 0
+    """Where the other of two ranks connects for large tensors; 0: whatever is free."""
     encrypt: bool = True
     heartbeat_s: float = 1.0
     """libzmq's own threads ask and answer, so that a process which computes for long is not taken for dead."""
@@ -109,7 +111,7 @@ class Links:
     """All sockets of this process. `receive` belongs to one thread at a time; the rest is safe for all."""
 
     def __init__(self, settings: LinkSettings, host: str) -> None:
-        self._settings = settings
+        self._settings, self.door_port = settings, settings.door_port
         threads = _io_threads()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=threads)
         half = threads // 2

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from potluck.device import staging
+from potluck.dist.arguments import member
 from potluck.dist.counting import METRICS
 from potluck.dist.lane import Lane, chunks, raw
 from potluck.dist.mesh import Aborted, DeadlinePassed, Kind, PeerGone
@@ -47,6 +48,7 @@ class Mailroom:
         """Queue a copy of the tensor; never waits for the other rank."""
         lane = self._lane
         lane.check()
+        member("send", to, lane.world)
         if to == lane.rank:
             raise CollectiveError(f"rank {to} cannot send to itself", hint="copy the tensor instead")
         total = tensor.numel() * tensor.element_size()
@@ -65,6 +67,7 @@ class Mailroom:
 
     def post(self, work: PotluckWork, tensor: Tensor, source: int | None, tag: int, timeout_s: float) -> None:
         """Ask for the next message from a rank, or from any."""
+        member("recv", source, self._lane.world)
         wanted = _Receive(work, tensor, source, tag, time.monotonic() + timeout_s)
         with self._lane.mesh.lock:
             self._wanted.append(wanted)

@@ -44,12 +44,17 @@ class Header:
 
     def text(self) -> str:
         """all_reduce SUM float32 [1024, 8], 32.8 kB."""
-        words = [self.op, self.reduction, self.dtype]
+        return f"{self.op} {self.details()}"
+
+    def details(self) -> str:
+        """SUM float32 [1024, 8], 32.8 kB."""
+        words = [self.reduction, self.dtype]
         if self.shape is not None:
             words.append(str(list(self.shape)))
         if self.root is not None:
             words.append(f"root {self.root}")
-        return " ".join(word for word in words if word) + f", {bytes_text(self.nbytes)}"
+        about = " ".join(word for word in words if word)
+        return (f"{about}, " if about else "") + bytes_text(self.nbytes)
 
     def pack(self) -> bytes:
         """For the other ranks."""

@@ -146,17 +146,17 @@ def _wait_for(connection: socket.socket, *, receiving: bool, sending: bool) -> N
 class Door:
     """Where one rank waits for the other; what it must know comes by the mail, as an invitation."""
 
-    def __init__(self, address: str, secret: bytes) -> None:
+    def __init__(self, address: str, secret: bytes, port: int = 0) -> None:
         self._secret = secret
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._listener = socket.create_server((address, 0), family=family)
+        self._listener = socket.create_server((address, port), family=family)
         self.invitation = _INVITATION.pack(self._listener.getsockname()[1], secret)
 
     @classmethod
-    def open(cls, address: str, secret: bytes) -> Door | None:
-        """None where no port can be opened."""
+    def open(cls, address: str, secret: bytes, port: int = 0) -> Door | None:
+        """None where the port (0: any) cannot be opened."""
         try:
-            return cls(address, secret)
+            return cls(address, secret, port)
         except OSError:
             return None
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from potluck.errors import CollectiveTimeoutError
+from potluck.errors import CollectiveTimeoutError, PotluckError
 
 _FOREVER = timedelta(0)
 
@@ -35,6 +35,8 @@ class PotluckWork(dist.Work):
         self._end: threading.Event | None = None
         """Made when somebody waits: most collectives are over before that."""
         self._error: BaseException | None = None
+        self._promise: Future[Any] | None = None
+        """Given when it is over, whatever came of it; what came of it is told by the future that follows."""
         self._future: Future[Any] | None = None
         self._lock = threading.Lock()
         self._source = -1
@@ -46,11 +48,11 @@ class PotluckWork(dist.Work):
             if self._finished:
                 return
             self._error, self._source, self._finished = error, source, True
-            future, end = self._future, self._end
+            promise, end = self._promise, self._end
         if end is not None:
             end.set()
-        if future is not None:
-            self._fulfil(future)
+        if promise is not None:
+            self._fulfil(promise)
 
     def wait(self, timeout: timedelta = _FOREVER) -> bool:
         if not self._finished:
@@ -105,24 +107,30 @@ class PotluckWork(dist.Work):
 
     def get_future(self) -> Future[Any]:
         with self._lock:
-            if self._future is None:
-                self._future = _new_future(self._result)
-                done = self._finished
-            else:
+            if self._future is not None:
                 return self._future
+            promise = self._promise = _new_future(self._result)
+            # By a callback: DDP, in C++, takes what `set_exception` leaves for tensors, and crashes.
+            future = self._future = promise.then(self._outcome)
+            done = self._finished
         if done:
-            self._fulfil(self._future)
+            self._fulfil(promise)
         elif self.progress is not None:
             threading.Thread(target=self.progress, args=(None,), name="potluck-dist-wait", daemon=True).start()
-        return self._future
+        return future
 
-    def _fulfil(self, future: Future[Any]) -> None:
+    def _outcome(self, _: Future[Any]) -> list[Tensor]:
+        error = self._error
+        if error is None:
+            return self._result
+        if isinstance(error, PotluckError) and error.hint:
+            error = type(error)(f"{error}\nhint: {error.hint}")  # all that torch passes on is the text
+        raise error
+
+    def _fulfil(self, promise: Future[Any]) -> None:
         """What hangs on the future runs here: its faults are not the collective's."""
         try:
-            if self._error is not None:
-                future.set_exception(self._error)
-            else:
-                future.set_result(self._result)
+            promise.set_result(self._result)
         except Exception:
             log.exception("what was to follow %s failed", self.name)
 
