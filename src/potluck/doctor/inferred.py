@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from potluck.doctor.log_text import LogText, quoted, redacted
 from potluck.doctor.raised import Raised
 from potluck.doctor.signatures import CAUSE, CONSEQUENCE, JOIN, SIGNATURES, Signature
-from potluck.errors import PotluckError
 from potluck.spec.finding import BLOCKER, Finding
 
 _FIELD = re.compile(r"\b(host|rank|exitcode)\s{0,12}: ?(\S.{0,80})")
@@ -195,44 +194,6 @@ def out_of_step(log: LogText, name: str) -> Iterator[Ranked]:
             potluck="cannot happen: no machine has batches of its own; the ledger deals each step's samples",
         ),
     )
-
-
-def of_potluck(log: LogText, name: str) -> Iterator[Ranked]:
-    """What Potluck itself said, with its own hint and page."""
-    codes = {c.__name__: c.code for c in _tree(PotluckError)}
-    told: set[str] = set()
-    for line, text, at in log.hits("see docs/troubleshooting/"):
-        match = re.search(r"see docs/troubleshooting/([a-z-]{1,40})\.md", text)
-        before = [quoted(entry, 0) for entry in log.between(line - 3, line - 1)]
-        said = next((b.partition("error: ")[2] for b in reversed(before) if "error: " in b), "")
-        hint = next((b.partition("hint: ")[2] for b in reversed(before) if "hint: " in b), "")
-        if match is not None and match[1] in codes.values() and match[1] not in told:
-            told.add(match[1])
-            yield CAUSE, line, _own(match[1], said or quoted(text, at), line, name, hint)
-    for line, text, _ in log.hits("potluck.errors."):
-        match = re.search(r"potluck\.errors\.(\w{1,60}): (.*)", text)
-        if match is not None and (code := codes.get(match[1], "")) and code not in told:
-            told.add(code)
-            yield CAUSE, line, _own(code, quoted(match[2], 0), line, name)
-
-
-def _own(code: str, said: str, line: int, name: str, hint: str = "") -> Finding:
-    return Finding(
-        code=f"potluck-{code}",
-        severity=BLOCKER,
-        machine=name,
-        what=f"Potluck ended with: {said}",
-        how=f"line {line}",
-        breaks="that run, or that guest; docs/troubleshooting tells the causes one by one",
-        fix=hint or f"see docs/troubleshooting/{code}.md",
-        potluck=f"docs/troubleshooting/{code}.md",
-    )
-
-
-def _tree(kind: type[PotluckError]) -> Iterator[type[PotluckError]]:
-    yield kind
-    for child in kind.__subclasses__():
-        yield from _tree(child)
 
 
 def _number(text: str) -> int | None:

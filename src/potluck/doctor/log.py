@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from potluck.doctor import inferred, messages
+from potluck.doctor import inferred, messages, own
 from potluck.doctor.log_text import MOST_LINE, LogText, Part, quoted
 from potluck.doctor.raised import BEGINS, Raised, all_raised
 from potluck.doctor.signatures import ASIDE, CAUSE, SIGNATURES
@@ -31,7 +31,7 @@ def read_log(parts: Sequence[Part], name: str, left_out_bytes: int = 0, cores: i
     log = LogText(parts)
     raised = list(all_raised(log))
     found = messages.known(log, SIGNATURES)
-    others = [*inferred.first_failure(log, name), *inferred.out_of_step(log, name), *inferred.of_potluck(log, name)]
+    others = [*inferred.first_failure(log, name), *inferred.out_of_step(log, name), *own.of_potluck(log, name)]
     failed = bool(others) or any(not hit.signature.only_beside_others for hit in found) or log.holds(_FAILED)
     told = [hit for hit in found if failed or messages.stands_alone(log, hit)]
     ranked = [(hit.signature.kind, hit.line, messages.finding_of(hit, name, cores)) for hit in told]
@@ -47,7 +47,7 @@ def read_log(parts: Sequence[Part], name: str, left_out_bytes: int = 0, cores: i
     return LogReading(
         name=name,
         lines=log.lines,
-        findings=tuple(entry[2] for entry in ranked),
+        findings=tuple(own.as_with_backend(log, entry[2]) for entry in ranked),
         first_error=first_error,
         ended_well=finished > 0 and not explained and not first_error,
         left_out_bytes=left_out_bytes,
@@ -56,9 +56,9 @@ def read_log(parts: Sequence[Part], name: str, left_out_bytes: int = 0, cores: i
 
 def _first_error(log: LogText, raised: Sequence[Raised], after: int) -> str:
     """The first traceback's last line, or the first line that looks like an error, behind this line; quoted."""
-    own = [r for r in raised if not r.of_launcher and r.line > after]
-    if own:
-        return f"{own[0].who}{quoted(own[0].text, 0)} (line {own[0].line})"
+    first = next((r for r in raised if not r.of_launcher and r.line > after), None)
+    if first is not None:
+        return f"{first.who}{quoted(first.text, 0)} (line {first.line})"
     for looks in (_ERROR_LINE.match, _ENDED.search, re.compile(re.escape(BEGINS)).search):
         for part in log.parts:
             for number, line in enumerate(part.text.split("\n"), part.first_line):
