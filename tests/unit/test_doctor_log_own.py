@@ -4,11 +4,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from potluck.cli._app import run
 from potluck.doctor.log import read_log
 from potluck.doctor.log_text import Part
-from potluck.spec.finding import Finding, LogReading
+from potluck.spec.facts import Case, to_json
+from potluck.spec.finding import NOTE, Finding, LogReading
+from support.healthy import linux
 
 INT9 = "potluck.errors.ConfigError: POTLUCK_DIST_COMPRESSION='int9' is not valid: unknown codec 'int9'"
 INT8 = "hint: did you mean int8? the codecs are none, fp16, bf16, int8, int4, topk"
@@ -100,3 +105,69 @@ def test_a_rank_that_was_never_reached_is_behind_a_firewall() -> None:
     assert "that rank's own output" not in cause.fix
     both = read(f"[rank1]: potluck.errors.RankGoneError: {ENDED}\n" + text).findings
     assert ["could not be reached" in f.what for f in both] == [True, False]
+
+
+NO_SCRIPT = "/home/ann/envs/of/mine/bin/python: can't open file '/home/ann/projects/nosuch.py': [Errno 2] No such file or directory\n"
+
+
+def test_a_script_that_is_not_there_is_the_cause_and_nobody_is_sent_to_lines_that_are_not() -> None:
+    cause, after = read(NO_SCRIPT * 2 + torchrun(code=2)).findings
+    assert cause.code == "script-not-there"
+    assert "nosuch.py cannot be opened: No such file or directory" in cause.what
+    assert "can't open file" in cause.how
+    assert after.code == "one-failed-all-ended"
+    assert "[rank0" not in after.fix
+    assert read(NO_SCRIPT).explained
+    assert read(NO_SCRIPT.replace("/home/ann/projects/", "C:\\\\users\\\\ann\\\\")).findings[0].what == cause.what
+
+
+def test_who_failed_first_is_looked_for_where_it_wrote() -> None:
+    error = "KeyError: 'label'"
+    marked = of(read(trace("[rank0]: ", error) + torchrun()), "one-failed-all-ended")
+    assert marked.fix.startswith(r"grep -n '\[rank0\]' run.log")
+    plain = of(read(trace("", error) + torchrun()), "one-failed-all-ended")
+    assert plain.fix.startswith("sed -n '1,4p' run.log")
+    assert "--tee 3" in of(read(torchrun()), "one-failed-all-ended").fix
+
+
+SIGINT = (
+    "W1115 19:57:25.106000 21617 torch/distributed/elastic/agent/server/api.py:753] Received 2 death signal, shutting down workers\n"
+    "W1115 19:57:25.106000 21617 torch/distributed/elastic/multiprocessing/api.py:1028] Sending process 21621 closing signal SIGINT\n"
+)
+SIGNALLED = "torch.distributed.elastic.multiprocessing.api.SignalException: Process 21617 got signal: 2"
+STOPPED = trace("[rank0]: ", "KeyboardInterrupt") + trace("[rank1]: ", "KeyboardInterrupt")
+LOST = trace("[rank0]: ", f"potluck.errors.RankGoneError: {ENDED}")
+CTRL_C = {
+    "torchrun": SIGINT + STOPPED + trace("", SIGNALLED),
+    "the ranks were first": STOPPED + SIGINT + trace("", SIGNALLED),
+    "torch of before": trace("", SIGNALLED.replace(": 2", ": Signals.SIGINT")),
+    "one process": trace("", "KeyboardInterrupt"),
+    "pressed twice": SIGINT + trace("", SIGNALLED) + "exit status 130\n",
+    "a rank lost another": SIGINT + trace("[rank1]: ", "KeyboardInterrupt") + LOST + trace("", SIGNALLED),
+}
+
+
+@pytest.mark.parametrize("name", CTRL_C)
+def test_ctrl_c_is_no_failure(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reading = read("step 0 loss 4.3\n" + CTRL_C[name])
+    assert [(f.code, f.severity) for f in reading.findings] == [("interrupted", NOTE)]
+    assert (reading.first_error, reading.failed) == ("", False)
+    (tmp_path / "facts.json").write_text(to_json(Case(here=linux())), encoding="utf-8")
+    (tmp_path / "run.log").write_text(CTRL_C[name], encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+    assert run(["doctor", "--error", "run.log", "--facts", "facts.json"]) == 0
+    assert "run.log: interrupted by Ctrl-C (SIGINT), no failure (" in capsys.readouterr().out
+
+
+def test_what_failed_before_ctrl_c_is_still_told() -> None:
+    known = read(LOST + CTRL_C["torchrun"])
+    assert [f.code for f in known.findings] == ["potluck-rank-gone", "interrupted"]
+    unknown = read(trace("[rank1]: ", "KeyError: 'label'") + CTRL_C["torchrun"])
+    assert unknown.failed
+    assert "KeyError: 'label'" in str(unknown)
+    one = read(trace("[rank1]: ", "KeyboardInterrupt") + torchrun(rank=1, code=-2))
+    assert [f.code for f in one.findings] == ["one-failed-all-ended"]
+    assert "SIGINT" in one.findings[0].what
