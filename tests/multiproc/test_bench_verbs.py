@@ -8,7 +8,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch.distributed
 
+from potluck.cli._app import run
 from support.processes import Processes
 
 pytestmark = [
@@ -68,3 +70,46 @@ def test_what_cannot_work_is_said_before_anything_starts(tmp_path: Path) -> None
         wrong = processes.potluck("bench", "ddp", "--processes", "two")
         wrong.exits_with(2, deadline_s=30)
         assert "1,2,4" in wrong.stderr()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said", "hint"),
+    [
+        (
+            ("collectives", "--backend", "foo"),
+            "--backend foo: torch.distributed knows no",
+            "here are potluck, gloo",
+        ),
+        (("collectives", "--backend", "ucc"), "--backend ucc: the torch that", "the backends here are"),
+        (("ddp", "--against", "glo"), "--against glo: torch.distributed knows no", "did you mean gloo?"),
+        (("ddp", "--backend", ""), "--backend : torch.distributed knows no", "here are potluck"),
+    ],
+)
+def test_a_backend_that_is_not_here_is_refused_once_and_with_a_hint_that_fits(
+    arguments: tuple[str, ...],
+    said: str,
+    hint: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if arguments[-1] == "ucc" and torch.distributed.is_ucc_available():
+        pytest.skip("this torch has it")
+    monkeypatch.setattr("potluck.launch.ranks.run_ranks", lambda *a, **k: pytest.fail("ranks were started"))
+    monkeypatch.delenv("RANK", raising=False)
+    assert run(["bench", *arguments]) == 2
+    error, told, page = capsys.readouterr().err.splitlines()
+    assert error.startswith(f"error: {said}")
+    assert hint in told
+    assert "GLOO_SOCKET_IFNAME" not in told
+    assert page == "see docs/troubleshooting/bad-input.md"
+
+
+def test_a_backend_that_takes_no_tensors_of_the_cpu_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As nccl, where it is built in."""
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    assert run(["bench", "collectives", "--against", "nccl"]) == 2
+    told = capsys.readouterr().err
+    assert "--against nccl: it does not take tensors in the memory of the CPU" in told
+    assert "the backends here are potluck, gloo" in told

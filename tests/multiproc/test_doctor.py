@@ -25,7 +25,7 @@ from potluck.probe import names, ways
 from potluck.probe.link_server import LinkServer
 from potluck.probe.meeting import Listener, meet
 from potluck.probe.system import System
-from potluck.spec.facts import Case, Facts, Torch
+from potluck.spec.facts import Case, Disk, Facts, Torch, to_json
 from potluck.spec.probed import DeviceSpeed, Probed
 from potluck.train import checkpoint_folder
 from potluck.wire.frames import PROTOCOL
@@ -342,7 +342,10 @@ def test_bad_input_is_an_error_without_a_traceback(tmp_path: Path) -> None:
         ([token.replace(f"potluck{PROTOCOL}-", "potluck99-")], "protocol 99"),
         (["--bind", "127.0.0.1"], "belongs to --listen"),
         (["--listen", "--bind", "nowhere"], "IPv4"),
+        (["--for", "5"], "--for belongs to --listen"),
         (["a b"], "neither an address nor a token"),
+        (["300.1.2.3"], "neither an address nor a token"),
+        (["10.0.0.256:7171"], "neither an address nor a token"),
         (["tower:99999"], "not a port"),
         (["--parameters", "many"], "no number of parameters"),
         (["--run", "none"], "no run folder"),
@@ -362,6 +365,38 @@ def test_bad_input_is_an_error_without_a_traceback(tmp_path: Path) -> None:
         assert words in said.text, (arguments, said.text)
         assert "hint:" in said.text
         assert "Traceback" not in said.text
+
+
+@pytest.mark.parametrize("blocked", [False, True])
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_a_reader_that_leaves_early_does_not_change_the_status(
+    blocked: bool, more: list[str], tmp_path: Path
+) -> None:
+    here = linux(disk=Disk(path="/x", writable=False)) if blocked else linux()
+    (tmp_path / "facts.json").write_text(to_json(Case(here=here)), encoding="utf-8")
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "potluck", "doctor", "--facts", str(tmp_path / "facts.json"), *more],
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            timeout=60,
+        )
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (int(blocked), b"")
+
+
+def test_a_listener_whose_token_nobody_reads_ends() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "potluck", "doctor", "--listen", "--bind", "127.0.0.1", "--for", "600"]
+    try:
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, timeout=LIMIT_S)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (1, b"")
 
 
 class Collected:

@@ -256,6 +256,7 @@ def test_every_pain_of_the_table_that_has_a_message_is_there() -> None:
 def test_the_page_names_every_code() -> None:
     page = (DOCS / "troubleshooting" / "doctor.md").read_text(encoding="utf-8")
     others = {"worker-killed", "one-failed-all-ended", "ranks-out-of-step", "rank-raised", "rank-ended-early"}
+    others |= {"script-not-there", "interrupted"}
     for code in {signature.code for signature in SIGNATURES} | others:
         assert f"`{code}`" in page, code
 

@@ -55,8 +55,9 @@ def _log(log: LogReading, width: int, utf8: bool) -> Iterator[Line]:
     if log.left_out_bytes:
         much += f", {bytes_text(log.left_out_bytes)} in the middle not read"
     count = sum(finding.severity == BLOCKER for finding in log.findings)
+    interrupted = next((f.what for f in log.findings if f.code == "interrupted"), "")
     if not count:
-        told = "a failure that is not known here" if log.first_error else _NO_FAILURE
+        told = "a failure that is not known here" if log.first_error else interrupted or _NO_FAILURE
         told += (", and that run ended well" if log.ended_well else "") + f" ({much})"
     elif count > 1:
         told = f"{count} known troubles in {much}; the first is the likeliest cause, others may follow from it"
@@ -67,7 +68,7 @@ def _log(log: LogReading, width: int, utf8: bool) -> Iterator[Line]:
         yield from paragraph(clean(log.first_error), width, "", label="  first error", indent=_INDENT + 3)
         for number, way in enumerate(_TRY):
             yield from _way(way, "" if number else "  try", width)
-    elif not count and not log.ended_well:
+    elif not count and not log.ended_well and not interrupted:
         yield from paragraph(_ALL_OF_IT, width, "dim", indent=2)
     yield Line()
     for finding in log.findings:

@@ -5,6 +5,7 @@ Owns those words and what is said of wrong ones; it connects to nothing.
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from pathlib import Path
 
@@ -32,7 +33,8 @@ def address_of(target: str, verb: str) -> tuple[str, int | None]:
     host, colon, port = target.rpartition(":")
     if not colon:
         host, port = target, ""
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}", host) or (colon and not port.isdigit()):
+    named = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}", host) is not None and not _misspelt(host)
+    if not named or (colon and not port.isdigit()):
         raise ConfigError(
             f"{target[:60]!r} is neither an address nor a token",
             hint=f"for example 192.168.1.20, tower.local:7171, or the line that `potluck {verb} --listen` printed",
@@ -40,3 +42,14 @@ def address_of(target: str, verb: str) -> tuple[str, int | None]:
     if colon and not 0 < int(port) < 65536:
         raise ConfigError(f"{port} is not a port", hint="ports are 1 to 65535")
     return host, int(port) if colon else None
+
+
+def _misspelt(host: str) -> bool:
+    """Four numbers that are no address; as a name they would be looked up, and found nowhere."""
+    if re.fullmatch(r"\d{1,20}(?:\.\d{1,20}){3}", host) is None:
+        return False
+    try:
+        ipaddress.IPv4Address(host)
+    except ValueError:
+        return True
+    return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import sys
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from potluck.cli._app import LazyGroup, Verb
+from potluck.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,6 +26,12 @@ VERBS: dict[str, Verb] = {
 MOST_PROCESSES = 64
 GLOO_TIMEOUT_S = 12.0
 """Gloo awaits its connections five times as long as it is told: a minute. By its own 30 minutes it would be 150."""
+_GLOO_HINT = (
+    "gloo takes this machine's name for its address: export GLOO_SOCKET_IFNAME=eth0 (the interface between the "
+    "machines; `potluck doctor` shows them)"
+)
+_OF_TORCH_ITSELF = ("undefined", "fake")
+"""Names in torch's list that nobody measures by."""
 
 
 @click.group(cls=LazyGroup, verbs=VERBS)
@@ -82,6 +90,7 @@ def collectives(**flags: Any) -> None:
     from potluck.spec.collectives import parse_sizes
 
     wanted, json_file = parse_sizes(flags["sizes"]), flags["json_file"]
+    check_backends(flags)
     writable(json_file)
     if not is_rank():
         passed = ("backend", "against", "sizes", "op", "dtype", "repeats", "tolerance")
@@ -137,6 +146,39 @@ def _measure(
         raise PotluckError(f"{wrong} elements are not what they should be", hint="please report it, with the table")
 
 
+# -- backends -------------------------------------------------------------------------------------------
+
+
+def check_backends(flags: dict[str, Any]) -> None:
+    """Say of --backend and --against, once and before any rank is started, that they name no backend of here."""
+    given = {flag: flags[flag] for flag in ("backend", "against") if flags[flag] is not None}
+    if set(given.values()) <= {"potluck"}:
+        return  # what is always there needs no torch to be imported in this process
+    import torch.distributed as dist
+
+    known = dist.Backend.backend_list
+    here = [name for name in known if name not in _OF_TORCH_ITSELF and not _unfit(name)]
+    here.sort(key=lambda name: name != "potluck")
+    for flag, name in given.items():
+        lower = name.lower()
+        what = _unfit(lower) if lower in known else f"torch.distributed knows no backend {name!r}"
+        if what:
+            near = difflib.get_close_matches(lower, here, n=1)
+            meant = f"did you mean {near[0]}? " if near else ""
+            raise UserError(f"--{flag} {name}: {what}", hint=f"{meant}the backends here are {', '.join(here)}")
+
+
+def _unfit(name: str) -> str:
+    """Why a backend that torch knows by name cannot be measured here; empty: it can."""
+    import torch.distributed as dist
+
+    if not dist.is_backend_available(name):
+        return "the torch that is installed here was built without it"
+    if "cpu" not in dist.Backend.backend_capability.get(name, ["cpu"]):
+        return "it does not take tensors in the memory of the CPU, and those are what is measured"
+    return "" if name != "undefined" else "that is no backend"
+
+
 # -- ranks ----------------------------------------------------------------------------------------------
 
 
@@ -179,7 +221,7 @@ def _joined_by(name: str, *, first: bool) -> Any:
     """The group of all ranks on this backend; an error names the backend."""
     import torch.distributed as dist
 
-    from potluck.errors import PotluckError, UserError
+    from potluck.errors import PotluckError
 
     try:
         if first:
@@ -192,12 +234,13 @@ def _joined_by(name: str, *, first: bool) -> Any:
         words = " ".join(str(error).split())[:300]
         raise UserError(
             f"the ranks cannot be joined by {name}: {words}",
-            hint="gloo takes this machine's name for its address: export GLOO_SOCKET_IFNAME=eth0 (the "
-            "interface between the machines), or leave --against away; `potluck doctor` shows the interfaces",
+            hint=_GLOO_HINT + ("" if first else ", or leave --against away")
+            if name.lower() == "gloo"
+            else "`potluck doctor` shows what is in between",
         ) from error
     except (ValueError, AssertionError) as error:
         words = " ".join(str(error).split())[:300]
-        raise UserError(f"no group with {name}: {words}", hint="for example --against gloo") from error
+        raise UserError(f"no group with {name}: {words}", hint="for example --backend gloo") from error
 
 
 def _bounded_gloo() -> Any:
@@ -216,8 +259,6 @@ def _bounded_gloo() -> Any:
 
 def writable(json_file: str | None) -> None:
     """Find out now, not after minutes, that results cannot be written."""
-    from potluck.errors import UserError
-
     if json_file in (None, "-"):
         return
     try:

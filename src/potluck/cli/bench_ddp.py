@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from potluck.cli.bench import is_rank, joined, start_ranks, writable, write_json
+from potluck.cli.bench import check_backends, is_rank, joined, start_ranks, writable, write_json
 
 
 @click.command()
@@ -39,6 +39,7 @@ def ddp(**flags: Any) -> None:
       potluck bench ddp --lab 1000                  and two emulated machines, 1 Gbit/s between them
     """
     job, json_file = {name: flags[name] for name in ("depth", "sequence", "batch", "steps")}, flags["json_file"]
+    check_backends(flags)
     writable(json_file)
     names = [name for name in (flags["backend"], flags["against"]) if name]
     if is_rank():

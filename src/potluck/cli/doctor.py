@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import re
 import shlex
 import sys
@@ -107,6 +108,9 @@ def _check_flags(target: str | None, flags: dict[str, Any]) -> None:
         raise ConfigError("--listen and --error exclude each other", hint="read the log first, then listen")
     if flags["bind"] and not flags["listen"]:
         raise ConfigError("--bind belongs to --listen", hint="potluck doctor --listen --bind ADDRESS")
+    source = click.get_current_context().get_parameter_source("for_s")
+    if source is click.core.ParameterSource.COMMANDLINE and not flags["listen"]:
+        raise ConfigError("--for belongs to --listen", hint="potluck doctor --listen --for SECONDS")
 
 
 def _check_target(target: str, flags: dict[str, Any]) -> None:
@@ -225,14 +229,25 @@ def _finish(case: Case, flags: dict[str, Any]) -> int:
     diagnosis = dataclasses.replace(examine(case), log=_reading(case, flags))
     if flags["save"] is not None:
         _save(flags["save"], case)
-    if flags["as_json"]:
+    try:
+        _show(case, diagnosis, flags["as_json"])
+    except BrokenPipeError:
+        if flags["listen"]:
+            raise  # nobody would read the token
+        # The reader (`| head`) has seen enough; 1 would say that this machine has a blocker.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return _status(diagnosis)
+
+
+def _show(case: Case, diagnosis: Diagnosis, as_json: bool) -> None:
+    if as_json:
         click.echo(diagnosis.to_json())
     else:
         from potluck.cli._doctor_view import lines_of
         from potluck.report.screen import columns, show
 
         show(lines_of(case, diagnosis, columns(), sys.stdout), sys.stdout)
-    return _status(diagnosis)
+    sys.stdout.flush()
 
 
 def _status(diagnosis: Diagnosis) -> int:

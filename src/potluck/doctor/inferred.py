@@ -13,15 +13,21 @@ from collections.abc import Iterator, Sequence
 
 from potluck.doctor.log_text import LogText, quoted, redacted
 from potluck.doctor.raised import Raised
-from potluck.doctor.signatures import CAUSE, CONSEQUENCE, JOIN, SIGNATURES, Signature
-from potluck.errors import PotluckError
-from potluck.spec.finding import BLOCKER, Finding
+from potluck.doctor.signatures import ASIDE, CAUSE, CONSEQUENCE, JOIN, SIGNATURES, Signature
+from potluck.spec.finding import BLOCKER, NOTE, Finding
 
 _FIELD = re.compile(r"\b(host|rank|exitcode)\s{0,12}: ?(\S.{0,80})")
 _AGENT = re.compile(r"failed \(exitcode: (?P<exitcode>-?\d{1,6})\) local_rank: (?P<rank>\d{1,6}) \(pid: \d{1,10}\)")
 _ROOT = "Root Cause"
-_SIGNALS = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
+_SIGNALS = {2: "SIGINT", 4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
 _CRASHES = (4, 7, 11)
+_NO_SCRIPT = re.compile(r"can't open file '(?P<file>[^']{1,400})': \[Errno \d{1,4}\] (?P<why>.{1,80})")
+_SIGINT = re.compile(
+    r"received (?:signals\.)?(?:2|sigint) death signal"
+    r"|SignalException: .{0,40}got signal: (?:signals\.)?(?:2|sigint)\b",
+    re.IGNORECASE,
+)
+_CTRL_C = re.compile(r"(?:\[[^\]]{1,40}\]:? ?|[\w.-]{1,40}: ){0,3}KeyboardInterrupt\s*")
 _FIRST = -1
 """Before all other causes: what the rank raised that torchrun saw fail first."""
 _GONE = next(s for s in SIGNATURES if s.code == "other-rank-gone")
@@ -49,7 +55,7 @@ def _root_cause(log: LogText) -> tuple[int, str, dict[str, str]] | None:
     return line, quote, fields
 
 
-def first_failure(log: LogText, name: str) -> Iterator[Ranked]:
+def first_failure(log: LogText, raised: Sequence[Raised], name: str) -> Iterator[Ranked]:
     """Whom torchrun saw fail first, which is not who wrote last (pains 17, 18)."""
     found = _root_cause(log)
     if found is None:
@@ -72,9 +78,66 @@ def first_failure(log: LogText, name: str) -> Iterator[Ranked]:
             fix="sudo dmesg -T | grep -iE 'out of memory|killed process' | tail -3\n"
             "DataLoader(…, num_workers=2)   (or a smaller batch: less memory)"
             if signal == "SIGKILL"
-            else f"grep -n '\\[rank{rank}\\]' {shlex.quote(name)} | head   (its error: the others' follow from it)",
+            else _where_its_error_is(log, raised, rank, name),
             pains=(17, 18),
             potluck="cannot happen: who dies costs its own share of one step. The host says who, and goes on",
+        ),
+    )
+
+
+def _where_its_error_is(log: LogText, raised: Sequence[Raised], rank: int | None, name: str) -> str:
+    """A command that finds something in this very log, else how to get a log that has it."""
+    if log.holds((f"[rank{rank}]",)):
+        return f"grep -n '\\[rank{rank}\\]' {shlex.quote(name)} | head   (its error: the others' follow from it)"
+    first = next((r for r in raised if not r.name.endswith(("ChildFailedError", "SignalException"))), None)
+    if first is not None:
+        lines = f"{max(1, first.line - 30)},{first.line}p"
+        return f"sed -n '{lines}' {shlex.quote(name)}   (the first error in this log, most likely its own)"
+    return "torchrun --log-dir logs --tee 3 …   (then the log says which rank wrote what)"
+
+
+def no_script(log: LogText, name: str) -> Iterator[Ranked]:
+    """Python could not open the script: nothing was run at all."""
+    for line, text, _ in log.hits("can't open file"):
+        if (match := _NO_SCRIPT.search(text)) is None:
+            continue
+        file = redacted(re.split(r"[/\\]", match["file"])[-1])[:80]
+        yield (
+            _FIRST,
+            line,
+            Finding(
+                code="script-not-there",
+                severity=BLOCKER,
+                machine=name,
+                what=f"the script {file} cannot be opened: {redacted(match['why']).strip()}",
+                how=f"line {line}: {quoted(text, match.start())}",
+                breaks="the start: not one line of it was run. On several machines it must be on each of them",
+                fix=f"ls -l {shlex.quote(file)}   (in the folder in which it is started, on every machine)",
+                potluck="only the host needs the script, and says at once if it is not there; guests get it sent",
+            ),
+        )
+        return
+
+
+def interrupted(log: LogText, name: str) -> Ranked | None:
+    """Somebody pressed Ctrl-C: no failure, and what is written after it follows from it."""
+    signs = [(n, t, m.start()) for n, t, _ in log.hits("ignal") if (m := _SIGINT.search(t))]
+    raised = [(n, t, 0) for n, t, _ in log.hits("KeyboardInterrupt") if _CTRL_C.fullmatch(t)]
+    if not signs and (not raised or _root_cause(log) is not None):
+        return None  # where torchrun saw one rank fail, that one alone got the signal: not from the keyboard
+    line, text, at = min(signs + raised)
+    return (
+        ASIDE,
+        line,
+        Finding(
+            code="interrupted",
+            severity=NOTE,
+            machine=name,
+            what="interrupted by Ctrl-C (SIGINT), no failure",
+            how=f"line {line}: {quoted(text, at)}",
+            breaks="nothing. Had it hung before: the tracebacks to KeyboardInterrupt show where each rank waited",
+            fix="torchrun …   (again, on every machine, from the last checkpoint)",
+            potluck="at Ctrl-C `potluck host` writes a checkpoint, sends the guests home and says how to go on",
         ),
     )
 
@@ -195,44 +258,6 @@ def out_of_step(log: LogText, name: str) -> Iterator[Ranked]:
             potluck="cannot happen: no machine has batches of its own; the ledger deals each step's samples",
         ),
     )
-
-
-def of_potluck(log: LogText, name: str) -> Iterator[Ranked]:
-    """What Potluck itself said, with its own hint and page."""
-    codes = {c.__name__: c.code for c in _tree(PotluckError)}
-    told: set[str] = set()
-    for line, text, at in log.hits("see docs/troubleshooting/"):
-        match = re.search(r"see docs/troubleshooting/([a-z-]{1,40})\.md", text)
-        before = [quoted(entry, 0) for entry in log.between(line - 3, line - 1)]
-        said = next((b.partition("error: ")[2] for b in reversed(before) if "error: " in b), "")
-        hint = next((b.partition("hint: ")[2] for b in reversed(before) if "hint: " in b), "")
-        if match is not None and match[1] in codes.values() and match[1] not in told:
-            told.add(match[1])
-            yield CAUSE, line, _own(match[1], said or quoted(text, at), line, name, hint)
-    for line, text, _ in log.hits("potluck.errors."):
-        match = re.search(r"potluck\.errors\.(\w{1,60}): (.*)", text)
-        if match is not None and (code := codes.get(match[1], "")) and code not in told:
-            told.add(code)
-            yield CAUSE, line, _own(code, quoted(match[2], 0), line, name)
-
-
-def _own(code: str, said: str, line: int, name: str, hint: str = "") -> Finding:
-    return Finding(
-        code=f"potluck-{code}",
-        severity=BLOCKER,
-        machine=name,
-        what=f"Potluck ended with: {said}",
-        how=f"line {line}",
-        breaks="that run, or that guest; docs/troubleshooting tells the causes one by one",
-        fix=hint or f"see docs/troubleshooting/{code}.md",
-        potluck=f"docs/troubleshooting/{code}.md",
-    )
-
-
-def _tree(kind: type[PotluckError]) -> Iterator[type[PotluckError]]:
-    yield kind
-    for child in kind.__subclasses__():
-        yield from _tree(child)
 
 
 def _number(text: str) -> int | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from potluck.doctor import inferred, messages
+from potluck.doctor import inferred, messages, own
 from potluck.doctor.log_text import MOST_LINE, LogText, Part, quoted
 from potluck.doctor.raised import BEGINS, Raised, all_raised
 from potluck.doctor.signatures import ASIDE, CAUSE, SIGNATURES
@@ -31,7 +31,8 @@ def read_log(parts: Sequence[Part], name: str, left_out_bytes: int = 0, cores: i
     log = LogText(parts)
     raised = list(all_raised(log))
     found = messages.known(log, SIGNATURES)
-    others = [*inferred.first_failure(log, name), *inferred.out_of_step(log, name), *inferred.of_potluck(log, name)]
+    others = [*inferred.first_failure(log, raised, name), *inferred.out_of_step(log, name)]
+    others += [*own.of_potluck(log, name), *inferred.no_script(log, name)]
     failed = bool(others) or any(not hit.signature.only_beside_others for hit in found) or log.holds(_FAILED)
     told = [hit for hit in found if failed or messages.stands_alone(log, hit)]
     ranked = [(hit.signature.kind, hit.line, messages.finding_of(hit, name, cores)) for hit in told]
@@ -40,28 +41,35 @@ def read_log(parts: Sequence[Part], name: str, left_out_bytes: int = 0, cores: i
         ranked += inferred.of_script(log, raised, ranked, name)
     if all(kind > CAUSE for kind, _, _ in ranked):
         ranked += inferred.ended_early(log, raised, name)
+    ctrl_c = inferred.interrupted(log, name)
+    if ctrl_c is not None:
+        ranked = [entry for entry in ranked if entry[0] == ASIDE or entry[1] < ctrl_c[1]] + [ctrl_c]
     ranked.sort(key=lambda entry: entry[:2])
     explained = any(kind != ASIDE for kind, _, _ in ranked)
     finished = max((line for line, text, _ in log.hits("finished") if _FINISHED.match(text)), default=0)
-    first_error = "" if explained else _first_error(log, raised, finished)
+    first_error = "" if explained else _first_error(log, raised, finished, ctrl_c[1] if ctrl_c else None)
     return LogReading(
         name=name,
         lines=log.lines,
-        findings=tuple(entry[2] for entry in ranked),
+        findings=tuple(own.as_with_backend(log, entry[2]) for entry in ranked),
         first_error=first_error,
         ended_well=finished > 0 and not explained and not first_error,
         left_out_bytes=left_out_bytes,
     )
 
 
-def _first_error(log: LogText, raised: Sequence[Raised], after: int) -> str:
-    """The first traceback's last line, or the first line that looks like an error, behind this line; quoted."""
-    own = [r for r in raised if not r.of_launcher and r.line > after]
-    if own:
-        return f"{own[0].who}{quoted(own[0].text, 0)} (line {own[0].line})"
-    for looks in (_ERROR_LINE.match, _ENDED.search, re.compile(re.escape(BEGINS)).search):
+def _first_error(log: LogText, raised: Sequence[Raised], after: int, before: int | None) -> str:
+    """The first traceback's last line, or the first line that looks like an error, between these lines; quoted."""
+    end = before if before is not None else log.lines + 1
+    first = next((r for r in raised if not r.of_launcher and after < r.line < end), None)
+    if first is not None:
+        return f"{first.who}{quoted(first.text, 0)} (line {first.line})"
+    ways = [_ERROR_LINE.match, _ENDED.search]
+    if before is None:  # a traceback that begins before Ctrl-C ends with it
+        ways.append(re.compile(re.escape(BEGINS)).search)
+    for looks in ways:
         for part in log.parts:
             for number, line in enumerate(part.text.split("\n"), part.first_line):
-                if number > after and looks(line[:MOST_LINE]):
+                if after < number < end and looks(line[:MOST_LINE]):
                     return f"line {number}: {quoted(line[:MOST_LINE], 0)}"
     return ""
