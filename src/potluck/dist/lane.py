@@ -74,6 +74,12 @@ def raw(tensor: Tensor) -> memoryview:
     return memoryview(values)
 
 
+def what_to_do(reason: str) -> str:
+    """About a rank that is gone for this reason."""
+    never = reason.startswith("could not be reached")
+    return _NOT_REACHED if never else "look at that rank's own output: it ended first"
+
+
 def chunks(nbytes: int, chunk_bytes: int) -> Iterator[tuple[int, int]]:
     """How a message of so many bytes is cut; an empty one is one empty parcel."""
     step = max(_ALIGN, chunk_bytes - chunk_bytes % _ALIGN)
@@ -351,8 +357,7 @@ class Trip:
     def _gone(self, rank: int, reason: str) -> NoReturn:
         text = f"{self.name}: {self.lane.who(rank)} {reason}"
         self.lane.fail(text)
-        hint = _NOT_REACHED if reason.startswith("could not be reached") else "look at that rank's own output: it ended first"
-        raise RankGoneError(text, hint=hint) from None
+        raise RankGoneError(text, hint=what_to_do(reason)) from None
 
     def _late(self, ranks: list[int]) -> NoReturn:
         lane, waited_s = self.lane, time.monotonic() - self.call.began

@@ -16,7 +16,7 @@ from torch import Tensor
 from potluck.device import staging
 from potluck.dist.arguments import member
 from potluck.dist.counting import METRICS
-from potluck.dist.lane import Lane, chunks, raw
+from potluck.dist.lane import Lane, chunks, raw, what_to_do
 from potluck.dist.mesh import Aborted, DeadlinePassed, Kind, PeerGone
 from potluck.dist.work import PotluckWork
 from potluck.errors import CollectiveError, CollectiveTimeoutError, RankGoneError
@@ -88,7 +88,7 @@ class Mailroom:
                 return
             except PeerGone as gone:
                 text = f"recv: {lane.who(lane.rank_of(gone.name))} {gone.reason}"
-                self._drop(mine, RankGoneError(text, hint="look at that rank's own output: it ended first"))
+                self._drop(mine, RankGoneError(text, hint=what_to_do(gone.reason)))
                 return
             except Aborted as aborted:
                 self._drop(mine, CollectiveError(str(aborted), hint="the group cannot be used any more"))
