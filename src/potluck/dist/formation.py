@@ -236,7 +236,9 @@ def _resolved(config: Config | None, rank: int, world: int) -> Resolved:
     settings = resolve(config, os.environ, facts)
     log.setLevel(settings.log_level.upper())
     if log.isEnabledFor(logging.INFO) and not log.hasHandlers():
-        log.addHandler(logging.StreamHandler())  # the script has not said where words go
+        handler = logging.StreamHandler()  # the script has not said where words go
+        handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+        log.addHandler(handler)
     log.info("%s", settings.one_line())
     return settings
 
