@@ -206,8 +206,8 @@ def pair_all_reduce(compressors: list[Compressor], tensors: list[Tensor], averag
     sent = [(one.outgoing(number).clone(), two.outgoing(number).clone()) for number in range(len(one))]
     for number, (mine, theirs) in enumerate(sent):
         assert mine.numel() == theirs.numel() == one.message_bytes(number)
-        one.place(number, theirs, first=False)
-        two.place(number, mine, first=True)
+        one.place(number, theirs)
+        two.place(number, mine)
     assert sum(mine.numel() for mine, _ in sent) == one.payload_bytes
     return [mine.numel() for mine, _ in sent]
 
@@ -256,4 +256,4 @@ def test_a_message_of_a_pair_of_another_size_is_refused() -> None:
     pair = Compressor("int8").begin_pair("t", torch.randn(3 * PIECE))
     message = pair.outgoing(0)
     with pytest.raises(WireError):
-        pair.place(0, message[:-2], first=True)
+        pair.place(0, message[:-2])

@@ -10,13 +10,13 @@ tensor in each of them, even more: views are made for many pieces at once, and n
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
 from potluck.codec.block import BF16, BLOCK, INFINITY, NO_FRACTION, ROUND_UP, SMALLEST, BlockCodec
-from potluck.codec.feedback import encode_with_feedback
 from potluck.codec.interface import Codec
 from potluck.codec.tensors import MAGNITUDE, checked_payload, spans
 
@@ -28,99 +28,102 @@ _SCALES = 2 * _BLOCKS  # bytes
 _CPU = torch.device("cpu")
 
 
-def packed_bytes(codec: Codec, count: int) -> int:
-    """The length of what `encode_into` makes of so many values."""
-    return count // PIECE * codec.nbytes(PIECE) if _in_pieces(codec, count) else codec.nbytes(count)
+def suits(codec: Codec) -> TypeGuard[BlockCodec]:
+    """Whether it packs in blocks, as is done here."""
+    return isinstance(codec, BlockCodec)
 
 
-def encode_into(codec: Codec, values: Tensor, residual: Tensor | None, packed: Tensor) -> None:
-    """Encode `values + residual` and leave in `residual` what the payloads lost of it, as `encode_with_feedback`.
+class Packing:
+    """A tensor of whole pieces that is packed, and then becomes the sum of what its own and another's payloads
+    decode to: some pieces at a time, by one thread. Each piece has a payload of its own, one behind the other."""
 
-    Whole pieces have a payload each, one behind the other; anything else is one payload.
+    def __init__(self, codec: BlockCodec, values: Tensor, residual: Tensor | None, packed: Tensor) -> None:
+        """
+        Args:
+            values: [pieces * PIECE] float32, float16 or bfloat16, contiguous, in host memory.
+            residual: [pieces * PIECE] float32; None: nothing is kept.
+            packed: [pieces * codec.nbytes(PIECE)] uint8, contiguous, at an even address.
+        """
+        room = self._room = _room()
+        self._codec, self._per_piece, self._bytes = codec, len(room.parts), codec.nbytes(PIECE)
+        self._direct = values.dtype == torch.float32
+        self._given, self._results = _parts(values, room.stride)
+        self._kept: Sequence[Tensor] | None = None
+        self._kept_blocks: Sequence[Tensor] | None = None
+        if residual is not None:
+            self._kept, self._kept_blocks = _parts(residual, room.stride)
+        stored, self._codes = _views(codec, packed, room.stride)
+        self._stored = stored.unbind(0)
+        scales = torch.empty(len(self._stored), _BLOCKS)
+        self._scales = scales.view(-1, room.stride // BLOCK, 1).unbind(0)
+        self._rows = scales.unbind(0)
 
-    Args:
-        values: [count] float32, float16 or bfloat16, contiguous, in host memory; not changed.
-        residual: [count] float32, changed in place; None: nothing is kept.
-        packed: [packed_bytes(codec, count)] uint8, contiguous, at an even address; written.
-    """
-    count = values.numel()
-    if not _in_pieces(codec, count):
-        copied = values.to(torch.float32, copy=True)
-        packed.copy_(codec.encode(copied) if residual is None else encode_with_feedback(codec, copied, residual))
-        return
-    room = _room()
-    given = values.detach().view(-1, room.stride).unbind(0)
-    kept = None if residual is None else residual.detach().view(-1, room.stride).unbind(0)
-    stored, codes = _views(codec, packed, room.stride)
-    for number, scales in enumerate(stored.unbind(0)):
-        first = number * len(room.parts)
-        for at, part in enumerate(room.parts, first):
-            if kept is None:
-                part.total.copy_(given[at])
-            else:
-                torch.add(given[at], kept[at], out=part.total)
-            part.find_peaks()
-        room.make_scales(_NUMBERS.inverse_levels[codec.levels])
-        scales.copy_(room.upper_bits)
-        keeps = kept is not None and int(scales.amax()) < codec.limit
-        for at, part in enumerate(room.parts, first):
-            torch.mul(part.totals, part.inverses, out=part.levels)
-            if room.alone:
-                part.level.round_()
-            else:
-                part.level.add_(_NUMBERS.no_fraction).sub_(_NUMBERS.no_fraction)
-            codec.pack(part.levels, codes[at])
-            if kept is not None and keeps:
-                # The product is exact, and so the difference has one rounding, as in two steps.
-                torch.addcmul(part.totals, part.levels, part.scales, value=-1, out=kept[at].view(-1, BLOCK))
+    def encode(self, first: int, last: int) -> None:
+        """Pack these pieces of `values + residual`, and leave in `residual` what the payloads lost of it, as
+        `encode_with_feedback`. The values stay."""
+        room, codec, given, kept = self._room, self._codec, self._given, self._kept
+        inverse_levels = _NUMBERS.inverse_levels[codec.levels]
+        for piece in range(first, last):
+            start = piece * self._per_piece
+            for at, part in enumerate(room.parts, start):
+                if kept is None:
+                    part.total.copy_(given[at])
+                else:
+                    torch.add(given[at], kept[at], out=part.total)
+                part.find_peaks()
+            room.make_scales(inverse_levels)
+            scales = self._stored[piece].copy_(room.upper_bits)
+            self._rows[piece].copy_(room.floats)
+            keeps = self._kept_blocks if int(scales.amax()) < codec.limit else None
+            for at, part in enumerate(room.parts, start):
+                torch.mul(part.totals, part.inverses, out=part.levels)
+                if room.alone:
+                    part.level.round_()
+                else:
+                    part.level.add_(_NUMBERS.no_fraction).sub_(_NUMBERS.no_fraction)
+                codec.pack(part.levels, self._codes[at])
+                if keeps is not None:
+                    # The product is exact, and so the difference has one rounding, as in two steps.
+                    torch.addcmul(part.totals, part.levels, part.scales, value=-1, out=keeps[at])
 
+    def add(self, first: int, last: int, theirs: Tensor, *, divide_by: int = 1) -> None:
+        """Write over these pieces of the values: what was packed of them and what another packed, decoded, added
+        and divided.
 
-def decode_sum(codec: Codec, first: Tensor, second: Tensor, out: Tensor, *, divide_by: int = 1) -> None:
-    """What two results of `encode_into` decode to, added up and divided, into `out`.
-
-    Args:
-        out: [count] float32, float16 or bfloat16, contiguous, in host memory.
-
-    Raises:
-        WireError: one of them is none of this codec and size.
-    """
-    count = out.numel()
-    if not _in_pieces(codec, count):
-        total = codec.decode(first, count).add_(codec.decode(second, count))
-        out.copy_(total.div_(divide_by) if divide_by > 1 else total)
-        return
-    room, nbytes = _room(), packed_bytes(codec, count)
-    scales, codes = [], []
-    for packed in (first, second):
-        whole = checked_payload(packed, count, nbytes, codec.name)
-        stored, found = _views(codec, whole.clone() if whole.data_ptr() % 2 else whole, room.stride)
+        Raises:
+            WireError: theirs are no payloads of this codec and of so many pieces.
+        """
+        room, codec, count = self._room, self._codec, (last - first) * PIECE
+        whole = checked_payload(theirs, count, (last - first) * self._bytes, codec.name)
+        stored, codes = _views(codec, whole.clone() if whole.data_ptr() % 2 else whole, room.stride)
         widened = stored.to(torch.int32).bitwise_left_shift_(_NUMBERS.half).view(torch.float32)
-        scales.append(widened.view(-1, room.stride // BLOCK, 1).unbind(0))
-        codes.append(found)
-    direct = out.dtype == torch.float32
-    results = out.detach().view(-1, room.stride // BLOCK, BLOCK).unbind(0)
-    for at, into in enumerate(results):
-        part = room.parts[at % len(room.parts)]
-        codec.unpack(codes[0][at], scales[0][at], part.totals)
-        codec.widen(codes[1][at], part.levels)
-        # Products are exact, so the sum has one rounding, whichever of the two is multiplied here.
-        total = torch.addcmul(part.totals, part.levels, scales[1][at], out=into if direct else part.totals)
-        if divide_by > 1:
-            total.div_(divide_by)
-        if not direct:
-            into.copy_(total)
+        scales = widened.view(-1, room.stride // BLOCK, 1).unbind(0)
+        start = first * self._per_piece
+        for number, (found, scale) in enumerate(zip(codes, scales, strict=True)):
+            at, part = start + number, room.parts[number % self._per_piece]
+            codec.unpack(self._codes[at], self._scales[at], part.totals)
+            codec.widen(found, part.levels)
+            # Products are exact, so the sum has one rounding, whichever of the two is multiplied here.
+            into = self._results[at]
+            total = torch.addcmul(part.totals, part.levels, scale, out=into if self._direct else part.totals)
+            if divide_by > 1:
+                total.div_(divide_by)
+            if not self._direct:
+                into.copy_(total)
 
 
-def _in_pieces(codec: Codec, count: int) -> TypeGuard[BlockCodec]:
-    return isinstance(codec, BlockCodec) and count > 0 and count % PIECE == 0
+def _parts(tensor: Tensor, stride: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """As [stride] each, and as [blocks, BLOCK] each."""
+    flat = tensor.detach()
+    return flat.view(-1, stride).unbind(0), flat.view(-1, stride // BLOCK, BLOCK).unbind(0)
 
 
-def _views(codec: BlockCodec, packed: Tensor, stride: int) -> tuple[Tensor, list[Tensor]]:
-    """The scales of all pieces, [pieces, blocks] int16, and the codes, [n] int8 for every `stride` values."""
+def _views(codec: BlockCodec, packed: Tensor, stride: int) -> tuple[Tensor, Sequence[Tensor]]:
+    """The scales of all pieces, [pieces, _BLOCKS] int16, and the codes, [n] int8 for every `stride` values."""
     pieces = packed.view(-1, codec.nbytes(PIECE))
     stored, codes = pieces[:, :_SCALES].view(torch.int16), pieces[:, _SCALES:].view(torch.int8)
     if stride == PIECE:
-        return stored, list(codes.unbind(0))
+        return stored, codes.unbind(0)
     parts = codes.view(len(codes), PIECE // stride, -1)
     return stored, [part for piece in parts.unbind(0) for part in piece.unbind(0)]
 
@@ -180,17 +183,17 @@ class _Room:
         self.total, self.level = torch.empty(PIECE), torch.empty(PIECE)
         self.bits, self.inverses = torch.empty(_BLOCKS, dtype=torch.int32), torch.empty(_BLOCKS)
         self.upper_bits = self.bits.view(torch.int16)[1::2]
-        self._floats = self.bits.view(torch.float32)
+        self.floats = self.bits.view(torch.float32)
         self.parts = [_Part(self, start, start + stride) for start in range(0, PIECE, stride)]
 
     def make_scales(self, inverse_levels: Tensor) -> None:
         """From peaks to scales, in place, and their inverses: the steps of block.py."""
         bits = self.bits
         torch.minimum(bits, _NUMBERS.infinity, out=bits)
-        self._floats.mul_(inverse_levels)
+        self.floats.mul_(inverse_levels)
         torch.maximum(bits, _NUMBERS.smallest, out=bits)
         bits.add_(_NUMBERS.round_up).bitwise_and_(_NUMBERS.bf16)
-        torch.reciprocal(self._floats, out=self.inverses)
+        torch.reciprocal(self.floats, out=self.inverses)
 
 
 class _Rooms(threading.local):

@@ -107,7 +107,7 @@ def compressed_pair(trip: Trip, exchange: PairExchange) -> None:
             trip.send_part(other, raw(exchange.outgoing(number)))
         if number >= _AHEAD and placed < len(exchange):
             message = _as_tensor(trip, other, exchange.message_bytes(placed), torch.uint8)
-            exchange.place(placed, message, first=other == 0)
+            exchange.place(placed, message)
             placed += 1
     trip.settle()
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from potluck.codec import Codec, encode_with_feedback, get
 from potluck.codec.cached import PIECE as CACHED
-from potluck.codec.cached import decode_sum, encode_into, packed_bytes
+from potluck.codec.cached import Packing, suits
 from potluck.dist.counting import spends
 from potluck.dist.schedules import Span, split
 
@@ -93,8 +93,7 @@ class Compressor:
         # Of what goes to the owners, and of what owners hand out.
         self._up = Residuals(most_tensors) if feedback else None
         self._down = Residuals(most_tensors) if feedback else None
-        self._payload = torch.empty(0, dtype=torch.uint8)
-        """Room for what this rank sends to another; kept, because new memory costs a fault for each page."""
+        self._room = Room()
 
     @staticmethod
     def suits(reduction: str, dtype: torch.dtype) -> bool:
@@ -133,11 +132,7 @@ class Compressor:
     def begin_pair(self, identity: Hashable, flat: Tensor, *, average: bool = False) -> PairExchange:
         """An all-reduce of `flat`, [n], contiguous and in host memory, in place, between two ranks."""
         up = self._up.get(identity, flat.numel(), flat.device) if self._up is not None else None
-        pair = PairExchange(self.codec, flat, up, average=average)
-        if self._payload.numel() < pair.payload_bytes:
-            self._payload = torch.empty(pair.payload_bytes, dtype=torch.uint8)
-        pair.payload = self._payload
-        return pair
+        return PairExchange(self.codec, flat, up, average=average, room=self._room)
 
     def forget(self) -> None:
         """Drop every residual, as after loading a checkpoint."""
@@ -229,17 +224,26 @@ class Exchange:
 class PairExchange:
     """One compressed all-reduce between two ranks: each sends all it has, packed, and adds what the other sent.
 
-    That is as many bytes as by owners, in one hop and with one loss. Both decode both payloads and add them in the
-    order of the ranks, so that both get the same bits. What is sent is cut into messages of some pieces.
+    That is as many bytes as by owners, in one hop and with one loss. Both decode both payloads and add the two: they
+    get the same bits. What is sent is cut into messages of some pieces, and what is left of the last one.
     """
 
-    def __init__(self, codec: Codec, flat: Tensor, up: Tensor | None, *, average: bool) -> None:
+    def __init__(self, codec: Codec, flat: Tensor, up: Tensor | None, *, average: bool, room: Room) -> None:
         self._codec, self._flat, self._up, self._divide_by = codec, flat.detach(), up, 2 if average else 1
         self._spans = _messages(flat.numel())
-        sizes = [packed_bytes(codec, stop - start) for start, stop in self._spans]
-        self._places = list(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
-        self.payload = torch.empty(0, dtype=torch.uint8)
-        """Where this rank's messages are packed, one behind the other; given by who has room for it."""
+        self._whole = flat.numel() // CACHED * CACHED if suits(codec) else 0
+        """Elements of whole pieces, where each piece has a payload of its own."""
+        self._places = list(itertools.pairwise(itertools.accumulate(map(self._packed_bytes, self._spans), initial=0)))
+        self._payload = room.of(self.payload_bytes)
+        self._packing: Packing | None = None
+        if suits(codec) and self._whole:
+            kept = None if up is None else up[: self._whole]
+            packed = self._payload[: self._packed_bytes((0, self._whole))]
+            self._packing = Packing(codec, self._flat[: self._whole], kept, packed)
+
+    def _packed_bytes(self, span: Span) -> int:
+        count = span[1] - span[0]
+        return count // CACHED * self._codec.nbytes(CACHED) if span[1] <= self._whole else self._codec.nbytes(count)
 
     def __len__(self) -> int:
         """How many messages each of the two sends."""
@@ -256,28 +260,34 @@ class PairExchange:
 
     def _own(self, number: int) -> Tensor:
         start, stop = self._places[number]
-        return self.payload[start:stop]
+        return self._payload[start:stop]
 
     @spends("reduction")
     def outgoing(self, number: int) -> Tensor:
         """Pack a message; each once, in order."""
-        start, stop = self._spans[number]
-        message = self._own(number)
-        kept = None if self._up is None else self._up[start:stop]
-        encode_into(self._codec, self._flat[start:stop], kept, message)
+        message, (start, stop) = self._own(number), self._spans[number]
+        if self._packing is not None and stop <= self._whole:
+            self._packing.encode(start // CACHED, stop // CACHED)
+            return message
+        values = self._flat[start:stop].to(torch.float32, copy=True)
+        up = None if self._up is None else self._up[start:stop]
+        message.copy_(self._codec.encode(values) if up is None else encode_with_feedback(self._codec, values, up))
         return message
 
     @spends("reduction")
-    def place(self, number: int, theirs: Tensor, *, first: bool) -> None:
-        """Write the sum of both ranks' messages where it belongs; `first`: the other rank's comes before ours.
+    def place(self, number: int, theirs: Tensor) -> None:
+        """Write the sum of both ranks' messages where it belongs, when this rank's was packed.
 
         Raises:
             WireError: what came is none of this codec and size.
         """
         start, stop = self._spans[number]
-        mine = self._own(number)
-        one, two = (theirs, mine) if first else (mine, theirs)
-        decode_sum(self._codec, one, two, self._flat[start:stop], divide_by=self._divide_by)
+        if self._packing is not None and stop <= self._whole:
+            self._packing.add(start // CACHED, stop // CACHED, theirs, divide_by=self._divide_by)
+            return
+        decode, count = self._codec.decode, stop - start
+        total = decode(self._own(number), count).add_(decode(theirs, count))
+        self._flat[start:stop].copy_(total.div_(self._divide_by) if self._divide_by > 1 else total)
 
 
 def _messages(count: int) -> list[Span]:
@@ -285,12 +295,23 @@ def _messages(count: int) -> list[Span]:
 
     The first messages are small, to be soon on their way, and the last ones, to be soon added.
     """
-    whole = count // CACHED
     sizes: list[int] = []
-    first, left = 1, whole
+    first, left = 1, count // CACHED
     while left:
-        size = min(first, _MOST_PIECES, max(1, left // 2))
-        sizes.append(size)
-        first, left = 2 * first, left - size
-    ends = [CACHED * pieces for pieces in itertools.accumulate(sizes, initial=0)]
-    return [*itertools.pairwise(ends)] + ([(whole * CACHED, count)] if count % CACHED else [])
+        sizes.append(CACHED * min(first, _MOST_PIECES, max(1, left // 2)))
+        first, left = 2 * first, left - sizes[-1] // CACHED
+    rest = [count % CACHED] if count % CACHED else []
+    return [*itertools.pairwise(itertools.accumulate(sizes + rest, initial=0))]
+
+
+class Room:
+    """Memory for what a rank sends; kept, because new memory costs a fault for each page."""
+
+    def __init__(self) -> None:
+        self._held = torch.empty(0, dtype=torch.uint8)
+
+    def of(self, nbytes: int) -> Tensor:
+        """So many bytes of it, [nbytes] uint8: the same at every call."""
+        if self._held.numel() < nbytes:
+            self._held = torch.empty(nbytes, dtype=torch.uint8)
+        return self._held[:nbytes]
