@@ -152,11 +152,9 @@ def test_torchrun_with_a_worker_that_is_killed_and_the_command(script: Path, tmp
 
 
 def test_torchrun_with_a_worker_that_raises_names_its_exception_first(script: Path) -> None:
-    reading = read_log(
-        [Part(1, decoded(torchrun(script, "raises", "--master-port", free_port()).stdout))], "run.log"
-    )
-    first, *others = reading.findings
-    assert first.code == "rank-raised"
+    text = decoded(torchrun(script, "raises", "--master-port", free_port()).stdout)
+    first, *others = read_log([Part(1, text)], "run.log").findings
+    assert first.code == "rank-raised", text
     assert first.what.startswith("rank 1: KeyError: 'label' (line ")
     assert "raised in train.py, line " in first.how
     assert {f.code for f in others} <= {"other-rank-gone", "one-failed-all-ended", "one-thread-each"}

@@ -84,12 +84,15 @@ def in_the_backward_pass(rank: int, world: int, transport: str) -> Told:
     torch.manual_seed(0)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
     batch = torch.randn(4, 64)
-    for _ in range(3):  # after the first, DDP deals its buckets anew
-        model(batch).sum().backward()
-    if rank == world - 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+
+    def steps() -> None:
+        for step in range(5):
+            if rank == world - 1 and step == 4:
+                os.kill(os.getpid(), signal.SIGKILL)  # what it sent for the step before may be lost with it
+            model(batch).sum().backward()
+
     try:
-        return told_by(lambda: model(batch).sum().backward())
+        return told_by(steps)
     finally:
         dist.destroy_process_group()
 

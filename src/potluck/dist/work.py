@@ -5,6 +5,7 @@ It must not know what is computed or sent.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -111,7 +112,8 @@ class PotluckWork(dist.Work):
                 return self._future
             promise = self._promise = _new_future(self._result)
             # By a callback: DDP, in C++, takes what `set_exception` leaves for tensors, and crashes.
-            future = self._future = promise.then(self._outcome)
+            calls = all(_calls_back(device) for device in {tensor.device.type for tensor in self._result})
+            future = self._future = promise.then(self._outcome) if calls else promise
             done = self._finished
         if done:
             self._fulfil(promise)
@@ -130,9 +132,26 @@ class PotluckWork(dist.Work):
     def _fulfil(self, promise: Future[Any]) -> None:
         """What hangs on the future runs here: its faults are not the collective's."""
         try:
-            promise.set_result(self._result)
+            if self._error is not None and promise is self._future:
+                promise.set_exception(self._error)
+            else:
+                promise.set_result(self._result)
         except Exception:
             log.exception("what was to follow %s failed", self.name)
+
+
+@functools.cache
+def _calls_back(device: str) -> bool:
+    """Whether a future may have callbacks with tensors of this kind of device: for these torch wants its streams."""
+    if device == "cpu":
+        return True
+    try:
+        tried: Future[Any] = Future(devices=[torch.device(device, 0)])
+        tried.then(lambda _: None)
+        tried.set_result(None)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _new_future(result: Sequence[Tensor]) -> Future[Any]:
