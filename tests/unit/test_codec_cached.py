@@ -10,7 +10,7 @@ from torch import Tensor
 
 from potluck.codec import encode_with_feedback, get
 from potluck.codec.block import BlockCodec
-from potluck.codec.cached import PIECE, Packing, suits
+from potluck.codec.cached import PIECE, Packing, in_blocks
 from potluck.errors import WireError
 
 CODECS = ("int8", "int4")
@@ -35,7 +35,7 @@ def pieces(count: int) -> list[slice]:
 
 def block_codec(name: str) -> BlockCodec:
     codec = get(name)
-    assert suits(codec)
+    assert in_blocks(codec)
     return codec
 
 
@@ -59,7 +59,11 @@ def whole(codec: str, payload: Tensor) -> Tensor:
 
 
 def test_only_codecs_of_blocks_are_packed_so() -> None:
-    assert [suits(get(name)) for name in ("int8", "int4", "fp16", "topk:0.1", "none")] == [True, True, *[False] * 3]
+    assert [in_blocks(get(name)) for name in ("int8", "int4", "fp16", "topk:0.1", "none")] == [
+        True,
+        True,
+        *[False] * 3,
+    ]
 
 
 @pytest.mark.parametrize("count", COUNTS)

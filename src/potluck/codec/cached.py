@@ -28,7 +28,7 @@ _SCALES = 2 * _BLOCKS  # bytes
 _CPU = torch.device("cpu")
 
 
-def suits(codec: Codec) -> TypeGuard[BlockCodec]:
+def in_blocks(codec: Codec) -> TypeGuard[BlockCodec]:
     """Whether it packs in blocks, as is done here."""
     return isinstance(codec, BlockCodec)
 

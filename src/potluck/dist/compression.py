@@ -28,7 +28,7 @@ from torch import Tensor
 
 from potluck.codec import Codec, encode_with_feedback, get
 from potluck.codec.cached import PIECE as CACHED
-from potluck.codec.cached import Packing, suits
+from potluck.codec.cached import Packing, in_blocks
 from potluck.dist.counting import spends
 from potluck.dist.schedules import Span, split
 
@@ -231,12 +231,12 @@ class PairExchange:
     def __init__(self, codec: Codec, flat: Tensor, up: Tensor | None, *, average: bool, room: Room) -> None:
         self._codec, self._flat, self._up, self._divide_by = codec, flat.detach(), up, 2 if average else 1
         self._spans = _messages(flat.numel())
-        self._whole = flat.numel() // CACHED * CACHED if suits(codec) else 0
+        self._whole = flat.numel() // CACHED * CACHED if in_blocks(codec) else 0
         """Elements of whole pieces, where each piece has a payload of its own."""
         self._places = list(itertools.pairwise(itertools.accumulate(map(self._packed_bytes, self._spans), initial=0)))
         self._payload = room.of(self.payload_bytes)
         self._packing: Packing | None = None
-        if suits(codec) and self._whole:
+        if in_blocks(codec) and self._whole:
             kept = None if up is None else up[: self._whole]
             packed = self._payload[: self._packed_bytes((0, self._whole))]
             self._packing = Packing(codec, self._flat[: self._whole], kept, packed)

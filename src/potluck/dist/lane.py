@@ -103,7 +103,7 @@ class Lane:
         self._stream: Stream | None = None
         self._streamed = 0
         """Bytes each way, by this stream."""
-        self._alone = not (terms.streams and self.world == 2)
+        self._mail_only = not (terms.streams and self.world == 2)
         """No stream is to be had, or it was tried in vain."""
 
     def close(self) -> None:
@@ -174,7 +174,7 @@ class Trip:
         Both ranks say by mail that they are in this collective, and which it is, before a byte of it is sent.
         """
         lane = self.lane
-        if lane._alone or nbytes < _STREAMED_BYTES:
+        if lane._mail_only or nbytes < _STREAMED_BYTES:
             return
         other = 1 - lane.rank
         if lane._stream is not None and lane._streamed > RENEWED_BYTES:
@@ -182,7 +182,7 @@ class Trip:
             lane._stream = None
         if lane._stream is None:
             lane._stream, lane._streamed = self._new_stream(other), 0
-            lane._alone = lane._stream is None
+            lane._mail_only = lane._stream is None
         else:
             self.send_part(other, memoryview(b""))
             self.take(other)
@@ -199,7 +199,7 @@ class Trip:
         """Agreed on by mail, and used only if both ranks have it."""
         lane = self.lane
         sealed = bool(lane.endpoints[0].key)
-        made = self._called(other, sealed) if lane.rank == 1 else self._callable(other, sealed)
+        made = self._follow_invitation(other, sealed) if lane.rank == 1 else self._invite(other, sealed)
         self.send_part(other, _YES if made is not None else _NO)
         agreed = bytes(self.take(other).view) == _YES and made is not None
         way = "have a connection of their own" if agreed else "go by ZeroMQ, as no other connection could be made"
@@ -208,7 +208,7 @@ class Trip:
             made.close()
         return made if agreed else None
 
-    def _callable(self, other: int, sealed: bool) -> Stream | None:
+    def _invite(self, other: int, sealed: bool) -> Stream | None:
         with contextlib.ExitStack() as stack:
             address, port = self.lane.endpoints[0].address, self.lane.mesh.links.door_port
             door = Door.open(address, secrets.token_bytes(SECRET_BYTES), port)
@@ -219,7 +219,7 @@ class Trip:
             connected = bytes(self.take(other).view) == _YES
             return door.admit(sealed=sealed, within_s=self._step_s) if door is not None and connected else None
 
-    def _called(self, other: int, sealed: bool) -> Stream | None:
+    def _follow_invitation(self, other: int, sealed: bool) -> Stream | None:
         self.send_part(other, memoryview(b""))
         invitation, owner = bytes(self.take(other).view), self.lane.endpoints[0]
         closed = self.lane.mesh.closed_doors

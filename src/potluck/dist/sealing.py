@@ -53,7 +53,7 @@ def seal(connection: socket.socket, secret: bytes, *, server: bool, within_s: fl
         mine, theirs = (_SERVER, _CLIENT) if server else (_CLIENT, _SERVER)
         if not server:
             sealed.sendall(_proof(secret, mine, unique))
-        if not hmac.compare_digest(_received(sealed, until), _proof(secret, theirs, unique)):
+        if not hmac.compare_digest(first_bytes(sealed, _PROOF_BYTES, until), _proof(secret, theirs, unique)):
             raise NotSealedError("the other end does not know the secret")
         if server:
             sealed.sendall(_proof(secret, mine, unique))
@@ -82,12 +82,12 @@ def _proof(secret: bytes, who: bytes, unique: bytes) -> bytes:
     return hmac.digest(secret, who + unique, "sha256")
 
 
-def _received(sealed: ssl.SSLSocket, until: float) -> bytes:
-    """The other's proof, or what has come of it by then: who sends it byte by byte has no longer than others."""
+def first_bytes(connection: socket.socket, count: int, until: float) -> bytes:
+    """So many, or what has come of them by then: who sends byte by byte has no longer than others."""
     got = b""
-    while len(got) < _PROOF_BYTES and (left_s := until - time.monotonic()) > 0:
-        sealed.settimeout(left_s)
-        more = sealed.recv(_PROOF_BYTES - len(got))
+    while len(got) < count and (left_s := until - time.monotonic()) > 0:
+        connection.settimeout(left_s)
+        more = connection.recv(count - len(got))
         if not more:
             break
         got += more

@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from potluck.dist.sealing import SECRET_BYTES, seal
+from potluck.dist.sealing import SECRET_BYTES, first_bytes, seal
 
 _AT_ONCE = 512 << 10
 """Bytes of one call: less costs more calls, and more does not fit the system's buffers anyway."""
@@ -220,12 +220,6 @@ def _knock(secret: bytes) -> bytes:
 
 def _said(connection: socket.socket) -> bytes:
     """The first bytes of who came. Who was invited has sent them before this is asked; others may say nothing."""
-    said, until = b"", time.monotonic() + _KNOCK_S
     with contextlib.suppress(OSError):
-        while len(said) < _KNOCK_BYTES and (left_s := until - time.monotonic()) > 0:
-            connection.settimeout(left_s)
-            more = connection.recv(_KNOCK_BYTES - len(said))
-            if not more:
-                break
-            said += more
-    return said
+        return first_bytes(connection, _KNOCK_BYTES, time.monotonic() + _KNOCK_S)
+    return b""
