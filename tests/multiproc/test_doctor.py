@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from potluck.errors import RefusedError
 from potluck.hub.link import GuestLink
 from potluck.probe import names, ways
 from potluck.probe.link_server import LinkServer
-from potluck.probe.meeting import Listener, meet
+from potluck.probe.meeting import meet
 from potluck.probe.system import System
 from potluck.spec.facts import Case, Disk, Facts, Torch, to_json
 from potluck.spec.probed import DeviceSpeed, Probed
@@ -33,7 +32,7 @@ from potluck.wire.keys import new_keys
 from potluck.wire.token import Token, encode
 from potluck.wire.transport import HostSocket
 from support.healthy import linux
-from support.probing import serving
+from support.probing import listening, serving
 from support.processes import Processes
 
 pytestmark = pytest.mark.timeout(150)
@@ -66,30 +65,6 @@ def codes(done: subprocess.CompletedProcess[str]) -> set[str]:
 
 
 # -- two sides, in this process ---------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def listening(facts: Facts) -> Iterator[Token]:
-    keys = new_keys()
-    door = HostSocket(bind="127.0.0.1", port=0, keys=keys)
-    listener = Listener(door, facts)
-    stop = threading.Event()
-
-    def serve() -> None:
-        while not stop.is_set():
-            listener.serve(0.05)
-        listener.close()
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
-        yield Token(
-            addresses=("127.0.0.1",), port=door.port, host_public=keys.public, guest_secret=keys.guest_secret
-        )
-    finally:
-        stop.set()
-        door.wake()
-        thread.join(10)
 
 
 def met(token: Token, facts: Facts) -> Case:

@@ -1,24 +1,42 @@
-"""A probe that listens, for tests of who visits it. It knows nothing of the visitors."""
+"""A probe or a doctor that listens, for tests of who visits it. It knows nothing of the visitors."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from potluck.probe.link_server import LinkServer
+from potluck.probe.meeting import Listener
+from potluck.spec.facts import Facts
 from potluck.spec.probed import DeviceSpeed
 from potluck.wire.keys import new_keys
 from potluck.wire.token import Token
 from potluck.wire.transport import HostSocket
 
+Server = TypeVar("Server", LinkServer, Listener)
+
 
 @contextlib.contextmanager
 def serving(speed: DeviceSpeed) -> Iterator[tuple[Token, LinkServer]]:
     """What `potluck probe --listen` is, in a thread of this process."""
+    with _at_a_door(lambda door: LinkServer(door, "127.0.0.1", speed)) as served:
+        yield served
+
+
+@contextlib.contextmanager
+def listening(facts: Facts) -> Iterator[Token]:
+    """What `potluck doctor --listen` is, in a thread of this process."""
+    with _at_a_door(lambda door: Listener(door, facts)) as (token, _):
+        yield token
+
+
+@contextlib.contextmanager
+def _at_a_door(made: Callable[[HostSocket], Server]) -> Iterator[tuple[Token, Server]]:
     keys = new_keys()
     door = HostSocket(bind="127.0.0.1", port=0, keys=keys)
-    server = LinkServer(door, "127.0.0.1", speed)
+    server = made(door)
     stop = threading.Event()
 
     def serve() -> None:
@@ -28,11 +46,10 @@ def serving(speed: DeviceSpeed) -> Iterator[tuple[Token, LinkServer]]:
 
     thread = threading.Thread(target=serve)
     thread.start()
+    address = ("127.0.0.1",)
     try:
         yield (
-            Token(
-                addresses=("127.0.0.1",), port=door.port, host_public=keys.public, guest_secret=keys.guest_secret
-            ),
+            Token(addresses=address, port=door.port, host_public=keys.public, guest_secret=keys.guest_secret),
             server,
         )
     finally:
