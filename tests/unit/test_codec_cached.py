@@ -117,13 +117,15 @@ def test_the_sum_of_two_is_that_of_what_both_decode_to(
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("codec", ["int8", "int4"])
-def test_a_piece_that_is_not_finite_leaves_its_residual_alone(codec: str, bad: float) -> None:
+def test_a_piece_that_is_not_finite_leaves_its_residual_but_for_a_rounding(codec: str, bad: float) -> None:
     torch.manual_seed(2)
     values, residual = torch.randn(2 * PIECE), torch.full((2 * PIECE,), 1e-3)
     values[PIECE + 77] = bad
     made, payload = packing(codec, values, residual)
-    assert torch.equal(residual[PIECE:], torch.full((PIECE,), 1e-3))
-    assert not torch.equal(residual[:PIECE], torch.full((PIECE,), 1e-3))
+    as_it_was = torch.full((PIECE,), 1e-3)
+    as_it_was[77] = 0.0
+    torch.testing.assert_close(residual[PIECE:], as_it_was, rtol=0, atol=5e-7)  # roundings of values up to 4
+    assert not torch.allclose(residual[:PIECE], torch.full((PIECE,), 1e-3), rtol=0, atol=5e-7)
     made.add(0, 2, payload)
     assert values[:PIECE].isfinite().all()
     assert not values[PIECE + 77].isfinite()

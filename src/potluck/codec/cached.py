@@ -4,7 +4,9 @@ It must not know who sends the payloads, and changes nothing about them: the bit
 
 What two ranks send each other is packed in pieces of 65,536 values. A piece goes through some ten operations while
 it is in the cache. A view costs as much as a tenth of such an operation, and a plain number, which is made into a
-tensor in each of them, even more: views are made for many pieces at once, and numbers once for all.
+tensor in each of them, even more: views are made for many pieces at once, and numbers once for all. The scales of
+some pieces are made together, and sums lie where what is lost of them will be kept: any other place for them would
+drive something out of the cache.
 """
 
 from __future__ import annotations
@@ -21,7 +23,10 @@ from potluck.codec.interface import Codec
 from potluck.codec.tensors import MAGNITUDE, checked_payload, spans
 
 PIECE = 65_536
-"""Values: two rooms of that many, and what is read and written, fit a core's own cache (1.25 MiB)."""
+"""Values: so many sums, their levels, and what is read and written, fit a core's own cache (1.25 MiB)."""
+
+_GROUP = 4
+"""Pieces whose scales are made together: their sums, too, are in the cache until they are packed."""
 
 _BLOCKS = PIECE // BLOCK
 _SCALES = 2 * _BLOCKS  # bytes
@@ -45,46 +50,51 @@ class Packing:
             packed: [pieces * codec.nbytes(PIECE)] uint8, contiguous, at an even address.
         """
         room = self._room = _room()
-        self._codec, self._per_piece, self._bytes = codec, len(room.parts), codec.nbytes(PIECE)
+        self._codec, self._per_piece, self._bytes = codec, PIECE // room.stride, codec.nbytes(PIECE)
         self._direct = values.dtype == torch.float32
         self._given, self._results = _parts(values, room.stride)
-        self._kept: Sequence[Tensor] | None = None
-        self._kept_blocks: Sequence[Tensor] | None = None
-        if residual is not None:
-            self._kept, self._kept_blocks = _parts(residual, room.stride)
-        stored, self._codes = _views(codec, packed, room.stride)
-        self._stored = stored.unbind(0)
-        scales = torch.empty(len(self._stored), _BLOCKS)
-        self._scales = scales.view(-1, room.stride // BLOCK, 1).unbind(0)
-        self._rows = scales.unbind(0)
+        self._kept = None if residual is None else _Sums(residual, room.stride)
+        self._stored, self._codes = _views(codec, packed, room.stride)
+        self._made = torch.empty(self._stored.shape)
+        self._scales = self._made.view(-1, room.stride // BLOCK, 1).unbind(0)
 
     def encode(self, first: int, last: int) -> None:
         """Pack these pieces of `values + residual`, and leave in `residual` what the payloads lost of it, as
-        `encode_with_feedback`. The values stay."""
+        `encode_with_feedback`. The values stay. The residual of a piece that is not finite stays as well, but for
+        a rounding, and becomes zero where a value is not finite."""
+        for start in range(first, last, _GROUP):
+            self._encode(start, min(start + _GROUP, last))
+
+    def _encode(self, first: int, last: int) -> None:
         room, codec, given, kept = self._room, self._codec, self._given, self._kept
-        inverse_levels = _NUMBERS.inverse_levels[codec.levels]
-        for piece in range(first, last):
-            start = piece * self._per_piece
-            for at, part in enumerate(room.parts, start):
-                if kept is None:
-                    part.total.copy_(given[at])
-                else:
-                    torch.add(given[at], kept[at], out=part.total)
-                part.find_peaks()
-            room.make_scales(inverse_levels)
-            scales = self._stored[piece].copy_(room.upper_bits)
-            self._rows[piece].copy_(room.floats)
-            keeps = self._kept_blocks if int(scales.amax()) < codec.limit else None
-            for at, part in enumerate(room.parts, start):
-                torch.mul(part.totals, part.inverses, out=part.levels)
-                if room.alone:
-                    part.level.round_()
-                else:
-                    part.level.add_(_NUMBERS.no_fraction).sub_(_NUMBERS.no_fraction)
-                codec.pack(part.levels, self._codes[at])
-                if keeps is not None:
-                    # The product is exact, and so the difference has one rounding, as in two steps.
-                    torch.addcmul(part.totals, part.levels, part.scales, value=-1, out=keeps[at])
+        start, stop = first * self._per_piece, last * self._per_piece
+        sums, ahead = (room.sums, start) if kept is None else (kept, 0)
+        for part, at in enumerate(range(start, stop)):
+            total = sums.flat[at - ahead]
+            if kept is None:
+                total.copy_(given[at])
+            else:
+                torch.add(given[at], total, out=total)
+            room.find_peaks(part, sums.bits[at - ahead])
+        scales = room.make_scales(last - first, _NUMBERS.inverse_levels[codec.levels])
+        stored = self._stored[first:last].copy_(scales.upper_bits)
+        self._made[first:last].copy_(scales.floats)
+        finite = kept is None or int(stored.amax()) < codec.limit
+        for part, at in enumerate(range(start, stop)):
+            totals = sums.blocks[at - ahead]
+            torch.mul(totals, room.inverses[part], out=room.levels)
+            if room.alone:
+                room.level.round_()
+            else:
+                room.level.add_(_NUMBERS.no_fraction).sub_(_NUMBERS.no_fraction)
+            codec.pack(room.levels, self._codes[at])
+            if kept is None:
+                continue
+            if finite or int(stored[part // self._per_piece].amax()) < codec.limit:
+                # The product is exact, and so the difference has one rounding, as in two steps.
+                torch.addcmul(totals, room.levels, room.scales[part], value=-1, out=totals)
+            else:
+                kept.flat[at].sub_(given[at]).nan_to_num_(0.0, 0.0, 0.0)
 
     def add(self, first: int, last: int, theirs: Tensor, *, divide_by: int = 1) -> None:
         """Write over these pieces of the values: what was packed of them and what another packed, decoded, added
@@ -98,14 +108,14 @@ class Packing:
         stored, codes = _views(codec, whole.clone() if whole.data_ptr() % 2 else whole, room.stride)
         widened = stored.to(torch.int32).bitwise_left_shift_(_NUMBERS.half).view(torch.float32)
         scales = widened.view(-1, room.stride // BLOCK, 1).unbind(0)
-        start = first * self._per_piece
-        for number, (found, scale) in enumerate(zip(codes, scales, strict=True)):
-            at, part = start + number, room.parts[number % self._per_piece]
-            codec.unpack(self._codes[at], self._scales[at], part.totals)
-            codec.widen(found, part.levels)
-            # Products are exact, so the sum has one rounding, whichever of the two is multiplied here.
+        for at, (found, scale) in enumerate(zip(codes, scales, strict=True), first * self._per_piece):
             into = self._results[at]
-            total = torch.addcmul(part.totals, part.levels, scale, out=into if self._direct else part.totals)
+            total = into if self._direct else room.sums.blocks[0]
+            codec.widen(self._codes[at], room.levels)
+            torch.mul(room.levels, self._scales[at], out=total)
+            codec.widen(found, room.levels)
+            # Products are exact, so the sum has one rounding, whichever of the two is multiplied here.
+            torch.addcmul(total, room.levels, scale, out=total)
             if divide_by > 1:
                 total.div_(divide_by)
             if not self._direct:
@@ -144,56 +154,66 @@ class _Numbers:
 _NUMBERS = _Numbers()
 
 
-class _Part:
-    """Views of a room for as many values as one operation may take."""
+class _Sums:
+    """Views of memory for sums, [pieces * PIECE] float32: as [stride] each, in blocks, and as bits."""
 
-    __slots__ = ("_peaked", "inverses", "level", "levels", "scales", "total", "totals")
+    __slots__ = ("bits", "blocks", "flat")
 
-    def __init__(self, room: _Room, start: int, stop: int) -> None:
-        blocks = slice(start // BLOCK, stop // BLOCK)
-        self.total, self.level = room.total[start:stop], room.level[start:stop]
-        self.totals, self.levels = self.total.view(-1, BLOCK), self.level.view(-1, BLOCK)
-        self.scales = room.bits.view(torch.float32)[blocks].unsqueeze(1)
-        self.inverses = room.inverses[blocks].unsqueeze(1)
-        bits, magnitudes, peaks = self.total.view(torch.int32), self.level.view(torch.int32), room.bits[blocks]
-        self._peaked = [
-            (
-                bits[at:to],
-                magnitudes[at:to],
-                magnitudes[at:to].view(-1, BLOCK),
-                peaks[at // BLOCK : to // BLOCK],
-            )
-            for at, to in spans(stop - start, _CPU, reducing=True)
-        ]
+    def __init__(self, memory: Tensor, stride: int) -> None:
+        self.flat, self.blocks = _parts(memory, stride)
+        self.bits = memory.detach().view(torch.int32).view(-1, stride).unbind(0)
 
-    def find_peaks(self) -> None:
-        """The largest magnitude of each block of the totals, as bits, where the scales will be."""
-        for bits, magnitudes, blocks, peaks in self._peaked:
-            torch.bitwise_and(bits, _NUMBERS.magnitude, out=magnitudes)
-            torch.amax(blocks, 1, out=peaks)
+
+class _Scales:
+    """Views of a room's scales, for so many pieces: of floats, of their bits, and of those that are sent."""
+
+    __slots__ = ("bits", "floats", "inverses", "upper_bits")
+
+    def __init__(self, bits: Tensor, inverses: Tensor) -> None:
+        self.bits, self.floats, self.inverses = bits, bits.view(torch.float32), inverses
+        self.upper_bits = bits.view(torch.int16)[:, 1::2]
 
 
 class _Room:
-    """Memory for a piece, worked on by so many values at a time."""
+    """Memory for the levels of one part of a piece, and for the scales of a group of pieces."""
 
     def __init__(self, stride: int) -> None:
         self.stride = stride
         self.alone = stride == PIECE
         """Whether this thread computes on one core: else `round_` would call on others."""
-        self.total, self.level = torch.empty(PIECE), torch.empty(PIECE)
-        self.bits, self.inverses = torch.empty(_BLOCKS, dtype=torch.int32), torch.empty(_BLOCKS)
-        self.upper_bits = self.bits.view(torch.int16)[1::2]
-        self.floats = self.bits.view(torch.float32)
-        self.parts = [_Part(self, start, start + stride) for start in range(0, PIECE, stride)]
+        self.level = torch.empty(stride)
+        self.levels = self.level.view(-1, BLOCK)
+        self._magnitude = self.level.view(torch.int32)
+        self._magnitudes = self._magnitude.view(-1, BLOCK)
+        bits, inverses = torch.empty(_GROUP, _BLOCKS, dtype=torch.int32), torch.empty(_GROUP, _BLOCKS)
+        self._groups = [_Scales(bits[:pieces], inverses[:pieces]) for pieces in range(_GROUP + 1)]
+        blocks = stride // BLOCK
+        self._peaks = bits.view(-1, blocks).unbind(0)
+        self.scales = bits.view(torch.float32).view(-1, blocks, 1).unbind(0)
+        self.inverses = inverses.view(-1, blocks, 1).unbind(0)
+        self._sums: _Sums | None = None
 
-    def make_scales(self, inverse_levels: Tensor) -> None:
+    @property
+    def sums(self) -> _Sums:
+        """Where nothing is kept, and where results are of another type: sums of a group."""
+        if self._sums is None:
+            self._sums = _Sums(torch.empty(_GROUP * PIECE), self.stride)
+        return self._sums
+
+    def find_peaks(self, part: int, bits: Tensor) -> None:
+        """The largest magnitude of each block of a group's part, as bits, where its scales will be."""
+        torch.bitwise_and(bits, _NUMBERS.magnitude, out=self._magnitude)
+        torch.amax(self._magnitudes, 1, out=self._peaks[part])
+
+    def make_scales(self, pieces: int, inverse_levels: Tensor) -> _Scales:
         """From peaks to scales, in place, and their inverses: the steps of block.py."""
-        bits = self.bits
-        torch.minimum(bits, _NUMBERS.infinity, out=bits)
-        self.floats.mul_(inverse_levels)
-        torch.maximum(bits, _NUMBERS.smallest, out=bits)
-        bits.add_(_NUMBERS.round_up).bitwise_and_(_NUMBERS.bf16)
-        torch.reciprocal(self.floats, out=self.inverses)
+        group = self._groups[pieces]
+        torch.minimum(group.bits, _NUMBERS.infinity, out=group.bits)
+        group.floats.mul_(inverse_levels)
+        torch.maximum(group.bits, _NUMBERS.smallest, out=group.bits)
+        group.bits.add_(_NUMBERS.round_up).bitwise_and_(_NUMBERS.bf16)
+        torch.reciprocal(group.floats, out=group.inverses)
+        return group
 
 
 class _Rooms(threading.local):
@@ -206,7 +226,7 @@ _ROOMS = _Rooms()
 
 
 def _room() -> _Room:
-    _, stride = next(spans(PIECE, _CPU))
+    _, stride = next(spans(PIECE, _CPU, reducing=True))
     if _ROOMS.room is None or _ROOMS.room.stride != stride:
         _ROOMS.room = _Room(stride)
     return _ROOMS.room
