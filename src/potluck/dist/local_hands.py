@@ -66,11 +66,17 @@ class Hands:
 
     def accumulate(self, op: Any, into: Tensor, other: Tensor) -> None:
         """reduction.accumulate of [n] and [n]."""
-        self._reduce(partial(reduction.accumulate, op), into, other)
+        if into.nbytes < 2 * self._part_bytes:
+            reduction.accumulate(op, into, other)
+        else:
+            self._reduce(partial(reduction.accumulate, op), into, other)
 
     def finish(self, op: Any, values: Tensor, world: int) -> None:
         """reduction.finish of [n]."""
-        self._reduce(lambda part: reduction.finish(op, part, world), values)
+        if values.nbytes < 2 * self._part_bytes:
+            reduction.finish(op, values, world)
+        else:
+            self._reduce(lambda part: reduction.finish(op, part, world), values)
 
     def close(self) -> None:
         """End the threads. What they are at they finish; whoever still shares something does the rest alone."""
