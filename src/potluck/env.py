@@ -25,6 +25,7 @@ DIST_VARIABLES: Mapping[str, str] = {
     "POTLUCK_DIST_COMPRESSION": "torch.distributed: none, fp16, bf16, int8, int4, topk or topk:0.01 for all-reduce",
     "POTLUCK_DIST_CHECKSUM": "torch.distributed: 1 checks every chunk that arrives, 0 does not",
     "POTLUCK_DIST_ENCRYPTION": "torch.distributed: 0 sends in the clear between machines, 1 does not",
+    "POTLUCK_DIST_COPY_THREADS": "torch.distributed: threads that copy within a machine; 0: as there are cores",
     "POTLUCK_DIST_TIMEOUT_S": "torch.distributed: seconds for a collective, instead of the group's own timeout",
     "POTLUCK_DIST_CONNECT_TIMEOUT_S": "torch.distributed: seconds for all ranks to reach each other",
     "POTLUCK_DIST_HEARTBEAT_S": "torch.distributed: seconds between two signs of life",

@@ -20,20 +20,24 @@ from torch import Tensor
 
 from potluck.dist import reduction
 from potluck.dist.local import LocalGroup
+from potluck.dist.local_hands import Hands
 from potluck.dist.local_memory import Memory, Sizes
 from potluck.errors import CollectiveError, NetworkError, RankGoneError
 
 SLOT = 4096
 """A page: what is larger takes many pieces."""
+PART = 256
+"""So that a page is long enough for threads."""
 T = 60.0
 OPS = dist.ReduceOp
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.complex64, torch.bool)
 Store = dist.Store
 
 
-def make(store: Store, name: str, rank: int, size: int) -> LocalGroup:
+def make(store: Store, name: str, rank: int, size: int, threads: int = 1) -> LocalGroup:
     sizes = Sizes(slot_bytes=SLOT, mail_bytes=SLOT, long_bytes=4 * SLOT, depth=3, small_bytes=1024)
-    return LocalGroup(Memory.meet(store, name, rank, size, sizes=sizes, timeout_s=T))
+    memory = Memory.meet(store, name, rank, size, sizes=sizes, timeout_s=T)
+    return LocalGroup(memory, hands=Hands(threads, part_bytes=PART))
 
 
 def input_of(rank: int, count: int, dtype: torch.dtype) -> Tensor:
@@ -234,6 +238,40 @@ def same_bits(store: Store, rank: int, size: int) -> None:
     same(values, expected(OPS.SUM, size, 20_000, torch.float32), "two threads")
     group.barrier(timeout_s=T)
     group.close()
+
+
+def many_hands(store: Store, rank: int, size: int) -> None:
+    """Three threads for each member give the bits that one gives."""
+    one, three = make(store, "one", rank, size), make(store, "three", rank, size, 3)
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.complex64):
+        for op in (OPS.SUM, OPS.AVG, OPS.PRODUCT, OPS.MAX):
+            if not reduction.supports(op, dtype):
+                continue
+            for count in (129, 1000, 5003):
+                generator = torch.Generator().manual_seed(1000 * count + rank)
+                values = (100 * torch.randn(size * count, generator=generator)).to(dtype)
+                what = f"{op} {dtype} {count}"
+                same(*(all_reduced(group, values, op) for group in (three, one)), f"all_reduce {what}")
+                same(*(reduce_scattered(group, values, op) for group in (three, one)), f"reduce_scatter {what}")
+    movements(three)
+    threads = sum(thread.name.startswith("potluck-hand") for thread in threading.enumerate())
+    assert threads == 2, threads
+    three.barrier(timeout_s=T)
+    for group in (one, three):
+        group.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("potluck-hand")]
+
+
+def all_reduced(group: LocalGroup, values: Tensor, op: OPS) -> Tensor:
+    values = values.clone()
+    group.all_reduce(values, op, timeout_s=T)
+    return values
+
+
+def reduce_scattered(group: LocalGroup, values: Tensor, op: OPS) -> Tensor:
+    out = torch.empty(values.numel() // group.size, dtype=values.dtype)
+    group.reduce_scatter(out, values, op, timeout_s=T)
+    return out
 
 
 def last_words(store: Store, rank: int, size: int) -> None:

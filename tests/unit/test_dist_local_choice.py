@@ -23,7 +23,8 @@ class Memory:
         (reduction.plain(dist.ReduceOp.SUM), 1024, torch.float32, 3, "_sum_small"),  # as the process group asks
         (dist.ReduceOp.SUM, 1024, torch.float32, 3, "_sum_small"),
         ("SUM", 1 << 18, torch.float32, 3, "_reduce_in_parts"),
-        ("SUM", 1 << 18, torch.float32, 2, "_reduce_everywhere"),
+        ("SUM", 1 << 18, torch.float32, 2, "_sum_small"),
+        ("MAX", 1 << 18, torch.float32, 2, "_reduce_everywhere"),
         ("SUM", (1 << 18) + 1, torch.float32, 2, "_reduce_along"),
         ("MAX", 1 << 20, torch.bfloat16, 3, "_reduce_along"),
         ("SUM", 1 << 20, torch.float32, 64, "_reduce_in_parts"),

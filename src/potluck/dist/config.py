@@ -61,6 +61,9 @@ class Config:
     """Whether each chunk carries a checksum; default off, for encryption has its own."""
     encryption: bool | None = None
     """Whether what goes between machines is encrypted and authenticated; default on."""
+    copy_threads: int | None = None
+    """Threads of this rank that copy and add up long tensors between ranks of one machine, where torch has one; 0,
+    the default: as many as there are cores for each of these ranks, at most 4. 1: the caller alone."""
     timeout_s: float | None = None
     """For a collective; None: the timeout that the group was made with."""
     connect_timeout_s: float | None = None
@@ -124,6 +127,7 @@ class Resolved:
     compression: str
     checksum: bool
     encryption: bool
+    copy_threads: int
     timeout_s: float | None
     connect_timeout_s: float
     heartbeat_s: float
@@ -328,6 +332,7 @@ _BYTES = "a number of bytes from {} to {}, for example 524288 or 512KiB"
 _TIME = "a number of seconds from {:g} to {:g}"
 _SWITCH = "use 1 or 0 (True or False in a Config)"
 _DAY = 86_400.0
+_MOST_THREADS = 64
 
 _RULES: dict[str, _Rule] = {
     "transport": _Rule("auto", _one_of(TRANSPORTS), "use one of " + ", ".join(TRANSPORTS)),
@@ -340,6 +345,7 @@ _RULES: dict[str, _Rule] = {
     "compression": _Rule("none", _compression, "use none, fp16, bf16, int8, int4, topk or topk:0.05"),
     "checksum": _Rule(False, _flag, _SWITCH),
     "encryption": _Rule(True, _flag, _SWITCH),
+    "copy_threads": _Rule(0, _whole(0, _MOST_THREADS), f"use a number from 1 to {_MOST_THREADS}, or 0 to let it be chosen"),
     "timeout_s": _Rule(None, _seconds(0.001, 30 * _DAY), _TIME.format(0.001, 30 * _DAY)),
     "connect_timeout_s": _Rule(60.0, _seconds(0.1, _DAY), _TIME.format(0.1, _DAY)),
     "heartbeat_s": _Rule(1.0, _seconds(0.05, 600), _TIME.format(0.05, 600)),
@@ -425,4 +431,6 @@ def _shown(name: str, value: Any) -> str:
         return _size(value)
     if name.endswith("_s"):
         return f"{value:g} s" if isinstance(value, int | float) else "the group's"
+    if name == "copy_threads" and value == 0:
+        return "as there are cores"
     return "any free port" if name == "port_base" and value == 0 else str(value)

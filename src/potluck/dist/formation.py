@@ -264,6 +264,7 @@ def _local_group(
         neighbours.index(rank),
         len(neighbours),
         names=names,
+        copy_threads=settings.copy_threads,
         timeout_s=timeout_s,
     )
 

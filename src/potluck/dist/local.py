@@ -23,8 +23,9 @@ from torch import Tensor
 from potluck.dist import reduction
 from potluck.dist.counting import SPENT
 from potluck.dist.local_chain import part_of
-from potluck.dist.local_memory import Memory, Sizes
-from potluck.dist.local_rounds import NOTE_LIMIT, SEPARATOR, Differ, Rounds, note_of
+from potluck.dist.local_hands import Hands, number_of
+from potluck.dist.local_memory import Memory, Sizes, cores
+from potluck.dist.local_rounds import NOTE_LIMIT, SEPARATOR, Rounds, note_of
 from potluck.dist.rings import Patience
 from potluck.errors import CollectiveError
 
@@ -51,15 +52,16 @@ class LocalGroup(Rounds):
         size: int,
         *,
         names: Sequence[str] | None = None,
-        differ: Differ | None = None,
+        copy_threads: int = 0,
         timeout_s: float = 60.0,
     ) -> LocalGroup:
         """Meet the other members through `store` (torch's); every member raises where one of them cannot attach.
 
+        `copy_threads`: how many copy for this member; 0: as many as there are cores for each, at most four.
         For other sizes than the usual ones: `LocalGroup(Memory.meet(..., sizes=Sizes(...)))`.
         """
         memory = Memory.meet(store, prefix, rank, size, sizes=Sizes(), timeout_s=timeout_s)
-        return cls(memory, names, differ)
+        return cls(memory, names, hands=Hands(number_of(copy_threads, len(cores()), size)))
 
     # Reductions
 
@@ -67,13 +69,15 @@ class LocalGroup(Rounds):
         """`values` [n], in place: the reduction over all members, the same bits for each."""
         note = note or note_of("all_reduce", values, op)
         sizes = self._memory.sizes
-        if reduction.name_of(op) == "SUM" and values.dtype in _PLAIN and values.nbytes <= sizes.small_bytes:
+        long = min(sizes.part_bytes * self.size, sizes.slot_bytes)
+        small = long if self.size == 2 else min(long, sizes.small_bytes)
+        if reduction.name_of(op) == "SUM" and values.dtype in _PLAIN and values.nbytes <= small:
             self._sum_small(values, timeout_s, note)
             return
         wide, op = _multiplied(values, op)
-        if wide.nbytes > min(sizes.part_bytes * self.size, sizes.slot_bytes):
+        if wide.nbytes > long:
             self._reduce_along(wide, op, timeout_s, note)
-        elif self.size == 2 or wide.nbytes <= sizes.small_bytes:
+        elif wide.nbytes <= small:
             self._reduce_everywhere(wide, op, timeout_s, note)
         else:
             self._reduce_in_parts(wide, op, timeout_s, note)
@@ -126,7 +130,7 @@ class LocalGroup(Rounds):
                 self._compare(number, note, patience)
                 ring.done(self.rank)
 
-            self._memory.chain.all_reduce(values, op, patience, agree)
+            self._memory.chain.all_reduce(values, op, self._hands, patience, agree)
 
     def _reduce_in_parts(self, values: Tensor, op: Any, timeout_s: float, note: bytes) -> None:
         """Each member reduces a part and hands the result on: fewer bytes for many, in two rounds.
@@ -190,9 +194,9 @@ class LocalGroup(Rounds):
             mine = wide[k * width : (k + 1) * width]
             total = self._total(op, mine)
             if total is not mine:
-                total.copy_(mine)
+                self._hands.copy(total, mine)
             for member in self._others:
-                reduction.accumulate(op, total, self._see(member, number, mine))
+                self._hands.accumulate(op, total, self._see(member, number, mine))
             self._settle(op, total, mine)
 
         self._run(self._begin(timeout_s), note, count, fill, drain, None if here else ())
@@ -216,17 +220,17 @@ class LocalGroup(Rounds):
         def drain(k: int, number: int) -> None:
             mine, place = parts[self.rank, k * width : (k + 1) * width], out[k * width : (k + 1) * width]
             total = self._total(op, place)
-            total.copy_(mine)
+            self._hands.copy(total, mine)
             for member in self._others:
-                reduction.accumulate(op, total, self._see(member, number, mine, at=self.rank * width))
+                self._hands.accumulate(op, total, self._see(member, number, mine, at=self.rank * width))
             self._settle(op, total, place)
 
         self._run(self._begin(timeout_s), note, count, fill, drain)
 
     def _settle(self, op: Any, total: Tensor, place: Tensor) -> None:
-        reduction.finish(op, total, self.size)
+        self._hands.finish(op, total, self.size)
         if total is not place:
-            place.copy_(total)
+            self._hands.copy(place, total)
 
     # What only moves
 
@@ -246,7 +250,7 @@ class LocalGroup(Rounds):
         def drain(k: int, number: int) -> None:
             if not here:
                 mine = values[k * width : (k + 1) * width]
-                mine.copy_(self._see(root, number, mine))
+                self._hands.copy(mine, self._see(root, number, mine))
 
         note = note or note_of("broadcast", values, root=root)
         self._run(self._begin(timeout_s), note, count, fill, drain, () if here else (root,))
@@ -267,7 +271,7 @@ class LocalGroup(Rounds):
         width, count = self._cut(values)
         parts = None if out is None else out.view(self.size, -1)
         if parts is not None:
-            parts[self.rank].copy_(values)
+            self._hands.copy(parts[self.rank], values)
 
         def fill(k: int, number: int) -> None:
             if self.rank != root:
@@ -277,7 +281,7 @@ class LocalGroup(Rounds):
             if parts is not None:
                 for member in self._others:
                     theirs = parts[member, k * width : (k + 1) * width]
-                    theirs.copy_(self._see(member, number, theirs))
+                    self._hands.copy(theirs, self._see(member, number, theirs))
 
         self._run(self._begin(timeout_s), note, count, fill, drain, () if parts is None else None)
 
@@ -299,9 +303,9 @@ class LocalGroup(Rounds):
         def drain(k: int, number: int) -> None:
             place = out[k * width : (k + 1) * width]
             if parts is not None:
-                place.copy_(parts[self.rank, k * width : (k + 1) * width])
+                self._hands.copy(place, parts[self.rank, k * width : (k + 1) * width])
             else:
-                place.copy_(self._see(root, number, place, at=self.rank * width))
+                self._hands.copy(place, self._see(root, number, place, at=self.rank * width))
 
         note = note or note_of("scatter", out, root=root)
         self._run(self._begin(timeout_s), note, count, fill, drain, () if here else (root,))
@@ -321,7 +325,7 @@ class LocalGroup(Rounds):
         self._fits("all_to_all", out.numel(), sum(out_counts))
         note = (note or f"all_to_all {values.dtype}".encode())[:NOTE_LIMIT]
         mine, places = values.split(list(counts)), out.split(list(out_counts))
-        places[self.rank].copy_(mine[self.rank][: places[self.rank].numel()])
+        self._hands.copy(places[self.rank], mine[self.rank][: places[self.rank].numel()])
         ring, width = self._pieces, self._width(values.dtype, self.size)
         k, rounds = 0, 1
         with self._begin(timeout_s) as patience:
@@ -339,7 +343,7 @@ class LocalGroup(Rounds):
                     ring.arrived(self._others, number, patience)
                 for member in self._others:
                     place = places[member][k * width : (k + 1) * width]
-                    place.copy_(self._see(member, number, place, at=self.rank * width))
+                    self._hands.copy(place, self._see(member, number, place, at=self.rank * width))
                 ring.done(self.rank)
                 k += 1
 

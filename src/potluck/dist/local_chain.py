@@ -11,14 +11,13 @@ caches, in half the time, which is more than can be gained by staying within the
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from potluck.dist import reduction
+from potluck.dist.local_hands import Hands
 from potluck.dist.rings import Patience, Ring
 
 PART_ALIGN = 64
@@ -38,7 +37,9 @@ class Chain:
         self._before = [(rank - 1) % size]
         self._turns, self._place = turns, place
 
-    def all_reduce(self, values: Tensor, op: Any, patience: Patience, agree: Callable[[], None]) -> None:
+    def all_reduce(
+        self, values: Tensor, op: Any, hands: Hands, patience: Patience, agree: Callable[[], None]
+    ) -> None:
         """`values` [n > 0], in place. `agree` is called once, before anything is read that others have written."""
         turns = self._turns
         # Two values are rounded once, in whatever order and width; more need wider sums.
@@ -49,33 +50,25 @@ class Chain:
         width = -(-values.numel() // count // PART_ALIGN) * PART_ALIGN
         for k, piece in enumerate(values.split(width)):
             turns.arrived(self._others, turns.round - 1, patience)  # all have taken the piece before
-            copy(*self._at(0, shared, piece))
+            hands.copy(*self._at(0, shared, piece))
             turns.post(self._rank)
             if k == 0:
                 agree()
             for turn in range(1, self._size):
                 turns.arrived(self._before, turns.round - 1, patience)
                 place, mine = self._at(turn, shared, piece)
-                reduction.accumulate(op, place, mine)
+                hands.accumulate(op, place, mine)
                 if turn == self._size - 1:
-                    reduction.finish(op, place, self._size)
+                    hands.finish(op, place, self._size)
                 turns.post(self._rank)
             turns.arrived(self._others, turns.round - 1, patience)
-            copy(piece, shared[: piece.numel()])
+            hands.copy(piece, shared[: piece.numel()])
             turns.post(self._rank)
 
     def _at(self, turn: int, shared: Tensor, piece: Tensor) -> tuple[Tensor, Tensor]:
         """Where this member is in a turn: the part in the common place, and its own values of it."""
         start, stop = part_of(piece.numel(), (self._rank - 1 - turn) % self._size, self._size)
         return shared[start:stop], piece[start:stop]
-
-
-def copy(to: Tensor, source: Tensor) -> None:
-    """Both [n] and contiguous. A single thread copies long tensors faster by the C library than by torch."""
-    if to.dtype != source.dtype or torch.get_num_threads() > 1:
-        to.copy_(source)
-    else:
-        ctypes.memmove(to.data_ptr(), source.data_ptr(), source.nbytes)
 
 
 def part_of(length: int, member: int, size: int) -> tuple[int, int]:

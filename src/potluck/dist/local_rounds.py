@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from potluck.dist import reduction
-from potluck.dist.local_memory import Memory
+from potluck.dist.local_hands import Hands, number_of
+from potluck.dist.local_memory import Memory, cores
 from potluck.dist.rings import Patience
 from potluck.errors import CollectiveError, CollectiveTimeoutError, RankGoneError
 
@@ -88,7 +89,14 @@ def run_stages(stages: Sequence[Stage], count: int) -> None:
 class Rounds:
     """The members of a local group as they go through rounds together."""
 
-    def __init__(self, memory: Memory, names: Sequence[str] | None = None, differ: Differ | None = None) -> None:
+    def __init__(
+        self,
+        memory: Memory,
+        names: Sequence[str] | None = None,
+        differ: Differ | None = None,
+        hands: Hands | None = None,
+    ) -> None:
+        """`hands`: who copies and adds up what is long; None: as many as there are cores for each member."""
         self.rank, self.size = memory.rank, memory.size
         self.names = list(names) if names is not None else [f"rank {number}" for number in range(self.size)]
         self._memory = memory
@@ -96,6 +104,7 @@ class Rounds:
         self._others = [number for number in range(self.size) if number != self.rank]
         self._scratch: dict[torch.dtype, Tensor] = {}
         self._broken = ""
+        self._hands = hands or Hands(number_of(0, len(cores()), self.size))
         self._differ = differ or self._disagreement
 
     def abort(self, reason: str) -> None:
@@ -107,6 +116,7 @@ class Rounds:
         """Leave. Members who still wait for this one are told that it has left."""
         self._broken = self._broken or "it is closed"
         self._scratch.clear()
+        self._hands.close()
         self._memory.close()
 
     def _run(
@@ -198,7 +208,7 @@ class Rounds:
 
     def _put(self, number: int, piece: Tensor, at: int = 0) -> None:
         """Copy a piece into this member's slot of a round."""
-        self._pieces.slot(self.rank, number, piece.dtype)[at : at + piece.numel()].copy_(piece)
+        self._hands.copy(self._pieces.slot(self.rank, number, piece.dtype)[at : at + piece.numel()], piece)
 
     def _see(self, member: int, number: int, like: Tensor, at: int = 0) -> Tensor:
         """What a member has put into its slot, as long as `like` and of its type; to be read, not to be kept."""

@@ -1,0 +1,188 @@
+"""More cores than one for what a process copies and adds up; owns the threads that do parts of it.
+
+It must not know of other processes, nor what the tensors are for: it is given flat, contiguous ones in host memory.
+
+torch has threads of its own, but launchers of several ranks on one machine forbid them, so that the ranks do not
+crowd each other while they compute. While they exchange tensors they do not compute.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from potluck.dist import reduction
+from potluck.dist.counting import SPENT
+
+MOST = 4
+"""More would be of little use: some four cores are as fast as the memory of most machines."""
+PART_BYTES = 2 * 1024 * 1024
+"""The least that is worth a thread. To wake one and to hear of its end takes some 0.1 ms, in which a core copies
+about a megabyte; with half of this two threads were slower than one."""
+_ALIGN = 128
+"""Elements: parts are whole cache lines, and whole vectors, so that every element is computed as by one thread."""
+_END_S = 5.0
+
+
+def number_of(asked: int, cores: int, members: int) -> int:
+    """How many threads copy for one of `members` processes that share `cores`, the caller's own among them.
+
+    Args:
+        asked: what the user wants; 0: as many as there are cores for each member, at most four.
+    """
+    return asked if asked > 0 else max(1, min(MOST, cores // members))
+
+
+class Hands:
+    """Copies and reduces with up to `count` threads, of which the caller's is one; with 1 there are no others.
+
+    The results are the same bits as by one thread. Where torch may use several threads itself, it does instead.
+    """
+
+    def __init__(self, count: int = 1, *, part_bytes: int = PART_BYTES) -> None:
+        self.count = count
+        self._part_bytes = part_bytes
+        self._lock = threading.Lock()
+        self._parts: SimpleQueue[_Part | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._started = self._closed = False
+        self._process = os.getpid()
+
+    def copy(self, to: Tensor, source: Tensor) -> None:
+        """Both [n]; where their types differ, the values are converted."""
+        if source.nbytes < self._part_bytes or to.numel() != source.numel():
+            to.copy_(source)  # which refuses what does not fit
+        else:
+            self._share(_copy, to, source)
+
+    def accumulate(self, op: Any, into: Tensor, other: Tensor) -> None:
+        """reduction.accumulate of [n] and [n]."""
+        if into.nbytes < 2 * self._part_bytes:
+            reduction.accumulate(op, into, other)
+        else:
+            self._reduce(partial(reduction.accumulate, op), into, other)
+
+    def finish(self, op: Any, values: Tensor, world: int) -> None:
+        """reduction.finish of [n]."""
+        if values.nbytes < 2 * self._part_bytes:
+            reduction.finish(op, values, world)
+        else:
+            self._reduce(lambda part: reduction.finish(op, part, world), values)
+
+    def close(self) -> None:
+        """End the threads. What they are at they finish; whoever still shares something does the rest alone."""
+        with self._lock:
+            self._closed = True
+            threads, self._threads = self._threads, []
+        for _ in threads:
+            self._parts.put(None)
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(_END_S)
+
+    def _reduce(self, work: Callable[..., None], *tensors: Tensor) -> None:
+        """The time until all is done is time of the reduction, whoever did it."""
+        before, began = SPENT.reduction, time.perf_counter()
+        self._share(work, *tensors)
+        SPENT.reduction = before + time.perf_counter() - began
+
+    def _share(self, work: Callable[..., None], *tensors: Tensor) -> None:
+        """`work` on parts of the tensors, which are equally long; returns when the last part is done."""
+        length, nbytes = tensors[0].numel(), tensors[0].nbytes
+        count = min(self.count, nbytes // self._part_bytes)
+        if count > 1:
+            count = min(count, 1 + self._others())
+        if count < 2:
+            work(*tensors)
+            return
+        if torch.is_inference_mode_enabled():  # which is a thread's own
+            work = torch.inference_mode()(work)
+        each = -(-length // count // _ALIGN) * _ALIGN
+        parts = [_Part(work, [t[at : at + each] for t in tensors]) for at in range(0, length, each)]
+        for part in parts[1:]:
+            self._parts.put(part)
+        for part in parts:
+            part.settle()
+        for part in parts:
+            if part.fault is not None:
+                raise part.fault
+
+    def _others(self) -> int:
+        """How many threads there are beside the caller's; they are made when they are needed first."""
+        if torch.get_num_threads() > 1:
+            return 0
+        with self._lock:
+            if self._process != os.getpid():  # threads do not come along into a forked child
+                self._process, self._started = os.getpid(), False
+                self._parts, self._threads = SimpleQueue(), []
+            if not self._started and not self._closed:
+                self._started = True
+                self._start()
+            return len(self._threads)
+
+    def _start(self) -> None:
+        for number in range(1, self.count):
+            thread = threading.Thread(
+                target=_work_off, args=(self._parts,), name=f"potluck-hand-{number}", daemon=True
+            )
+            try:
+                thread.start()
+            except RuntimeError:
+                return  # none to be had, or Python is about to end: it goes without
+            self._threads.append(thread)
+
+
+class _Part:
+    """A part of some work, done once, by whoever comes first."""
+
+    __slots__ = ("_begun", "_over", "_tensors", "_work", "fault")
+
+    def __init__(self, work: Callable[..., None], tensors: list[Tensor]) -> None:
+        self._work, self._tensors = work, tensors
+        self._begun, self._over = threading.Lock(), threading.Lock()
+        self._over.acquire()
+        self.fault: BaseException | None = None
+
+    def do(self) -> bool:
+        """False: another thread has begun it."""
+        if not self._begun.acquire(blocking=False):
+            return False
+        try:
+            self._work(*self._tensors)
+        except BaseException as error:
+            self.fault = error
+        finally:
+            self._tensors = []  # it may stay in the queue for a while after the caller has done it
+            self._over.release()
+        return True
+
+    def settle(self) -> None:
+        """Returns when it is done: by the caller, where no thread has had the time, so nothing waits for a turn."""
+        if not self.do():
+            self._over.acquire()
+
+
+def _work_off(parts: SimpleQueue[_Part | None]) -> None:
+    while True:
+        part = parts.get()
+        if part is None:
+            return
+        part.do()
+        del part  # its fault may hold the caller's tensors
+
+
+def _copy(to: Tensor, source: Tensor) -> None:
+    """A single thread copies long tensors faster by the C library than by torch."""
+    if to.dtype != source.dtype or torch.get_num_threads() > 1:
+        to.copy_(source)
+    else:
+        ctypes.memmove(to.data_ptr(), source.data_ptr(), source.nbytes)
