@@ -187,6 +187,7 @@ def movements(device: str, types: Sequence[torch.dtype]) -> Iterator[Case]:
     yield "objects", objects
     yield "any source", functools.partial(any_source, device=device)
     yield "many at once", functools.partial(many_at_once, device=device)
+    yield "in inference mode", functools.partial(in_inference_mode, device=device)
     yield "futures", functools.partial(futures, device=device)
     yield "sub-groups", functools.partial(sub_groups, device=device)
     yield "split", functools.partial(split, device=device)
@@ -324,6 +325,16 @@ def many_at_once(rank: int, world: int, *, device: str) -> None:
         work.wait()
     for shift, tensor in enumerate(tensors):
         same(tensor, wanted_of("SUM", tuple(range(shift, shift + world)), torch.float32, "large"))
+
+
+def in_inference_mode(rank: int, world: int, *, device: str) -> None:
+    """Whose tensors may be changed in this mode only, by whichever thread."""
+    with torch.inference_mode():
+        tensor = on(device, values(rank, torch.float32))
+        work = dist.all_reduce(tensor, async_op=True)
+        assert work is not None
+        work.wait()
+        same(tensor, wanted_of("SUM", tuple(range(world)), torch.float32))
 
 
 def futures(rank: int, world: int, *, device: str) -> None:

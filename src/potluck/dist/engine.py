@@ -12,6 +12,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+import torch
+
 from potluck.dist.work import PotluckWork
 from potluck.errors import RankGoneError
 
@@ -38,6 +40,8 @@ class Engine:
             if direct:
                 self._running = True
             else:
+                if torch.is_inference_mode_enabled():  # which is the thread's own
+                    job = torch.inference_mode()(job)
                 self._queue.append((job, work))
                 if self._thread is None:
                     self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
