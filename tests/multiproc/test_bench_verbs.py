@@ -11,6 +11,8 @@ import pytest
 import torch.distributed
 
 from potluck.cli._app import run
+from potluck.dist.config import PREFIX
+from potluck.env import DIST_VARIABLES
 from support.processes import Processes
 
 pytestmark = [
@@ -102,6 +104,43 @@ def test_a_backend_that_is_not_here_is_refused_once_and_with_a_hint_that_fits(
     assert hint in told
     assert "GLOO_SOCKET_IFNAME" not in told
     assert page == "see docs/troubleshooting/bad-input.md"
+
+
+WRONG = {
+    "TRANSPORT": "pigeon",
+    "ADDRESS": "10.255.1.1",
+    "INTERFACE": "no-such",
+    "PORT_BASE": "80",
+    "CHUNK_BYTES": "1",
+    "SMALL_BYTES": "-1",
+    "ALGORITHM": "tree",
+    "COMPRESSION": "int3",
+    "CHECKSUM": "maybe",
+    "ENCRYPTION": "maybe",
+    "TIMEOUT_S": "0",
+    "CONNECT_TIMEOUT_S": "soon",
+    "HEARTBEAT_S": "0",
+    "HEARTBEAT_TIMEOUT_S": "0.2",
+    "LOG_LEVEL": "loud",
+}
+
+
+@pytest.mark.parametrize("verb", ["collectives", "ddp"])
+def test_a_wrong_variable_of_the_backend_is_said_once_and_before_anything_starts(
+    verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("potluck.launch.ranks.run_ranks", lambda *a, **k: pytest.fail("ranks were started"))
+    monkeypatch.delenv("RANK", raising=False)
+    assert {PREFIX + name for name in WRONG} == set(DIST_VARIABLES)
+    for name, value in WRONG.items():
+        with monkeypatch.context() as patch:
+            patch.setenv(PREFIX + name, value)
+            assert run(["bench", verb, "--processes", "2"]) == 2
+        error, told, page = capsys.readouterr().err.splitlines()
+        assert error.startswith(f"error: {PREFIX}{name}=")
+        assert value in error
+        assert told.startswith("hint: ")
+        assert page == "see docs/troubleshooting/bad-config.md"
 
 
 def test_a_backend_that_takes_no_tensors_of_the_cpu_is_refused(

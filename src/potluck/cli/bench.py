@@ -91,6 +91,7 @@ def collectives(**flags: Any) -> None:
 
     wanted, json_file = parse_sizes(flags["sizes"]), flags["json_file"]
     check_backends(flags)
+    check_settings(flags, flags["processes"])
     writable(json_file)
     if not is_rank():
         passed = ("backend", "against", "sizes", "op", "dtype", "repeats", "tolerance")
@@ -166,6 +167,19 @@ def check_backends(flags: dict[str, Any]) -> None:
             near = difflib.get_close_matches(lower, here, n=1)
             meant = f"did you mean {near[0]}? " if near else ""
             raise UserError(f"--{flag} {name}: {what}", hint=f"{meant}the backends here are {', '.join(here)}")
+
+
+def check_settings(flags: dict[str, Any], processes: int) -> None:
+    """Say of the backend's own variables, once and before any rank is started, that one does not fit this machine.
+
+    A rank of somebody else's says so itself: others may be on other machines.
+    """
+    if is_rank() or "potluck" not in (flags["backend"].lower(), (flags["against"] or "").lower()):
+        return
+    from potluck.dist.config import resolve
+    from potluck.dist.facts import gather
+
+    resolve(None, os.environ, gather(processes - 1, processes, "127.0.0.1"))
 
 
 def _unfit(name: str) -> str:
