@@ -106,11 +106,7 @@ def _check_flags(target: str | None, flags: dict[str, Any]) -> None:
         )
     if flags["listen"] and flags["log"]:
         raise ConfigError("--listen and --error exclude each other", hint="read the log first, then listen")
-    if flags["bind"] and not flags["listen"]:
-        raise ConfigError("--bind belongs to --listen", hint="potluck doctor --listen --bind ADDRESS")
-    source = click.get_current_context().get_parameter_source("for_s")
-    if source is click.core.ParameterSource.COMMANDLINE and not flags["listen"]:
-        raise ConfigError("--for belongs to --listen", hint="potluck doctor --listen --for SECONDS")
+    options.check_listening("doctor", flags, "bind", "for")
 
 
 def _check_target(target: str, flags: dict[str, Any]) -> None:
