@@ -29,15 +29,15 @@ class _Life:
 
     def __init__(self, parent: int | None) -> None:
         self._parent = parent
-        self._asked = False
+        self.asked = False
         self._stop = threading.Event()
         self._watched: list[int] = []
         self._thread = threading.Thread(target=self._watch, name="potluck-life", daemon=True)
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._asked:
+        if self.asked:
             return  # it is on its way: a second signal must not interrupt the goodbye
-        self._asked = True
+        self.asked = True
         raise KeyboardInterrupt
 
     def start(self) -> None:
@@ -75,7 +75,7 @@ class _Life:
             # On other systems than POSIX ones the number stays that of the dead parent.
             if self._parent is not None and os.name == "posix" and os.getppid() != self._parent:
                 gone = True
-            if (gone or self._asked) and not self._stop.is_set():
+            if (gone or self.asked) and not self._stop.is_set():
                 self._end()
                 return
 
@@ -88,7 +88,7 @@ class _Life:
             self._end()
 
     def _end(self) -> None:
-        if not self._asked:
+        if not self.asked:
             os.kill(os.getpid(), signal.SIGTERM)
         if not self._stop.wait(GRACE_S):
             os._exit(1)
@@ -117,7 +117,7 @@ def _ignores_hangups() -> bool:
 @contextlib.contextmanager
 def leased(parent: int | None = None) -> Iterator[None]:
     """Inside, SIGTERM and SIGHUP end this process as Ctrl-C does; so does the end of its terminal, of whoever reads
-    its output, or of `parent`. With nohup it stays."""
+    its output, or of `parent`. With nohup it stays. Once asked to end, it hears no second signal to its end."""
     life = _Life(parent)
     before = {}
     if threading.current_thread() is threading.main_thread():
@@ -129,7 +129,9 @@ def leased(parent: int | None = None) -> Iterator[None]:
         yield
     finally:
         life.stop()
-        for number, handler in before.items():
+        # Who was asked to end hears it twice (the parent's pipe closes, then the system tells of its death; a
+        # terminal's end, then SIGHUP): the second must not kill it in its goodbye, which goes on outside.
+        for number, handler in before.items() if not life.asked else ():
             signal.signal(number, handler)
 
 
