@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import psutil
 import pytest
 import torch.distributed
 
-from potluck.cli._app import run
+from potluck.cli._app import READER_GONE, run
 from potluck.dist.config import PREFIX
 from potluck.env import DIST_VARIABLES
 from support.processes import Processes
@@ -61,7 +62,21 @@ def test_ctrl_c_ends_every_rank(tmp_path: Path) -> None:
         bench.exits_with(130, deadline_s=20)
         _, alive = psutil.wait_procs(ranks, timeout=10)
         assert not alive
-        assert "Traceback" not in bench.stderr()
+        assert bench.stderr().split() == ["interrupted"]  # once, not by every rank
+
+
+def test_a_reader_that_has_seen_enough_ends_every_rank_without_a_word(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "potluck", "bench", "collectives", "--sizes", "4K", "--repeats", "10000000"]
+    errors = tmp_path / "errors"
+    with errors.open("wb") as told, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=told) as bench:
+        assert bench.stdout is not None
+        assert bench.stdout.readline().startswith(b"# all_reduce, 2 ranks")
+        ranks = psutil.Process(bench.pid).children()
+        bench.stdout.close()
+        assert bench.wait(20) == READER_GONE
+        _, alive = psutil.wait_procs(ranks, timeout=10)
+        assert not alive
+    assert errors.read_text() == ""
 
 
 def test_what_cannot_work_is_said_before_anything_starts(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import re
 import shlex
 import sys
@@ -225,13 +224,7 @@ def _finish(case: Case, flags: dict[str, Any]) -> int:
     diagnosis = dataclasses.replace(examine(case), log=_reading(case, flags))
     if flags["save"] is not None:
         _save(flags["save"], case)
-    try:
-        _show(case, diagnosis, flags["as_json"])
-    except BrokenPipeError:
-        if flags["listen"]:
-            raise  # nobody would read the token
-        # The reader (`| head`) has seen enough; 1 would say that this machine has a blocker.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    _show(case, diagnosis, flags["as_json"])
     return _status(diagnosis)
 
 

@@ -24,12 +24,17 @@ GRACE_S = 6.0
 PR_SET_PDEATHSIG = 1
 
 
+class ReaderGone(KeyboardInterrupt):
+    """Nobody reads this process's output any more."""
+
+
 class _Life:
     """What ends this process."""
 
     def __init__(self, parent: int | None) -> None:
         self._parent = parent
         self.asked = False
+        self._reader_gone = False
         self._stop = threading.Event()
         self._watched: list[int] = []
         self._thread = threading.Thread(target=self._watch, name="potluck-life", daemon=True)
@@ -38,7 +43,7 @@ class _Life:
         if self.asked:
             return  # it is on its way: a second signal must not interrupt the goodbye
         self.asked = True
-        raise KeyboardInterrupt
+        raise ReaderGone if self._reader_gone else KeyboardInterrupt
 
     def start(self) -> None:
         if self._parent is not None:
@@ -71,7 +76,9 @@ class _Life:
                 for descriptor, what in poller.poll(int(1000 * LOOK_S)):
                     if what & select.POLLNVAL:
                         poller.unregister(descriptor)  # a system that cannot look at this kind
-                    gone = gone or bool(what & (select.POLLHUP | select.POLLERR))
+                    if what & (select.POLLHUP | select.POLLERR):
+                        gone = True
+                        self._reader_gone = self._reader_gone or (descriptor == 1 and _is_pipe(1))
             # On other systems than POSIX ones the number stays that of the dead parent.
             if self._parent is not None and os.name == "posix" and os.getppid() != self._parent:
                 gone = True
@@ -101,12 +108,17 @@ def _readers_to_watch(*, with_stdin: bool) -> list[int]:
     found = []
     hangups_count = not _ignores_hangups()
     for descriptor, wanted in ((0, with_stdin), (1, hangups_count)):
-        with contextlib.suppress(OSError):
-            mode = os.fstat(descriptor).st_mode
-            talks = stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or (descriptor == 1 and os.isatty(descriptor))
-            if wanted and talks:
-                found.append(descriptor)
+        if wanted and (_is_pipe(descriptor) or (descriptor == 1 and os.isatty(descriptor))):
+            found.append(descriptor)
     return found
+
+
+def _is_pipe(descriptor: int) -> bool:
+    try:
+        mode = os.fstat(descriptor).st_mode
+    except OSError:
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
 
 
 def _ignores_hangups() -> bool:
@@ -137,7 +149,7 @@ def leased(parent: int | None = None) -> Iterator[None]:
 
 def reader_is_gone() -> bool:
     """Whether stdout is a pipe that nobody reads any more."""
-    if 1 not in _readers_to_watch(with_stdin=False) or os.isatty(1):
+    if not (hasattr(select, "poll") and _is_pipe(1)):
         return False
     poller = select.poll()
     poller.register(1, 0)
