@@ -52,6 +52,13 @@ def test_ddp_learns_the_same_on_both_backends(tmp_path: Path) -> None:
     assert rows[0]["computed_s"] > 0
 
 
+def test_a_collective_that_torch_has_renamed_is_measured_without_a_warning(tmp_path: Path) -> None:
+    with Processes(tmp_path) as processes:
+        bench = processes.potluck("bench", "collectives", "--op", "all_gather", "--sizes", "4K", "--repeats", "1")
+        bench.succeeds(deadline_s=100)
+        assert bench.stderr() == ""
+
+
 def test_ctrl_c_ends_every_rank(tmp_path: Path) -> None:
     with Processes(tmp_path) as processes:
         bench = processes.potluck("bench", "collectives", "--sizes", "4K", "--repeats", "10000000")

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
@@ -184,6 +184,20 @@ def test_help_lists_the_verbs_in_order_without_importing_them(
     places = [out.index(f"\n  {name} ") for name in _app.VERBS]
     assert places == sorted(places)
     assert "Cannot be imported." in out
+
+
+def test_every_command_shows_examples_of_itself() -> None:
+    def look(group: click.Group, path: str) -> Iterator[str]:
+        for name in group.list_commands(context):
+            command = group.get_command(context, name)
+            assert command is not None
+            assert f"potluck{path} {name}" in (command.help or "").partition("Examples:")[2], name
+            yield name
+            if isinstance(command, click.Group):
+                yield from look(command, f"{path} {name}")
+
+    context = click.Context(_app.app)
+    assert len(list(look(_app.app, ""))) > 15
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
