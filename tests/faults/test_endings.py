@@ -156,6 +156,21 @@ def test_it_ends_with_the_parent_however_that_ends(how: str, tmp_path: Path) -> 
 
 
 @linux
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_second_signal_does_not_interrupt_the_goodbye(number: signal.Signals, tmp_path: Path) -> None:
+    """A parent that dies is told of twice: its pipe closes, and then comes the signal of the system."""
+    slow = LIVES.replace("    open(sys", '    print("leaving", flush=True)\n    time.sleep(1)\n    open(sys')
+    command = [sys.executable, "-c", slow, "-", str(tmp_path / "end")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment()) as process:
+        assert process.stdout is not None
+        for word, told in ((b"alive\n", signal.SIGTERM), (b"leaving\n", number)):
+            assert process.stdout.readline() == word
+            process.send_signal(told)
+        assert process.wait(ORPHANS_S) == 0
+    assert (tmp_path / "end").read_text() == "in order"
+
+
+@linux
 def test_one_that_does_not_heed_it_is_ended_all_the_same(tmp_path: Path) -> None:
     with living("-", str(tmp_path / "end"), "stuck") as process:
         alive(process)

@@ -78,12 +78,16 @@ def absent(rank: int, world: int, transport: str, timeout_s: float) -> Told:
         dist.destroy_process_group()
 
 
-def in_the_backward_pass(rank: int, world: int, transport: str) -> Told:
+def in_the_backward_pass(rank: int, world: int, transport: str, device: str) -> Told:
     """The last rank dies between two steps of DDP, whose C++ then waits for it."""
+    if device == "fake":
+        from support import fake_device
+
+        fake_device.install()
     begin(transport)
     torch.manual_seed(0)
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
-    batch = torch.randn(4, 64)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64).to(device))
+    batch = torch.randn(4, 64).to(device)
 
     def steps() -> None:
         for step in range(5):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import subprocess
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
@@ -13,7 +16,10 @@ import pytest
 
 from potluck import errors
 from potluck.cli import _app
+from potluck.spec.facts import Case, Disk, to_json
 from support import sample_events as sample
+from support.healthy import linux
+from support.processes import SOURCE
 
 
 @pytest.fixture
@@ -109,6 +115,48 @@ def test_a_verb_ends_with_0_or_the_status_it_returns(verb: Verb) -> None:
     assert _app.run(["try"]) == 5
 
 
+CLOSED_PIPES: dict[str, list[str]] = {
+    "help": ["--help"],
+    "help of a verb": ["plan", "--help"],
+    "plan": ["plan", "home-pair"],
+    "lab list": ["lab", "list"],
+    "lab show": ["lab", "show", "home-pair"],
+    "doctor": ["doctor", "--facts", "facts.json"],
+    "doctor --json": ["doctor", "--facts", "facts.json", "--json"],
+    "report": ["report", "run"],
+}
+
+
+@pytest.mark.skipif(os.name != "posix", reason="pipes of POSIX")
+@pytest.mark.parametrize("what", CLOSED_PIPES)
+def test_a_reader_that_has_seen_enough_ends_it_without_a_word(what: str, tmp_path: Path) -> None:
+    """As `potluck plan home-pair | head -1`, with the status that a shell knows from other programs."""
+    here = linux(disk=Disk(path="/x", writable=False))  # a blocker, whose status is another
+    (tmp_path / "facts.json").write_text(to_json(Case(here=here)), encoding="utf-8")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in sample.whole_run()))
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "potluck", *CLOSED_PIPES[what]],
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(SOURCE)},
+            timeout=60,
+        )
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (_app.READER_GONE, b"")
+
+
+def test_another_pipe_that_breaks_is_no_reader_that_left(verb: Verb, capsys: pytest.CaptureFixture[str]) -> None:
+    verb(raises(BrokenPipeError(errno.EPIPE, "Broken pipe")))
+    assert _app.run(["try"]) == 1
+    assert "internal error: RuntimeError: BrokenPipeError: [Errno 32] Broken pipe" in capsys.readouterr().err
+
+
 def test_a_misspelt_variable_stops_every_verb(
     verb: Verb, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,6 +184,20 @@ def test_help_lists_the_verbs_in_order_without_importing_them(
     places = [out.index(f"\n  {name} ") for name in _app.VERBS]
     assert places == sorted(places)
     assert "Cannot be imported." in out
+
+
+def test_every_command_shows_examples_of_itself() -> None:
+    def look(group: click.Group, path: str) -> Iterator[str]:
+        for name in group.list_commands(context):
+            command = group.get_command(context, name)
+            assert command is not None
+            assert f"potluck{path} {name}" in (command.help or "").partition("Examples:")[2], name
+            yield name
+            if isinstance(command, click.Group):
+                yield from look(command, f"{path} {name}")
+
+    context = click.Context(_app.app)
+    assert len(list(look(_app.app, ""))) > 15
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import socket
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -154,9 +155,37 @@ def test_an_unknown_variable_is_refused_with_the_nearest() -> None:
     assert "POTLUCK_DIST_COMPRESSION" in caught.value.hint
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"), [("compresion", "did you mean compression? settings: transport, "), ("xyzzy", "settings: ")]
+)
+def test_an_unknown_setting_is_refused_with_the_nearest(name: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=f"no setting '{name}'") as caught:
+        Config(**{"checksum": True, name: "int8"})
+    assert caught.value.hint.startswith(hint)
+
+
+def test_a_config_can_be_copied_and_changed() -> None:
+    config = Config(compression="int8", checksum=True)
+    assert replace(copy.deepcopy(config), compression="int4") == Config(compression="int4", checksum=True)
+
+
 def test_silence_shorter_than_two_heartbeats_is_refused() -> None:
-    with pytest.raises(ConfigError, match="heartbeat"):
+    with pytest.raises(ConfigError, match="heartbeat_timeout_s=5 is less than two heartbeats of 3 s") as caught:
         settled(Config(heartbeat_s=3.0))
+    assert "POTLUCK_DIST_HEARTBEAT_TIMEOUT_S=6 " in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("address", "10.1.1.1"), ("interface", "eth7"), ("port_base", "80"), ("heartbeat_timeout_s", "1.5")],
+)
+def test_what_does_not_fit_this_machine_names_who_said_so(name: str, value: str) -> None:
+    variable = PREFIX + name.upper()
+    with pytest.raises(ConfigError, match=f"^{variable}='?{value}'? ") as caught:
+        settled(environ={variable: value})
+    assert caught.value.hint
+    with pytest.raises(ConfigError, match=rf"^Config\({name}='?{value}'?\) "):
+        settled(Config(**{name: value}))
 
 
 # -- the address

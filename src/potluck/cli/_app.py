@@ -9,7 +9,7 @@ import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,8 @@ from potluck._version import __version__
 from potluck.errors import PotluckError
 
 INTERRUPTED = 130
+READER_GONE = 141
+"""As a shell has it of a program that the system ends for writing to a closed pipe (128 + SIGPIPE)."""
 _DEBUG_HELP = "Show the traceback of an error."
 
 
@@ -53,12 +55,39 @@ class Settings:
     environment: env.Environment = field(default_factory=env.Environment)
 
 
+class _ReaderLeft(Exception):
+    """Whoever read the output (`| head`) has seen enough."""
+
+
+@contextlib.contextmanager
+def _until_the_reader_left() -> Iterator[None]:
+    """Around what prints: click ends it with status 1 and without a word, whatever pipe or connection broke."""
+    try:
+        yield
+    except (BrokenPipeError, KeyboardInterrupt) as error:
+        from potluck.launch.life import ReaderGone, reader_is_gone  # slow to import, and only needed here
+
+        if isinstance(error, ReaderGone) or (isinstance(error, BrokenPipeError) and reader_is_gone()):
+            raise _ReaderLeft from error
+        if isinstance(error, BrokenPipeError) and os.name == "posix":
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+        raise
+
+
 class LazyGroup(click.Group):
     """A group that imports a command only to run it or to show that command's own help."""
 
     def __init__(self, *args: Any, verbs: dict[str, Verb], **attributes: Any) -> None:
         super().__init__(*args, **attributes)
         self._verbs = verbs
+
+    def make_context(self, *args: Any, **more: Any) -> click.Context:
+        with _until_the_reader_left():
+            return super().make_context(*args, **more)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with _until_the_reader_left():
+            return super().invoke(ctx)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self._verbs)
@@ -125,10 +154,10 @@ def run(args: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, click.Abort):
         _say("interrupted")
         return INTERRUPTED
-    except BrokenPipeError:
-        # The reader (`| head`) has seen enough. Python would complain again when it flushes at exit.
+    except (_ReaderLeft, BrokenPipeError):
+        # Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return READER_GONE
     except PotluckError as error:
         _explain(error, settings.debug)
         return error.exit_status

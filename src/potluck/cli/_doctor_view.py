@@ -59,6 +59,8 @@ def _log(log: LogReading, width: int, utf8: bool) -> Iterator[Line]:
     if not count:
         told = "a failure that is not known here" if log.first_error else interrupted or _NO_FAILURE
         told += (", and that run ended well" if log.ended_well else "") + f" ({much})"
+    elif not log.explained:
+        told = f"a failure that is not known here ({much}); the log tells this of it:"
     elif count > 1:
         told = f"{count} known troubles in {much}; the first is the likeliest cause, others may follow from it"
     else:

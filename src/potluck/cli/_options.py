@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -205,3 +205,12 @@ def listen_options(*, listen: str, port: str) -> Callable[[Command], Command]:
         return command
 
     return add
+
+
+def check_listening(verb: str, flags: Mapping[str, Any], *names: str) -> None:
+    """Refuse those of the options above that do nothing where nobody listens."""
+    context = click.get_current_context()
+    for name in names if not flags["listen"] else ():
+        source = context.get_parameter_source("for_s" if name == "for" else name)
+        if source is click.core.ParameterSource.COMMANDLINE:
+            raise ConfigError(f"--{name} belongs to --listen", hint=f"potluck {verb} --listen --{name} …")

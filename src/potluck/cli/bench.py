@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from potluck.cli._app import LazyGroup, Verb
-from potluck.errors import UserError
+from potluck.cli._app import INTERRUPTED, LazyGroup, Verb
+from potluck.errors import ScriptError, UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -91,6 +91,7 @@ def collectives(**flags: Any) -> None:
 
     wanted, json_file = parse_sizes(flags["sizes"]), flags["json_file"]
     check_backends(flags)
+    check_settings(flags, flags["processes"])
     writable(json_file)
     if not is_rank():
         passed = ("backend", "against", "sizes", "op", "dtype", "repeats", "tolerance")
@@ -168,6 +169,19 @@ def check_backends(flags: dict[str, Any]) -> None:
             raise UserError(f"--{flag} {name}: {what}", hint=f"{meant}the backends here are {', '.join(here)}")
 
 
+def check_settings(flags: dict[str, Any], processes: int) -> None:
+    """Say of the backend's own variables, once and before any rank is started, that one does not fit this machine.
+
+    A rank of somebody else's says so itself: others may be on other machines.
+    """
+    if is_rank() or "potluck" not in (flags["backend"].lower(), (flags["against"] or "").lower()):
+        return
+    from potluck.dist.config import resolve
+    from potluck.dist.facts import gather
+
+    resolve(None, os.environ, gather(processes - 1, processes, "127.0.0.1"))
+
+
 def _unfit(name: str) -> str:
     """Why a backend that torch knows by name cannot be measured here; empty: it can."""
     import torch.distributed as dist
@@ -189,12 +203,17 @@ def is_rank() -> bool:
 
 def start_ranks(arguments: list[str], processes: int, threads: int) -> None:
     """This very command, as several ranks; Ctrl-C ends them all."""
-    from potluck.launch.life import leased
+    from potluck.launch.life import leased, reader_is_gone
     from potluck.launch.ranks import run_ranks
 
     own = [sys.executable, "-m", "potluck", "bench", *arguments, "--parent", str(os.getpid())]
     with leased():
-        run_ranks(own, processes, threads=threads)
+        try:
+            run_ranks(own, processes, threads=threads)
+        except ScriptError:
+            if reader_is_gone():
+                raise BrokenPipeError from None  # it is what the first rank has stumbled over
+            raise
 
 
 @contextmanager
@@ -207,14 +226,19 @@ def joined(names: list[str], parent: int | None) -> Iterator[tuple[dict[str, Any
     from potluck.launch.life import leased
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    with leased(parent):
-        groups: dict[str, Any] = {}
-        for name in names:
-            groups[name] = _joined_by(name, first=not groups)
-        yield groups, _get_default_store()
-        # Not where something failed: to leave in order would be to wait for those who do not come.
-        dist.barrier()
-        dist.destroy_process_group()
+    try:
+        with leased(parent):
+            groups: dict[str, Any] = {}
+            for name in names:
+                groups[name] = _joined_by(name, first=not groups)
+            yield groups, _get_default_store()
+            # Not where something failed: to leave in order would be to wait for those who do not come.
+            dist.barrier()
+            dist.destroy_process_group()
+    except KeyboardInterrupt:
+        if parent is None:
+            raise
+        raise click.exceptions.Exit(INTERRUPTED) from None  # whoever started this rank says so, once
 
 
 def _joined_by(name: str, *, first: bool) -> Any:

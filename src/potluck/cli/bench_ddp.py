@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from potluck.cli.bench import check_backends, is_rank, joined, start_ranks, writable, write_json
+from potluck.cli.bench import check_backends, check_settings, is_rank, joined, start_ranks, writable, write_json
 
 
 @click.command()
@@ -46,6 +46,7 @@ def ddp(**flags: Any) -> None:
         _train(names, job, flags["parent"], json_file)
         return
     counts = _counts(flags["processes"])
+    check_settings(flags, max(counts))
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="potluck-bench-") as folder:
         for count in counts:

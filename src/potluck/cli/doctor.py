@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import re
 import shlex
 import sys
@@ -106,11 +105,7 @@ def _check_flags(target: str | None, flags: dict[str, Any]) -> None:
         )
     if flags["listen"] and flags["log"]:
         raise ConfigError("--listen and --error exclude each other", hint="read the log first, then listen")
-    if flags["bind"] and not flags["listen"]:
-        raise ConfigError("--bind belongs to --listen", hint="potluck doctor --listen --bind ADDRESS")
-    source = click.get_current_context().get_parameter_source("for_s")
-    if source is click.core.ParameterSource.COMMANDLINE and not flags["listen"]:
-        raise ConfigError("--for belongs to --listen", hint="potluck doctor --listen --for SECONDS")
+    options.check_listening("doctor", flags, "bind", "for")
 
 
 def _check_target(target: str, flags: dict[str, Any]) -> None:
@@ -229,13 +224,7 @@ def _finish(case: Case, flags: dict[str, Any]) -> int:
     diagnosis = dataclasses.replace(examine(case), log=_reading(case, flags))
     if flags["save"] is not None:
         _save(flags["save"], case)
-    try:
-        _show(case, diagnosis, flags["as_json"])
-    except BrokenPipeError:
-        if flags["listen"]:
-            raise  # nobody would read the token
-        # The reader (`| head`) has seen enough; 1 would say that this machine has a blocker.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    _show(case, diagnosis, flags["as_json"])
     return _status(diagnosis)
 
 

@@ -42,6 +42,11 @@ def list_(as_json: bool) -> None:
 
     grad/step is the time that fp32 gradients take over the slowest guest's link, divided by the time of a step of
     the host alone: the higher, the more a fleet loses to its network.
+
+    \b
+    Examples:
+      potluck lab list
+      potluck lab list --json
     """
     from potluck.lab import rigs
     from potluck.report import lab_picture, screen

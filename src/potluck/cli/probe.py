@@ -100,9 +100,7 @@ def probe(settings: Settings, /, target: str | None, **flags: Any) -> None:
 def _check_flags(target: str | None, flags: dict[str, Any]) -> None:
     if flags["listen"] and (target or flags["token_file"]):
         raise ConfigError("--listen takes no address and no token", hint="potluck probe --help shows examples")
-    for name in ("bind", "port"):
-        if flags[name] and not flags["listen"]:
-            raise ConfigError(f"--{name} belongs to --listen", hint=f"potluck probe --listen --{name} …")
+    options.check_listening("probe", flags, "bind", "port", "for")
     if flags["no_device"] and not (flags["listen"] or target or flags["token_file"] or _ranks() > 1):
         raise ConfigError("--no-device leaves nothing to measure", hint="give a token, or leave it out")
     if flags["listen"] and flags["save"]:

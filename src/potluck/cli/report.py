@@ -36,6 +36,12 @@ def report(settings: Settings, run: str | None, png: Path | None, plan_file: Pat
     """What happened in a run: steps, speed, who computed how much, and the loss curve.
 
     RUN is a run folder or a run's id; without it, the newest run is taken.
+
+    \b
+    Examples:
+      potluck report                        the newest run
+      potluck report runs/ID --png curve.png
+      potluck report ID --plan plan.json    beside what `potluck plan --save plan.json` promised
     """
     folder = find_run(run, runs_folder(settings))
     events = read_events(folder)

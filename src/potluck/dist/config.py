@@ -14,6 +14,7 @@ from typing import Any
 from potluck import env
 from potluck.codec.names import parse as parse_codec
 from potluck.errors import CollectiveError, ConfigError
+from potluck.spec.config import did_you_mean
 from potluck.units import seconds_text
 
 PREFIX = "POTLUCK_DIST_"
@@ -74,6 +75,16 @@ class Config:
     """Silence after which a rank is gone; default 5 s."""
     log_level: str | None = None
     """What the logger `potluck.dist` lets through; default warning."""
+
+    def __new__(cls, **settings: Any) -> Config:
+        """Only to refuse what is no setting in words of our own; the rest is the dataclass's."""
+        for name in settings:
+            if name not in _RULES:
+                raise ConfigError(
+                    f"Config({name}={settings[name]!r}): there is no setting {name!r}",
+                    hint=f"{did_you_mean(name, _RULES)}settings: {', '.join(_RULES)}",
+                )
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -178,14 +189,15 @@ def resolve(config: Config | None, environ: Mapping[str, str], facts: Facts) -> 
         ConfigError: a variable that does not exist or has a wrong value, or an address that this machine has not.
     """
     settings, said_by = _merged(config or Config(), environ)
+    given = {name: _as_given(name, value, said_by[name]) for name, value in settings.items()}
     if settings["heartbeat_timeout_s"] < 2 * settings["heartbeat_s"]:
         raise ConfigError(
-            f"heartbeat_timeout_s={settings['heartbeat_timeout_s']:g} is less than two heartbeats"
-            f" of {settings['heartbeat_s']:g} s",
-            hint="one sign of life that is late would end the run: give at least two",
+            f"{given['heartbeat_timeout_s']} is less than two heartbeats of {settings['heartbeat_s']:g} s",
+            hint="one sign of life that is late would end the run: give at least "
+            f"{PREFIX}HEARTBEAT_TIMEOUT_S={2 * settings['heartbeat_s']:g} (or heartbeat_timeout_s of a Config)",
         )
-    chosen, reason = _address(settings.pop("address"), settings.pop("interface"), facts)
-    port, door_port = _ports(settings.pop("port_base"), facts)
+    chosen, reason = _address(settings.pop("address"), settings.pop("interface"), given, facts)
+    port, door_port = _ports(settings.pop("port_base"), given, facts)
     return Resolved(
         rank=facts.rank,
         address=chosen.address,
@@ -244,6 +256,12 @@ def _merged(config: Config, environ: Mapping[str, str]) -> tuple[dict[str, Any],
         else:
             settings[name], said_by[name] = rule.default, "default"
     return settings, said_by
+
+
+def _as_given(name: str, value: Any, said_by: str) -> str:
+    """A setting in the words of whoever gave it."""
+    shown = f"{value:g}" if isinstance(value, float) else repr(value)
+    return {"config": f"Config({name}={shown})", "default": f"{name}={shown}"}.get(said_by, f"{said_by}={shown}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,7 +347,7 @@ def _compression(value: Any) -> str:
 
 
 _BYTES = "a number of bytes from {} to {}, for example 524288 or 512KiB"
-_TIME = "a number of seconds from {:g} to {:g}"
+_TIME = "a number of seconds from {:g} to {:.0f}"
 _SWITCH = "use 1 or 0 (True or False in a Config)"
 _DAY = 86_400.0
 _MOST_THREADS = 64
@@ -357,20 +375,25 @@ _RULES: dict[str, _Rule] = {
 # -- the address and the port
 
 
-def _address(address: str | None, interface: str | None, facts: Facts) -> tuple[Interface, str]:
+def _address(
+    address: str | None, interface: str | None, given: Mapping[str, str], facts: Facts
+) -> tuple[Interface, str]:
     usable = [i for i in facts.interfaces if i.up]
     there = "this machine has " + (", ".join(f"{i.address} ({i.name})" for i in usable) or "no address at all")
     if address is not None:
         found = [i for i in usable if i.address == address]
         if not found:
-            raise ConfigError(f"{address} is no address of this machine", hint=f"{there}; name one of them")
+            raise ConfigError(
+                f"{given['address']} is not valid: {address} is no address of this machine",
+                hint=f"{there}; name one of them",
+            )
         return found[0], "it was asked for"
     if interface is not None:
         found = [i for i in usable if i.name == interface]
         if not found:
             down = any(i.name == interface for i in facts.interfaces)
             what = f"the interface {interface!r} is down" if down else f"there is no interface {interface!r} here"
-            raise ConfigError(what, hint=there)
+            raise ConfigError(f"{given['interface']} is not valid: {what}", hint=there)
         return _best(found), "the interface was asked for"
     if facts.source_address is not None:
         found = [i for i in usable if i.address == facts.source_address]
@@ -392,14 +415,14 @@ def _best(candidates: list[Interface]) -> Interface:
     return min(candidates, key=lambda i: (i.address.startswith(("fe80:", "169.254.")), ":" in i.address))
 
 
-def _ports(base: int, facts: Facts) -> tuple[int, int]:
+def _ports(base: int, given: Mapping[str, str], facts: Facts) -> tuple[int, int]:
     """Where this rank listens, and its door for large tensors, behind where all ranks listen."""
     if base == 0:
         return 0, 0
     port, door = (_but_the_store(base, base + number, facts) for number in (facts.rank, facts.world + facts.rank))
     if base < 1024 or door > 65_535:
         raise ConfigError(
-            f"port_base={base} gives rank {facts.rank} of {facts.world} the ports {port} and {door}",
+            f"{given['port_base']} gives rank {facts.rank} of {facts.world} the ports {port} and {door}",
             hint=f"take a base from 1024 to {65_535 - 2 * facts.world}, or 0 for any free port",
         )
     return port, door

@@ -112,8 +112,7 @@ class PotluckWork(dist.Work):
                 return self._future
             promise = self._promise = _new_future(self._result)
             # By a callback: DDP, in C++, takes what `set_exception` leaves for tensors, and crashes.
-            calls = all(_calls_back(device) for device in {tensor.device.type for tensor in self._result})
-            future = self._future = promise.then(self._outcome) if calls else promise
+            future = self._future = promise.then(self._outcome)
             done = self._finished
         if done:
             self._fulfil(promise)
@@ -132,19 +131,23 @@ class PotluckWork(dist.Work):
     def _fulfil(self, promise: Future[Any]) -> None:
         """What hangs on the future runs here: its faults are not the collective's."""
         try:
-            if self._error is not None and promise is self._future:
-                promise.set_exception(self._error)
-            else:
-                promise.set_result(self._result)
+            promise.set_result(self._result)
         except Exception:
             log.exception("what was to follow %s failed", self.name)
 
 
+def _new_future(result: Sequence[Tensor]) -> Future[Any]:
+    """One that may hold these tensors and call back: torch wants to be told of devices that have streams, to order
+    these, and has no callbacks where it was told of one that has none."""
+    devices = sorted({tensor.device for tensor in result if tensor.device.type != "cpu"}, key=str)
+    if not all(_has_streams(device.type) for device in devices):
+        return Future()  # nothing is asynchronous there
+    return Future(devices=[torch.device(device) for device in devices])
+
+
 @functools.cache
-def _calls_back(device: str) -> bool:
-    """Whether a future may have callbacks with tensors of this kind of device: for these torch wants its streams."""
-    if device == "cpu":
-        return True
+def _has_streams(device: str) -> bool:
+    """Whether torch's futures can order work on this kind of device."""
     try:
         tried: Future[Any] = Future(devices=[torch.device(device, 0)])
         tried.then(lambda _: None)
@@ -152,13 +155,3 @@ def _calls_back(device: str) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def _new_future(result: Sequence[Tensor]) -> Future[Any]:
-    """One that may hold these tensors: torch wants to be told of devices that are not the CPU."""
-    devices = sorted({tensor.device for tensor in result if tensor.device.type != "cpu"}, key=str)
-    try:
-        return Future(devices=[torch.device(device) for device in devices])
-    except RuntimeError:
-        # torch has no guard for this device, so that its streams cannot be ordered: nothing is asynchronous there.
-        return Future()

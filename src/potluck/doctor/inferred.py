@@ -30,6 +30,8 @@ _SIGINT = re.compile(
 _CTRL_C = re.compile(r"(?:\[[^\]]{1,40}\]:? ?|[\w.-]{1,40}: ){0,3}KeyboardInterrupt\s*")
 _FIRST = -1
 """Before all other causes: what the rank raised that torchrun saw fail first."""
+_RETOLD = ("rank-raised", "one-failed-all-ended")
+"""They say who failed, and where to look, but not why."""
 _GONE = next(s for s in SIGNATURES if s.code == "other-rank-gone")
 
 Ranked = tuple[int, int, Finding]
@@ -192,6 +194,13 @@ def of_script(log: LogText, raised: Sequence[Raised], others: Sequence[Ranked], 
             "host says who and why, and goes on",
         ),
     )
+
+
+def explains(ranked: Sequence[Ranked]) -> bool:
+    """Whether a known trouble ended that run, and not an exception of the script's or a crash and what followed."""
+    retold = [kind for kind, _, finding in ranked if finding.code in _RETOLD]
+    known = [kind for kind, _, finding in ranked if finding.code not in _RETOLD and kind != ASIDE]
+    return any(kind != CONSEQUENCE for kind in known) or (bool(known) and all(k == CONSEQUENCE for k in retold))
 
 
 def ended_early(log: LogText, raised: Sequence[Raised], name: str) -> Iterator[Ranked]:

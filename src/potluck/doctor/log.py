@@ -45,15 +45,16 @@ def read_log(parts: Sequence[Part], name: str, left_out_bytes: int = 0, cores: i
     if ctrl_c is not None:
         ranked = [entry for entry in ranked if entry[0] == ASIDE or entry[1] < ctrl_c[1]] + [ctrl_c]
     ranked.sort(key=lambda entry: entry[:2])
-    explained = any(kind != ASIDE for kind, _, _ in ranked)
+    told_of = any(kind != ASIDE for kind, _, _ in ranked)
     finished = max((line for line, text, _ in log.hits("finished") if _FINISHED.match(text)), default=0)
-    first_error = "" if explained else _first_error(log, raised, finished, ctrl_c[1] if ctrl_c else None)
+    first_error = "" if told_of else _first_error(log, raised, finished, ctrl_c[1] if ctrl_c else None)
     return LogReading(
         name=name,
         lines=log.lines,
         findings=tuple(own.as_with_backend(log, entry[2]) for entry in ranked),
         first_error=first_error,
-        ended_well=finished > 0 and not explained and not first_error,
+        explained=inferred.explains(ranked),
+        ended_well=finished > 0 and not told_of and not first_error,
         left_out_bytes=left_out_bytes,
     )
 

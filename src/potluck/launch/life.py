@@ -24,21 +24,26 @@ GRACE_S = 6.0
 PR_SET_PDEATHSIG = 1
 
 
+class ReaderGone(KeyboardInterrupt):
+    """Nobody reads this process's output any more."""
+
+
 class _Life:
     """What ends this process."""
 
     def __init__(self, parent: int | None) -> None:
         self._parent = parent
-        self._asked = False
+        self.asked = False
+        self._reader_gone = False
         self._stop = threading.Event()
         self._watched: list[int] = []
         self._thread = threading.Thread(target=self._watch, name="potluck-life", daemon=True)
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._asked:
+        if self.asked:
             return  # it is on its way: a second signal must not interrupt the goodbye
-        self._asked = True
-        raise KeyboardInterrupt
+        self.asked = True
+        raise ReaderGone if self._reader_gone else KeyboardInterrupt
 
     def start(self) -> None:
         if self._parent is not None:
@@ -71,11 +76,13 @@ class _Life:
                 for descriptor, what in poller.poll(int(1000 * LOOK_S)):
                     if what & select.POLLNVAL:
                         poller.unregister(descriptor)  # a system that cannot look at this kind
-                    gone = gone or bool(what & (select.POLLHUP | select.POLLERR))
+                    if what & (select.POLLHUP | select.POLLERR):
+                        gone = True
+                        self._reader_gone = self._reader_gone or (descriptor == 1 and _is_pipe(1))
             # On other systems than POSIX ones the number stays that of the dead parent.
             if self._parent is not None and os.name == "posix" and os.getppid() != self._parent:
                 gone = True
-            if (gone or self._asked) and not self._stop.is_set():
+            if (gone or self.asked) and not self._stop.is_set():
                 self._end()
                 return
 
@@ -88,7 +95,7 @@ class _Life:
             self._end()
 
     def _end(self) -> None:
-        if not self._asked:
+        if not self.asked:
             os.kill(os.getpid(), signal.SIGTERM)
         if not self._stop.wait(GRACE_S):
             os._exit(1)
@@ -101,12 +108,17 @@ def _readers_to_watch(*, with_stdin: bool) -> list[int]:
     found = []
     hangups_count = not _ignores_hangups()
     for descriptor, wanted in ((0, with_stdin), (1, hangups_count)):
-        with contextlib.suppress(OSError):
-            mode = os.fstat(descriptor).st_mode
-            talks = stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or (descriptor == 1 and os.isatty(descriptor))
-            if wanted and talks:
-                found.append(descriptor)
+        if wanted and (_is_pipe(descriptor) or (descriptor == 1 and os.isatty(descriptor))):
+            found.append(descriptor)
     return found
+
+
+def _is_pipe(descriptor: int) -> bool:
+    try:
+        mode = os.fstat(descriptor).st_mode
+    except OSError:
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
 
 
 def _ignores_hangups() -> bool:
@@ -117,7 +129,7 @@ def _ignores_hangups() -> bool:
 @contextlib.contextmanager
 def leased(parent: int | None = None) -> Iterator[None]:
     """Inside, SIGTERM and SIGHUP end this process as Ctrl-C does; so does the end of its terminal, of whoever reads
-    its output, or of `parent`. With nohup it stays."""
+    its output, or of `parent`. With nohup it stays. Once asked to end, it hears no second signal to its end."""
     life = _Life(parent)
     before = {}
     if threading.current_thread() is threading.main_thread():
@@ -129,13 +141,15 @@ def leased(parent: int | None = None) -> Iterator[None]:
         yield
     finally:
         life.stop()
-        for number, handler in before.items():
+        # Who was asked to end hears it twice (the parent's pipe closes, then the system tells of its death; a
+        # terminal's end, then SIGHUP): the second must not kill it in its goodbye, which goes on outside.
+        for number, handler in before.items() if not life.asked else ():
             signal.signal(number, handler)
 
 
 def reader_is_gone() -> bool:
     """Whether stdout is a pipe that nobody reads any more."""
-    if 1 not in _readers_to_watch(with_stdin=False) or os.isatty(1):
+    if not (hasattr(select, "poll") and _is_pipe(1)):
         return False
     poller = select.poll()
     poller.register(1, 0)

@@ -27,6 +27,10 @@ _LEAST_SHORT, _MOST_SHORT = 3, 60
 _PERIOD = 13
 """Inputs are whole numbers that repeat: their sums are exact, so a wrong element is one that differs at all."""
 
+# torch 2.13 has new names for these two, and warns of the old ones.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 Group = Any
 
 
@@ -59,9 +63,9 @@ class Case:
         elif self.op == "reduce":
             dist.reduce(self._input, 0, group=group)
         elif self.op == "all_gather":
-            dist.all_gather_into_tensor(self._output, self._input[: self._each], group=group)
+            _all_gather(self._output, self._input[: self._each], group=group)
         else:
-            dist.reduce_scatter_tensor(self._output, self._input, group=group)
+            _reduce_scatter(self._output, self._input, group=group)
 
     def wrong(self, tolerance: float = 0.0) -> int:
         """Elements of this rank that are not what they should be, or further off than this share of the largest."""

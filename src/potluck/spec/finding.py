@@ -54,22 +54,20 @@ class LogReading:
     lines: int
     findings: tuple[Finding, ...]
     """What was likely first comes first. A blocker is what ended that run."""
+    explained: bool = False
+    """Something known ended that run. That a rank raised an exception of its script's, or crashed, explains
+    nothing, nor does what the others suffered from it; asides stand in healthy logs, too."""
     first_error: str = ""
-    """Where nothing known ended it: the first line that looks like a failure, quoted; empty: there is none."""
+    """Where no finding tells what ended it: the first line that looks like a failure, quoted; empty: none does."""
     ended_well: bool = False
     """Potluck's own last word is in it, and no failure after that. Other tools have no such word."""
     left_out_bytes: int = 0
     """In the middle of a log that is too long."""
 
     @property
-    def explained(self) -> bool:
-        """Something known ended that run. Asides stand in healthy logs, too."""
-        return any(finding.severity == BLOCKER for finding in self.findings)
-
-    @property
     def failed(self) -> bool:
         """A failure is in it, known or not."""
-        return self.explained or bool(self.first_error)
+        return bool(self.first_error) or any(finding.severity == BLOCKER for finding in self.findings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
