@@ -135,6 +135,7 @@ WRONG = {
     "PORT_BASE": "80",
     "CHUNK_BYTES": "1",
     "SMALL_BYTES": "-1",
+    "COPY_THREADS": "-1",
     "ALGORITHM": "tree",
     "COMPRESSION": "int3",
     "CHECKSUM": "maybe",
