@@ -31,6 +31,12 @@ def test_ddp_trains_as_one_process_and_as_gloo(ranks: Ranks, transport: str) -> 
     assert ours[0][-1] < ours[0][0]
 
 
+def test_ddp_within_a_compiled_module(ranks: Ranks) -> None:
+    """DDP's C++ calls the group's collectives while torch.compile looks at every Python function that begins."""
+    found = ranks.call(f"{TRAINING}ddp", 2, "potluck", "cpu", True, deadline_s=55)
+    assert found[0] == pytest.approx(alone(2), rel=1e-5)
+
+
 def test_ddp_with_ranks_on_different_kinds_of_devices(ranks: Ranks) -> None:
     with Ranks(2) as changed:  # torch must not have computed a gradient before the device is there
         found = changed.call(f"{TRAINING}ddp", 2, "potluck", "fake", deadline_s=55)

@@ -126,6 +126,7 @@ def reductions(device: str, types: Sequence[torch.dtype]) -> Iterator[Case]:
         settings = {"op": op, "dtype": dtype, "layout": layout, "later": later, "device": device}
         yield f"reduce {op} {dtype} {layout} async={later}", functools.partial(reduce, **settings)
         yield f"reduce_scatter {op} {dtype} {layout} async={later}", functools.partial(reduce_scatter, **settings)
+    yield "uneven reduce_scatter", functools.partial(uneven_reduce_scatter, device=device)
 
 
 def all_reduce(
@@ -156,10 +157,20 @@ def reduce_scatter(
     output = laid_out(on(device, torch.zeros_like(wanted)), layout)
     finish(dist.reduce_scatter(output, inputs, kind, async_op=later), later)
     same(output, wanted)
-    whole = torch.cat([tensor.contiguous().view(-1) for tensor in inputs])
-    flat = on(device, torch.zeros(wanted.numel(), dtype=dtype))
-    finish(dist.reduce_scatter_tensor(flat, whole, kind, async_op=later), later)
-    same(flat, wanted.reshape(-1))
+    rows = laid_out(torch.stack([tensor.contiguous().view(-1) for tensor in inputs]), layout)
+    flat = on(device, torch.zeros(1, wanted.numel(), dtype=dtype))
+    finish(dist.reduce_scatter_tensor(flat, rows, kind, async_op=later), later)
+    same(flat, wanted.reshape(1, -1))
+
+
+def uneven_reduce_scatter(rank: int, world: int, *, device: str) -> None:
+    """Rank t gets t rows, so that the first gets nothing."""
+    for op, later in (("SUM", False), ("MAX", True)):
+        inputs = [on(device, torch.full((to, 3), float(rank + to))).t() for to in range(world)]
+        output = on(device, torch.zeros(3, rank))
+        finish(dist.reduce_scatter(output, inputs, getattr(dist.ReduceOp, op), async_op=later), later)
+        same(output, reduced(op, [torch.full((3, rank), float(source + rank)) for source in range(world)]))
+        assert all(bool((part == rank + to).all()) for to, part in enumerate(inputs))
 
 
 def movements(device: str, types: Sequence[torch.dtype]) -> Iterator[Case]:
@@ -189,6 +200,8 @@ def movements(device: str, types: Sequence[torch.dtype]) -> Iterator[Case]:
     yield "many at once", functools.partial(many_at_once, device=device)
     yield "in inference mode", functools.partial(in_inference_mode, device=device)
     yield "futures", functools.partial(futures, device=device)
+    yield "futures of several", futures_of_several
+    yield "chained", chained
     yield "sub-groups", functools.partial(sub_groups, device=device)
     yield "split", functools.partial(split, device=device)
     yield "sparse", sparse
@@ -211,9 +224,12 @@ def all_gather(rank: int, world: int, *, dtype: torch.dtype, layout: str, later:
 
 def all_gather_into(rank: int, world: int, *, dtype: torch.dtype, layout: str, later: bool, device: str) -> None:
     mine = laid_out(on(device, values(rank, dtype, layout)), layout)
-    output = on(device, torch.zeros(world * mine.numel(), dtype=dtype))
-    finish(dist.all_gather_into_tensor(output, mine, async_op=later), later)
-    same(output, torch.cat([values(other, dtype, layout).reshape(-1) for other in range(world)]))
+    output = laid_out(on(device, torch.zeros(world, mine.numel(), dtype=dtype)), layout)
+    finish(
+        dist.all_gather_into_tensor(output, mine.reshape(1, -1) if layout == "plain" else mine, async_op=later),
+        later,
+    )
+    same(output, torch.stack([values(other, dtype, layout).reshape(-1) for other in range(world)]))
 
 
 def gather(rank: int, world: int, *, dtype: torch.dtype, layout: str, later: bool, device: str) -> None:
@@ -344,6 +360,28 @@ def futures(rank: int, world: int, *, device: str) -> None:
     doubled = work.get_future().then(lambda future: future.value()[0] * 2)
     wanted = wanted_of("SUM", tuple(range(world)), torch.float32)
     same(doubled.wait(), wanted * 2)
+
+
+def futures_of_several(rank: int, world: int) -> None:
+    outputs = [torch.zeros(2) for _ in range(world)]
+    work: Any = dist.all_gather(outputs, torch.full((2,), float(rank)), async_op=True)
+    same(torch.stack(work.get_future().wait()), torch.arange(float(world)).repeat(2, 1).t())
+    work = dist.gather(outputs[rank], outputs if rank == 0 else None, async_op=True)
+    assert len(work.get_future().wait()) == (world if rank == 0 else 0)
+
+
+def chained(rank: int, world: int) -> None:
+    """What follows a collective waits for further ones, as PowerSGD's hook does."""
+
+    def follow(future: Any) -> Tensor:
+        (total,) = future.value()
+        dist.all_reduce(total)
+        work: Any = dist.all_reduce(total, async_op=True)
+        (total,) = work.get_future().wait()
+        return total  # type: ignore[no-any-return]
+
+    first: Any = dist.all_reduce(torch.ones(3), async_op=True)
+    same(first.get_future().then(follow).wait(), torch.full((3,), float(world**3)))
 
 
 def sub_groups(rank: int, world: int, *, device: str) -> None:

@@ -43,7 +43,7 @@ def alone(world: int) -> list[float]:
     return losses(single, torch.optim.SGD(single.parameters(), lr=0.5), list(range(world)))
 
 
-def ddp(rank: int, world: int, backend: str, device: str = "cpu") -> list[float]:
+def ddp(rank: int, world: int, backend: str, device: str = "cpu", compiled: bool = False) -> list[float]:
     import potluck
 
     assert potluck.__version__
@@ -56,10 +56,11 @@ def ddp(rank: int, world: int, backend: str, device: str = "cpu") -> list[float]
         device = "cpu"
     dist.init_process_group(backend, timeout=timedelta(seconds=30))
     try:
-        # Small buckets, so that several all-reduces are under way beside the backward.
+        # Small buckets: several all-reduces are under way beside the backward. torch.compile wants larger ones.
         inner = model().to(device)
-        wrapped = nn.parallel.DistributedDataParallel(inner, bucket_cap_mb=0.01)
-        mine = losses(wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.5), [rank], device)
+        wrapped = nn.parallel.DistributedDataParallel(inner, bucket_cap_mb=1 if compiled else 0.01)
+        trained = torch.compile(wrapped, backend="eager") if compiled else wrapped
+        mine = losses(trained, torch.optim.SGD(wrapped.parameters(), lr=0.5), [rank], device)
         mean = torch.tensor(mine, dtype=torch.float64)
         dist.all_reduce(mean, dist.ReduceOp.AVG if backend == "potluck" else dist.ReduceOp.SUM)
         if backend == "gloo":

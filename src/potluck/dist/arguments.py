@@ -114,7 +114,9 @@ def options(kind: Any, given: Any, timeout: timedelta | None = None) -> Any:
 
 def member(name: str, rank: int | None, world: int) -> None:
     if rank is not None and not 0 <= rank < world:
-        raise CollectiveError(f"{name}: there is no rank {rank} in this group", hint=f"its ranks are 0 to {world - 1}")
+        raise CollectiveError(
+            f"{name}: there is no rank {rank} in this group", hint=f"its ranks are 0 to {world - 1}"
+        )
 
 
 def dense(name: str, tensor: Tensor) -> None:
@@ -143,11 +145,16 @@ def cut(name: str, whole: Tensor, part: Tensor, world: int) -> list[Tensor]:
             f"{name}: one tensor must be {world} times the other, not {whole.dtype} {tuple(whole.shape)} and "
             f"{part.dtype} {tuple(part.shape)}"
         )
+    if not part.numel():
+        return [whole.detach().reshape(-1)] * world
     if whole.is_contiguous():
-        return (
-            list(whole.detach().view(-1).split(part.numel())) if part.numel() else [whole.detach().view(-1)] * world
-        )
-    raise CollectiveError(f"{name} needs contiguous tensors", hint="call contiguous() first")
+        return list(whole.detach().view(-1).split(part.numel()))
+    if whole.shape[0] % world == 0:
+        return list(whole.detach().tensor_split(world))
+    raise CollectiveError(
+        f"{name}: a tensor of shape {tuple(whole.shape)} with gaps cannot be cut between {world} ranks",
+        hint="call contiguous() first",
+    )
 
 
 def split_counts(name: str, tensor: Tensor, splits: list[int] | None, world: int) -> list[int]:

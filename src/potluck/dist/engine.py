@@ -1,14 +1,18 @@
-"""The order of a group's collectives: owns the queue, the thread that works it off, and running at once.
+"""The order of a group's collectives: owns the queue, the threads that work it off, and running at once.
 
 It must not know what the jobs do.
 
 A collective that the caller waits for anyway runs in the caller's own thread, when nothing is before it: a handover
 between two threads costs more than a small all-reduce.
+
+What a caller hung on a collective's future runs in the thread that did it, and may wait for further collectives (as
+PowerSGD's hook does). So a job's turn is over before that begins, and another thread takes the next one meanwhile.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -18,6 +22,7 @@ from potluck.dist.work import PotluckWork
 from potluck.errors import RankGoneError
 
 Job = Callable[[], None]
+_JOIN_S = 5.0
 
 
 class Engine:
@@ -28,8 +33,11 @@ class Engine:
         self._changed = threading.Condition()
         self._queue: deque[tuple[Job, PotluckWork]] = deque()
         self._running = False
+        self._telling = 0
+        """Threads whose job is done, in what was hung on its future."""
+        self._idle = 0
         self._stopped = False
-        self._thread: threading.Thread | None = None
+        self._threads: set[threading.Thread] = set()
 
     def submit(self, job: Job, work: PotluckWork, *, at_once: bool) -> PotluckWork:
         """Run `job` when its turn comes; `work` is completed with its end, or with its error."""
@@ -43,60 +51,89 @@ class Engine:
                 if torch.is_inference_mode_enabled():  # which is the thread's own
                     job = torch.inference_mode()(job)
                 self._queue.append((job, work))
-                if self._thread is None:
-                    self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-                    self._thread.start()
+                if not self._running:
+                    self._have_a_thread()
                 self._changed.notify_all()
         if direct:
             try:
-                self._run(job, work)
+                work.complete(self._outcome(job, work))  # nobody can have its future yet
             finally:
-                with self._changed:
-                    self._running = False
-                    self._changed.notify_all()
+                self._turn_is_over()
         return work
 
     @staticmethod
-    def _run(job: Job, work: PotluckWork) -> None:
+    def _outcome(job: Job, work: PotluckWork) -> Exception | None:
         try:
             job()
         except Exception as error:
-            work.complete(error)
+            return error
         except BaseException as error:
             work.complete(RankGoneError(f"{work.name} was interrupted ({type(error).__name__})"))
             raise
-        else:
-            work.complete()
+        return None
+
+    def _turn_is_over(self, *, telling: int = 0) -> None:
+        with self._changed:
+            self._running = False
+            self._telling += telling
+            if self._queue:
+                self._have_a_thread()
+            self._changed.notify_all()
+
+    def _have_a_thread(self) -> None:
+        """For the queue, as nobody may be about to look at it; called with the lock held."""
+        if not self._idle:
+            thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._threads.add(thread)
+            thread.start()
 
     def _work(self) -> None:
-        while True:
-            with self._changed:
-                while self._running or not self._queue:
-                    if self._stopped and not self._queue:
-                        return
-                    self._changed.wait()
-                job, work = self._queue.popleft()
-                self._running = True
-            self._run(job, work)
-            # Not kept until the next one comes: they hold the caller's tensors.
-            del job, work
-            with self._changed:
-                self._running = False
-                self._changed.notify_all()
+        while self._next_job():
+            pass
+        with self._changed:
+            self._threads.discard(threading.current_thread())
+
+    def _next_job(self) -> bool:
+        """Wait for one and do it; False: there will be none for this thread."""
+        with self._changed:
+            if self._idle:
+                return False  # one that waits is enough
+            self._idle += 1
+            while self._running or not self._queue:
+                if self._stopped and not self._queue:
+                    self._idle -= 1
+                    return False
+                self._changed.wait()
+            self._idle -= 1
+            job, work = self._queue.popleft()
+            self._running = True
+        try:
+            outcome = self._outcome(job, work)
+        finally:
+            self._turn_is_over(telling=1)
+        work.complete(outcome)
+        with self._changed:
+            self._telling -= 1
+            self._changed.notify_all()
+        return True
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until nothing is queued or running; False if that took too long."""
+        """Wait until nothing is queued or running, or to be told; False if that took too long."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._queue and not self._running, timeout_s)
+            return self._changed.wait_for(
+                lambda: not self._queue and not self._running and not self._telling, timeout_s
+            )
 
     def stop(self, reason: str) -> None:
-        """Take nothing new, fail what is queued, and end the thread once its job has ended."""
+        """Take nothing new, fail what is queued, and end the threads once their jobs have ended."""
         with self._changed:
             self._stopped = True
             queued = list(self._queue)
             self._queue.clear()
+            threads = [thread for thread in self._threads if thread is not threading.current_thread()]
             self._changed.notify_all()
         for _, work in queued:
             work.complete(RankGoneError(f"{work.name} never began: {reason}"))
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(5.0)
+        end = time.monotonic() + _JOIN_S
+        for thread in threads:
+            thread.join(max(0.0, end - time.monotonic()))

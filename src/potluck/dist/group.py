@@ -13,19 +13,20 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from potluck.device import staging
-from potluck.dist import arguments, host_tensors, reduction, sparse, splitting
+from potluck.dist import arguments, host_tensors, reduction, sparse, splitting, uneven
 from potluck.dist.arguments import What
 from potluck.dist.compression import identity_of
 from potluck.dist.counting import METRICS
-from potluck.dist.formation import Formation, form
+from potluck.dist.described import DescribedGroup
+from potluck.dist.formation import form
 from potluck.dist.host_tensors import HostTensor
 from potluck.dist.lane import Call
+from potluck.dist.untraced import untraced
 from potluck.dist.work import PotluckWork
 from potluck.errors import CollectiveError
 
@@ -47,70 +48,11 @@ def create(options: Any, backend_options: Any) -> PotluckGroup:
     return PotluckGroup(formation, timeout, list(options.global_ranks_in_group), origin)
 
 
-class PotluckGroup(dist.ProcessGroup):
+@untraced
+class PotluckGroup(DescribedGroup):
     """A group of ranks on any devices and machines. Collectives of one group run in the order of the calls."""
 
-    def __init__(
-        self, formation: Formation, timeout: timedelta, global_ranks: list[int], origin: splitting.Origin
-    ) -> None:
-        super().__init__(formation.rank, formation.world)  # type: ignore[call-arg]
-        self._formation = formation
-        self._origin = origin
-        self._timeout = timeout
-        self._global_ranks = global_ranks or list(range(formation.world))
-        self._group_name = self._group_desc = ""
-
-    # -- what torch wants to know ---------------------------------------------------------------------------
-
-    def getBackendName(self) -> str:
-        return "potluck"
-
-    name = _get_backend_name = getBackendName
-
-    def rank(self) -> int:
-        return self._formation.rank
-
-    def size(self) -> int:
-        return self._formation.world
-
-    def __repr__(self) -> str:
-        return f"PotluckGroup(rank {self.rank()} of {self.size()}, {self._formation.describe()})"
-
-    # torch keeps these two with the backends of a group; this group has none beside itself.
-    def _set_group_name(self, name: str) -> None:
-        self._group_name = name
-
-    def _set_group_desc(self, text: str) -> None:
-        self._group_desc = text
-
-    @property
-    def group_name(self) -> str:
-        return self._group_name
-
-    @property
-    def group_desc(self) -> str:
-        return self._group_desc
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device(kind) for kind in ("cpu", "cuda", "mps")]
-
-    def _get_backend(self, device: torch.device) -> Any:
-        return self
-
-    supports_splitting = True
-    supports_coalescing = False
-    supports_time_estimate = False
-
-    def supports_tensor_alloc(self, device: torch.device) -> bool:
-        return False
-
-    @property
-    def options(self) -> Any:
-        return self._origin.config
-
-    def get_group_store(self) -> Any:
-        return self._origin.store
+    # -- parts and ends -------------------------------------------------------------------------------------
 
     def split_group(
         self,
@@ -133,20 +75,6 @@ class PotluckGroup(dist.ProcessGroup):
         return group
 
     splitGroup = split_group
-
-    def perform_nocolor_split(self, device: Any) -> None:
-        """What torch asks of ranks that a new group is not for."""
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout = timeout
-
-    _set_default_timeout = set_timeout
-
-    def _set_sequence_number_for_group(self) -> None:
-        """Sequence numbers begin at the rendezvous."""
-
-    def _get_sequence_number_for_group(self) -> int:
-        return self._formation.sequence
 
     def abort(self) -> None:
         """End what is under way, here and on the other ranks; callers that wait get an error."""
@@ -278,7 +206,23 @@ class PotluckGroup(dist.ProcessGroup):
     def reduce_scatter(self, output: Any, inputs: Any, opts: Any = None) -> PotluckWork:
         opts = arguments.options(c10d.ReduceScatterOptions, opts)
         outputs, inputs = arguments.as_list(output), arguments.as_lists(inputs)
+        if len({part.numel() for part in inputs[0]}) > 1:
+            return self._reduce_scatter_uneven(outputs[0], inputs[0], opts)
         return self._reduce_scatter("reduce_scatter", outputs, inputs, opts)
+
+    def _reduce_scatter_uneven(self, output: Tensor, parts: list[Tensor], opts: Any) -> PotluckWork:
+        name, op = "reduce_scatter", reduction.plain(opts.reduceOp)
+        arguments.one_each(name, parts, self.size())
+        arguments.alike(name, [output, parts[self.rank()]])
+        reduction.check(op, output.dtype)
+
+        def body(call: Call) -> None:
+            room = HostTensor(output, read=False)
+            flats = host_tensors.flats(host_tensors.read(parts))
+            uneven.reduce_scatter(self._formation.path, call, self.rank(), room.flat, flats, op)
+            room.bring_back()
+
+        return self._run(What.of(name, parts, op=op), [output, *parts], opts, body, [output])
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> PotluckWork:
         opts = arguments.options(c10d.ReduceScatterOptions, opts)
@@ -348,9 +292,9 @@ class PotluckGroup(dist.ProcessGroup):
     ) -> PotluckWork:
         # One list for each rank here, not for each tensor.
         by_tensor = [[ranks[place] for ranks in outputs] for place in range(len(inputs))]
-        return self._allgather(
-            "all_gather_coalesced", by_tensor, inputs, arguments.options(c10d.AllgatherOptions, opts), outputs
-        )
+        opts = arguments.options(c10d.AllgatherOptions, opts)
+        result = [part for parts in outputs for part in parts]
+        return self._allgather("all_gather_coalesced", by_tensor, inputs, opts, result)
 
     def _allgather(
         self, name: str, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any, result: Any = None
@@ -366,8 +310,8 @@ class PotluckGroup(dist.ProcessGroup):
                 self._formation.path.all_gather(call, host_tensors.flats(rooms), flat)
                 host_tensors.bring_back(rooms)
 
-        used = [*inputs, *(part for parts in outputs for part in parts)]
-        return self._run(What.of(name, inputs), used, opts, body, outputs if result is None else result)
+        parts = [part for parts in outputs for part in parts]
+        return self._run(What.of(name, inputs), [*inputs, *parts], opts, body, parts if result is None else result)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> PotluckWork:
         opts = arguments.options(c10d.GatherOptions, opts)
@@ -383,7 +327,7 @@ class PotluckGroup(dist.ProcessGroup):
             self._formation.path.gather(call, host_tensors.flats(rooms), flat, root)
             host_tensors.bring_back(rooms)
 
-        return self._run(What.of("gather", [mine], root=root), [mine, *parts], opts, body, outputs)
+        return self._run(What.of("gather", [mine], root=root), [mine, *parts], opts, body, parts)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> PotluckWork:
         opts = arguments.options(c10d.ScatterOptions, opts)

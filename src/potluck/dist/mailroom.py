@@ -127,6 +127,7 @@ class Mailroom:
         return None
 
     def _serve(self, wanted: _Receive, source: int) -> None:
+        failed: Exception | None = None
         try:
             with METRICS.op("recv", wanted.tensor.numel() * wanted.tensor.element_size()) as measured:
                 with measured.phase("network"):
@@ -134,15 +135,15 @@ class Mailroom:
                 with measured.phase("staging"):
                     staging.from_host(host, wanted.tensor)
         except (PeerGone, DeadlinePassed, Aborted) as error:
-            wanted.work.complete(RankGoneError(f"recv from {self._lane.who(source)} broke off: {error}"))
+            failed = RankGoneError(f"recv from {self._lane.who(source)} broke off: {error}")
         except Exception as error:
-            wanted.work.complete(error)
-        else:
-            wanted.work.complete(source=source)
+            failed = error
         finally:
             with self._lane.mesh.lock:
                 self._taken.discard((source, wanted.tag))
                 self._lane.mesh.notify()
+        # Last: what hangs on the future may wait for the next message of the same rank.
+        wanted.work.complete(failed, source=-1 if failed else source)
 
     def _collect(self, wanted: _Receive, source: int) -> Tensor:
         lane = self._lane
