@@ -22,6 +22,7 @@ main()
 """
 
 
+@pytest.mark.alone  # a guest that other tests hold up for seconds when it joins sits out for longer than this lasts
 @pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_steps_that_overlap_are_those_of_a_plain_loop(tmp_path: Path) -> None:
