@@ -42,6 +42,18 @@ def test_what_nobody_waited_for_arrives_as_well(ranks: Ranks, tmp_path: Path, tr
     assert wrong == [[], [], []]
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_group_can_be_made_after_another_with_the_same_store(
+    ranks: Ranks, tmp_path: Path, transport: str
+) -> None:
+    found = ranks.call(f"{ENDINGS}once_more", 3, transport, deadline_s=60, env={"STORE": str(tmp_path / "store")})
+    assert found == [
+        [3.0, 1.0, 1.0, 6.0, 9.0, 6.0, 6.0],
+        [3.0, 1.0, 1.0, 6.0, 5.0, 5.0, 9.0],
+        [3.0, 6.0, 5.0, 5.0, 9.0, 6.0, 6.0],
+    ]
+
+
 @pytest.mark.parametrize(("transport", "count", "how"), [("tcp", LARGE, "script"), ("shm", 3, "forked")])
 def test_a_process_that_just_ends_has_delivered(transport: str, count: int, how: str) -> None:
     port = str(free_port())

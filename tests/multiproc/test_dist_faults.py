@@ -105,10 +105,12 @@ def test_a_monitored_barrier_names_who_is_missing(ranks: Ranks) -> None:
 
 
 def test_messages_that_do_not_fit_or_never_come(ranks: Ranks) -> None:
-    _, (unfit, late) = ranks.call(f"{FAULTS}messages", 2)
-    assert unfit[0] == "CollectiveError"
+    _, (unfit, other, late) = ranks.call(f"{FAULTS}messages", 2)
+    assert unfit[0] == other[0] == "CollectiveError"
     assert "(5,)" in unfit[1]
     assert "(3,)" in unfit[1]
+    assert "float32" in other[1]
+    assert "int32" in other[1]
     assert late[0] == "CollectiveTimeoutError"
     assert "rank 0" in late[1]
     assert "tag 9" in late[1]

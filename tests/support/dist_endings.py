@@ -57,6 +57,29 @@ def send_and_end(rank: int, world: int, transport: str, count: int, turns: int, 
     return wrong
 
 
+def once_more(rank: int, world: int, transport: str) -> list[float]:
+    """Groups after groups, with one store that lives through all of them, as it does under torchrun."""
+    from potluck.dist import Config
+
+    store = dist.FileStore(os.environ["STORE"], world)
+    sums = []
+    for turn in range(3):
+        options = Config(transport=transport)
+        dist.init_process_group("potluck", store=store, rank=rank, world_size=world, pg_options=options)
+        try:
+            members = [turn % world, (turn + 1) % world]  # torch calls it the same in every turn
+            group = dist.new_group(members, timeout=timedelta(seconds=20))
+            part: Any = dist.group.WORLD
+            parts = [part.split_group(sorted(members)), group if rank in members else None]
+            for made in (None, *(made for made in parts if made is not None)):
+                tensor = torch.tensor([float(rank + turn)])
+                dist.all_reduce(tensor, group=made)
+                sums.append(tensor.item())
+        finally:
+            dist.destroy_process_group()
+    return sums
+
+
 def _say(tensor: torch.Tensor, to: int, how: str) -> Any:
     if how == "broadcast":
         return dist.broadcast(tensor, 0) if to == 1 else None

@@ -155,15 +155,17 @@ def monitored(rank: int, world: int) -> Told:
 
 
 def messages(rank: int, world: int) -> list[Told]:
-    """A message that does not fit, and one that never comes; the group goes on after both."""
+    """A message that does not fit, one of another type, and one that never comes; the group goes on after all."""
     begin("auto")
     allow(1.5)
     try:
         if rank == 0:
             dist.send(torch.ones(5), 1)
+            dist.send(torch.ones(3), 1)
             told = []
         else:
             told = [told_by(lambda: dist.recv(torch.empty(3), 0))]
+            told.append(told_by(lambda: dist.recv(torch.empty(3, dtype=torch.int32), 0)))
             told.append(told_by(lambda: dist.recv(torch.empty(3), 0, tag=9)))
         allow(20.0)
         dist.barrier()

@@ -27,7 +27,7 @@ from potluck.dist.mailroom import Mailroom
 from potluck.dist.mesh import Aborted, DeadlinePassed, Mesh, PeerGone
 from potluck.dist.paths import LocalPath, MeshPath, Path
 from potluck.dist.record import Header, Record
-from potluck.dist.rendezvous import Card, Meeting, all_ready, meet
+from potluck.dist.rendezvous import Card, Meeting, all_ready, meet, new_page
 from potluck.errors import CollectiveError, CollectiveTimeoutError, ConfigError, PotluckError
 from potluck.wire import shm
 
@@ -112,6 +112,11 @@ class Formation:
         firsts = [ranks[0] for ranks in machines]
         between = MeshPath(self.lane.between(firsts), mail.compressor) if self.rank in firsts else None
         return HierarchicalPath(mail, None if local is None else LocalPath(local), between, machines)
+
+    @property
+    def number(self) -> int:
+        """The group's own, the same on all of its ranks."""
+        return self._meeting.group
 
     def describe(self) -> str:
         """For people: how the ranks are connected."""
@@ -200,10 +205,17 @@ class Formation:
             trip.send_part(rank, empty)
 
 
-def form(store: Any, rank: int, world: int, *, timeout_s: float, config: Config | None = None) -> Formation:
-    """Meet the other ranks and make ready for collectives with them."""
+def form(
+    store: Any, rank: int, world: int, *, timeout_s: float, config: Config | None = None, within: int | None = None
+) -> Formation:
+    """Meet the other ranks and make ready for collectives with them.
+
+    Args:
+        within: the number of the default group, where this is another one.
+    """
     settings = _resolved(config, rank, world)
     deadline = time.monotonic() + timeout_s
+    store = new_page(store, rank, within)
 
     def left_s() -> float:
         return max(1.0, deadline - time.monotonic())

@@ -35,12 +35,14 @@ SUM = dist.ReduceOp.SUM
 
 def create(options: Any, backend_options: Any) -> PotluckGroup:
     """What torch calls for init_process_group("potluck") and for new_group()."""
+    default = c10d._world.default_pg
     formation = form(
         options.store,
         options.group_rank,
         options.group_size,
         timeout_s=options.timeout.total_seconds(),
         config=backend_options,
+        within=default._formation.number if isinstance(default, PotluckGroup) else None,
     )
     own_s = formation.settings.timeout_s
     timeout = options.timeout if own_s is None else timedelta(seconds=own_s)

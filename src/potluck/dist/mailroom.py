@@ -159,7 +159,8 @@ class Mailroom:
             offset += len(view)
             if offset >= total:
                 break
-        if total != len(target):
+        kind = about.decode("utf-8", "replace").partition("|")[0]
+        if total != len(target) or kind != str(wanted.tensor.dtype):
             theirs = about.decode("utf-8", "replace").replace("|", " ")
             raise CollectiveError(
                 f"recv: {lane.who(source)} sent {theirs}, which does not fit into "

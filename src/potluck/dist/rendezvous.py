@@ -9,6 +9,7 @@ speaks. The store itself is neither encrypted nor guarded: whoever can write to 
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import time
 from collections.abc import Mapping
@@ -16,11 +17,15 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from torch._C._distributed_c10d import PrefixStore
+
 from potluck._version import __version__
 from potluck.dist.config import disagreement
 from potluck.dist.links import Endpoint
 from potluck.dist.mesh import PROTOCOL
 from potluck.errors import CollectiveError, GuestsMissingError, WireError
+
+_PROGRAM = secrets.token_hex(8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +95,30 @@ class Meeting:
         return [other for other, card in enumerate(self.cards) if card.machine == self.cards[rank].machine]
 
 
+def new_page(store: Any, rank: int, within: int | None) -> Any:
+    """The part of the store that is this group's alone.
+
+    Under torchrun the store outlives a group, and torch calls the next one by the same name: who makes a group
+    after destroying one must not read the cards of the first. All ranks count how often they came.
+
+    Args:
+        within: the number of the default group, which its other groups have in common; None: this is that group.
+
+    Raises:
+        CollectiveError: another process has this rank.
+    """
+    book = PrefixStore("potluck/first" if within is None else f"potluck/{within}", store)
+    own = f"{_PROGRAM}-{os.getpid()}"
+    if book.compare_set(f"who/{rank}", "", own) != own.encode():
+        raise CollectiveError(
+            f"rank {rank} is there twice",
+            hint="give every process a RANK of its own, and a new store (or port) to every run",
+        )
+    page = book.add(f"came/{rank}", 1)
+    # The first cards lie where those of other versions do, so that ranks see that theirs differ.
+    return store if within is None and page == 1 else PrefixStore(str(page), book)
+
+
 def meet(store: Any, rank: int, world: int, mine: Card, timeout_s: float) -> Meeting:
     """Lay down this rank's card and read the others'.
 
@@ -100,12 +129,6 @@ def meet(store: Any, rank: int, world: int, mine: Card, timeout_s: float) -> Mee
     deadline = time.monotonic() + timeout_s
     if rank == 0:
         store.set("potluck/group", str(secrets.randbits(63)))
-    arrivals = store.add(f"potluck/here/{rank}", 1)
-    if arrivals > 1:
-        raise CollectiveError(
-            f"rank {rank} is there twice",
-            hint="give every process a RANK of its own, and a new store (or port) to every run",
-        )
     store.set(f"potluck/card/{rank}", mine.to_json())
     keys = [f"potluck/card/{other}" for other in range(world)]
     _wait(store, keys, deadline)
