@@ -54,6 +54,17 @@ def test_a_group_can_be_made_after_another_with_the_same_store(
     ]
 
 
+def test_torchrun_starts_a_group_anew_after_a_rank_has_died(tmp_path: Path) -> None:
+    """With the store of the first try, in which the ranks of the first try are."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(SOURCE), str(SUPPORT))), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
+    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "-m", "support.dist_endings"]
+    command += ["restarted", str(tmp_path)]
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": "try 1: 2.0", "1": "try 1: 2.0"}
+
+
 @pytest.mark.parametrize(("transport", "count", "how"), [("tcp", LARGE, "script"), ("shm", 3, "forked")])
 def test_a_process_that_just_ends_has_delivered(transport: str, count: int, how: str) -> None:
     port = str(free_port())

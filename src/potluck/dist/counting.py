@@ -239,8 +239,9 @@ def reset_metrics() -> None:
 def log_metrics(level: int = logging.INFO) -> None:
     """Write the figures to the logger `potluck.dist`, as a table; to stderr where nobody has set up logging."""
     words = table(METRICS.snapshot())
-    if log.isEnabledFor(level) or log.hasHandlers():
-        log.log(level, "%s", words)
+    if log.hasHandlers():
+        # Whatever `log_level` is: it was asked for.
+        log.handle(log.makeRecord(log.name, level, __file__, 0, "%s", (words,), None))
     else:
         print(words, file=sys.stderr, flush=True)
 

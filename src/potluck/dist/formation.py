@@ -25,9 +25,10 @@ from potluck.dist.links import LinkSettings
 from potluck.dist.local import LocalGroup
 from potluck.dist.mailroom import Mailroom
 from potluck.dist.mesh import Aborted, DeadlinePassed, Mesh, PeerGone
+from potluck.dist.pages import new_page
 from potluck.dist.paths import LocalPath, MeshPath, Path
 from potluck.dist.record import Header, Record
-from potluck.dist.rendezvous import Card, Meeting, all_ready, meet, new_page
+from potluck.dist.rendezvous import Card, Meeting, all_ready, meet
 from potluck.errors import CollectiveError, CollectiveTimeoutError, ConfigError, PotluckError
 from potluck.wire import shm
 
@@ -215,7 +216,7 @@ def form(
     """
     settings = _resolved(config, rank, world)
     deadline = time.monotonic() + timeout_s
-    store = new_page(store, rank, within)
+    store = new_page(store, rank, world, within, timeout_s)
 
     def left_s() -> float:
         return max(1.0, deadline - time.monotonic())

@@ -9,23 +9,18 @@ speaks. The store itself is neither encrypted nor guarded: whoever can write to 
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
-
-from torch._C._distributed_c10d import PrefixStore
 
 from potluck._version import __version__
 from potluck.dist.config import disagreement
 from potluck.dist.links import Endpoint
 from potluck.dist.mesh import PROTOCOL
-from potluck.errors import CollectiveError, GuestsMissingError, WireError
-
-_PROGRAM = secrets.token_hex(8)
+from potluck.dist.pages import wait_for
+from potluck.errors import CollectiveError, WireError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,30 +90,6 @@ class Meeting:
         return [other for other, card in enumerate(self.cards) if card.machine == self.cards[rank].machine]
 
 
-def new_page(store: Any, rank: int, within: int | None) -> Any:
-    """The part of the store that is this group's alone.
-
-    Under torchrun the store outlives a group, and torch calls the next one by the same name: who makes a group
-    after destroying one must not read the cards of the first. All ranks count how often they came.
-
-    Args:
-        within: the number of the default group, which its other groups have in common; None: this is that group.
-
-    Raises:
-        CollectiveError: another process has this rank.
-    """
-    book = PrefixStore("potluck/first" if within is None else f"potluck/{within}", store)
-    own = f"{_PROGRAM}-{os.getpid()}"
-    if book.compare_set(f"who/{rank}", "", own) != own.encode():
-        raise CollectiveError(
-            f"rank {rank} is there twice",
-            hint="give every process a RANK of its own, and a new store (or port) to every run",
-        )
-    page = book.add(f"came/{rank}", 1)
-    # The first cards lie where those of other versions do, so that ranks see that theirs differ.
-    return store if within is None and page == 1 else PrefixStore(str(page), book)
-
-
 def meet(store: Any, rank: int, world: int, mine: Card, timeout_s: float) -> Meeting:
     """Lay down this rank's card and read the others'.
 
@@ -131,7 +102,7 @@ def meet(store: Any, rank: int, world: int, mine: Card, timeout_s: float) -> Mee
         store.set("potluck/group", str(secrets.randbits(63)))
     store.set(f"potluck/card/{rank}", mine.to_json())
     keys = [f"potluck/card/{other}" for other in range(world)]
-    _wait(store, keys, deadline)
+    wait_for(store, keys, deadline)
     cards = [Card.from_json(store.get(key)) for key in keys]
     error = disagreement({other: card.shared for other, card in enumerate(cards)})
     if error is not None:
@@ -142,19 +113,4 @@ def meet(store: Any, rank: int, world: int, mine: Card, timeout_s: float) -> Mee
 def all_ready(store: Any, rank: int, world: int, timeout_s: float) -> None:
     """Wait until every rank has come this far; nobody may send before that, as doors are still closed."""
     store.set(f"potluck/ready/{rank}", "1")
-    _wait(store, [f"potluck/ready/{other}" for other in range(world)], time.monotonic() + timeout_s)
-
-
-def _wait(store: Any, keys: list[str], deadline: float) -> None:
-    left = deadline - time.monotonic()
-    try:
-        store.wait(keys, timedelta(seconds=max(left, 0.001)))
-    except RuntimeError as error:  # torch's DistStoreError is one
-        missing = [key.rpartition("/")[2] for key in keys if not store.check([key])]
-        if not missing:
-            raise
-        raise GuestsMissingError(
-            f"{'ranks' if len(missing) > 1 else 'rank'} {', '.join(missing)} of {len(keys)} did not come to the "
-            f"process group in time",
-            hint="look at the output of these ranks; do all have the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE?",
-        ) from error
+    wait_for(store, [f"potluck/ready/{other}" for other in range(world)], time.monotonic() + timeout_s)
