@@ -242,7 +242,7 @@ class Rounds:
     def _late(self, late: Iterable[int], timeout_s: float) -> Exception:
         names = ", ".join(self.names[member] for member in late)
         return CollectiveTimeoutError(
-            f"{names} did not come within {timeout_s:g} s",
+            f"{names} did not come within {round(timeout_s, 2):g} s",
             hint="it may be stuck, or be in another collective; look at its own output",
         )
 
