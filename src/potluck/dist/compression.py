@@ -224,8 +224,8 @@ class Exchange:
 class PairExchange:
     """One compressed all-reduce between two ranks: each sends all it has, packed, and adds what the other sent.
 
-    That is as many bytes as by owners, in one hop and with one loss. Both decode both payloads and add the two: they
-    get the same bits. What is sent is cut into messages of some pieces, and what is left of the last one.
+    That is as many bytes as by owners, in one hop and with one loss. Both decode both payloads and add the two:
+    they get the same bits. What is sent is cut into messages of some pieces, and what is left of the last one.
     """
 
     def __init__(self, codec: Codec, flat: Tensor, up: Tensor | None, *, average: bool, room: Room) -> None:
@@ -233,7 +233,8 @@ class PairExchange:
         self._spans = _messages(flat.numel())
         self._whole = flat.numel() // CACHED * CACHED if in_blocks(codec) else 0
         """Elements of whole pieces, where each piece has a payload of its own."""
-        self._places = list(itertools.pairwise(itertools.accumulate(map(self._packed_bytes, self._spans), initial=0)))
+        ends = itertools.accumulate(map(self._packed_bytes, self._spans), initial=0)
+        self._places = list(itertools.pairwise(ends))
         self._payload = room.of(self.payload_bytes)
         self._packing: Packing | None = None
         if in_blocks(codec) and self._whole:

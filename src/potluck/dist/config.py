@@ -363,7 +363,9 @@ _RULES: dict[str, _Rule] = {
     "compression": _Rule("none", _compression, "use none, fp16, bf16, int8, int4, topk or topk:0.05"),
     "checksum": _Rule(False, _flag, _SWITCH),
     "encryption": _Rule(True, _flag, _SWITCH),
-    "copy_threads": _Rule(0, _whole(0, _MOST_THREADS), f"use a number from 1 to {_MOST_THREADS}, or 0 to let it be chosen"),
+    "copy_threads": _Rule(
+        0, _whole(0, _MOST_THREADS), f"use a number from 1 to {_MOST_THREADS}, or 0 to let it be chosen"
+    ),
     "timeout_s": _Rule(None, _seconds(0.001, 30 * _DAY), _TIME.format(0.001, 30 * _DAY)),
     "connect_timeout_s": _Rule(60.0, _seconds(0.1, _DAY), _TIME.format(0.1, _DAY)),
     "heartbeat_s": _Rule(1.0, _seconds(0.05, 600), _TIME.format(0.05, 600)),

@@ -276,7 +276,8 @@ class Links:
     def why_gone(self, endpoint: Endpoint, *, streaming: bool = False) -> str | None:
         """What happened to a peer that is waited for, in words; None while nothing speaks against it.
 
-        `streaming`: its bytes come by a connection of their own, which a farewell or an end of this one may overtake.
+        `streaming`: its bytes come by a connection of their own, which a farewell or an end of this one may
+        overtake.
         """
         link = self.reach(endpoint)
         now = time.monotonic()
