@@ -81,3 +81,16 @@ def test_a_stopped_engine_fails_what_is_queued_and_takes_nothing_new(engine: Eng
         queued.wait(SOON)
     with pytest.raises(RankGoneError, match="shut down"):
         asked(engine)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_job_that_is_interrupted_is_over_and_the_next_one_runs(engine: Engine) -> None:
+    def interrupted() -> None:
+        raise SystemExit
+
+    work = PotluckWork("a job", [])
+    engine.submit(interrupted, work, at_once=False)
+    with pytest.raises(RankGoneError, match="interrupted"):
+        work.wait(SOON)
+    asked(engine).wait(SOON)
+    assert engine.drain(20)

@@ -109,8 +109,10 @@ class Engine:
             self._running = True
         try:
             outcome = self._outcome(job, work)
-        finally:
-            self._turn_is_over(telling=1)
+        except BaseException:
+            self._turn_is_over()
+            raise
+        self._turn_is_over(telling=1)
         work.complete(outcome)
         with self._changed:
             self._telling -= 1
