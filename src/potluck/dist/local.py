@@ -24,10 +24,11 @@ from potluck.dist import reduction
 from potluck.dist.counting import SPENT
 from potluck.dist.local_chain import part_of
 from potluck.dist.local_hands import Hands, number_of
-from potluck.dist.local_memory import Memory, Sizes, cores
+from potluck.dist.local_memory import Memory, Sizes
 from potluck.dist.local_rounds import NOTE_LIMIT, SEPARATOR, Rounds, note_of
 from potluck.dist.rings import Patience
 from potluck.errors import CollectiveError
+from potluck.limits import usable_cores
 
 SUM = dist.ReduceOp.SUM
 _PLAIN = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
@@ -61,7 +62,7 @@ class LocalGroup(Rounds):
         For other sizes than the usual ones: `LocalGroup(Memory.meet(..., sizes=Sizes(...)))`.
         """
         memory = Memory.meet(store, prefix, rank, size, sizes=Sizes(), timeout_s=timeout_s)
-        return cls(memory, names, hands=Hands(number_of(copy_threads, len(cores()), size)))
+        return cls(memory, names, hands=Hands(number_of(copy_threads, usable_cores(), size)))
 
     # Reductions
 

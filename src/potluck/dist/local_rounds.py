@@ -16,9 +16,10 @@ from torch import Tensor
 
 from potluck.dist import reduction
 from potluck.dist.local_hands import Hands, number_of
-from potluck.dist.local_memory import Memory, cores
+from potluck.dist.local_memory import Memory
 from potluck.dist.rings import Patience
 from potluck.errors import CollectiveError, CollectiveTimeoutError, RankGoneError
+from potluck.limits import usable_cores
 
 NOTE_LIMIT = 400
 SEPARATOR = b"\0"
@@ -104,7 +105,7 @@ class Rounds:
         self._others = [number for number in range(self.size) if number != self.rank]
         self._scratch: dict[torch.dtype, Tensor] = {}
         self._broken = ""
-        self._hands = hands or Hands(number_of(0, len(cores()), self.size))
+        self._hands = hands or Hands(number_of(0, usable_cores(), self.size))
         self._differ = differ or self._disagreement
 
     def abort(self, reason: str) -> None:
