@@ -55,8 +55,8 @@ class Packing:
         self._given, self._results = _parts(values, room.stride)
         self._kept = None if residual is None else _Sums(residual, room.stride)
         self._stored, self._codes = _views(codec, packed, room.stride)
-        self._made = torch.empty(self._stored.shape)
-        self._scales = self._made.view(-1, room.stride // BLOCK, 1).unbind(0)
+        self._floats = torch.empty(self._stored.shape)
+        self._scales = self._floats.view(-1, room.stride // BLOCK, 1).unbind(0)
 
     def encode(self, first: int, last: int) -> None:
         """Pack these pieces of `values + residual`, and leave in `residual` what the payloads lost of it, as
@@ -68,20 +68,20 @@ class Packing:
     def _encode(self, first: int, last: int) -> None:
         room, codec, given, kept = self._room, self._codec, self._given, self._kept
         start, stop = first * self._per_piece, last * self._per_piece
-        sums, ahead = (room.sums, start) if kept is None else (kept, 0)
+        sums, base = (room.sums, start) if kept is None else (kept, 0)
         for part, at in enumerate(range(start, stop)):
-            total = sums.flat[at - ahead]
+            total = sums.flat[at - base]
             if kept is None:
                 total.copy_(given[at])
             else:
                 torch.add(given[at], total, out=total)
-            room.find_peaks(part, sums.bits[at - ahead])
+            room.find_peaks(part, sums.bits[at - base])
         scales = room.make_scales(last - first, _NUMBERS.inverse_levels[codec.levels])
         stored = self._stored[first:last].copy_(scales.upper_bits)
-        self._made[first:last].copy_(scales.floats)
+        self._floats[first:last].copy_(scales.floats)
         finite = kept is None or int(stored.amax()) < codec.limit
         for part, at in enumerate(range(start, stop)):
-            totals = sums.blocks[at - ahead]
+            totals = sums.blocks[at - base]
             torch.mul(totals, room.inverses[part], out=room.levels)
             if room.alone:
                 room.level.round_()
