@@ -15,6 +15,7 @@ import zmq
 from zmq.utils import garbage, z85
 
 from potluck.wire import transport
+from potluck.wire.files import Room
 from potluck.wire.frames import PART_BYTES
 from potluck.wire.keys import new_keys
 from potluck.wire.token import Token
@@ -149,7 +150,7 @@ def test_a_guest_that_sends_much_in_messages_that_end_is_left_alone(monkeypatch:
 
 
 def test_connections_of_one_who_holds_the_key_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "MOST_INSIDE", 12)
+    monkeypatch.setattr(transport, "room_at_door", lambda limit, in_use: Room(inside=12))
     with host() as (end, _), rogues() as rogue_of:
         guest = guest_of(end)
         inside = end._door.watch._inside

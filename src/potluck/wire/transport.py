@@ -14,6 +14,7 @@ import errno
 import math
 import os
 import secrets
+import socket
 import threading
 import time
 import weakref
@@ -22,7 +23,8 @@ from typing import Literal, NoReturn
 
 import zmq
 
-from potluck.errors import ConfigError, NetworkError, PortTakenError, RefusedError, WireError
+from potluck.errors import ConfigError, NetworkError, PortTakenError, PotluckError, RefusedError, WireError
+from potluck.wire import gate
 from potluck.wire.admitted import Admitted
 from potluck.wire.door import (
     DISCONNECTED,
@@ -35,7 +37,7 @@ from potluck.wire.door import (
     Monitor,
     SocketMaker,
 )
-from potluck.wire.files import make_room, room_for_strangers, warning_of
+from potluck.wire.files import make_room, open_now, room_at_door, warning_of
 from potluck.wire.frames import MAX_FRAME_BYTES, MAX_FRAMES, MAX_PARTS, PART_BYTES, cut, joined
 from potluck.wire.keys import HostKeys, public_of
 from potluck.wire.reach import Answer, first_answering, who_answers, who_holds
@@ -57,13 +59,6 @@ QUEUE_MESSAGES = 1024
 UNREAD_MESSAGES = 64
 """Messages of one peer kept before they are read; then its connection stops taking more."""
 
-MOST_WAITING = 1024
-"""Connections that may wait at a host's door. Holding one costs a host some 20 kB and a file; closing one that is
-opened again at once costs it time, so there is room for more than are ever honestly there."""
-
-MOST_INSIDE = 256
-"""Connections of those who hold the key: two for each guest, and as many again for guests that come back before
-their old ones are known to be dead."""
 MOST_UNREAD_BYTES = 2 * MAX_PARTS * PART_BYTES
 """What a connection may bring without a message's end: the longest message, and what the system keeps besides."""
 LOOK_S = 0.5
@@ -100,27 +95,43 @@ class HostSocket:
         if not 0 <= port < 65536:
             raise ConfigError(f"{port} is not a port", hint="ports are 1 to 65535; 0 picks a free one")
         limit = make_room()
-        room = room_for_strangers(limit, MOST_WAITING)
-        self.warning = warning_of(limit, room, MOST_WAITING)
+        room = room_at_door(limit, open_now())
+        self.warning = warning_of(limit, room)
         self._station = _Station(self)
         try:
             self._socket = self._station.socket(zmq.ROUTER)
             _set_common_options(self._socket, PART_BYTES)
             self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            # A short queue makes a guest's system try again, after whole seconds, where many connect at once; a
-            # long one lets more in at once than the door can turn out in time.
-            self._socket.setsockopt(zmq.BACKLOG, max(128, room // 4))
+            self._socket.setsockopt(zmq.BACKLOG, room.batch)
             self._socket.setsockopt(zmq.CURVE_SERVER, 1)
             self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-            inside = Admitted(most=MOST_INSIDE, most_bytes=MOST_UNREAD_BYTES)
+            inside = Admitted(most=room.inside, most_bytes=MOST_UNREAD_BYTES)
             self._door = Door(self._station.socket, self._socket, keys.guest_public, on_denied, room, inside)
             self._looked = time.monotonic()
             self._station.before_closing = self._door.watch.close
-            self.port = _bind(self._socket, bind, port)
+            self.port = self._listen(bind, port, room.batch)
         except BaseException:
             self._station.close()
             raise
         self._poller = self._station.poller(self._socket, self._door.zap)
+
+    def _listen(self, bind: str, port: int, batch: int) -> int:
+        """Open the port; the number that it got."""
+        address = {"": "0.0.0.0", "*": "0.0.0.0", "localhost": "127.0.0.1"}.get(bind, bind)
+        try:
+            if not gate.IS_AVAILABLE:
+                return _bind(self._socket, address, port)
+            entrance = gate.Gate(address, port, batch)
+            try:
+                entrance.lend_to(self._socket)
+            except BaseException:
+                entrance.close()
+                raise
+            self._door.watch.keep(entrance)
+            return entrance.port
+        except (OSError, zmq.ZMQError) as error:
+            number = errno.ENODEV if isinstance(error, socket.gaierror) else error.errno
+            raise _unopened(number, error.strerror or str(error), bind, port) from None
 
     def receive(self, timeout_s: float) -> list[tuple[bytes, list[memoryview]]]:
         """What has arrived, as (peer, frames); waits up to `timeout_s` for the first, or for wake().
@@ -290,6 +301,11 @@ class GuestSocket:
         turned_away = any(link.failure is not None for link in self._links)
         if answer is Answer.CURVE and turned_away and after_s < HANDSHAKE_S / 2:
             raise HungUpError(f"the host at {where} is not the one of this token", hint=fresh)
+        if answer is Answer.SILENT and turned_away:
+            raise HungUpError(
+                f"the host at {where} hung up and takes nobody at this moment",
+                hint="strangers may crowd its port: try again in a moment, and see its log for `refused_stranger`",
+            )
         if answer is Answer.CURVE:
             raise NetworkError(
                 f"the host at {where} did not finish the handshake within {after_s:.1f} s",
@@ -415,32 +431,33 @@ def _set_common_options(target: zmq.Socket[bytes], most_bytes: int) -> None:
     target.setsockopt(zmq.TCP_MAXRT, 60_000)
 
 
-def _bind(target: zmq.Socket[bytes], bind: str, port: int) -> int:
-    address = {"": "0.0.0.0", "*": "0.0.0.0", "localhost": "127.0.0.1"}.get(bind, bind)
+def _bind(target: zmq.Socket[bytes], address: str, port: int) -> int:
     if ":" in address:
         target.setsockopt(zmq.IPV6, 1)
         address = f"[{address}]"
-    try:
-        target.bind(f"tcp://{address}:{port or '*'}")
-    except zmq.ZMQError as error:
-        if error.errno == zmq.EADDRINUSE:
-            holder = who_holds(port)
-            raise PortTakenError(
-                f"port {port} is taken" + (f" by {holder}" if holder else ""),
-                hint="choose another port, or 0 for a free one; end that process if it is an old host",
-            ) from None
-        if error.errno in (zmq.EADDRNOTAVAIL, errno.ENODEV, zmq.EINVAL):
-            raise ConfigError(
-                f"this machine has no address {bind!r} to listen on",
-                hint="0.0.0.0 listens on all addresses, 127.0.0.1 for guests on this machine only",
-            ) from None
-        raise NetworkError(
-            f"port {port} on {bind} cannot be opened: {error.strerror}",
-            hint="ports below 1024 need special rights; choose one above",
-        ) from None
+    target.bind(f"tcp://{address}:{port or '*'}")
     endpoint = target.getsockopt(zmq.LAST_ENDPOINT)
     assert isinstance(endpoint, bytes)
     return int(endpoint.rstrip(b"\0").rpartition(b":")[2])
+
+
+def _unopened(number: int | None, words: str, bind: str, port: int) -> PotluckError:
+    """Why a port cannot be opened."""
+    if number in (errno.EADDRINUSE, zmq.EADDRINUSE):
+        holder = who_holds(port)
+        return PortTakenError(
+            f"port {port} is taken" + (f" by {holder}" if holder else ""),
+            hint="choose another port, or 0 for a free one; end that process if it is an old host",
+        )
+    if number in (errno.EADDRNOTAVAIL, zmq.EADDRNOTAVAIL, errno.ENODEV, errno.EINVAL):
+        return ConfigError(
+            f"this machine has no address {bind!r} to listen on",
+            hint="0.0.0.0 listens on all addresses, 127.0.0.1 for guests on this machine only",
+        )
+    return NetworkError(
+        f"port {port} on {bind} cannot be opened: {words}",
+        hint="ports below 1024 need special rights; choose one above",
+    )
 
 
 def _milliseconds(deadline: float) -> int:
