@@ -303,8 +303,8 @@ class GuestSocket:
             raise HungUpError(f"the host at {where} is not the one of this token", hint=fresh)
         if answer is Answer.SILENT and turned_away:
             raise HungUpError(
-                f"the host at {where} hung up and takes nobody at this moment",
-                hint="strangers may crowd its port: try again in a moment, and see its log for `refused_stranger`",
+                f"there is no potluck host at {where}, or strangers crowd its port: it hung up, and is silent",
+                hint="is it the right machine? If so, try again in a moment; its log names strangers",
             )
         if answer is Answer.CURVE:
             raise NetworkError(
