@@ -135,6 +135,8 @@ class Watch:
         self._spoke: dict[int, Peer] = {}
         """Connections that a message came over: of guests. By number and peer: a stranger's number may be a guest's
         before this thread has seen the stranger leave."""
+        self._names: dict[int, bytes] = {}
+        """What those who spoke call themselves."""
         self._successes = 0
         self._failure: int | None = None
         self._turned_away: deque[str] = deque(maxlen=_MOST_UNREPORTED)
@@ -149,7 +151,7 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="potluck-door", daemon=True)
         self._thread.start()
 
-    def keep(self, gate: Gate) -> None:
+    def keep(self, gate: Gate | None) -> None:
         """From now on admit those who wait at this gate, and close it at the end."""
         self._gate = gate
         self._waker.wake()
@@ -161,18 +163,26 @@ class Watch:
         while self._turned_away:
             yield self._turned_away.popleft()
 
-    def heard(self, descriptor: int) -> None:
-        """A message came over this connection: whoever sent it holds the key."""
+    def heard(self, descriptor: int, name: bytes = b"") -> None:
+        """A message came over this connection: whoever sent it holds the key, and is called so."""
         surplus: list[Visitor] = []
         peer = _peer(descriptor)
         with self._lock:
             self._inside.spoke(descriptor)
             if peer is not None and self._spoke.get(descriptor) != peer:
                 self._spoke[descriptor] = peer
+                self._names[descriptor] = name
                 self._lobby.left(descriptor)
                 surplus = self._inside.too_many(self._lobby)
         for visitor in surplus:
             _turn_out(visitor)
+
+    def hang_up(self, name: bytes) -> None:
+        """End the connections of whoever is called so, with all that is queued for them."""
+        with self._lock:
+            ends = [(number, self._spoke[number]) for number, known in self._names.items() if known == name]
+        for number, (address, port) in ends:
+            _turn_out(Visitor(descriptor=number, address=address, port=port, since=0.0))
 
     def hang_up_on_the_endless(self) -> None:
         """After all whole messages have been read: end the connections that send one without an end."""
@@ -276,6 +286,7 @@ class Watch:
         with self._lock:
             if peer is not None and self._spoke.get(descriptor) == peer:
                 del self._spoke[descriptor]
+                self._names.pop(descriptor, None)
             self._lobby.left(descriptor)
             self._inside.left(descriptor)
         failure, self._failure = self._failure, None

@@ -1,4 +1,4 @@
-"""The listening port of a host: owns how many connections libzmq may accept before it is asked again.
+"""The listening port of a host: owns opening it, and how many connections libzmq may accept at once.
 
 libzmq accepts in a thread of its own whatever comes, and each connection is an open file: while Python is busy
 elsewhere (importing torch keeps it for a second) nobody counts, and a burst of strangers takes every file that the
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import platform
 import select
@@ -25,6 +26,9 @@ import time
 from pathlib import Path
 
 import zmq
+
+from potluck.errors import ConfigError, NetworkError, PortTakenError, PotluckError
+from potluck.wire.reach import who_holds
 
 IS_AVAILABLE = sys.platform == "linux"
 
@@ -42,6 +46,56 @@ _CODE = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line
 _FILTER = struct.pack("HP", len(_BEGINNINGS), ctypes.addressof(_CODE))
 """Lets connections begin but not be established."""
 _EPOLL_EVENT = "=IQ" if platform.machine() == "x86_64" else "@IQ"
+
+
+def listen(target: zmq.Socket[bytes], bind: str, port: int, batch: int) -> tuple[int, Gate | None]:
+    """Let a socket of libzmq listen; the port that it got, and the gate where there is one.
+
+    A PotluckError tells why it cannot. The socket's options must be set before.
+    """
+    address = {"": "0.0.0.0", "*": "0.0.0.0", "localhost": "127.0.0.1"}.get(bind, bind)
+    try:
+        if not IS_AVAILABLE:
+            return _bind(target, address, port), None
+        gate = Gate(address, port, batch)
+        try:
+            gate.lend_to(target)
+        except BaseException:
+            gate.close()
+            raise
+        return gate.port, gate
+    except (OSError, zmq.ZMQError) as error:
+        number = errno.ENODEV if isinstance(error, socket.gaierror) else error.errno
+        raise _unopened(number, error.strerror or str(error), bind, port) from None
+
+
+def _bind(target: zmq.Socket[bytes], address: str, port: int) -> int:
+    if ":" in address:
+        target.setsockopt(zmq.IPV6, 1)
+        address = f"[{address}]"
+    target.bind(f"tcp://{address}:{port or '*'}")
+    endpoint = target.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(endpoint, bytes)
+    return int(endpoint.rstrip(b"\0").rpartition(b":")[2])
+
+
+def _unopened(number: int | None, words: str, bind: str, port: int) -> PotluckError:
+    """Why a port cannot be opened."""
+    if number in (errno.EADDRINUSE, zmq.EADDRINUSE):
+        holder = who_holds(port)
+        return PortTakenError(
+            f"port {port} is taken" + (f" by {holder}" if holder else ""),
+            hint="choose another port, or 0 for a free one; end that process if it is an old host",
+        )
+    if number in (errno.EADDRNOTAVAIL, zmq.EADDRNOTAVAIL, errno.ENODEV, errno.EINVAL):
+        return ConfigError(
+            f"this machine has no address {bind!r} to listen on",
+            hint="0.0.0.0 listens on all addresses, 127.0.0.1 for guests on this machine only",
+        )
+    return NetworkError(
+        f"port {port} on {bind} cannot be opened: {words}",
+        hint="ports below 1024 need special rights; choose one above",
+    )
 
 
 class Gate:

@@ -10,11 +10,9 @@ pyzmq frees such memory in a thread of its own, one for the whole process, which
 from __future__ import annotations
 
 import contextlib
-import errno
 import math
 import os
 import secrets
-import socket
 import threading
 import time
 import weakref
@@ -23,8 +21,8 @@ from typing import Literal, NoReturn
 
 import zmq
 
-from potluck.errors import ConfigError, NetworkError, PortTakenError, PotluckError, RefusedError, WireError
-from potluck.wire import gate
+from potluck.errors import ConfigError, NetworkError, RefusedError, WireError
+from potluck.limits import usable_memory
 from potluck.wire.admitted import Admitted
 from potluck.wire.door import (
     DISCONNECTED,
@@ -39,8 +37,10 @@ from potluck.wire.door import (
 )
 from potluck.wire.files import make_room, open_now, room_at_door, warning_of
 from potluck.wire.frames import MAX_FRAME_BYTES, MAX_FRAMES, MAX_PARTS, PART_BYTES, cut, joined
+from potluck.wire.gate import listen
 from potluck.wire.keys import HostKeys, public_of
-from potluck.wire.reach import Answer, first_answering, who_answers, who_holds
+from potluck.wire.queued import WORTH_COUNTING_BYTES, Queued, budget_bytes
+from potluck.wire.reach import Answer, first_answering, who_answers
 from potluck.wire.token import Token
 from potluck.wire.waker import Waker
 
@@ -108,30 +108,14 @@ class HostSocket:
             inside = Admitted(most=room.inside, most_bytes=MOST_UNREAD_BYTES)
             self._door = Door(self._station.socket, self._socket, keys.guest_public, on_denied, room, inside)
             self._looked = time.monotonic()
+            self._queued = Queued(most_bytes=budget_bytes(usable_memory()[0]))
             self._station.before_closing = self._door.watch.close
-            self.port = self._listen(bind, port, room.batch)
+            self.port, entrance = listen(self._socket, bind, port, room.batch)
+            self._door.watch.keep(entrance)
         except BaseException:
             self._station.close()
             raise
         self._poller = self._station.poller(self._socket, self._door.zap)
-
-    def _listen(self, bind: str, port: int, batch: int) -> int:
-        """Open the port; the number that it got."""
-        address = {"": "0.0.0.0", "*": "0.0.0.0", "localhost": "127.0.0.1"}.get(bind, bind)
-        try:
-            if not gate.IS_AVAILABLE:
-                return _bind(self._socket, address, port)
-            entrance = gate.Gate(address, port, batch)
-            try:
-                entrance.lend_to(self._socket)
-            except BaseException:
-                entrance.close()
-                raise
-            self._door.watch.keep(entrance)
-            return entrance.port
-        except (OSError, zmq.ZMQError) as error:
-            number = errno.ENODEV if isinstance(error, socket.gaierror) else error.errno
-            raise _unopened(number, error.strerror or str(error), bind, port) from None
 
     def receive(self, timeout_s: float) -> list[tuple[bytes, list[memoryview]]]:
         """What has arrived, as (peer, frames); waits up to `timeout_s` for the first, or for wake().
@@ -145,18 +129,18 @@ class HostSocket:
                 woken = self._station.waker.drain()
                 self._door.serve()
                 received = _receive(self._socket, MAX_MESSAGES_PER_CALL, MAX_PARTS)
-                messages = [(bytes(peer), joined(parts)) for peer, *parts in received if self._says(parts)]
+                messages = [(bytes(peer), joined(parts)) for peer, *parts in received if self._says(peer, parts)]
                 self._look()
                 if messages or woken or time.monotonic() >= deadline:
                     return messages
 
-    def _says(self, parts: list[memoryview]) -> bool:
+    def _says(self, peer: memoryview, parts: list[memoryview]) -> bool:
         """Whether this is more than a knock; either shows that the connection is a guest's."""
         knock = len(parts) == 1 and parts[0] == _KNOCK
         frame = parts[-1].obj if parts else None
         if isinstance(frame, zmq.Frame):
             with contextlib.suppress(zmq.ZMQError):
-                self._door.watch.heard(int(frame.get(zmq.SRCFD)))
+                self._door.watch.heard(int(frame.get(zmq.SRCFD)), bytes(peer))
         return not knock
 
     def _look(self) -> None:
@@ -164,6 +148,7 @@ class HostSocket:
         now = time.monotonic()
         if now - self._looked > LOOK_S and not self._socket.poll(0):
             self._looked = now
+            self._queued.look(now)
             self._door.watch.hang_up_on_the_endless()
 
     @staticmethod
@@ -177,8 +162,33 @@ class HostSocket:
 
     def send(self, peer: bytes, frames: Iterable[Frame]) -> bool:
         """Queue a message for a peer; never waits. False: the peer is gone or its queue is full."""
+        message = [peer, *frames]
+        sizes = [memoryview(frame).nbytes for frame in message]
         with self._station.one_thread:
-            return _send(self._socket, [peer, *frames])
+            if sum(sizes) < WORTH_COUNTING_BYTES:
+                return _send(self._socket, message)
+            # Frames leave in their order: when the largest has left, the message has.
+            largest = sizes.index(max(sizes))
+            tracked = zmq.Frame(message[largest], track=True, copy=False, copy_threshold=0)
+            if not _send(self._socket, [*message[:largest], tracked, *message[largest + 1 :]]):
+                return False
+            self._queued.sent(peer, tracked.tracker, sum(sizes), time.monotonic())
+            return True
+
+    def overfull(self) -> list[tuple[bytes, int]]:
+        """Peers that had to be hung up on because too much waited, and how many bytes did.
+
+        Of those that do not read, the ones that have not for the longest time.
+        """
+        stuck = self._queued.stuck(time.monotonic())
+        for peer, _ in stuck:
+            self._door.watch.hang_up(peer)
+        return stuck
+
+    @property
+    def queued_bytes(self) -> int:
+        """What waits for all peers together, as far as that was looked at."""
+        return self._queued.total_bytes
 
     def wake(self) -> None:
         """Make the receive() under way, or the next one, return at once; from any thread."""
@@ -431,35 +441,6 @@ def _set_common_options(target: zmq.Socket[bytes], most_bytes: int) -> None:
     target.setsockopt(zmq.TCP_MAXRT, 60_000)
 
 
-def _bind(target: zmq.Socket[bytes], address: str, port: int) -> int:
-    if ":" in address:
-        target.setsockopt(zmq.IPV6, 1)
-        address = f"[{address}]"
-    target.bind(f"tcp://{address}:{port or '*'}")
-    endpoint = target.getsockopt(zmq.LAST_ENDPOINT)
-    assert isinstance(endpoint, bytes)
-    return int(endpoint.rstrip(b"\0").rpartition(b":")[2])
-
-
-def _unopened(number: int | None, words: str, bind: str, port: int) -> PotluckError:
-    """Why a port cannot be opened."""
-    if number in (errno.EADDRINUSE, zmq.EADDRINUSE):
-        holder = who_holds(port)
-        return PortTakenError(
-            f"port {port} is taken" + (f" by {holder}" if holder else ""),
-            hint="choose another port, or 0 for a free one; end that process if it is an old host",
-        )
-    if number in (errno.EADDRNOTAVAIL, zmq.EADDRNOTAVAIL, errno.ENODEV, errno.EINVAL):
-        return ConfigError(
-            f"this machine has no address {bind!r} to listen on",
-            hint="0.0.0.0 listens on all addresses, 127.0.0.1 for guests on this machine only",
-        )
-    return NetworkError(
-        f"port {port} on {bind} cannot be opened: {words}",
-        hint="ports below 1024 need special rights; choose one above",
-    )
-
-
 def _milliseconds(deadline: float) -> int:
     return max(0, math.ceil((deadline - time.monotonic()) * 1000))
 
@@ -484,10 +465,12 @@ def _receive(source: zmq.Socket[bytes], limit: int, most_parts: int) -> list[lis
     return messages
 
 
-def _send(target: zmq.Socket[bytes], frames: Sequence[Frame]) -> bool:
+def _send(target: zmq.Socket[bytes], frames: Sequence[Frame | zmq.Frame]) -> bool:
     for frame in frames:
         # The receiver would cut the connection for it.
-        if (size := memoryview(frame).nbytes) > MAX_FRAME_BYTES:
+        if (
+            size := frame.buffer.nbytes if isinstance(frame, zmq.Frame) else memoryview(frame).nbytes
+        ) > MAX_FRAME_BYTES:
             raise WireError(f"a frame of {size} bytes, at most {MAX_FRAME_BYTES} may travel")
     try:
         target.send_multipart(frames, zmq.NOBLOCK, copy=False)
