@@ -32,6 +32,7 @@ from potluck.hub.members import CHECKING, COMPUTING, JOINING, LONGEST_BENCH_STEP
 from potluck.hub.said import LARGEST_NUMBER, micro_batches, real, seconds, whole
 from potluck.hub.stepping import Stepping, pack_samples
 from potluck.spec.layout import TensorSpec, fingerprint_from_json, fingerprint_to_json, first_difference
+from potluck.units import printable
 from potluck.wire.frames import dump_json, load_json
 
 CHECK_SAMPLES = 4
@@ -212,11 +213,9 @@ class HostProtocol:
 
     def _leave(self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float) -> list[Action]:
         member.failed = fields.get("failed") is True
-        reason = str(fields.get("reason", ""))[:LONGEST_GOODBYE]
         # Its words: they must not steer the terminal in which somebody reads the log.
-        return self._remove(
-            member, "guest_left", "".join(c if c.isprintable() else " " for c in reason).strip() or "left"
-        )
+        reason = printable(fields.get("reason", ""), LONGEST_GOODBYE)
+        return self._remove(member, "guest_left", reason or "left")
 
     # -- contributions ----------------------------------------------------------------------------------
 
