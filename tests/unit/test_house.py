@@ -279,6 +279,11 @@ def test_the_public_names_are_what_is_exported() -> None:
     assert public - submodules == set(names) - submodules - {"__version__"}
 
 
+def test_the_list_of_files_is_made_anew() -> None:
+    done = run_python(str(ROOT / "docs" / "generate.py"), "--check")
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_verb_that_is_offered_exists() -> None:
     """Once its file is there, the attribute in the table must be too."""
     from potluck.cli._app import VERBS
