@@ -224,7 +224,7 @@ def contribute(pair: Pair, lease: int, values: list[Tensor | None]) -> dict[int,
 
 
 def decode(pair: Pair, lease: int, pieces: dict[int, Any]) -> str | None:
-    pair.coder.decode("guest", lease, pieces, 1.5)
+    pair.coder.decode("guest", lease, pieces, 1.5, 4)
     pair.until(lambda: bool(pair.decoded))
     done = pair.decoded.pop()
     assert (done.guest, done.lease, done.loss_sum) == ("guest", lease, 1.5)
@@ -343,7 +343,7 @@ def test_a_contribution_goes_before_coding_and_coding_before_newcomers() -> None
     pair.coder.code_change()
     pair.coder.ask("probe", Item("whole", 0, 4), None)
     pieces = {p.index: bytes(get("int4").nbytes(p.count)) for p in pair.tensors.layout.pieces}
-    pair.coder.decode("guest", 1, pieces, 0.0)
+    pair.coder.decode("guest", 1, pieces, 0.0, 4)
     pair.coder.start()
     try:
         deadline = time.monotonic() + DEADLINE_S
@@ -376,7 +376,7 @@ def test_the_hosts_device_need_not_be_the_guests() -> None:
 def test_a_fault_of_the_coder_is_said_and_not_swallowed() -> None:
     """A thread that dies without a word would leave the host waiting for a contribution for good."""
     with Pair("int4").running() as pair:
-        pair.coder.decode("guest", 1, {}, 0.0)
+        pair.coder.decode("guest", 1, {}, 0.0, 4)
         deadline = time.monotonic() + DEADLINE_S
         while not pair.coder.results:
             assert time.monotonic() < deadline
