@@ -2,11 +2,12 @@
 
     .venv/bin/python bench/stress/r12_not_finite.py [--times 100] [--minutes 15] [--json]
 
-A run of 14 steps with two guests each time, a checkpoint every other step. After it: every checkpoint that is there is
-finite in all its tensors, and was so when it was acknowledged (the newest is as new as the log says); a run whose host
-was well, or not well for fewer steps than `max_bad_steps`, made all its steps and ended with status 0; one whose host
-was not ended with status 1 and named the checkpoint to go on from; every step has exactly `global_batch` samples; steps
-that were not applied are in the log with their cause; and where only guests were wrong and bounded, all were applied.
+A run of 14 steps with two guests each time, a checkpoint every other step. After it: every checkpoint that is
+there is finite in all its tensors, and the newest is the one acknowledged last; a run whose host was well, or
+not well for fewer steps than `max_bad_steps`, made all its steps and ended with status 0; one whose host was
+not ended with status 1 and named the checkpoint to go on from; every step has exactly `global_batch` samples;
+steps that were not applied are in the log with their cause; and where only guests were wrong and bounded, all
+were applied.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from potluck.hub.feed import NOTHING, Item, TensorPart
 from potluck.hub.guest import Work
 from potluck.hub.host_coder import Failed
 from potluck.spec import layout as layouts
+from potluck.train.update import total_norm
 from support.coder_pair import DEADLINE_S, Pair, flat
 from support.fake_device import FakeDevice
 
@@ -319,6 +320,28 @@ def test_of_a_faulty_contribution_nothing_is_in_the_sum(codec: str, fault: str, 
         alone = torch.cat([get(codec).decode(torch.frombuffer(bytearray(good[p.index]), dtype=torch.uint8), p.count)
                            for p in pair.tensors.layout.pieces])  # fmt: skip
         assert torch.equal(summed(pair), alone)
+
+
+@every_codec
+def test_a_contribution_far_larger_than_the_hosts_own_does_not_count(codec: str) -> None:
+    """And two that are finite each, but not together, are no numbers any more: see what is made of the sum."""
+    with Pair(codec).running() as pair:
+        good = contribute(pair, 1, gradients(pair, 1))  # type: ignore[arg-type]
+        norm = float(torch.cat([g.reshape(-1) for g in gradients(pair, 1)]).norm())
+        values: list[Tensor | None] = [torch.full(p.shape, 2e38) for p in pair.tensors.trained]
+        huge = contribute(pair, 2, values)
+        for lease in (2, 3):
+            assert decode(pair, lease, huge) is None, "nothing is known yet of the host's own"
+        assert not bool(total_norm([summed(pair)]).isfinite())
+        for parameter in pair.tensors.trained:
+            parameter.grad = None
+        pair.coder.most_a_sample = 1000 * norm / 4
+        assert decode(pair, 4, good) is None
+        why_not = decode(pair, 5, huge)
+        assert why_not is not None
+        assert "its gradient is too large: a norm of up to" in why_not
+        assert bool(summed(pair).isfinite().all())
+        assert float(summed(pair).norm()) < 100 * norm
 
 
 @every_codec

@@ -36,7 +36,7 @@ class AloneHub:
         result = StepResult(samples=samples, wait_s=0.0, dropped_samples=0, taken_back_samples=0, predicted_s=None)
         return result, 0.0
 
-    def host_gradient(self, step: int, norm: float, samples: int) -> None:
+    def judged(self, step: int, norm: float, samples: int, *, applied: bool) -> None:
         pass
 
     @contextmanager

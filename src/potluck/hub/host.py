@@ -191,10 +191,14 @@ class HostHub:
         self._coder.collect()
         return result, loss
 
-    def host_gradient(self, step: int, norm: float, samples: int) -> None:
-        """What the host's own gradient of a step came to: guests are judged by it, and bounded."""
+    def judged(self, step: int, norm: float, samples: int, *, applied: bool) -> None:
+        """What the host's own gradient of a step came to: guests are judged by it, and bounded.
+
+        `applied`: whether the whole gradient of the step was.
+        """
         with self._changed:
             self._do(self._protocol.host_gradient(step, norm, samples))
+            self._do([] if applied else self._protocol.not_applied())
             self._coder.most_a_sample = self._protocol.norms.most_a_sample
 
     def updating(self) -> AbstractContextManager[None]:

@@ -42,7 +42,7 @@ class Norms:
         self._suspects.append(_Suspect(guest, step, norm))
 
     def host_gradient(self, step: int, norm: float, samples: int) -> list[tuple[str, bool]]:
-        """The host's own part of a step that ended; the guests that are judged by it, and whether they were wrong."""
+        """The host's own part of a step that ended; which guests are judged by it, and who was wrong."""
         if math.isfinite(norm) and norm > 0 and samples > 0:
             self._recent.append(norm / samples)
             if self._bound:

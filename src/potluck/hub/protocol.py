@@ -295,6 +295,11 @@ class HostProtocol:
                 )
         return actions
 
+    def not_applied(self) -> list[Action]:
+        """A step's gradient was not applied: what packing it has lost must not come with the next one."""
+        helped = [member for member in self.members.values() if member.samples]
+        return [Send(guest=m.id, channel=CONTROL, kind="dropped", fields={"lease": 0}) for m in helped]
+
     def decoded(
         self, guest: str, lease: int, why_not: str | None, now: float, wrong_norm: float | None = None
     ) -> list[Action]:

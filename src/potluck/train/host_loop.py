@@ -334,7 +334,7 @@ class HostTrainer:
             )
             self._judge(facts, applied=bool(applied))
             if own is not None:
-                self._hub.host_gradient(step.index, ours, samples)
+                self._hub.judged(step.index, ours, samples, applied=bool(applied))
             self._telemetry.step_ended(number, self._loss, result, update_s, now, applied=bool(applied))
 
         step.loss_when_known(self._flight.finish)
