@@ -81,6 +81,7 @@ class Trained:
         most: int = 3,
         device: Device | None = None,
         lr: float = 0.01,
+        add: Poison = lambda step: 1.0,
         kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
         **of_optimizer: Any,
     ) -> None:
@@ -110,7 +111,7 @@ class Trained:
                 factor = poison(step.index + 1)
                 for batch in step:
                     output = self.model(batch * (factor if factor == INF or factor != factor else 1.0))
-                    step.backward(output.square().mean() * factor)
+                    step.backward(output.square().mean() * factor + add(step.index + 1))
                 self.weights[step.index + 1] = self.model.line.weight.detach().clone()
         finally:
             set_launch(None)
@@ -264,6 +265,14 @@ def test_none_ends_it_where_none_should(tmp_path: Path) -> None:
     text = summary_text(summarize(run.events))
     assert "at first, – at last" in text
     assert "17 of the steps" in text
+
+
+def test_a_loss_that_is_no_number_with_a_gradient_that_is_one_is_applied(tmp_path: Path) -> None:
+    """As of a batch in which every label is ignored: torch's mean over nothing is NaN, its gradient zero."""
+    run = Trained(tmp_path, once(3, 0.0), steps=4, most=1, add=once(3, NAN))
+    assert [e["applied"] for e in of_kind(tmp_path, "step")] == [True] * 4
+    assert [e["loss"] is None for e in of_kind(tmp_path, "step")] == [False, False, True, False]
+    assert not torch.equal(run.weights[3], run.weights[2]), "the momentum goes on, as it would on one machine"
 
 
 # -- weights that are not finite though every gradient was

@@ -7,6 +7,7 @@ the loop is the same.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -334,7 +335,9 @@ class HostTrainer:
             )
             self._judge(facts, applied=bool(applied))
             if own is not None:
-                self._hub.judged(step.index, ours, samples, applied=bool(applied))
+                # Who found no finite loss in samples of which this machine finds none either was not wrong.
+                known = ours if math.isfinite(facts.own_loss) else math.nan
+                self._hub.judged(step.index, known, samples, applied=bool(applied))
             self._telemetry.step_ended(number, self._loss, result, update_s, now, applied=bool(applied))
 
         step.loss_when_known(self._flight.finish)
