@@ -4,7 +4,7 @@
 
 Linux, with user namespaces or root. About 45 minutes for all. Writes each rig's figures, logs and plots under
 --out, prints one table with the bars that potluck must reach, and ends with status 1 where one is missed. --write
-puts it into docs/performance.md and a short one into README.md; --only-table makes it from the figures of an earlier run.
+puts it into docs/performance.md and a short one into README.md; --only-table uses the figures of an earlier run.
 """
 
 from __future__ import annotations
