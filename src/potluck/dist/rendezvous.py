@@ -2,25 +2,31 @@
 
 It must not know collectives, nor open a socket of its own.
 
-A card says where a rank takes parcels, which public key it has, on which machine it runs, and which protocol it
-speaks. The store itself is neither encrypted nor guarded: whoever can write to it can join. See docs/security.md.
+A card says where a rank takes parcels, which public key it has, on which machine it runs, which protocol it speaks
+and which torch it has. The store itself is neither encrypted nor guarded: whoever can write to it can join. See
+docs/security.md.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from potluck._version import __version__
-from potluck.dist.config import disagreement
+from potluck.dist.config import disagreement, ranks_text
 from potluck.dist.links import Endpoint
 from potluck.dist.mesh import PROTOCOL
 from potluck.dist.pages import wait_for
 from potluck.errors import CollectiveError, WireError
+
+log = logging.getLogger("potluck.dist")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +40,7 @@ class Card:
     """The settings that all ranks must have alike."""
     version: str = __version__
     protocol: int = PROTOCOL
+    torch: str = torch.__version__
 
     def to_json(self) -> str:
         return json.dumps(
@@ -43,6 +50,7 @@ class Card:
                 "shared": dict(self.shared),
                 "version": self.version,
                 "protocol": self.protocol,
+                "torch": self.torch,
             }
         )
 
@@ -59,12 +67,13 @@ class Card:
                 )
             return cls(
                 endpoint=Endpoint.from_json(values["endpoint"]),
-                machine=values["machine"],
+                machine=str(values["machine"]),
                 shared=dict(values["shared"]),
-                version=values["version"],
+                version=str(values["version"]),
                 protocol=protocol,
+                torch=str(values["torch"]),
             )
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise WireError(
                 "the store holds something that is not a rank's card",
                 hint="do all ranks run the same version of potluck?",
@@ -95,7 +104,7 @@ def meet(store: Any, rank: int, world: int, mine: Card, timeout_s: float) -> Mee
 
     Raises:
         GuestsMissingError: it names the ranks that did not come.
-        CollectiveError: ranks of another version, or with other settings.
+        CollectiveError: ranks of another version, with other settings, or without a key where all have one.
     """
     deadline = time.monotonic() + timeout_s
     if rank == 0:
@@ -105,9 +114,36 @@ def meet(store: Any, rank: int, world: int, mine: Card, timeout_s: float) -> Mee
     wait_for(store, keys, deadline)
     cards = [Card.from_json(store.get(key)) for key in keys]
     error = disagreement({other: card.shared for other, card in enumerate(cards)})
+    if error is None and mine.endpoint.key:
+        error = _without_key(cards)
     if error is not None:
         raise error
+    _compare_torch(rank, cards)
     return Meeting(group=int(store.get("potluck/group")), cards=cards)
+
+
+def _without_key(cards: list[Card]) -> CollectiveError | None:
+    """Whoever can write to the store could else turn encryption off, though all ranks ask for it."""
+    ranks = [rank for rank, card in enumerate(cards) if not card.endpoint.has_key]
+    if not ranks:
+        return None
+    return CollectiveError(
+        f"{ranks_text(ranks)} came without a key, and encryption is on",
+        hint="nothing is sent in the clear: has somebody else written to the store? To go without encryption, set "
+        "POTLUCK_DIST_ENCRYPTION=0 on all ranks",
+    )
+
+
+def _compare_torch(rank: int, cards: list[Card]) -> None:
+    """Warn of versions that differ in more than the last number. None is refused: dtypes and shapes are compared at
+    each collective, and nothing that only one version of torch can read is sent."""
+    sides: dict[str, list[int]] = {}
+    for other, card in enumerate(cards):
+        sides.setdefault(".".join(card.torch.partition("+")[0].split(".")[:2]), []).append(other)
+    if len(sides) > 1:
+        text = "; ".join(f"{version} on {ranks_text(who)}" for version, who in sides.items())
+        level = logging.WARNING if rank == 0 else logging.INFO
+        log.log(level, "the ranks have different versions of torch, and may compute differently: %s", text)
 
 
 def all_ready(store: Any, rank: int, world: int, timeout_s: float) -> None:
