@@ -31,6 +31,7 @@ from potluck.hub.guard import ReplicaGuard
 from potluck.hub.ledger import Ledger
 from potluck.hub.members import CHECKING, COMPUTING, JOINING, LONGEST_BENCH_STEPS, SYNCING, Member
 from potluck.hub.stepping import Stepping, pack_samples
+from potluck.spec.config import MOST_GUESTS
 from potluck.spec.layout import TensorSpec, fingerprint_from_json, fingerprint_to_json, first_difference
 from potluck.wire.frames import dump_json, load_json
 
@@ -60,7 +61,7 @@ class HostTerms:
     silence_s: float = 5.0
     joining_silence_s: float = 60.0
     """Building a model may keep a machine busy for long."""
-    max_guests: int = 64
+    max_guests: int = MOST_GUESTS
     local_data: bool = False
     check_replica_every: int = 50
     """Steps between two comparisons of the replica's hash with the guests'; 0: never."""

@@ -19,6 +19,9 @@ from potluck.errors import ConfigError
 
 C = TypeVar("C")
 
+MOST_GUESTS = 64
+"""Guests that one host admits."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
