@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import threading
@@ -116,6 +117,19 @@ def test_a_crowd_does_not_take_the_files_nor_keep_ranks_out(monkeypatch: pytest.
             passes(one, two)  # who was there
             passes(three, two)  # who comes now, from the address of the crowd
             passes(two, three)
+
+
+def test_strangers_are_logged_but_not_without_end(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "potluck.dist"), ranks() as (one, two):
+        for _ in range(12):
+            with socket.create_connection(("127.0.0.1", one.endpoint.port)) as line:
+                line.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(100))
+                assert was_ended(line, 10)
+        assert until(lambda: one.links._strangers == 12)
+        passes(two, one)
+    said = [record.getMessage() for record in caplog.records if "stranger" in record.getMessage()]
+    assert len(said) == 5
+    assert "refused a stranger from" in said[0]
 
 
 def test_long_bodies_travel_in_short_parts() -> None:

@@ -247,7 +247,7 @@ class Links:
         """Say so, but not without end."""
         self._strangers += 1
         if self._strangers <= _STRANGERS_NAMED or self._strangers % 100 == 0:
-            log.info("refused a stranger from %s, the %d. so far", address, self._strangers)
+            log.info("refused a stranger from %s (%d so far)", address, self._strangers)
 
     # -- sending --------------------------------------------------------------------------------------------
 
