@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+import zmq
 from zmq.utils import garbage
 
 from potluck.dist import links
@@ -117,6 +118,22 @@ def test_a_crowd_does_not_take_the_files_nor_keep_ranks_out(monkeypatch: pytest.
             passes(one, two)  # who was there
             passes(three, two)  # who comes now, from the address of the crowd
             passes(two, three)
+
+
+def test_who_knows_a_ranks_public_key_and_has_one_of_its_own_is_refused() -> None:
+    """The public keys are in torch's store for all to read."""
+    with ranks() as (one, two), zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
+        stranger.setsockopt(zmq.LINGER, 0)
+        public, secret = zmq.curve_keypair()
+        stranger.setsockopt(zmq.CURVE_SERVERKEY, one.endpoint.key.encode())
+        stranger.setsockopt(zmq.CURVE_PUBLICKEY, public)
+        stranger.setsockopt(zmq.CURVE_SECRETKEY, secret)
+        events = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+        stranger.connect(one.endpoint.url)
+        assert events.poll(10_000)
+        assert int.from_bytes(events.recv_multipart()[0][:2], "little") == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        stranger.disable_monitor()
+        passes(two, one)
 
 
 def test_strangers_are_logged_but_not_without_end(caplog: pytest.LogCaptureFixture) -> None:

@@ -65,10 +65,14 @@ def test_a_process_that_encrypts_has_no_link_in_the_clear() -> None:
     [
         {"endpoint": "{}"},
         {"endpoint": 3},
+        {"endpoint": "[" * 9999},
         {"machine": None},
         {"torch": None},
+        {"torch": "\x1b[2J"},
+        {"version": 3},
+        {"protocol": "4"},
         {"shared": 1},
-        {"endpoint": "[" * 9999},
+        {"shared": {"encryption": []}},
     ],
 )
 def test_what_is_no_card_is_told_in_words(change: dict[str, Any]) -> None:
@@ -78,15 +82,43 @@ def test_what_is_no_card_is_told_in_words(change: dict[str, Any]) -> None:
             del values[name]
         else:
             values[name] = value
-    with pytest.raises(WireError, match="store holds something"):
+    with pytest.raises(WireError, match="not the card of rank 0"):
         met(1, json.dumps(values), card(1))
 
 
-def test_an_address_of_the_wrong_types_is_no_address() -> None:
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("port", "80"),
+        ("port", 0),
+        ("port", 1 << 40),
+        ("key", 5),
+        ("name", None),
+        ("name", "/" * 16),
+        ("name", "0" * 300),
+        ("address", "somewhere/else"),
+        ("address", "lo;127.0.0.1"),
+        ("host", "\x1b]0;owned\x07"),
+        ("host", "h" * 1000),
+    ],
+)
+def test_what_is_no_address_of_a_rank_is_refused(name: str, wrong: Any) -> None:
     values = json.loads(card(0).endpoint.to_json())
-    for name, wrong in {"port": "80", "key": 5, "name": None}.items():
-        with pytest.raises(WireError):
-            Endpoint.from_json(json.dumps({**values, name: wrong}))
+    with pytest.raises(WireError, match="not a rank's address"):
+        Endpoint.from_json(json.dumps({**values, name: wrong}))
+
+
+def test_a_rank_with_another_protocol_is_named() -> None:
+    with pytest.raises(CollectiveError, match=r"rank 0 runs potluck .* \(protocol 3\), this one"):
+        met(1, card(0, protocol=3), card(1))
+
+
+def test_a_number_of_the_group_that_is_none_is_told_in_words() -> None:
+    store: Any = HashStore()
+    store.set("potluck/group", "x" * 9)
+    store.set("potluck/card/0", card(0).to_json())
+    with pytest.raises(WireError, match="no number for the group"):
+        meet(store, 1, 2, card(1), 5.0)
 
 
 # -- torch

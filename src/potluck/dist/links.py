@@ -12,6 +12,7 @@ is lost, and a collective with a hole in it must not go on.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import logging
 import os
@@ -31,7 +32,7 @@ from zmq.utils import z85
 from potluck.errors import NetworkError, PortTakenError, WireError
 from potluck.wire.admitted import Admitted
 from potluck.wire.door import HANDSHAKE_S, Watch
-from potluck.wire.files import make_room, room_for_strangers
+from potluck.wire.files import make_room
 from potluck.wire.lobby import Lobby
 
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
@@ -50,7 +51,7 @@ as several frames; a chunk of the default size is one."""
 _CURVE_OVERHEAD_BYTES = 1024
 """Encryption adds some 40 bytes to a frame, and MAXMSGSIZE counts them."""
 MOST_WAITING = 512
-"""Connections that have not shown a key."""
+"""Connections that have not shown a key; and never more than a quarter of the files that may be open."""
 _KNOCK = b""
 """What a peer says first, so that its connection is known to be a peer's."""
 _LET_IN_S, _LET_IN_DOZE_S = 0.5, 0.005
@@ -58,8 +59,15 @@ _LET_IN_S, _LET_IN_DOZE_S = 0.5, 0.005
 _STRANGERS_NAMED = 5
 _KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 """32 bytes in Z85."""
+_NAME = re.compile("[0-9a-f]{16}")
+_MOST_CHARACTERS = 255
 
 log = logging.getLogger("potluck.dist")
+
+
+def is_short_text(value: object) -> bool:
+    """Whether it can be shown to people: whoever writes to the store could else write to their terminals."""
+    return isinstance(value, str) and len(value) <= _MOST_CHARACTERS and value.isprintable()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +91,9 @@ class Endpoint:
         try:
             values = json.loads(text)
             endpoint = cls(**{slot: values[slot] for slot in cls.__slots__})
-            words = (endpoint.name, endpoint.address, endpoint.key, endpoint.host)
-            if not all(isinstance(word, str) for word in words) or not isinstance(endpoint.port, int):
+            ipaddress.ip_address(endpoint.address)
+            sound = _NAME.fullmatch(endpoint.name) and 0 < endpoint.port < 65536 and isinstance(endpoint.key, str)
+            if not sound or not is_short_text(endpoint.host):
                 raise ValueError
             return endpoint
         except (ValueError, KeyError, TypeError, RecursionError):
@@ -188,7 +197,9 @@ class Links:
 
     def _new_watch(self) -> Watch:
         """Turns out those who crowd the inbox without a key. Peers are never too many."""
-        lobby = Lobby(most=room_for_strangers(make_room(), MOST_WAITING), stays_s=HANDSHAKE_S)
+        limit = make_room()
+        most = MOST_WAITING if limit is None else min(MOST_WAITING, limit // 4)
+        lobby = Lobby(most=most, stays_s=HANDSHAKE_S)
         return Watch(self._context.socket, self._inbox, lobby, Admitted(most=sys.maxsize, most_bytes=sys.maxsize))
 
     def _bind(self) -> int:

@@ -21,7 +21,7 @@ import torch
 
 from potluck._version import __version__
 from potluck.dist.config import disagreement, ranks_text
-from potluck.dist.links import Endpoint
+from potluck.dist.links import Endpoint, is_short_text
 from potluck.dist.mesh import PROTOCOL
 from potluck.dist.pages import wait_for
 from potluck.errors import CollectiveError, WireError
@@ -55,28 +55,35 @@ class Card:
         )
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Card:
+    def from_json(cls, text: str | bytes, rank: int) -> Card:
+        """The card that the store holds for a rank."""
         try:
             values = json.loads(text)
-            protocol = values["protocol"]
+            protocol, version = values["protocol"], values["version"]
+            if not isinstance(protocol, int) or not is_short_text(version):
+                raise ValueError
             if protocol != PROTOCOL:
                 raise CollectiveError(
-                    f"a rank runs potluck {values.get('version')} (protocol {protocol}), this one {__version__} "
+                    f"rank {rank} runs potluck {version} (protocol {protocol}), this one {__version__} "
                     f"(protocol {PROTOCOL})",
                     hint="install the same version of potluck on all machines",
                 )
+            shared = dict(values["shared"])
+            plain = all(isinstance(value, str | int | float | None) for value in shared.values())
+            if not plain or not is_short_text(values["machine"]) or not is_short_text(values["torch"]):
+                raise ValueError
             return cls(
                 endpoint=Endpoint.from_json(values["endpoint"]),
-                machine=str(values["machine"]),
-                shared=dict(values["shared"]),
-                version=str(values["version"]),
+                machine=values["machine"],
+                shared=shared,
+                version=version,
                 protocol=protocol,
-                torch=str(values["torch"]),
+                torch=values["torch"],
             )
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError, RecursionError, WireError):
             raise WireError(
-                "the store holds something that is not a rank's card",
-                hint="do all ranks run the same version of potluck?",
+                f"the store holds something that is not the card of rank {rank}",
+                hint="do all ranks run the same version of potluck? Has somebody else written to the store?",
             ) from None
 
 
@@ -112,14 +119,17 @@ def meet(store: Any, rank: int, world: int, mine: Card, timeout_s: float) -> Mee
     store.set(f"potluck/card/{rank}", mine.to_json())
     keys = [f"potluck/card/{other}" for other in range(world)]
     wait_for(store, keys, deadline)
-    cards = [Card.from_json(store.get(key)) for key in keys]
+    cards = [Card.from_json(store.get(key), other) for other, key in enumerate(keys)]
     error = disagreement({other: card.shared for other, card in enumerate(cards)})
     if error is None and mine.endpoint.key:
         error = _without_key(cards)
     if error is not None:
         raise error
     _compare_torch(rank, cards)
-    return Meeting(group=int(store.get("potluck/group")), cards=cards)
+    number = store.get("potluck/group")
+    if not number.isdigit() or len(number) > 19:
+        raise WireError("the store holds no number for the group", hint="has somebody else written to the store?")
+    return Meeting(group=int(number), cards=cards)
 
 
 def _without_key(cards: list[Card]) -> CollectiveError | None:
