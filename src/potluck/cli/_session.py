@@ -298,10 +298,10 @@ def _signals(on_signal: Callable[[int, Any], None]) -> Iterator[None]:
 
 
 def say_resume(folder: RunFolder, command: str, arguments: Sequence[str] = ()) -> None:
-    """How to go on; nothing where the run ended before there was anything to go on with."""
+    """How to go on, as a shell takes it; nothing where the run ended before there was anything to go on with."""
     if folder.path.exists():
         end = f" -- {shlex.join(arguments)}" if arguments else ""
-        say(f"stopped; go on with: potluck {command} --resume {folder.path}{end}")
+        say(f"stopped; go on with: potluck {command} --resume {shlex.quote(str(folder.path))}{end}")
 
 
 def say(line: str) -> None:

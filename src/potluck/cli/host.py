@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,6 @@ def run_script(
             run_file(path, arguments)
     except Interrupted:
         assert folder is not None
-        words = [str(path), *(f"--send {f}" for f in send)]
-        _session.say_resume(folder, f"host {' '.join(words)}", arguments)
+        words = [str(path), *(word for file in send for word in ("--send", str(file)))]
+        _session.say_resume(folder, f"host {shlex.join(words)}", arguments)
         raise
