@@ -11,7 +11,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -113,11 +113,22 @@ def test_every_part_has_its_layer() -> None:
     assert {part_of(path) for path in FILES} <= set(RANK)
 
 
-@pytest.mark.parametrize("path", FILES, ids=short)
-def test_imports_point_down_only(path: Path) -> None:
+def holds_in(files: list[Path], broken: Callable[[Path], Iterator[str]]) -> None:
+    """A rule for many files, in one test: as a test for each, they would be a quarter of all that there are."""
+    assert files
+    found = [f"{path}: {what}" for path in files for what in broken(path)]
+    assert not found, "\n".join(found)
+
+
+def imports_that_point_up(path: Path) -> Iterator[str]:
     own = part_of(path)
     for line, part in parts_imported(path):
-        assert part == own or RANK[part] < RANK[own], f"{path}:{line}: {own} must not import {part}"
+        if part != own and RANK[part] >= RANK[own]:
+            yield f"line {line}: {own} must not import {part}"
+
+
+def test_imports_point_down_only() -> None:
+    holds_in(FILES, imports_that_point_up)
 
 
 def test_the_layer_test_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,40 +148,46 @@ def test_the_layer_test_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         file.write_text(text)
         assert [p for _, p in parts_imported(file)] == [part]
         with pytest.raises(AssertionError, match="must not import"):
-            test_imports_point_down_only(file)
+            holds_in([file], imports_that_point_up)
     file.write_text(
         "from .frames import pack\nfrom potluck.wire import keys\nfrom potluck import errors\nimport json"
     )
-    test_imports_point_down_only(file)
+    holds_in([file], imports_that_point_up)
 
 
-@pytest.mark.parametrize("path", [path for path in PURE if path.exists()], ids=short)
-def test_what_decides_is_pure(path: Path) -> None:
-    used = {name.split(".")[0]: line for line, name in imported_modules(path)}
-    wrong = IMPURE & used.keys()
-    assert not wrong, f"{path} imports {', '.join(f'{name} (line {used[name]})' for name in sorted(wrong))}"
+def test_what_decides_is_pure() -> None:
+    def impure(path: Path) -> Iterator[str]:
+        used = {name.split(".")[0]: line for line, name in imported_modules(path)}
+        yield from (f"line {used[name]}: imports {name}" for name in sorted(IMPURE & used.keys()))
+
+    holds_in([path for path in PURE if path.exists()], impure)
 
 
-@pytest.mark.parametrize("path", FILES, ids=short)
-def test_no_pickle_and_nothing_evaluated(path: Path) -> None:
-    forbidden_modules = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+FORBIDDEN = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+UNSAFE = {"eval", "torch.load", "torch.save", "np.load", "numpy.load"}
+
+
+def pickled_or_evaluated(path: Path) -> Iterator[str]:
     for line, name in imported_modules(path):
-        assert name.split(".")[0] not in forbidden_modules, f"{path}:{line} imports {name}"
+        if name.split(".")[0] in FORBIDDEN:
+            yield f"line {line}: imports {name}"
     for node in ast.walk(parsed(path)):
-        if isinstance(node, ast.Call):
-            called = ast.unparse(node.func)
-            assert called not in {"eval", "torch.load", "torch.save", "np.load", "numpy.load"}, (
-                f"{path}:{node.lineno} calls {called}"
-            )
+        if isinstance(node, ast.Call) and (called := ast.unparse(node.func)) in UNSAFE:
+            yield f"line {node.lineno}: calls {called}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=short)
-def test_files_functions_and_parameters_stay_small(path: Path) -> None:
+def test_no_pickle_and_nothing_evaluated() -> None:
+    holds_in(FILES, pickled_or_evaluated)
+
+
+def too_large(path: Path) -> Iterator[str]:
     lines = len(path.read_text(encoding="utf-8").splitlines())
-    assert lines < MAX_FILE_LINES, f"{path} has {lines} lines"
+    if lines >= MAX_FILE_LINES:
+        yield f"has {lines} lines"
     for function in functions(path):
         length = (function.end_lineno or function.lineno) - function.lineno + 1
-        assert length < MAX_FUNCTION_LINES, f"{path}:{function.lineno}: {function.name} has {length} lines"
+        if length >= MAX_FUNCTION_LINES:
+            yield f"line {function.lineno}: {function.name} has {length} lines"
         args = function.args
         parameters = [
             a.arg for a in (*args.posonlyargs, *args.args, *args.kwonlyargs) if a.arg not in ("self", "cls")
@@ -178,16 +195,36 @@ def test_files_functions_and_parameters_stay_small(path: Path) -> None:
         # A click command's parameters are its flags.
         if any("click" in ast.unparse(d) for d in function.decorator_list):
             continue
-        assert len(parameters) < MAX_PARAMETERS, (
-            f"{path}:{function.lineno}: {function.name} has {len(parameters)} parameters"
-        )
+        if len(parameters) >= MAX_PARAMETERS:
+            yield f"line {function.lineno}: {function.name} has {len(parameters)} parameters"
 
 
-@pytest.mark.parametrize("path", FILES, ids=short)
-def test_modules_say_what_they_own(path: Path) -> None:
-    if path.name == "_version.py":
-        return
-    assert ast.get_docstring(parsed(path)), f"{path} has no docstring"
+def test_files_functions_and_parameters_stay_small() -> None:
+    holds_in(FILES, too_large)
+
+
+def test_the_rules_can_be_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "SOURCE", tmp_path)
+    file = tmp_path / "x.py"
+    many = ", ".join(f"p{n}" for n in range(MAX_PARAMETERS))
+    body = "    pass\n" * MAX_FUNCTION_LINES
+    for text, broken, said in (
+        ("import pickle\n", pickled_or_evaluated, "line 1: imports pickle"),
+        ("x = 1\neval('x')\n", pickled_or_evaluated, "line 2: calls eval"),
+        ("import torch\ntorch.load(f)\n", pickled_or_evaluated, "line 2: calls torch.load"),
+        (f"def f({many}): pass\n", too_large, f"line 1: f has {MAX_PARAMETERS} parameters"),
+        (f"def f():\n{body}", too_large, f"line 1: f has {MAX_FUNCTION_LINES + 1} lines"),
+        ("x = 1\n" * MAX_FILE_LINES, too_large, f"has {MAX_FILE_LINES} lines"),
+    ):
+        file.write_text(text)
+        assert list(broken(file)) == [said]
+    file.write_text("import json\n")
+    assert not [*pickled_or_evaluated(file), *too_large(file)]
+
+
+def test_modules_say_what_they_own() -> None:
+    without = [short(path) for path in FILES if not ast.get_docstring(parsed(path)) and path.name != "_version.py"]
+    assert not without
 
 
 @pytest.mark.parametrize("error", error_classes(), ids=lambda e: e.__name__)
