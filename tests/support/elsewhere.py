@@ -27,6 +27,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 OTHER_USER = 12345
 """No name and no home in the system's list of users, as in a container that was started with `--user`."""
+MADE = (".git", ".venv", "__pycache__", "*.egg-info", ".*_cache", ".hypothesis")
+MADE_AT_THE_TOP = {"build", "dist", "runs"}
 OF_MAKE = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES")
 
 
@@ -82,7 +84,7 @@ def locale_of(name: str, folder: Path) -> dict[str, str]:
     command = ["localedef", "--no-archive", "-i", language, "-f", encoding or "UTF-8", str(folder / name)]
     with contextlib.suppress(OSError):
         done = subprocess.run(command, capture_output=True)
-        if (folder / name).is_dir():  # localedef warns of trifles with status 1
+        if (folder / name / "LC_CTYPE").exists():  # localedef warns of trifles with status 1
             return {"LOCPATH": str(folder), "LC_ALL": name, "LANG": name}
         print(f"no locale {name}, but POSIX: {done.stderr.decode(errors='replace').strip()}", flush=True)
         return {"LC_ALL": "POSIX"}
@@ -102,12 +104,13 @@ def busy(loops: int) -> Iterator[None]:
 
 
 def copied(to: Path) -> None:
-    """The tree as git sees it, uncommitted work included, without what it ignores."""
-    listed = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    for name in subprocess.run(listed, capture_output=True, check=True, text=True).stdout.split("\0"):
-        if name and (ROOT / name).is_file():
-            (to / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, to / name)
+    """The tree with its uncommitted work, without history and what was made in it."""
+    nowhere = shutil.ignore_patterns(*MADE)
+
+    def ignored(folder: str, names: list[str]) -> set[str]:
+        return nowhere(folder, names) | (MADE_AT_THE_TOP & set(names) if Path(folder) == ROOT else set())
+
+    shutil.copytree(ROOT, to, ignore=ignored)
 
 
 def tried(varied: Variation, arguments: list[str]) -> int:
