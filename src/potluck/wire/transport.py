@@ -157,7 +157,7 @@ class HostSocket:
         for frame in frames:
             if isinstance(frame, memoryview) and isinstance(frame.obj, zmq.Frame):
                 with contextlib.suppress(zmq.ZMQError):
-                    return str(frame.obj.get("Peer-Address"))
+                    return str(frame.obj.get("Peer-Address")).removeprefix("::ffff:")  # IPv4, where both are taken
         return "unknown"
 
     def send(self, peer: bytes, frames: Iterable[Frame]) -> bool:
