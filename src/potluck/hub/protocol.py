@@ -31,13 +31,12 @@ from potluck.hub.guard import ReplicaGuard
 from potluck.hub.ledger import Ledger
 from potluck.hub.members import CHECKING, COMPUTING, JOINING, LONGEST_BENCH_STEPS, SYNCING, Member
 from potluck.hub.stepping import Stepping, pack_samples
+from potluck.plan.leases import Least
 from potluck.spec.layout import TensorSpec, fingerprint_from_json, fingerprint_to_json, first_difference
 from potluck.wire.frames import dump_json, load_json
 
 CHECK_SAMPLES = 4
 """At most this many samples in the common batch of the parity check."""
-LARGEST_MICRO_BATCH = 1 << 20
-"""Nobody computes more samples at once, whatever a guest says."""
 ABOUT_BYTES = 1 << 20
 """What a guest may say of its model, beside four times of what the host would say of its own."""
 LONGEST_REASON = 500
@@ -64,6 +63,8 @@ class HostTerms:
     local_data: bool = False
     check_replica_every: int = 50
     """Steps between two comparisons of the replica's hash with the guests'; 0: never."""
+    least: Least = field(default_factory=Least)
+    """How few samples the model bears in a micro-batch and in a lease."""
 
     @property
     def pieces(self) -> int:
@@ -88,7 +89,11 @@ class HostProtocol:
         self.ledger = ledger
         self.members: dict[str, Member] = {}
         self.stepping = Stepping(
-            ledger=ledger, members=self.members, host_name=terms.name, local_data=terms.local_data
+            ledger=ledger,
+            members=self.members,
+            host_name=terms.name,
+            local_data=terms.local_data,
+            least=terms.least,
         )
         self.guard = ReplicaGuard(every=terms.check_replica_every, members=self.members, stepping=self.stepping)
         self._most_about_bytes = ABOUT_BYTES + 4 * len(dump_json(fingerprint_to_json(terms.fingerprint)))
@@ -157,6 +162,7 @@ class HostProtocol:
             last_heard=now,
             joined_at=now,
             feed=Feed(pieces=self.terms.pieces, window_bytes=self.terms.window_bytes),
+            least=self.terms.least,
         )
         self.members[guest] = member
         actions: list[Action] = [
@@ -194,7 +200,7 @@ class HostProtocol:
         difference = first_difference(self.terms.fingerprint, fingerprint_from_json(about["fingerprint"]))
         if difference is not None:
             return self.put_out(member, f"a different model: {difference}", refused=True)
-        _micro_batches(member, fields)
+        member.computes(int(fields["micro_batch"]), int(fields["largest_micro_batch"]))
         hashes = {str(k): str(v) for k, v in dict(about["hashes"]).items()}
         member.state, member.sync_started = SYNCING, now
         return [SendReplica(guest=member.id, hashes=hashes), Wake()]
@@ -240,7 +246,7 @@ class HostProtocol:
         lease, count = int(fields["lease"]), int(fields["count"])
         compute_s, loss_sum = _real(fields, "compute_s"), _real(fields, "loss_sum")
         receive_s, finite = _real(fields, "receive_s"), bool(fields["finite"])
-        _micro_batches(member, fields)
+        member.computes(int(fields["micro_batch"]), int(fields["largest_micro_batch"]))
         if member.lease is None or member.lease.id != lease:
             return []  # it answers no lease that is open
         if member.lease.arrived:
@@ -313,7 +319,8 @@ class HostProtocol:
         if self._check is None or self._check.positions:
             return 0
         sizes = [self.members[g].micro_batch for g in self._check.guests if g in self.members]
-        return min([CHECK_SAMPLES, *sizes]) if sizes else 0
+        # It is part of the step: where few samples train badly, it has no fewer than a lease.
+        return min([max(CHECK_SAMPLES, self.terms.least.lease), *sizes]) if sizes else 0
 
     def check_computed(self, positions: tuple[int, ...]) -> tuple[int, list[Action]]:
         """The host has its gradient of the common batch: send the batch to those who are to be checked."""
@@ -337,6 +344,8 @@ class HostProtocol:
         if member.check is None or int(fields["check"]) != member.check or len(frames) != 1:
             raise WireError("a gradient sketch that nobody asked for")
         count, compute_s = int(fields["count"]), _real(fields, "compute_s")
+        if "micro_batch" in fields:
+            member.computes(int(fields["micro_batch"]), int(fields["largest_micro_batch"]))
         # First guesses, until leases and the weights' changes tell; of one who is checked again more is known.
         if count > 0 and compute_s > 0 and not member.joined:
             member.rate.add(count / compute_s)
@@ -482,9 +491,3 @@ def _real(fields: dict[str, Any], key: str) -> float:
 
 def _event(kind: str, **fields: Any) -> Emit:
     return Emit(event={"event": kind, **fields})
-
-
-def _micro_batches(member: Member, fields: dict[str, Any]) -> None:
-    usual, largest = int(fields["micro_batch"]), int(fields["largest_micro_batch"])
-    member.micro_batch = max(1, min(usual, LARGEST_MICRO_BATCH))
-    member.largest_micro_batch = max(member.micro_batch, min(largest, LARGEST_MICRO_BATCH))

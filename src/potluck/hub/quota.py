@@ -70,10 +70,24 @@ def extra_samples(
     that micro-batch's time, and no more than it can spare. On a thin link there is none: the last micro-batch is
     sized to hide the gradient's way, which must hold for the extra's last one, too.
     """
-    usual = max(1, min(speed.usual, speed.most))
+    usual = max(speed.least.micro_batch, min(speed.usual, speed.most))
     if quota < 1 or host_sample_s <= 0 or speed.last > usual:
         return 0
     last_s = lease_sizes(quota, speed)[-1] * speed.sample_s
     together = int(min(EXTRA_PART * last_s / host_sample_s, quota + lent))
     extra = min(together - lent, quota if spare is None else spare)
-    return extra if extra > 0 and split_evenly(extra, usual)[-1] >= speed.last else 0
+    if extra < speed.least.lease:
+        return 0
+    return extra if split_evenly(extra, usual, speed.least.micro_batch)[-1] >= speed.last else 0
+
+
+def too_slow(speed: Speed, step_s: float) -> str:
+    """Why a guest cannot help in a step of so many seconds, not even with the smallest lease."""
+    least = speed.least.lease
+    what, them = ("one sample", "it") if least == 1 else (f"{least} samples", "them")
+    link_s = speed.overhead_s + speed.unhidden_s(least)
+    reason = (
+        f"cannot deliver {what} within a step: {least * speed.sample_s:.2f} s to compute {them} and "
+        f"{link_s:.2f} s for the link, where the step takes {step_s:.2f} s"
+    )
+    return reason if least == 1 else f"{reason}; fewer are too few for the model's batch statistics"

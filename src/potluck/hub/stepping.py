@@ -9,9 +9,10 @@ a lease is still out, it waits at most as long as those samples would cost it, t
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from potluck.hub.actions import CONTROL, Action, Emit, Send, SendSamples, Wake
@@ -27,8 +28,8 @@ from potluck.hub.members import (
     Member,
     OpenLease,
 )
-from potluck.hub.quota import Estimate, extra_samples
-from potluck.plan.leases import Quotas, Speed, lease_sizes, quotas, split_evenly
+from potluck.hub.quota import Estimate, extra_samples, too_slow
+from potluck.plan.leases import Least, Quotas, Speed, lease_sizes, quotas, split_evenly, takeable
 
 FIRST_TAIL_S = 0.05
 """A guess of what it takes a guest to deliver the end of its gradient, until its first contribution tells."""
@@ -56,6 +57,8 @@ class StepResult:
     dropped_samples: int
     taken_back_samples: int
     predicted_s: float | None
+    micro_batches: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """The sizes of every machine's micro-batches that were counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,16 @@ class Lot:
 class Stepping:
     """Deals one step after the other."""
 
-    def __init__(self, *, ledger: Ledger, members: dict[str, Member], host_name: str, local_data: bool) -> None:
+    def __init__(
+        self,
+        *,
+        ledger: Ledger,
+        members: dict[str, Member],
+        host_name: str,
+        local_data: bool,
+        least: Least | None = None,
+    ) -> None:
+        self.least = least or Least()
         self.ledger = ledger
         self.members = members
         self.host_name = host_name
@@ -87,6 +99,7 @@ class Stepping:
         self._wait_s = 0.0
         self._dropped = 0
         self._taken_back = 0
+        self._sizes: dict[str, tuple[int, ...]] = {}
         self._predicted: float | None = None
 
     # -- begin and end ----------------------------------------------------------------------------------
@@ -102,6 +115,7 @@ class Stepping:
         self.ledger.open_step()
         self.started, self._out_since = now, None
         self._wait_s, self._dropped, self._taken_back = 0.0, 0, 0
+        self._sizes = {}
         self._predicted = None
         self._head_start_s = head_start_s
         seconds = self.host_sample_s
@@ -164,6 +178,7 @@ class Stepping:
             dropped_samples=self._dropped,
             taken_back_samples=self._taken_back,
             predicted_s=self._predicted,
+            micro_batches=self._sizes,
         )
 
     def _candidates(self) -> list[Member]:
@@ -178,14 +193,10 @@ class Stepping:
         return found
 
     def _cannot_help(self, member: Member, host_s: float) -> list[Action]:
-        """The quota is under one sample: sit out, and try again later with fresh hope."""
+        """The quota is under one sample, or the smallest lease: sit out, and try again later with fresh hope."""
         speed = member.speed
         assert speed is not None
-        link_s = speed.overhead_s + speed.unhidden_s(1)
-        reason = (
-            f"cannot deliver one sample within a step: {speed.sample_s:.2f} s to compute it and {link_s:.2f} s for "
-            f"the link, where the step takes {host_s * self.ledger.global_batch:.2f} s"
-        )
+        reason = too_slow(speed, host_s * self.ledger.global_batch)
         told = member.state == SITTING_OUT
         # Who has helped before may only have had a hiccup: it is asked again soon, then less and less often.
         steps = None if member.samples else QUOTA_RETRY_STEPS * 2**member.rests
@@ -215,10 +226,11 @@ class Stepping:
         count = quota + extra
         lease = self.ledger.lease(member.name, count)
         tail_s = FIRST_TAIL_S if member.tail.value is None else member.tail.value
-        member.lease = OpenLease(id=lease.id, step=lease.step, count=count, started=now, tail_s=tail_s)
-        member.state, member.reason = COMPUTING, ""
         # Cut where the quota ends: as a rule the guest stops there, and then nothing is left half used.
-        sizes = lease_sizes(quota, speed) + split_evenly(extra, member.micro_batch)
+        least = speed.least.micro_batch
+        sizes = lease_sizes(quota, speed) + split_evenly(extra, max(least, member.micro_batch), least)
+        member.lease = OpenLease(id=lease.id, step=lease.step, count=count, sizes=sizes, started=now, tail_s=tail_s)
+        member.state, member.reason = COMPUTING, ""
         batches, start = [], 0
         for size in sizes:
             batches.append(lease.positions[start : start + size])
@@ -253,20 +265,24 @@ class Stepping:
             if self._out_since is None and self.ledger.leases:
                 self._out_since = now
             actions += self._take_back_overdue(now)
-        positions = self.ledger.take(count)
+        positions = self.ledger.take(takeable(self.ledger.in_pool, count, self.least.micro_batch))
         if positions:
             return Take(positions=positions), actions
         if self.ledger.full:
             return Take(full=True), actions
         return Take(wait_until=self._next_deadline(now)), actions
 
-    def host_launched(self, positions: Sequence[int]) -> None:
-        """The host's device has these samples: nobody else will compute them."""
+    def host_launched(self, positions: Sequence[int], sizes: Sequence[int] | None = None) -> None:
+        """The host's device has these samples: nobody else will compute them. `sizes`: each rank's part."""
         self.ledger.host_counts(positions, self.host_name)
+        self._computed(self.host_name, sizes or (len(positions),))
 
     def host_computed(self, samples: int, seconds: float) -> None:
         count, so_far = self._host_now
         self._host_now = (count + samples, so_far + seconds)
+
+    def _computed(self, machine: str, sizes: Sequence[int]) -> None:
+        self._sizes[machine] = (*self._sizes.get(machine, ()), *sizes)
 
     def waited(self, seconds: float) -> None:
         """The training thread stood idle this long for leases that are out."""
@@ -374,6 +390,8 @@ class Stepping:
         own = member.lease
         if own is None or own.id != lease or own.revoked or own.arrived:
             return []
+        if self.least.micro_batch > 1 and keep not in itertools.accumulate(own.sizes):
+            return []  # cut elsewhere, a single sample could come back: what it delivers then does not count
         own.closing_at = now + eta_s
         back = self.ledger.trim(lease, keep)
         own.count -= back
@@ -444,6 +462,8 @@ class Stepping:
         if not self.ledger.deliver(own.id, own.count):
             raise AssertionError(f"lease {own.id} was decoded but is not open")
         member.lease = None
+        ends = itertools.accumulate(own.sizes)
+        self._computed(member.name, [size for size, end in zip(own.sizes, ends) if end <= own.count])
         member.samples += own.count
         member.late_in_a_row = member.rests = 0
         gain = own.count * (self.host_sample_s or 0.0) - own.waited_s

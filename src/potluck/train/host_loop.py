@@ -23,7 +23,9 @@ from potluck.hub.host import HostHub
 from potluck.hub.ledger import Ledger
 from potluck.hub.parity import sketch
 from potluck.hub.tensors import ModelTensors
+from potluck.plan.leases import Least
 from potluck.train import checkpoint_folder
+from potluck.train.batch_statistics import BatchStatistics
 from potluck.train.beginning import Beginning
 from potluck.train.checkpoint import CheckpointWriter, Loaded, Snapshot, load_latest
 from potluck.train.data import Loader, to_device
@@ -34,7 +36,7 @@ from potluck.train.folder import RunFolder
 from potluck.train.launch import Interrupted, Launch
 from potluck.train.microbatch import MicroBatch
 from potluck.train.options import Options
-from potluck.train.ranks import RoundMark
+from potluck.train.ranks import RoundMark, shares
 from potluck.train.step import SavedBytes, Step
 from potluck.train.telemetry import Telemetry
 
@@ -60,6 +62,8 @@ class Parts:
     tensors: ModelTensors
     ledger: Ledger
     micro: MicroBatch
+    statistics: BatchStatistics | None = None
+    least: Least = field(default_factory=Least)
     restored: Loaded | None = None
     objects: dict[str, Any] = field(default_factory=dict)
 
@@ -78,7 +82,7 @@ class HostTrainer:
         # The log goes to the disk first: after a power cut it tells of every step up to the checkpoint.
         before = parts.launch.log.sync
         self._writer = CheckpointWriter(folder.checkpoints, on_saved=self._saved, before=before) if folder else None
-        self._telemetry = Telemetry(parts.launch, parts.options, hub)
+        self._telemetry = Telemetry(parts.launch, parts.options, hub, parts.statistics)
         self._saved_bytes: SavedBytes | None = None
         self._ranks = ranks = parts.launch.ranks
         self._width = 1 if ranks is None else ranks.world
@@ -203,7 +207,7 @@ class HostTrainer:
             if check:
                 loss = (step.loss_sum() - loss_before) / len(positions)
                 self._check_computed(positions, loss, random=_differ(chances, self._device.rng_state()))
-            self._hub.launched(positions)
+            self._hub.launched(positions, self._sizes(positions, check))
             self._flight.launched(len(positions), began)
             if self._measuring:
                 self._finish()
@@ -230,9 +234,15 @@ class HostTrainer:
         """Give the other ranks their parts of a round; this one's. A common batch is this rank's alone."""
         assert self._ranks is not None
         if not check:
-            return self._ranks.deal(positions, self._hub.samples_of)
+            return self._ranks.deal(positions, self._hub.samples_of, self._p.least.micro_batch)
         self._ranks.deal_nothing()
         return positions
+
+    def _sizes(self, positions: tuple[int, ...], check: bool) -> list[int]:
+        """How many of these each rank computes, where it has any."""
+        if self._ranks is None or check:
+            return [len(positions)]
+        return [len(part) for part in shares(positions, self._width, self._p.least.micro_batch) if part]
 
     def _finish(self) -> None:
         """Wait for everything that is being computed."""

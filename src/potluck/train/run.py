@@ -30,6 +30,7 @@ from potluck.hub.tensors import ModelTensors
 from potluck.limits import usable_cores
 from potluck.spec.config import RunConfig
 from potluck.train import ranks
+from potluck.train.batch_statistics import batch_statistics, least_samples
 from potluck.train.checkpoint import Loaded
 from potluck.train.data import Loader, epoch_order
 from potluck.train.events import EventLog
@@ -44,6 +45,7 @@ from potluck.train.telemetry import versions
 from potluck.wire.frames import PROTOCOL, Message
 
 LARGEST_GUEST_MICRO_BATCH = 16
+"""Where the search for the fastest size ends on a guest; with batch statistics it is the global batch."""
 
 
 class Run:
@@ -131,7 +133,9 @@ class Run:
             order=epoch_order(loader.samples, options.seed),
             step=step,
         )
-        micro = self._micro_batch(options, limit=options.global_batch)
+        statistics = batch_statistics(model)
+        least = least_samples(statistics, options.global_batch)
+        micro = self._micro_batch(options, limit=options.global_batch, statistics=statistics is not None)
         if launch.ranks is not None:
             self._meet_ranks(launch.ranks, restored, loader, tensors, micro)
         if restored is not None:
@@ -145,11 +149,13 @@ class Run:
             tensors=tensors,
             ledger=ledger,
             micro=micro,
+            statistics=statistics,
+            least=least,
             restored=restored,
             objects=objects,
         )
         try:
-            hub = self._open_hub(parts) if launch.role == HOST else AloneHub(ledger, launch.name)
+            hub = self._open_hub(parts) if launch.role == HOST else AloneHub(ledger, launch.name, least)
         except BaseException:
             if launch.ranks is not None:
                 launch.ranks.end()
@@ -221,6 +227,7 @@ class Run:
             piece_bytes=tuple(up.nbytes(p.count) for p in tensors.layout.pieces),
             local_data=parts.options.data == "local",
             check_replica_every=launch.config.check_replica_every,
+            least=parts.least,
         )
         folder = launch.folder.path if launch.folder is not None else None
         hub = HostHub(
@@ -265,6 +272,8 @@ class Run:
         launch = self._launch
         assert launch.link is not None and launch.welcome is not None
         fields = launch.welcome.fields
+        together = batch_statistics(model) is not None
+        limit = options.global_batch if together else LARGEST_GUEST_MICRO_BATCH
         hub = GuestHub(
             launch.link,
             tensors,
@@ -279,15 +288,16 @@ class Run:
             tensors=tensors,
             hub=hub,
             loader=Loader(dataset, options.collate) if options.data == "local" else None,
-            micro=self._micro_batch(options, limit=LARGEST_GUEST_MICRO_BATCH),
+            micro=self._micro_batch(options, limit=limit, statistics=together),
         )
         return GuestTrainer(parts).steps()
 
-    def _micro_batch(self, options: Options, *, limit: int) -> MicroBatch:
+    def _micro_batch(self, options: Options, *, limit: int, statistics: bool = False) -> MicroBatch:
         return MicroBatch(
             fixed=self._launch.config.micro_batch or options.micro_batch,
             limit=limit,
             free_bytes=self._launch.device.memory().free_bytes,
+            statistics=statistics,
         )
 
 
