@@ -47,6 +47,9 @@ class AloneHub:
         self._sizes.clear()
         return result, 0.0
 
+    def judged(self, step: int, norm: float, samples: int, *, applied: bool) -> None:
+        pass
+
     @contextmanager
     def updating(self) -> Iterator[None]:
         yield

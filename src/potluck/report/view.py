@@ -164,6 +164,8 @@ def _step_line(event: Event) -> str:
         facts.append(" + ".join(f"{clean(m.get('name'), 24)} {_samples_text(m)}" for m in machines))
     elif machines and integer(machines[0], "micro_batch"):
         facts.append(f"{integer(machines[0], 'micro_batch')} at once")
+    if event.get("applied") is False:
+        facts.append("not applied")
     if integer(event, "dropped"):
         facts.append(f"{integer(event, 'dropped')} dropped")
     return "  ".join(facts)
