@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).parents[2] / "bench" / "batchnorm.py"
 SEEDS = range(4)
 PACES = {0: "paced:0.0006", 1: "paced:0.004"}
 """By the number of guests. Every sample takes the same time, whatever the micro-batch: a search for the fastest
-ends at 4, which costs 0.25 of validation loss here."""
+ends at 2 or 4, which costs 0.2 to 0.6 of validation loss here."""
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +61,6 @@ def test_batch_norm_learns_as_in_a_plain_loop(tmp_path: Path, bench: ModuleType,
     smallest = min(row["samples"] / row["micro_batches"] for row in rows)
     assert smallest >= 4, f"{smallest} samples at once on average in some step"
     usual = statistics.median(bench.BATCH / sum(m["micro_batches"] for m in s["machines"]) for s in steps)
-    assert usual >= bench.BATCH / (1 + 2 * guests)
+    assert usual >= bench.BATCH / (1 + guests)
     assert told
     assert told[0]["layers"] == 4

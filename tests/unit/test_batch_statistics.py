@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from potluck.errors import LoopError
 from potluck.hub.alone import AloneHub
 from potluck.hub.ledger import Ledger
 from potluck.plan.leases import Least, Speed, lease_sizes, next_size, quotas, split_evenly, takeable
@@ -18,7 +19,10 @@ from potluck.report.messages import describe
 from potluck.train.batch_statistics import StatisticsNotice, batch_statistics, least_samples
 from potluck.train.data import epoch_order
 from potluck.train.microbatch import FIRST_OF_MANY, MEMORY_PART, MOST, MicroBatch
+from potluck.train.rank_loop import refuse_synchronized
 from potluck.train.ranks import shares
+from potluck.wire.frames import dump_json
+from support.protocol_world import ABOUT, World
 from support.stepping_table import Table, events, sends
 
 PAIRS = Least(micro_batch=2, lease=8)
@@ -259,3 +263,29 @@ def test_nothing_is_told_of_other_models_or_frozen_layers() -> None:
     frozen = nn.Sequential(nn.BatchNorm1d(4)).eval()
     for model in (nn.Linear(4, 4), frozen):
         assert told(model, iter([{"host": (2,) * 32}] * 3)) == []
+
+
+# -- guests, and ranks
+
+
+def test_the_common_batch_has_a_lease_of_samples_and_tells_the_guests_size() -> None:
+    world = World(batch=32, samples=100, least=PAIRS)
+    world.hello("g")
+    world.say("g", "ready", dump_json(ABOUT), micro_batch=8, largest_micro_batch=8)
+    world.take_all("g")
+    world.code()
+    world.take_all("g")
+    world.begin()
+    assert world.protocol.check_samples == 8
+    world.take()
+    world.compute()
+    sizes = {"micro_batch": 32, "largest_micro_batch": 50}
+    world.say("g", "sketch", b"\0\0\0\0", check=1, count=8, compute_s=0.1, loss=1.0, **sizes)
+    member = world.protocol.members["g"]
+    assert (member.micro_batch, member.largest_micro_batch) == (32, 50)
+
+
+def test_a_host_of_several_ranks_refuses_layers_that_wait_for_all_of_them() -> None:
+    with pytest.raises(LoopError, match="SyncBatchNorm"):
+        refuse_synchronized(nn.Sequential(nn.SyncBatchNorm(4)))
+    refuse_synchronized(nn.Sequential(nn.BatchNorm2d(4)))

@@ -227,8 +227,7 @@ class Stepping:
         lease = self.ledger.lease(member.name, count)
         tail_s = FIRST_TAIL_S if member.tail.value is None else member.tail.value
         # Cut where the quota ends: as a rule the guest stops there, and then nothing is left half used.
-        least = speed.least.micro_batch
-        sizes = lease_sizes(quota, speed) + split_evenly(extra, max(least, member.micro_batch), least)
+        sizes = lease_sizes(quota, speed) + split_evenly(extra, member.micro_batch)
         member.lease = OpenLease(id=lease.id, step=lease.step, count=count, sizes=sizes, started=now, tail_s=tail_s)
         member.state, member.reason = COMPUTING, ""
         batches, start = [], 0

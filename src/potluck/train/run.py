@@ -39,7 +39,14 @@ from potluck.train.host_loop import HostTrainer, Parts, restore
 from potluck.train.launch import ALONE, GUEST, HOST, RANK, Interrupted, Launch, current
 from potluck.train.microbatch import MicroBatch
 from potluck.train.options import Keywords, Options, make_options
-from potluck.train.rank_loop import RankParts, RankTrainer, about_rank, refuse_wrapped, restore_same
+from potluck.train.rank_loop import (
+    RankParts,
+    RankTrainer,
+    about_rank,
+    refuse_synchronized,
+    refuse_wrapped,
+    restore_same,
+)
 from potluck.train.step import Step
 from potluck.train.telemetry import versions
 from potluck.wire.frames import PROTOCOL, Message
@@ -99,6 +106,8 @@ class Run:
         options = make_options(global_batch, keywords)
         if self._launch.ranks is not None:
             refuse_wrapped(model)
+            if self._launch.role == HOST:
+                refuse_synchronized(model)
         tensors = ModelTensors(model)
         if self.is_guest:
             return self._guest(options, model, dataset, tensors)
