@@ -1,10 +1,11 @@
 """What torch's profiler shows of a collective: owns the ranges from its call to its end, over threads.
 
-It must not know how a collective works: it is told when its turn comes, when the other ranks have come, when it ends.
+It must not know how a collective works: it is told when its turn comes, when the other ranks have come, and of its
+end.
 
 torch's profiler watches the thread that started it, and a range can begin in no other. So all ranges of a collective
-begin in its call. They end by a future, wherever that is completed: torch then lends that thread the state of the
-profiler. gloo's ranges, made in C++, end in the same way. A profiler of all threads shows no state in any: then they
+begin in its call. They end by a future, wherever that is completed: torch then lends that thread the profiler's
+state. gloo's ranges, made in C++, end in the same way. A profiler of all threads has no state in any: then ranges
 begin in the thread that runs the collective, where they lie one within the other.
 """
 
@@ -24,8 +25,8 @@ _never_ended: list[Any] = []
 
 
 class Ranges:
-    """Those of one collective: its own, `potluck:all_reduce`, and within it `potluck:all_reduce.queue`, until its turn
-    has come, and `potluck:all_reduce.wait`, until the ranks have come from which it gets something."""
+    """Those of one collective: its own, `potluck:all_reduce`, and within it `potluck:all_reduce.queue`, until its
+    turn has come, and `potluck:all_reduce.wait`, until the ranks have come from which it gets something."""
 
     def __init__(self, op: str, tensors: Sequence[Tensor], parts: Sequence[str], *, at_turn: bool) -> None:
         """`at_turn`: they begin when its turn comes, in the thread that runs it."""
