@@ -3,7 +3,7 @@
 It must not know how a collective works: it is told when its turn comes, when the other ranks have come, and of its
 end.
 
-torch's profiler watches the thread that started it, and a range can begin in no other. So all ranges of a collective
+torch's profiler watches the thread that started it, and a range can begin in no other. So all of a collective's
 begin in its call. They end by a future, wherever that is completed: torch then lends that thread the profiler's
 state. gloo's ranges, made in C++, end in the same way. A profiler of all threads has no state in any: then ranges
 begin in the thread that runs the collective, where they lie one within the other.
