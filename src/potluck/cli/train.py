@@ -46,7 +46,7 @@ def train(settings: Settings, /, recipe: str, **flags: Any) -> None:
     if flags["guests"] is not None:
         plan.guests = flags["guests"]
     plan.role = HOST if plan.guests else ALONE
-    run_recipe(settings, plan, command="train")
+    run_recipe(settings, plan)
 
 
 def recipe_plan(settings: Settings, recipe: str, flags: dict[str, Any], *, command: str) -> Any:
@@ -72,6 +72,7 @@ def recipe_plan(settings: Settings, recipe: str, flags: dict[str, Any], *, comma
         what=recipe,
         recipe={"name": recipe, "config": table},
         source={"recipe": recipe, "config": {**table, "data": None}},
+        words=(command,),
         guests=1 if command == "train" else 0,
         view=flags["view"],
         runs=runs_folder(settings, flags["runs"]),
@@ -108,12 +109,13 @@ def resumed_plan(settings: Settings, flags: dict[str, Any], command: str) -> Any
         recipe=recipe,
         source={"recipe": recipe["name"], "config": {**recipe["config"], "data": None}},
         resume=folder.path,
+        words=(command,),
         guests=int(manifest.get("guests", 0)) if command == "train" else 0,
         view=flags["view"],
     )
 
 
-def run_recipe(settings: Settings, plan: Any, *, command: str) -> None:
+def run_recipe(settings: Settings, plan: Any) -> None:
     from potluck.cli import _session
     from potluck.report.curve import loss_curve_png
     from potluck.report.summary import losses, read_events
@@ -130,7 +132,7 @@ def run_recipe(settings: Settings, plan: Any, *, command: str) -> None:
             device = launch.device.torch_device
     except Interrupted:
         assert folder is not None
-        _session.say_resume(folder, command)
+        _session.say_resume(folder, plan)
         raise
     assert folder is not None
     steps, values = losses(read_events(folder.path))
