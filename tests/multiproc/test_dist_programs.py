@@ -83,7 +83,7 @@ def test_fabric(ranks: Ranks) -> None:
 @needs("deepspeed", "it is built from source, and compiles its parts when it is used")
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_deepspeed() -> None:
+def test_deepspeed(ranks: Ranks) -> None:
     with Ranks(2) as own:
         for stages in own.call(f"{PROGRAMS}deepspeed", 2, deadline_s=250):
             assert len(stages) == 4
