@@ -47,6 +47,34 @@ def test_a_fused_update_is_left_out_without_waiting(kind: Any) -> None:
     assert not torch.equal(model[0].weight, before[0]["0.weight"])
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD])
+def test_an_optimizer_whose_form_was_left_to_torch_is_fused(kind: Any) -> None:
+    model, same = nn.Linear(8, 8).cuda(), nn.Linear(8, 8).cuda()
+    same.load_state_dict(model.state_dict())
+    optimizer, plain = kind(model.parameters(), lr=0.1), kind(same.parameters(), lr=0.1)
+    update = Update(optimizer, queues=True)
+    assert update._can_be_told() is (kind is torch.optim.SGD)  # the others not before their first update
+    for _ in range(3):
+        finite = computed(model, 1.0)
+        computed(same, 1.0)
+        update.make(finite, Buffers(model))
+        plain.step()
+    assert all(group["fused"] for group in optimizer.param_groups)
+    torch.testing.assert_close(model.weight, same.weight)
+    # A run that goes on: what the plain one has kept is taken over.
+    Update(plain, queues=True).make(computed(same, 1.0), Buffers(same))
+    update.make(computed(model, 1.0), Buffers(model))
+    torch.testing.assert_close(model.weight, same.weight)
+
+
+@pytest.mark.parametrize("said", [{"foreach": True}, {"foreach": False}, {"fused": False}])
+def test_a_form_that_the_user_chose_stays(said: dict[str, bool]) -> None:
+    optimizer = torch.optim.AdamW(nn.Linear(8, 8).cuda().parameters(), lr=0.1, **said)
+    Update(optimizer, queues=True)
+    assert {k: optimizer.param_groups[0][k] for k in said} == said
+    assert not optimizer.param_groups[0]["fused"]
+
+
 def test_any_other_update_is_left_out_too() -> None:
     model = nn.Linear(8, 8).cuda()
     optimizer = torch.optim.RMSprop(model.parameters(), lr=0.1, momentum=0.9)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -97,7 +98,8 @@ def resumed_plan(settings: Settings, flags: dict[str, Any], command: str) -> Any
     recipe = manifest.get("recipe") or {}
     if not recipe:
         raise RunFolderError(
-            f"{folder.path} is the run of a script", hint=f"potluck host SCRIPT --resume {folder.path}"
+            f"{folder.path} is the run of a script",
+            hint=f"potluck host SCRIPT --resume {shlex.quote(str(folder.path))}",
         )
     if flags.get("steps") is not None:
         recipe["config"]["steps"] = flags["steps"]
@@ -167,4 +169,4 @@ def show_end(folder: Path, steps: list[int], values: list[float], words: str, va
     click.echo(f"\n{words}\n")
     here = Path("runs") / folder.name
     shortest = folder.name if here.is_dir() and here.samefile(folder) else folder
-    click.echo(f"run folder: {folder}  (potluck report {shortest})")
+    click.echo(f"run folder: {folder}  (potluck report {shlex.quote(str(shortest))})")

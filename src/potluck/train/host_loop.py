@@ -333,11 +333,7 @@ class HostTrainer:
                 machines=tuple(result.samples),
                 bad_ranks=[rank for rank, bad in enumerate(losses[1:].tolist()) if bad],
             )
-            self._judge(facts, applied=bool(applied))
-            if own is not None:
-                # Who found no finite loss in samples of which this machine finds none either was not wrong.
-                known = ours if math.isfinite(facts.own_loss) else math.nan
-                self._hub.judged(step.index, known, samples, applied=bool(applied))
+            self._judge(facts, samples, applied=bool(applied))
             self._telemetry.step_ended(number, self._loss, result, update_s, now, applied=bool(applied))
 
         step.loss_when_known(self._flight.finish)
@@ -346,12 +342,16 @@ class HostTrainer:
             self._flight.finish()
             self._stop_if_bad()
 
-    def _judge(self, facts: Facts, *, applied: bool) -> None:
-        """What became of a step's update, in the log if it was not made."""
+    def _judge(self, facts: Facts, samples: int, *, applied: bool) -> None:
+        """What became of a step's update: in the log if it was not made. `samples`: of this machine's own part."""
         if applied:
             self._bad.good()
         else:
             self._p.launch.log.emit(self._bad.bad(facts))
+        if facts.own_norm is not None:
+            # Who found no finite loss in samples of which this machine finds none either was not wrong.
+            norm = facts.own_norm if math.isfinite(facts.own_loss) else math.nan
+            self._hub.judged(facts.step - 1, norm, samples, applied=applied)
 
     def _stop_if_bad(self) -> None:
         """End the run when too many steps in a row were not applied: it does not come right by itself."""
