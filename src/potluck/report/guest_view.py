@@ -10,11 +10,15 @@ import time
 from typing import Any
 
 from potluck import units
+from potluck.report.text import clean
 
 EVERY_S = 2.0
 """Between two progress lines."""
 REMIND_S = 30.0
 """Between two lines that say that the host is gone."""
+
+
+_MOST_TEXT = 2000
 
 
 class GuestView:
@@ -106,6 +110,7 @@ class GuestView:
     def _say(self, line: str) -> None:
         if self._json or self._quiet:
             return
+        line = clean(line, _MOST_TEXT)  # names and reasons come from the host
         with self._lock:
             if self._line:
                 self._print("")
