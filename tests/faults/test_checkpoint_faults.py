@@ -188,9 +188,12 @@ def test_one_that_falls_due_during_a_save_begins_at_the_next_step(
     assert saved[-1] == 145
 
 
-def test_a_log_that_cannot_be_written_ends_the_training_with_its_reason(tmp_path: Path) -> None:
-    with armed("events.before-line=raise@4"), pytest.raises(RunFolderError, match=r"events\.jsonl"):
-        trained(tmp_path, steps=10, every=0)
+def test_a_log_that_cannot_be_written_does_not_end_the_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with armed("events.before-line=raise@4"):
+        assert trained(tmp_path, steps=10, every=0) == [10]
+    assert "events.jsonl" in capsys.readouterr().err
 
 
 @linux

@@ -26,7 +26,7 @@ PAGES = ROOT / "docs" / "troubleshooting"
 # From the bottom up; parts on one line must not import each other.
 LAYERS = (
     ("errors", "_version"),
-    ("units", "env", "failpoints", "limits"),
+    ("units", "env", "failpoints", "limits", "sinks"),
     ("durable",),
     ("spec",),
     ("plan", "doctor"),

@@ -27,6 +27,7 @@ from potluck.launch.life import reader_watched
 from potluck.launch.local import LocalGuests
 from potluck.limits import usable_cores
 from potluck.report.view import View, make_view
+from potluck.sinks import guarded
 from potluck.spec.config import RunConfig
 from potluck.train.events import EventLog
 from potluck.train.folder import RunFolder, new_folder, open_folder
@@ -124,7 +125,7 @@ def _has_anything(folder: RunFolder) -> bool:
 @contextmanager
 def _session_in(folder: RunFolder, settings: Settings, plan: Plan) -> Iterator[Launch]:
     device, ranks = _device(settings, plan)
-    view = make_view(plan.view)  # type: ignore[arg-type]
+    view = guarded(make_view(plan.view), "the view")  # type: ignore[arg-type]
     joined: dict[str, dict[str, Any]] = {}
     log = EventLog(folder.events, lambda event: _seen(event, joined, view))
     launch = Launch(

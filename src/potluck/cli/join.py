@@ -100,6 +100,7 @@ def _serve(settings: Settings, token: Any, flags: dict[str, Any]) -> int:
     from potluck.device import pick
     from potluck.hub.link import GuestLink
     from potluck.report.guest_view import GuestView
+    from potluck.sinks import guarded
     from potluck.spec.config import RunConfig
     from potluck.train.events import EventLog
     from potluck.train.launch import GUEST, Launch, set_launch
@@ -112,7 +113,7 @@ def _serve(settings: Settings, token: Any, flags: dict[str, Any]) -> int:
     )
     name = machine_name(settings, config)
     hello = {"name": name, "device": device.label, "platform": sys.platform, **versions()}
-    view = GuestView(flags["view"])
+    view = guarded(GuestView(flags["view"]), "the view")
     link = GuestLink(token, hello, give_up_s=flags["give_up_s"], recorder=_recorder(name, flags["runs"], view))
     link.waiting = view.waiting
     link.missing = lambda seconds: view.missing(seconds, flags["give_up_s"])
@@ -142,11 +143,11 @@ def _serve(settings: Settings, token: Any, flags: dict[str, Any]) -> int:
 def _recorder(name: str, runs: Path | None, view: Any) -> Any:
     """A guest has no run folder: where its record goes is said when there is one."""
     from potluck.hub.recorder import Recorder
+    from potluck.sinks import guarded
 
-    if runs is not None:
-        return Recorder(name, runs, tell=view.recorded)
-    # All processes of this machine share that folder.
-    return Recorder(f"{name}-{os.getpid()}", Path(tempfile.gettempdir()), tell=view.recorded)
+    if runs is None:  # all processes of this machine share the folder for temporary files
+        name, runs = f"{name}-{os.getpid()}", Path(tempfile.gettempdir())
+    return guarded(Recorder(name, runs, tell=view.recorded), "the flight recorder")
 
 
 def _compute(launch: Any, script: Path | None, view: Any) -> int:

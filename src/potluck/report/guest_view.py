@@ -10,6 +10,8 @@ import time
 from typing import Any
 
 from potluck import units
+from potluck.report.messages import loss_text
+from potluck.report.text import integer, number
 
 EVERY_S = 2.0
 """Between two progress lines."""
@@ -74,14 +76,16 @@ class GuestView:
             return
         if event.get("event") != "delivered":
             return
-        self._samples = int(event["total_samples"])
+        self._samples = integer(event, "total_samples")
         now = time.monotonic()
         if now - self._last < EVERY_S and not self._in_place:
             return
         self._last = now
-        rate = event["samples"] / event["compute_s"] if event["compute_s"] else 0.0
+        samples, compute_s = integer(event, "samples"), number(event, "compute_s")
+        rate = samples / compute_s if compute_s else 0.0
         line = (
-            f"step {event['step']}: {event['samples']} samples at {rate:.2f}/s, loss {event['loss']:.4f}, "
+            f"step {integer(event, 'step')}: {samples} samples at {rate:.2f}/s, "
+            f"loss {loss_text(number(event, 'loss'))}, "
             f"{self._samples} samples in {units.seconds_text(now - self._started)}"
         )
         if self._in_place:

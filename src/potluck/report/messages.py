@@ -147,6 +147,10 @@ def _checkpoint(event: Event) -> str:
     return f"saved {clean(event.get('path'))} in {seconds_text(number(event, 'seconds'))}"
 
 
+def _log_failed(event: Event) -> str:
+    return f"cannot write to {clean(event.get('path'))}{_because(event)}; the run goes on, its log has a gap"
+
+
 _SENTENCES: Mapping[str, tuple[Level, Callable[[Event], str]]] = {
     "guest_hello": ("info", _hello),
     "guest_joined": ("good", _joined),
@@ -164,5 +168,7 @@ _SENTENCES: Mapping[str, tuple[Level, Callable[[Event], str]]] = {
     "checkpoint": ("info", _checkpoint),
     "checkpoint_damaged": ("bad", _damaged),
     "flight_recorded": ("info", lambda e: f"what was said before the fault: {clean(e.get('path'))}"),
+    "log_failed": ("bad", _log_failed),
+    "log_gap": ("warn", lambda e: f"the log lacks {integer(e, 'lines')} lines here: they could not be written"),
     "note": ("info", lambda e: clean(e.get("text"))),
 }

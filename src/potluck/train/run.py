@@ -28,6 +28,7 @@ from potluck.hub.protocol import HostProtocol, HostTerms
 from potluck.hub.recorder import Recorder
 from potluck.hub.tensors import ModelTensors
 from potluck.limits import usable_cores
+from potluck.sinks import guarded
 from potluck.spec.config import RunConfig
 from potluck.train import ranks
 from potluck.train.checkpoint import Loaded
@@ -232,7 +233,7 @@ class Run:
                 welcome=self._welcome,
                 fetch=parts.loader.fetch,
                 emit=launch.log.emit,
-                recorder=Recorder(launch.name, folder, started=launch.log.started),
+                recorder=guarded(Recorder(launch.name, folder, started=launch.log.started), "the flight recorder"),
             )
         )
         hub.start()
