@@ -22,8 +22,8 @@ def to_stderr(line: str) -> None:
 def guarded(sink: T, name: str, warn: Warn = to_stderr) -> T:
     """The same object or function, but no exception leaves it.
 
-    The first is told to `warn`, with the sink's `name`; all others are passed over. The sink is called again: what it
-    failed at may have been one odd value. A call that failed returns None.
+    The first is told to `warn`, with the sink's `name`; all others are passed over. The sink is called again: what
+    it failed at may have been one odd value. A call that failed returns None.
     """
     return cast(T, _Guarded(sink, name, warn))
 

@@ -147,6 +147,10 @@ def _checkpoint(event: Event) -> str:
     return f"saved {clean(event.get('path'))} in {seconds_text(number(event, 'seconds'))}"
 
 
+def _not_saved(event: Event) -> str:
+    return f"step {integer(event, 'step')} is not saved{_because(event)}; tries again at the next interval"
+
+
 def _log_failed(event: Event) -> str:
     return f"cannot write to {clean(event.get('path'))}{_because(event)}; the run goes on, its log has a gap"
 
@@ -166,6 +170,7 @@ _SENTENCES: Mapping[str, tuple[Level, Callable[[Event], str]]] = {
         lambda e: f"turned away a stranger at {clean(e.get('address')) or 'an unknown address'}{_because(e)}",
     ),
     "checkpoint": ("info", _checkpoint),
+    "checkpoint_failed": ("bad", _not_saved),
     "checkpoint_damaged": ("bad", _damaged),
     "flight_recorded": ("info", lambda e: f"what was said before the fault: {clean(e.get('path'))}"),
     "log_failed": ("bad", _log_failed),

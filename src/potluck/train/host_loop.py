@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from potluck.errors import CheckpointError, ConfigError, LoopError
+from potluck.errors import CheckpointError, ConfigError, LoopError, RunFolderError
 from potluck.failpoints import hit
 from potluck.hub.alone import AloneHub
 from potluck.hub.host import HostHub
@@ -77,7 +77,11 @@ class HostTrainer:
         folder = parts.launch.folder
         # The log goes to the disk first: after a power cut it tells of every step up to the checkpoint.
         before = parts.launch.log.sync
-        self._writer = CheckpointWriter(folder.checkpoints, on_saved=self._saved, before=before) if folder else None
+        self._writer = (
+            CheckpointWriter(folder.checkpoints, on_saved=self._saved, on_failed=self._not_saved, before=before)
+            if folder
+            else None
+        )
         self._telemetry = Telemetry(parts.launch, parts.options, hub)
         self._saved_bytes: SavedBytes | None = None
         self._ranks = ranks = parts.launch.ranks
@@ -95,6 +99,8 @@ class HostTrainer:
         """The last step that is finished: in the update the ledger has closed one that may still fail."""
         self._interrupted = False
         self._saved_step = parts.restored.step if parts.restored is not None else None
+        self._last_save_failed: RunFolderError | None = None
+        """Set where the loop was left and what it ended with could not be saved."""
         self._ending = Ending(self._end)
         self._updating = False
         self._hook = parts.optimizer.register_step_pre_hook(self._only_ours)
@@ -135,7 +141,10 @@ class HostTrainer:
         """Save what is whole now: what the script does next with the weights is not the run's affair."""
         self._flight.finish()
         if self._writer is not None and not self._ending.over:
-            self._checkpoint(wait=True)
+            try:
+                self._checkpoint(wait=True)
+            except RunFolderError as error:
+                self._last_save_failed = error  # here it would be lost: nobody hears what a generator's end raises
         self._ending.soon("finished")
 
     def _end(self, reason: str) -> None:
@@ -151,15 +160,27 @@ class HostTrainer:
             finally:
                 if self._ranks is not None:
                     self._ranks.end()
-                if self._writer is not None:
-                    if reason != "failed":
-                        self._checkpoint(wait=True)
-                    self._writer.close()
+                try:
+                    self._save_last(reason)
+                except BaseException:
+                    reason = "failed"
+                    raise
         finally:
             self._hook.remove()  # it keeps model and optimizer alive
             sys.setswitchinterval(self._turn_s)
             self._hub.close(reason)
             self._telemetry.ended(self._done, self._loss, reason)
+
+    def _save_last(self, reason: str) -> None:
+        """What the run ends with. Until now a save that failed could be tried again: this one cannot."""
+        if self._writer is None:
+            return
+        if self._last_save_failed is not None:
+            raise self._last_save_failed
+        if reason == "failed":
+            self._writer.settle()
+        else:
+            self._checkpoint(wait=True)
 
     def _tell_last_step(self, *, failed: bool) -> None:
         """Its update may still be under way. After a failure neither the device nor other ranks may ever answer."""
@@ -344,7 +365,7 @@ class HostTrainer:
         """Begin to save, and with `wait` end; False while the last one is still being written."""
         assert self._writer is not None
         if wait:
-            self._writer.wait()
+            self._writer.settle()
         p = self._p
         state = p.ledger.state()
         if wait and self._saved_step == state.step:
@@ -367,6 +388,10 @@ class HostTrainer:
         if wait:
             self._writer.wait()
         return started
+
+    def _not_saved(self, step: int, error: RunFolderError) -> None:
+        """The disk is full, or gone: the run goes on, and the next interval is the next attempt."""
+        self._p.launch.log.emit({"event": "checkpoint_failed", "step": step, "reason": error.what})
 
     def _saved(self, step: int, path: Any, seconds: float) -> None:
         self._saved_step = step
