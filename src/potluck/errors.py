@@ -19,7 +19,7 @@
     ├── WireError              bytes that are not a message of this protocol
     └── CheckpointError        no readable checkpoint where one was needed
 
-Every class has a `code`; `docs/troubleshooting/<code>.md` is its page.
+Every class has a `code`; `troubleshooting/<code>.md` is its page, which `potluck explain <code>` shows.
 """
 
 from __future__ import annotations

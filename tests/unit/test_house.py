@@ -21,7 +21,7 @@ from potluck import errors
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "potluck"
 FILES = sorted(SOURCE.rglob("*.py"))
-PAGES = ROOT / "docs" / "troubleshooting"
+PAGES = SOURCE / "troubleshooting"
 
 # From the bottom up; parts on one line must not import each other.
 LAYERS = (

@@ -144,8 +144,8 @@ class CheckpointWriter:
         self._failure: BaseException | None = None
 
     def start(self, snapshot: Snapshot) -> bool:
-        """Begin to write; False while the last one is still being written. Raises the last one's failure, unless the
-        disk failed: that has been told, and this is the next attempt."""
+        """Begin to write; False while the last one is still being written. Raises the last one's failure, unless
+        the disk failed: that has been told, and this is the next attempt."""
         if self._thread is not None and self._thread.is_alive():
             return False
         self.settle()
