@@ -23,7 +23,7 @@ from potluck.hub.host import HostHub
 from potluck.hub.ledger import Ledger
 from potluck.hub.parity import sketch
 from potluck.hub.tensors import ModelTensors
-from potluck.train import checkpoint_folder
+from potluck.train import checkpoint_folder, given
 from potluck.train.beginning import Beginning
 from potluck.train.checkpoint import CheckpointWriter, Loaded, Snapshot, load_latest
 from potluck.train.data import Loader, to_device
@@ -306,7 +306,8 @@ class HostTrainer:
             optimizer.step()
             self._updating = False
             hit("host.updated")
-        if options.scheduler is not None:
+        takes_loss = given.takes_loss(options.scheduler)
+        if options.scheduler is not None and not takes_loss:
             options.scheduler.step()
         own_loss = self._device.to_host_later(torch.as_tensor(step.loss_so_far() if total is None else total))
         if self._comparing:
@@ -324,8 +325,10 @@ class HostTrainer:
 
         step.loss_when_known(self._flight.finish)
         self._flight.follows(computed, updated)
-        if not self._device.ahead or self._ranks is not None:
+        if not self._device.ahead or self._ranks is not None or takes_loss:
             self._flight.finish()
+        if takes_loss:
+            options.scheduler.step(self._loss)
 
     def _sum_of_ranks(self, step: Step, guests_loss: float) -> Tensor:
         """All ranks' gradients, with the guests' that are in this rank's, on every rank; the summed loss."""
@@ -342,6 +345,8 @@ class HostTrainer:
 
     def _only_ours(self, *ignored: Any) -> None:
         if not self._updating and not self._ending.over:
+            if given.called_by_scaler():
+                raise LoopError("scaler.step() was called in the loop", hint=given.NO_SCALER)
             raise LoopError(
                 "optimizer.step() was called in the loop; Potluck makes the update itself when the step is full",
                 hint="take optimizer.step() and optimizer.zero_grad() out of the loop",

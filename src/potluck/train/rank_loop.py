@@ -26,6 +26,7 @@ from potluck.train import ranks as orders
 from potluck.train.checkpoint import load_latest
 from potluck.train.data import Loader, to_device
 from potluck.train.flight import Flight
+from potluck.train.given import takes_loss
 from potluck.train.host_loop import prepare_gradients
 from potluck.train.launch import Launch
 from potluck.train.options import Options
@@ -131,9 +132,11 @@ class RankTrainer:
         total = self._ranks.sum_gradients(self._trained, step.loss_so_far())
         prepare_gradients(step, self._trained, options, self._p.model)
         self._p.optimizer.step()
-        if options.scheduler is not None:
-            options.scheduler.step()
         step.loss = float(total) / options.global_batch
+        if takes_loss(options.scheduler):
+            options.scheduler.step(step.loss)
+        elif options.scheduler is not None:
+            options.scheduler.step()
         if compare:
             self._ranks.show_weights(self._trained)
 
