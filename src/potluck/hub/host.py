@@ -379,6 +379,7 @@ class HostHub:
                 case act.Decode():
                     self._coder.decode(action.guest, action.lease, action.pieces, action.loss_sum)
                 case act.SendSamples():
+                    self._count_unread(action, 1)
                     self._loader.submit(self._guarded, self._load, action)
                 case act.Welcome():
                     self._send(action.guest, act.CONTROL, self._parts.welcome(action.name))
@@ -430,8 +431,14 @@ class HostHub:
         with self._lock:
             member = self._protocol.members.get(action.guest)
             if member is not None:
+                self._count_unread(action, -1)
                 member.feed.extra(sum(len(f) for f in frames))
                 self._send(member.id, act.DATA, Message(kind="samples", fields=fields, frames=tuple(frames)))
+
+    def _count_unread(self, action: act.SendSamples, more: int) -> None:
+        member = self._protocol.members.get(action.guest)
+        if member is not None and member.lease is not None and member.lease.id == action.lease:
+            member.lease.unread += more
 
     def _introduce(self, action: act.SendReplica) -> None:
         """Queue the fixed tensors that the newcomer lacks, then the replica."""
@@ -467,7 +474,7 @@ class HostHub:
             reference = self._references.get(action.check)
         if reference is None:
             with self._changed:
-                self._protocol.check_void(action.guest, action.check)
+                self._protocol.check_void(action.guest, action.check, "its gradient came steps after the host's")
             return
         cosine, why_not = compare(
             reference,

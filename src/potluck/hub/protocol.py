@@ -353,12 +353,12 @@ class HostProtocol:
             raise WireError("hashes in more frames than one")
         return self.guard.answered(member, int(fields["version"]), bytes(frames[0]), now)
 
-    def check_void(self, guest: str, check: int) -> None:
+    def check_void(self, guest: str, check: int, reason: str = "a step is over before its weights come") -> None:
         """The weights or the reference of a check were gone before its answer: check again, less and less often."""
         member = self.members.get(guest)
         if member is not None and member.state == CHECKING and member.check in (check, None):
             member.state, member.check = SYNCING, None
-            member.reason = "a step is over before its weights are there"
+            member.reason = reason
             member.rests_until_step = self.ledger.step + min(2**member.rests, LONGEST_BENCH_STEPS)
             member.rests += 1
 
