@@ -23,6 +23,8 @@ import click
 from potluck.cli._app import Settings
 from potluck.cli._options import LOOPBACK, checked_bind
 from potluck.device import Device
+from potluck.errors import LoopError
+from potluck.hub.waiting import WaitingRoom
 from potluck.launch.life import reader_watched
 from potluck.launch.local import LocalGuests
 from potluck.limits import usable_cores
@@ -152,6 +154,10 @@ def _session_in(folder: RunFolder, settings: Settings, plan: Plan) -> Iterator[L
         closing.callback(set_launch, None)
         if plan.role != ALONE:
             token = _open_door(launch, folder, only_here=plan.guests > 0)
+            assert launch.socket is not None
+            launch.waiting = WaitingRoom(launch.socket, what=plan.what, emit=log.emit)
+            closing.push(lambda kind, error, trace: _send_away(launch, error))
+            launch.waiting.start()
             if not plan.guests and plan.view != "quiet":
                 _tell_token(token, plan.view)
         _write_manifest(launch, plan, folder)
@@ -172,6 +178,28 @@ def _device(settings: Settings, plan: Plan) -> tuple[Device, Ranks | None]:
     return device_here(
         plan.config.device or environment.device, plan.config.threads or environment.threads, beside=plan.guests
     )
+
+
+def _send_away(launch: Launch, error: BaseException | None) -> None:
+    """Guests that wait for a training that will not begin are told so, and why."""
+    if isinstance(error, KeyboardInterrupt):
+        reason = "it was stopped there"
+    elif error is None or isinstance(error, LoopError | SystemExit):
+        reason = f"{launch.what} ended without reaching run.training()"
+    else:
+        reason = f"{launch.what} failed before its training loop"
+    if launch.waiting is not None:
+        launch.waiting.close(reason)
+
+
+def check_began(launch: Launch) -> None:
+    """After a script: one that never came to its loop trained alone, if at all, while guests waited."""
+    if launch.role in (HOST, RANK) and not launch.began:
+        raise LoopError(
+            f"{launch.what} ended without reaching run.training(): what it trained, it trained alone",
+            hint="its loop must be `for step in run.training(model, optimizer, dataset, global_batch=…)`, with "
+            "run = potluck.start(); is it below an `if` that was not true?",
+        )
 
 
 def _send_home(guests: LocalGuests, log: EventLog, *, tell: bool) -> None:

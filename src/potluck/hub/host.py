@@ -52,6 +52,8 @@ class HubParts:
     fetch: Callable[[Sequence[int]], Any]
     """The collated batch of these samples of the data set."""
     emit: Callable[[Event], None]
+    early: Sequence[tuple[bytes, Sequence[Any]]] = ()
+    """Messages that came before there was a hub."""
     recorder: Recorder = field(default_factory=lambda: Recorder("host", None))
 
 
@@ -241,6 +243,7 @@ class HostHub:
 
     def _run(self) -> None:
         try:
+            self._turn(self._parts.early)
             while not self._stop:
                 self._turn(self._socket.receive(0.1))
             self._flush()

@@ -40,6 +40,11 @@ class GuestView:
             self._waited = True
             self._say(f"no answer yet ({error}); trying again")
 
+    def preparing(self, reason: str) -> None:
+        """The host is there, but has nothing to compute yet."""
+        self._json_line({"event": "host_preparing", "reason": reason})
+        self._say(f"connected; {reason}: waiting until it does (Ctrl-C to leave)")
+
     def joined(self, *, host: str, address: str, run: str, name: str, device: str) -> None:
         self._say(f"joined run {run} of {host} ({address}) as {name}, on {device}")
 

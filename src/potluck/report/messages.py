@@ -147,6 +147,12 @@ def _checkpoint(event: Event) -> str:
     return f"saved {clean(event.get('path'))} in {seconds_text(number(event, 'seconds'))}"
 
 
+def _loop_awaited(event: Event) -> str:
+    guests, after = integer(event, "guests"), seconds_text(number(event, "seconds"))
+    wait = f"{guests} {'guest waits' if guests == 1 else 'guests wait'}" if guests else "guests will wait"
+    return f"{clean(event.get('what'))} has not reached run.training() after {after}: {wait} until it does"
+
+
 def _not_saved(event: Event) -> str:
     return f"step {integer(event, 'step')} is not saved{_because(event)}; tries again at the next interval"
 
@@ -173,6 +179,7 @@ _SENTENCES: Mapping[str, tuple[Level, Callable[[Event], str]]] = {
     "checkpoint_failed": ("bad", _not_saved),
     "checkpoint_damaged": ("bad", _damaged),
     "flight_recorded": ("info", lambda e: f"what was said before the fault: {clean(e.get('path'))}"),
+    "loop_awaited": ("warn", _loop_awaited),
     "log_failed": ("bad", _log_failed),
     "log_gap": ("warn", lambda e: f"the log lacks {integer(e, 'lines')} lines here: they could not be written"),
     "note": ("info", lambda e: clean(e.get("text"))),

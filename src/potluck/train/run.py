@@ -232,6 +232,7 @@ class Run:
             check_replica_every=launch.config.check_replica_every,
         )
         folder = launch.folder.path if launch.folder is not None else None
+        early = launch.waiting.hand_over() if launch.waiting is not None else ()
         hub = HostHub(
             HubParts(
                 socket=launch.socket,
@@ -241,6 +242,7 @@ class Run:
                 welcome=self._welcome,
                 fetch=parts.loader.fetch,
                 emit=launch.log.emit,
+                early=early,
                 recorder=guarded(Recorder(launch.name, folder, started=launch.log.started), "the flight recorder"),
             )
         )
