@@ -170,6 +170,7 @@ def _compute(launch: Any, script: Path | None, view: Any) -> int:
         if str(done) == RUN_FAILED:
             click.echo("the run failed on its host; why, the host says", err=True)
             return 1
+        link.recorder.discard()
     except KeyboardInterrupt:
         launch.end_training("stopped by the person there")
         view.ended("left the run")

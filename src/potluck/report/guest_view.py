@@ -69,7 +69,7 @@ class GuestView:
             self._say("the host is back")
 
     def recorded(self, path: object, why: str) -> None:
-        self._say(f"{why}; what was said before lies in {path}")
+        self._say(f"{why}; for a bug report the last messages are in {path} (removed if the run ends well)")
 
     def event(self, event: dict[str, Any]) -> None:
         with self._lock:
