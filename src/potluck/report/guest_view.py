@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import sys
 import threading
 import time
@@ -109,6 +110,7 @@ class GuestView:
             self._print(json.dumps(event))
 
     def _show_in_place(self, line: str) -> None:
+        line = line[: max(shutil.get_terminal_size().columns - 1, 20)]  # a wrapped one could not be taken back
         self._print("\r" + line.ljust(len(self._line)), end="")
         self._line = line
 

@@ -178,7 +178,7 @@ _SENTENCES: Mapping[str, tuple[Level, Callable[[Event], str]]] = {
     "checkpoint": ("info", _checkpoint),
     "checkpoint_failed": ("bad", _not_saved),
     "checkpoint_damaged": ("bad", _damaged),
-    "flight_recorded": ("info", lambda e: f"for a bug report, the last messages before the fault: {clean(e.get('path'))}"),
+    "flight_recorded": ("info", lambda e: f"for a bug report, the last messages: {clean(e.get('path'))}"),
     "loop_awaited": ("warn", _loop_awaited),
     "log_failed": ("bad", _log_failed),
     "log_gap": ("warn", lambda e: f"the log lacks {integer(e, 'lines')} lines here: they could not be written"),
