@@ -53,7 +53,7 @@ def host(
     if arguments:
         raise UserError("arguments are for scripts; a recipe has settings", hint="for example --set warmup=50")
     plan = recipe_plan(settings, what, flags, command="host")
-    run_recipe(settings, plan, command="host")
+    run_recipe(settings, plan)
 
 
 def run_script(
@@ -86,6 +86,8 @@ def run_script(
             "imports": imports,
         },
         files=script.contents,
+        words=("host", str(path), *(word for file in send for word in ("--send", str(file)))),
+        arguments=arguments,
         resume=resume,
         view=flags["view"],
         runs=runs,
@@ -105,6 +107,5 @@ def run_script(
             _session.check_began(launch)
     except Interrupted:
         assert folder is not None
-        words = [str(path), *(f"--send {f}" for f in send)]
-        _session.say_resume(folder, f"host {' '.join(words)}", arguments)
+        _session.say_resume(folder, plan)
         raise

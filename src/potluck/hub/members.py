@@ -84,6 +84,8 @@ class Member:
     """Why its last leases in a row did not count, as clauses; empty once one counts."""
     leased: bool = False
     """It has had a lease: what is known of its link was measured then, or shown wrong."""
+    wrong_in_a_row: int = 0
+    """Contributions that could not be right, by what the host itself computed."""
     rests: int = 0
     rests_until_step: int = 0
     gains_s: deque[float] = field(default_factory=lambda: deque(maxlen=GAIN_WINDOW))

@@ -42,7 +42,7 @@ class Options:
     clip_norm: float | None = None
     """Clip the whole gradient to this norm before the update."""
     scheduler: Any = None
-    """A learning-rate scheduler: stepped after every update, saved with checkpoints.
+    """A learning-rate scheduler: stepped once a step, whether its update was made or not. Saved in checkpoints.
 
     ReduceLROnPlateau is given the step's loss, so its patience counts steps.
     """
