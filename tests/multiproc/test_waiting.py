@@ -6,11 +6,13 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from potluck.errors import HostGoneError
+from potluck.cli import _session
+from potluck.errors import HostGoneError, LoopError, ScriptError
 from potluck.hub.link import GuestLink
 from potluck.hub.waiting import WaitingRoom
 from potluck.report.messages import describe
@@ -98,11 +100,11 @@ def test_a_guest_that_is_asked_to_wait_does_so_as_long_as_the_host_speaks(house:
 def test_one_that_waits_hears_that_there_will_be_no_training(house: House) -> None:
     thread, outcome = connected(house.guest(), timeout_s=DEADLINE_S)
     assert house.waits.wait(DEADLINE_S)
-    house.room.close("job.py ended without reaching run.training()")
+    house.room.close("job.py\x1b[2J ended without reaching run.training()")
     thread.join(DEADLINE_S)
     (error,) = outcome
     assert isinstance(error, HostGoneError)
-    assert "the run ended before its training began: job.py ended without reaching" in error.what
+    assert "the run ended before its training began: job.py [2J ended without reaching" in error.what
 
 
 def test_after_a_while_the_person_at_the_host_is_told() -> None:
@@ -116,6 +118,24 @@ def test_after_a_while_the_person_at_the_host_is_told() -> None:
     message = describe({**event, "seconds": 61.0, "guests": 2})
     assert message is not None
     assert message.text == "job.py has not reached run.training() after 1 min 01 s: 2 guests wait until it does"
+
+
+@pytest.mark.parametrize(
+    ("error", "began", "reason"),
+    [
+        (None, False, "job.py ended without reaching run.training()"),
+        (SystemExit(0), False, "job.py ended without reaching run.training()"),
+        (LoopError("ended"), False, "job.py ended without reaching run.training()"),
+        (LoopError("two optimizers"), True, "job.py failed before its first step"),
+        (ScriptError("a bug"), False, "job.py failed before its first step"),
+        (KeyboardInterrupt(), False, "it was stopped there"),
+    ],
+)
+def test_the_reason_is_that_of_its_end(error: BaseException | None, began: bool, reason: str) -> None:
+    said: list[str] = []
+    launch: Any = SimpleNamespace(what="job.py", began=began, waiting=SimpleNamespace(close=said.append))
+    _session._send_away(launch, error)
+    assert said == [reason]
 
 
 def test_a_script_without_a_training_loop_says_so_and_tells_its_guests(tmp_path: Path) -> None:

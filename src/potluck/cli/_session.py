@@ -193,10 +193,10 @@ def _send_away(launch: Launch, error: BaseException | None) -> None:
     """Guests that wait for a training that will not begin are told so, and why."""
     if isinstance(error, KeyboardInterrupt):
         reason = "it was stopped there"
-    elif error is None or isinstance(error, LoopError | SystemExit):
+    elif error is None or isinstance(error, SystemExit) or (isinstance(error, LoopError) and not launch.began):
         reason = f"{launch.what} ended without reaching run.training()"
     else:
-        reason = f"{launch.what} failed before its training loop"
+        reason = f"{launch.what} failed before its first step"
     if launch.waiting is not None:
         launch.waiting.close(reason)
 
