@@ -9,7 +9,7 @@ import pytest
 from potluck.cli import join
 from potluck.cli._scripts import running
 from potluck.errors import MissingModuleError, ScriptError
-from potluck.launch.script import guest_hint, imports_of, missing_here, not_sent, read_script
+from potluck.launch.script import Script, guest_hint, imports_of, missing_here, not_sent, read_script, run_received
 
 SCRIPT = """
 from __future__ import annotations
@@ -71,6 +71,13 @@ def test_all_that_is_missing_is_named_at_once() -> None:
     assert caught.value.hint.startswith("pip install a-package no_such_b ")
     for nothing in (None, {}, {"torch": "torch"}):
         join._check_modules("job.py", nothing)
+
+
+def test_the_traceback_of_a_script_that_was_received_shows_its_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    script = Script(names=("job.py",), contents=(b"def f():\n    raise ValueError('a bug')  # here\nf()\n",))
+    with pytest.raises(ScriptError), running("job.py", guest=True):
+        run_received(script)
+    assert "raise ValueError('a bug')  # here" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("guest", [False, True])

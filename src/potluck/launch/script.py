@@ -9,6 +9,7 @@ import ast
 import hashlib
 import importlib.metadata
 import importlib.util
+import linecache
 import runpy
 import sys
 import tempfile
@@ -150,6 +151,9 @@ def run_received(script: Script) -> None:
             file = Path(folder) / name
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(content)
+            # A traceback is shown when the folder is gone: then Python has its lines from here (None: of no file).
+            lines = content.decode(errors="replace").splitlines(keepends=True)
+            linecache.cache[str(file)] = (len(content), None, lines, str(file))
         run_file(Path(folder) / script.names[0], script.arguments)
 
 

@@ -156,7 +156,7 @@ def _wire_line(state: RunState) -> Line | None:
 
 
 def _news(state: RunState, width: int, room: int) -> list[Line]:
-    """The last few things that happened, the newest last. What went wrong is not cut while there is room."""
+    """The last few things that happened, the newest last. None is cut at the right edge while there is room."""
     digits = max((len(str(n.step)) for n in state.notices if n.step is not None), default=0)
     lines: list[Line] = []
     for notice in list(state.notices)[: -_MOST_NEWS - 1 : -1]:
@@ -178,7 +178,7 @@ def _notice_lines(notice: Notice, width: int, digits: int) -> list[Line]:
     if notice.times > 1:
         # First: the end of a long sentence may be cut off.
         line.add(f"({notice.times} times) ", _LABEL)
-    if level not in ("warn", "bad") or line.width + cell_len(text) <= width:
+    if line.width + cell_len(text) <= width:
         return [line.add(text, style)]
     first, *others = _wrapped(text, max(width - line.width, _MIN_WIDTH // 2), max(width - 2, _MIN_WIDTH // 2))
     return [line.add(first, style), *(Line("  ").add(other, style) for other in others)]
