@@ -264,6 +264,14 @@ class TestTerminal:
         view.close()
         assert stream.getvalue() == ""
 
+    def test_what_goes_wrong_before_the_first_picture_is_a_line(self) -> None:
+        screen = io.StringIO()
+        view = LiveView(screen, refresh=False)
+        view.event({"event": "loop_awaited", "what": "job.py", "seconds": 60.0, "guests": 1})
+        shown = screen.getvalue()
+        assert "! job.py has not reached run.training() after 1 min 00 s: 1 guest waits until it does" in shown
+        view.close()
+
     def test_no_color(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("NO_COLOR", "1")
         view, stream = self.view()

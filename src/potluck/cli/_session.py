@@ -154,7 +154,7 @@ def _session_in(folder: RunFolder, settings: Settings, plan: Plan) -> Iterator[L
     )
     guests = LocalGuests(folder.path)
     with ExitStack() as closing:  # in reverse order, each whatever happens to the others
-        closing.callback(lambda: _add_machines(folder, joined) if joined else None)
+        closing.callback(guarded(_add_machines, "the list of machines in manifest.json"), folder, joined)
         closing.callback(log.close)
         closing.callback(view.close)
         # Where the run itself fails its guests end with a status too, which is no second fault.
@@ -225,6 +225,8 @@ def _seen(event: dict[str, Any], joined: dict[str, dict[str, Any]], view: View) 
 
 
 def _add_machines(folder: RunFolder, joined: dict[str, dict[str, Any]]) -> None:
+    if not joined:
+        return
     content = folder.read_manifest()
     known = [m for m in content["machines"] if m["name"] not in joined]
     folder.write_manifest({**content, "machines": [*known, *joined.values()]})
