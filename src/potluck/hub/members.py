@@ -20,7 +20,9 @@ SITTING_OUT = "sitting out"
 LATE = "late"
 
 LATE_BEFORE_BENCH = 2
-"""This many contributions in a row that came too late, and a guest sits out for a while."""
+"""This many leases in a row that did not count, most often too late, and a guest sits out for a while."""
+TRIAL_SAMPLES = 2
+"""A guest whose link seems too slow by nothing but its first weights gets one lease of this size to show it."""
 LONGEST_BENCH_STEPS = 64
 QUOTA_RETRY_STEPS = 4
 RATE_MARGIN = 0.1
@@ -48,6 +50,8 @@ class OpenLease:
     """The coded pieces of the contribution, kept until it is complete."""
     waited_s: float = 0.0
     """How long the host stood idle for this lease."""
+    unread: int = 0
+    """Its micro-batches that the host is still reading from the data set, so that the guest cannot have them."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,7 +81,10 @@ class Member:
     """Seconds that the weights' change takes to arrive; the gradient, which is as large, takes about as long."""
     tail: Estimate = field(default_factory=lambda: Estimate(doubts=True))
     """Seconds from the end of its last backward to the arrival of the contribution."""
-    late_in_a_row: int = 0
+    misses: list[str] = field(default_factory=list)
+    """Why its last leases in a row did not count, as clauses; empty once one counts."""
+    leased: bool = False
+    """It has had a lease: what is known of its link was measured then, or shown wrong."""
     wrong_in_a_row: int = 0
     """Contributions that could not be right, by what the host itself computed."""
     rests: int = 0
