@@ -311,3 +311,12 @@ def test_machines_that_come_under_ever_new_names_do_not_fill_the_memory() -> Non
     assert len(state.machines) == 128
     state.fold(sample.step(1))
     assert len(state.machines) < 10
+
+
+def test_the_table_shows_how_many_samples_are_computed_at_once() -> None:
+    machines = [sample.host(24, micro_batch=12), sample.machine("laptop", 8, micro_batch=None)]
+    lines = picture(state_after(sample.run_start(), sample.step(1, machines=machines)), 110, 30)
+    header = next(line for line in lines if "at once" in line)
+    column = header.index("at once") + len("at once")
+    rows = lines[lines.index(header) + 1 :][:2]
+    assert [row[:column].split()[-1] for row in rows] == ["12", "–"]

@@ -218,6 +218,7 @@ class GuestHub:
     def send_sketch(self, work: Work, *, values: memoryview, count: int, loss: float, compute_s: float) -> None:
         fields: dict[str, Any] = {"check": work.id, "count": count, "compute_s": compute_s}
         fields["loss"] = loss if math.isfinite(loss) else None
+        fields["micro_batch"], fields["largest_micro_batch"] = self._micro_batch()
         self._link.data(Message(kind="sketch", fields=fields, frames=(values,)))
 
     def stopped(self, work: Work, computed: int, compute_s: float) -> None:

@@ -116,7 +116,8 @@ class HostHub:
             self._guest_loss = 0.0
             hit("host.before-step")
             now, pieces = time.monotonic(), self._coder.state
-            self._do(self._protocol.begin_step(now, pieces, host_keeps=1, head_start_s=head_start_s))
+            keeps = self._protocol.terms.least.lease
+            self._do(self._protocol.begin_step(now, pieces, host_keeps=keeps, head_start_s=head_start_s))
             if any(m.feed.open for m in self._protocol.members.values()):
                 self._coder.code_change()
             hit("host.dealt")
@@ -141,7 +142,7 @@ class HostHub:
                     self._changed.wait(LOOK_AGAIN_S)
                     continue
                 check = self._protocol.check_samples
-                size = next_size(ledger.in_pool, count) or count
+                size = next_size(ledger.in_pool, count, self._protocol.terms.least.micro_batch) or count
                 take, actions = self._protocol.stepping.take(check or size, now)
                 self._do(actions)
                 if take.full:
@@ -167,10 +168,10 @@ class HostHub:
         waiting = any(m.state == CHECKING or (m.feed.open and not coded) for m in members)
         return waiting or not self._protocol.ledger.full
 
-    def launched(self, positions: tuple[int, ...]) -> None:
-        """The host's device was given these."""
+    def launched(self, positions: tuple[int, ...], sizes: Sequence[int]) -> None:
+        """The host's device was given these; its ranks so many each."""
         with self._lock:
-            self._protocol.stepping.host_launched(positions)
+            self._protocol.stepping.host_launched(positions, sizes)
 
     def computed(self, samples: int, seconds: float) -> None:
         with self._lock:

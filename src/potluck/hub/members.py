@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from potluck.hub.feed import Feed
 from potluck.hub.quota import Estimate
-from potluck.plan.leases import Speed
+from potluck.plan.leases import Least, Speed
 
 JOINING = "joining"
 SYNCING = "syncing"
@@ -25,6 +25,8 @@ TRIAL_SAMPLES = 2
 """A guest whose link seems too slow by nothing but its first weights gets one lease of this size to show it."""
 LONGEST_BENCH_STEPS = 64
 QUOTA_RETRY_STEPS = 4
+LARGEST_MICRO_BATCH = 1 << 20
+"""Nobody computes more samples at once, whatever a guest says."""
 RATE_MARGIN = 0.1
 GAIN_WINDOW = 6
 """Leases over which a guest must have brought more time than waiting for it cost."""
@@ -38,6 +40,8 @@ class OpenLease:
     step: int
     count: int
     """Samples in it; less once the guest has said how many it keeps."""
+    sizes: tuple[int, ...] = ()
+    """Of its micro-batches, as they were cut."""
     started: float
     revoked: bool = False
     arrived: bool = False
@@ -70,6 +74,7 @@ class Member:
     reason: str = ""
     micro_batch: int = 1
     largest_micro_batch: int = 1
+    least: Least = field(default_factory=Least)
     lease: OpenLease | None = None
     check: int | None = None
     checking_since: float | None = None
@@ -127,12 +132,18 @@ class Member:
             transfer_s=max(0.0, self.transfer.value or 0.0),
             usual=self.micro_batch,
             most=max(self.micro_batch, self.largest_micro_batch),
+            least=self.least,
         )
 
     @property
     def unsteadiness(self) -> float:
         """By what part of it the rate changes from lease to lease."""
         return self.rate.spread / self.rate.value if self.rate.value else 0.0
+
+    def computes(self, usual: int, largest: int) -> None:
+        """It says how many samples it computes at once, and how many it could at most."""
+        self.micro_batch = max(1, min(usual, LARGEST_MICRO_BATCH))
+        self.largest_micro_batch = max(self.micro_batch, min(largest, LARGEST_MICRO_BATCH))
 
     def holds(self, lease: int) -> bool:
         return self.lease is not None and self.lease.id == lease and not self.lease.revoked

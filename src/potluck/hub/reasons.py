@@ -18,13 +18,17 @@ def why_not(speed: Speed, step_s: float, *, guessed: bool) -> str:
 
     `guessed`: it has delivered nothing yet, so what is known of its link is what its first weights took.
     """
-    one_s = speed.lease_s(1)
-    if one_s <= step_s:
-        return f"would not make the step shorter: one sample takes it {one_s:.2f} s, the step {step_s:.2f} s"
+    least = speed.least.lease
+    what, them = ("one sample", "it") if least == 1 else (f"{least} samples", "them")
+    least_s, computing_s = speed.lease_s(least), least * speed.sample_s
+    if least_s <= step_s:
+        take = "takes" if least == 1 else "take"
+        return f"would not make the step shorter: {what} {take} it {least_s:.2f} s, the step {step_s:.2f} s"
+    few = "" if least == 1 else "; fewer are too few for the model's batch statistics"
     return (
-        f"cannot deliver one sample within a step: {speed.sample_s:.2f} s to compute it and "
-        f"{one_s - speed.sample_s:.2f} s to fetch the weights and deliver the gradient"
-        f"{' (by what its first weights took)' if guessed else ''}, where the step takes {step_s:.2f} s"
+        f"cannot deliver {what} within a step: {computing_s:.2f} s to compute {them} and "
+        f"{least_s - computing_s:.2f} s to fetch the weights and deliver the gradient"
+        f"{' (by what its first weights took)' if guessed else ''}, where the step takes {step_s:.2f} s{few}"
     )
 
 

@@ -9,9 +9,10 @@ a lease is still out, it waits at most as long as those samples would cost it, t
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from potluck.hub.actions import CONTROL, Action, Emit, Send, SendSamples, Wake
@@ -30,7 +31,7 @@ from potluck.hub.members import (
 )
 from potluck.hub.quota import Estimate, extra_samples
 from potluck.hub.reasons import in_a_row, why_late, why_not
-from potluck.plan.leases import Quotas, Speed, lease_sizes, quotas, split_evenly
+from potluck.plan.leases import Least, Quotas, Speed, lease_sizes, quotas, split_evenly, takeable
 
 FIRST_TAIL_S = 0.05
 """A guess of what it takes a guest to deliver the end of its gradient, until its first contribution tells."""
@@ -58,6 +59,8 @@ class StepResult:
     dropped_samples: int
     taken_back_samples: int
     predicted_s: float | None
+    micro_batches: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """The sizes of every machine's micro-batches that were counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,16 @@ class Lot:
 class Stepping:
     """Deals one step after the other."""
 
-    def __init__(self, *, ledger: Ledger, members: dict[str, Member], host_name: str, local_data: bool) -> None:
+    def __init__(
+        self,
+        *,
+        ledger: Ledger,
+        members: dict[str, Member],
+        host_name: str,
+        local_data: bool,
+        least: Least | None = None,
+    ) -> None:
+        self.least = least or Least()
         self.ledger = ledger
         self.members = members
         self.host_name = host_name
@@ -89,6 +101,7 @@ class Stepping:
         self._wait_s = 0.0
         self._dropped = 0
         self._taken_back = 0
+        self._sizes: dict[str, tuple[int, ...]] = {}
         self._predicted: float | None = None
 
     # -- begin and end ----------------------------------------------------------------------------------
@@ -104,6 +117,7 @@ class Stepping:
         self.ledger.open_step()
         self.started, self._out_since = now, None
         self._wait_s, self._dropped, self._taken_back = 0.0, 0, 0
+        self._sizes = {}
         self._predicted = None
         self._head_start_s = head_start_s
         seconds = self.host_sample_s
@@ -134,8 +148,9 @@ class Stepping:
             lent += extra
             actions += leasing
         for member in (m for m in ready if m.id not in able.guests):
-            quota = min(TRIAL_SAMPLES, member.micro_batch, self.ledger.in_pool - host_keeps)
-            if quota > 0:
+            least = member.speed.least.lease if member.speed is not None else 1
+            quota = min(max(TRIAL_SAMPLES, least), member.micro_batch, self.ledger.in_pool - host_keeps)
+            if quota >= least:
                 actions += self._lease(member, Lot(quota, 0, lent, shares.step_s, seconds), now)[1]
         self._predicted = shares.step_s
         return actions
@@ -171,6 +186,7 @@ class Stepping:
             dropped_samples=self._dropped,
             taken_back_samples=self._taken_back,
             predicted_s=self._predicted,
+            micro_batches=self._sizes,
         )
 
     def _candidates(self) -> list[Member]:
@@ -218,10 +234,10 @@ class Stepping:
         lease = self.ledger.lease(member.name, count)
         tail_s = FIRST_TAIL_S if member.tail.value is None else member.tail.value
         member.leased = True
-        member.lease = OpenLease(id=lease.id, step=lease.step, count=count, started=now, tail_s=tail_s)
-        member.state, member.reason = COMPUTING, ""
         # Cut where the quota ends: as a rule the guest stops there, and then nothing is left half used.
         sizes = lease_sizes(quota, speed) + split_evenly(extra, member.micro_batch)
+        member.lease = OpenLease(id=lease.id, step=lease.step, count=count, sizes=sizes, started=now, tail_s=tail_s)
+        member.state, member.reason = COMPUTING, ""
         batches, start = [], 0
         for size in sizes:
             batches.append(lease.positions[start : start + size])
@@ -256,20 +272,24 @@ class Stepping:
             if self._out_since is None and self.ledger.leases:
                 self._out_since = now
             actions += self._take_back_overdue(now)
-        positions = self.ledger.take(count)
+        positions = self.ledger.take(takeable(self.ledger.in_pool, count, self.least.micro_batch))
         if positions:
             return Take(positions=positions), actions
         if self.ledger.full:
             return Take(full=True), actions
         return Take(wait_until=self._next_deadline(now)), actions
 
-    def host_launched(self, positions: Sequence[int]) -> None:
-        """The host's device has these samples: nobody else will compute them."""
+    def host_launched(self, positions: Sequence[int], sizes: Sequence[int] | None = None) -> None:
+        """The host's device has these samples: nobody else will compute them. `sizes`: each rank's part."""
         self.ledger.host_counts(positions, self.host_name)
+        self._computed(self.host_name, sizes or (len(positions),))
 
     def host_computed(self, samples: int, seconds: float) -> None:
         count, so_far = self._host_now
         self._host_now = (count + samples, so_far + seconds)
+
+    def _computed(self, machine: str, sizes: Sequence[int]) -> None:
+        self._sizes[machine] = (*self._sizes.get(machine, ()), *sizes)
 
     def waited(self, seconds: float) -> None:
         """The training thread stood idle this long for leases that are out."""
@@ -373,6 +393,8 @@ class Stepping:
         own = member.lease
         if own is None or own.id != lease or own.revoked or own.arrived:
             return []
+        if self.least.micro_batch > 1 and keep not in itertools.accumulate(own.sizes):
+            return []  # cut elsewhere, a single sample could come back: what it delivers then does not count
         own.closing_at = now + eta_s
         back = self.ledger.trim(lease, keep)
         own.count -= back
@@ -446,6 +468,8 @@ class Stepping:
         if not self.ledger.deliver(own.id, own.count):
             raise AssertionError(f"lease {own.id} was decoded but is not open")
         member.lease = None
+        ends = itertools.accumulate(own.sizes)
+        self._computed(member.name, [size for size, end in zip(own.sizes, ends) if end <= own.count])
         member.samples += own.count
         member.misses.clear()
         member.rests = member.wrong_in_a_row = 0
@@ -474,7 +498,8 @@ class Stepping:
 def _deserves_trial(member: Member, step_s: float) -> bool:
     """Whether only a guess speaks against a guest: its first weights may have been slow because it was held up."""
     speed = member.speed
-    return speed is not None and not member.leased and speed.sample_s < step_s < speed.lease_s(1)
+    least = speed.least.lease if speed is not None else 1
+    return speed is not None and not member.leased and speed.sample_s * least < step_s < speed.lease_s(least)
 
 
 def pack_samples(samples: Sequence[int]) -> bytes:

@@ -24,8 +24,10 @@ from potluck.hub.host import HostHub
 from potluck.hub.ledger import Ledger
 from potluck.hub.parity import sketch
 from potluck.hub.tensors import ModelTensors
+from potluck.plan.leases import Least
 from potluck.train import checkpoint_folder, given
 from potluck.train.bad_steps import BadSteps, Facts
+from potluck.train.batch_statistics import BatchStatistics
 from potluck.train.beginning import MOST_BUFFER_BYTES, Beginning, Buffers
 from potluck.train.checkpoint import CheckpointWriter, Loaded, Snapshot, can_be_checked, load_latest
 from potluck.train.data import Loader, to_device
@@ -36,7 +38,7 @@ from potluck.train.folder import RunFolder
 from potluck.train.launch import Interrupted, Launch
 from potluck.train.microbatch import MicroBatch
 from potluck.train.options import Options
-from potluck.train.ranks import RoundMark
+from potluck.train.ranks import RoundMark, shares
 from potluck.train.step import SavedBytes, Step
 from potluck.train.telemetry import Telemetry
 from potluck.train.update import Update, own_norm, prepare_gradients
@@ -63,6 +65,8 @@ class Parts:
     tensors: ModelTensors
     ledger: Ledger
     micro: MicroBatch
+    statistics: BatchStatistics | None = None
+    least: Least = field(default_factory=Least)
     restored: Loaded | None = None
     objects: dict[str, Any] = field(default_factory=dict)
 
@@ -85,7 +89,7 @@ class HostTrainer:
             if folder
             else None
         )
-        self._telemetry = Telemetry(parts.launch, parts.options, hub)
+        self._telemetry = Telemetry(parts.launch, parts.options, hub, parts.statistics)
         self._saved_bytes: SavedBytes | None = None
         self._ranks = ranks = parts.launch.ranks
         self._width = 1 if ranks is None else ranks.world
@@ -239,7 +243,7 @@ class HostTrainer:
             if check:
                 loss = (step.loss_sum() - loss_before) / len(positions)
                 self._check_computed(positions, loss, random=_differ(chances, self._device.rng_state()))
-            self._hub.launched(positions)
+            self._hub.launched(positions, self._sizes(positions, check))
             self._flight.launched(len(positions), began)
             if self._measuring:
                 self._finish()
@@ -266,9 +270,15 @@ class HostTrainer:
         """Give the other ranks their parts of a round; this one's. A common batch is this rank's alone."""
         assert self._ranks is not None
         if not check:
-            return self._ranks.deal(positions, self._hub.samples_of)
+            return self._ranks.deal(positions, self._hub.samples_of, self._p.least.micro_batch)
         self._ranks.deal_nothing()
         return positions
+
+    def _sizes(self, positions: tuple[int, ...], check: bool) -> list[int]:
+        """How many of these each rank computes, where it has any."""
+        if self._ranks is None or check:
+            return [len(positions)]
+        return [len(part) for part in shares(positions, self._width, self._p.least.micro_batch) if part]
 
     def _finish(self) -> None:
         """Wait for everything that is being computed."""

@@ -170,6 +170,15 @@ def restore_same(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer,
     loaded.restore(model, optimizer, objects)
 
 
+def refuse_synchronized(model: nn.Module) -> None:
+    """SyncBatchNorm waits for every rank in every micro-batch, but a guest's parity check is rank 0's alone."""
+    if any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules()):
+        raise LoopError(
+            "the model has SyncBatchNorm layers, which wait for all ranks where only rank 0 computes",
+            hint="give a host of several ranks the model with plain BatchNorm, or with GroupNorm",
+        )
+
+
 def refuse_wrapped(model: nn.Module) -> None:
     """Ranks hold whole and plain models; what DDP would do is done here, once a step."""
     if isinstance(model, nn.parallel.DistributedDataParallel):

@@ -31,6 +31,7 @@ from potluck.limits import usable_cores
 from potluck.sinks import guarded
 from potluck.spec.config import RunConfig
 from potluck.train import ranks
+from potluck.train.batch_statistics import batch_statistics, least_samples
 from potluck.train.checkpoint import Loaded
 from potluck.train.data import Loader, epoch_order
 from potluck.train.events import EventLog
@@ -40,12 +41,20 @@ from potluck.train.host_loop import HostTrainer, Parts, restore
 from potluck.train.launch import ALONE, GUEST, HOST, RANK, Interrupted, Launch, current
 from potluck.train.microbatch import MicroBatch
 from potluck.train.options import Keywords, Options, make_options
-from potluck.train.rank_loop import RankParts, RankTrainer, about_rank, refuse_wrapped, restore_same
+from potluck.train.rank_loop import (
+    RankParts,
+    RankTrainer,
+    about_rank,
+    refuse_synchronized,
+    refuse_wrapped,
+    restore_same,
+)
 from potluck.train.step import Step
 from potluck.train.telemetry import versions
 from potluck.wire.frames import PROTOCOL, Message
 
 LARGEST_GUEST_MICRO_BATCH = 16
+"""Where the search for the fastest size ends on a guest; with batch statistics it is the global batch."""
 
 
 class Run:
@@ -100,6 +109,8 @@ class Run:
         check_model(model)
         if self._launch.ranks is not None:
             refuse_wrapped(model)
+            if self._launch.role == HOST:
+                refuse_synchronized(model)
         tensors = ModelTensors(model)
         if not self.is_guest:  # there it is never stepped
             check_optimizer(optimizer, tensors.trained)
@@ -140,7 +151,9 @@ class Run:
             order=epoch_order(loader.samples, options.seed),
             step=step,
         )
-        micro = self._micro_batch(options, limit=options.global_batch)
+        statistics = batch_statistics(model)
+        least = least_samples(statistics, options.global_batch)
+        micro = self._micro_batch(options, limit=options.global_batch, statistics=statistics is not None)
         if launch.ranks is not None:
             self._meet_ranks(launch.ranks, restored, loader, tensors, micro)
         if restored is not None:
@@ -154,11 +167,13 @@ class Run:
             tensors=tensors,
             ledger=ledger,
             micro=micro,
+            statistics=statistics,
+            least=least,
             restored=restored,
             objects=objects,
         )
         try:
-            hub = self._open_hub(parts) if launch.role == HOST else AloneHub(ledger, launch.name)
+            hub = self._open_hub(parts) if launch.role == HOST else AloneHub(ledger, launch.name, least)
         except BaseException:
             if launch.ranks is not None:
                 launch.ranks.end()
@@ -232,6 +247,7 @@ class Run:
             codec=launch.config.codec,
             guest_bound=launch.config.guest_bound,
             check_replica_every=launch.config.check_replica_every,
+            least=parts.least,
         )
         folder = launch.folder.path if launch.folder is not None else None
         early = launch.waiting.hand_over() if launch.waiting is not None else ()
@@ -278,6 +294,8 @@ class Run:
         launch = self._launch
         assert launch.link is not None and launch.welcome is not None
         fields = launch.welcome.fields
+        together = batch_statistics(model) is not None
+        limit = options.global_batch if together else LARGEST_GUEST_MICRO_BATCH
         hub = GuestHub(
             launch.link,
             tensors,
@@ -292,15 +310,16 @@ class Run:
             tensors=tensors,
             hub=hub,
             loader=Loader(dataset, options.collate) if options.data == "local" else None,
-            micro=self._micro_batch(options, limit=LARGEST_GUEST_MICRO_BATCH),
+            micro=self._micro_batch(options, limit=limit, statistics=together),
         )
         return GuestTrainer(parts).steps()
 
-    def _micro_batch(self, options: Options, *, limit: int) -> MicroBatch:
+    def _micro_batch(self, options: Options, *, limit: int, statistics: bool = False) -> MicroBatch:
         return MicroBatch(
             fixed=self._launch.config.micro_batch or options.micro_batch,
             limit=limit,
             free_bytes=self._launch.device.memory().free_bytes,
+            statistics=statistics,
         )
 
 
