@@ -213,6 +213,7 @@ def test_a_save_that_fails_is_told_and_tried_again_at_the_next_interval(
     message = describe(told[0])
     assert message is not None
     assert message.text.startswith("step 4 is not saved: cannot write")
+    assert message.text.endswith("; tries again at the next interval")
 
 
 def test_a_run_whose_last_save_fails_ends_with_that_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,6 +223,7 @@ def test_a_run_whose_last_save_fails_ends_with_that_error(tmp_path: Path, monkey
     events = read_events(tmp_path)
     assert [e["step"] for e in events if e["event"] == "step"] == [1, 2, 3, 4, 5, 6]
     assert events[-1]["reason"] == "failed"
+    assert [e.get("again", False) for e in events if e["event"] == "checkpoint_failed"] == [True, False]
 
 
 def test_the_last_save_of_a_loop_that_was_left_is_not_lost_with_its_generator(

@@ -176,7 +176,8 @@ def _loop_awaited(event: Event) -> str:
 
 
 def _not_saved(event: Event) -> str:
-    return f"step {integer(event, 'step')} is not saved{_because(event)}; tries again at the next interval"
+    again = "; tries again at the next interval" if event.get("again") else ""
+    return f"step {integer(event, 'step')} is not saved{_because(event)}{again}"
 
 
 def _log_failed(event: Event) -> str:

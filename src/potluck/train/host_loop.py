@@ -112,6 +112,7 @@ class HostTrainer:
         """The last step that is finished: in the update the ledger has closed one that may still fail."""
         self._interrupted = False
         self._saved_step = parts.restored.step if parts.restored is not None else None
+        self._saving_last = False
         self._last_save_failed: RunFolderError | NonFiniteError | None = None
         """Set where the loop was left and what it ended with could not be saved."""
         self._ending = Ending(self._end)
@@ -459,6 +460,7 @@ class HostTrainer:
         state = p.ledger.state()
         if wait and self._saved_step == state.step:
             return True
+        self._saving_last = wait
         started = self._writer.start(
             Snapshot(
                 step=state.step,
@@ -481,7 +483,8 @@ class HostTrainer:
 
     def _not_saved(self, step: int, error: RunFolderError) -> None:
         """The disk is full, or gone: the run goes on, and the next interval is the next attempt."""
-        self._p.launch.log.emit({"event": "checkpoint_failed", "step": step, "reason": error.what})
+        again = {} if self._saving_last else {"again": True}
+        self._p.launch.log.emit({"event": "checkpoint_failed", "step": step, "reason": error.what, **again})
 
     def _saved(self, step: int, path: Any, seconds: float) -> None:
         self._saved_step = step
