@@ -52,6 +52,8 @@ class HubParts:
     fetch: Callable[[Sequence[int]], Any]
     """The collated batch of these samples of the data set."""
     emit: Callable[[Event], None]
+    early: Sequence[tuple[bytes, Sequence[Any]]] = ()
+    """Messages that came before there was a hub."""
     recorder: Recorder = field(default_factory=lambda: Recorder("host", None))
 
 
@@ -252,6 +254,7 @@ class HostHub:
 
     def _run(self) -> None:
         try:
+            self._turn(self._parts.early)
             while not self._stop:
                 self._turn(self._socket.receive(0.1))
             self._flush()
@@ -315,6 +318,9 @@ class HostHub:
             if not self._socket.send(peer, frames):
                 with self._changed:
                     self._do(self._protocol.unreachable(peer[:-1].hex()))
+        for peer, waiting_bytes in self._socket.overfull():
+            with self._changed:
+                self._do(self._protocol.reads_too_little(peer[:-1].hex(), waiting_bytes))
 
     def _name_of(self, guest: str) -> str:
         member = self._protocol.members.get(guest)
@@ -391,6 +397,7 @@ class HostHub:
                 case act.Decode():
                     self._coder.decode(action.guest, action.lease, action.pieces, action.loss_sum, action.count)
                 case act.SendSamples():
+                    self._count_unread(action, 1)
                     self._loader.submit(self._guarded, self._load, action)
                 case act.Welcome():
                     self._send(action.guest, act.CONTROL, self._parts.welcome(action.name))
@@ -442,8 +449,14 @@ class HostHub:
         with self._lock:
             member = self._protocol.members.get(action.guest)
             if member is not None:
+                self._count_unread(action, -1)
                 member.feed.extra(sum(len(f) for f in frames))
                 self._send(member.id, act.DATA, Message(kind="samples", fields=fields, frames=tuple(frames)))
+
+    def _count_unread(self, action: act.SendSamples, more: int) -> None:
+        member = self._protocol.members.get(action.guest)
+        if member is not None and member.lease is not None and member.lease.id == action.lease:
+            member.lease.unread += more
 
     def _introduce(self, action: act.SendReplica) -> None:
         """Queue the fixed tensors that the newcomer lacks, then the replica."""
@@ -479,7 +492,7 @@ class HostHub:
             reference = self._references.get(action.check)
         if reference is None:
             with self._changed:
-                self._protocol.check_void(action.guest, action.check)
+                self._protocol.check_void(action.guest, action.check, "its gradient came steps after the host's")
             return
         if not reference.finite:
             with self._changed:

@@ -20,7 +20,9 @@ SITTING_OUT = "sitting out"
 LATE = "late"
 
 LATE_BEFORE_BENCH = 2
-"""This many contributions in a row that came too late, and a guest sits out for a while."""
+"""This many leases in a row that did not count, most often too late, and a guest sits out for a while."""
+TRIAL_SAMPLES = 2
+"""A guest whose link seems too slow by nothing but its first weights gets one lease of this size to show it."""
 LONGEST_BENCH_STEPS = 64
 QUOTA_RETRY_STEPS = 4
 LARGEST_MICRO_BATCH = 1 << 20
@@ -52,6 +54,8 @@ class OpenLease:
     """The coded pieces of the contribution, kept until it is complete."""
     waited_s: float = 0.0
     """How long the host stood idle for this lease."""
+    unread: int = 0
+    """Its micro-batches that the host is still reading from the data set, so that the guest cannot have them."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,6 +77,7 @@ class Member:
     least: Least = field(default_factory=Least)
     lease: OpenLease | None = None
     check: int | None = None
+    checking_since: float | None = None
     cosine: float | None = None
     # A wrong speed is mended within the step (leases are lent generously and cut short), so the newest counts most.
     rate: Estimate = field(default_factory=lambda: Estimate(weight=0.7, jumps=True))
@@ -81,7 +86,10 @@ class Member:
     """Seconds that the weights' change takes to arrive; the gradient, which is as large, takes about as long."""
     tail: Estimate = field(default_factory=lambda: Estimate(doubts=True))
     """Seconds from the end of its last backward to the arrival of the contribution."""
-    late_in_a_row: int = 0
+    misses: list[str] = field(default_factory=list)
+    """Why its last leases in a row did not count, as clauses; empty once one counts."""
+    leased: bool = False
+    """It has had a lease: what is known of its link was measured then, or shown wrong."""
     wrong_in_a_row: int = 0
     """Contributions that could not be right, by what the host itself computed."""
     rests: int = 0
@@ -139,6 +147,18 @@ class Member:
 
     def holds(self, lease: int) -> bool:
         return self.lease is not None and self.lease.id == lease and not self.lease.revoked
+
+    def overdue(self, now: float, joining_s: float, checking_s: float) -> str | None:
+        """What it has not done in time, though it is heard."""
+        if self.state == JOINING and now - self.joined_at > joining_s:
+            return f"did not build its model within {joining_s:.0f} s"
+        if self.state != CHECKING:
+            self.checking_since = None
+            return None
+        self.checking_since = now if self.checking_since is None else self.checking_since
+        if now - self.checking_since > checking_s:
+            return f"did not answer the check of its gradient within {checking_s:.0f} s"
+        return None
 
     def rest(self, step: int, reason: str, *, steps: int | None = None) -> None:
         """Sit out for a number of steps that doubles each time in a row."""

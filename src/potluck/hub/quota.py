@@ -78,15 +78,3 @@ def extra_samples(
     together = int(min(EXTRA_PART * last_s / host_sample_s, quota + lent))
     extra = min(together - lent, quota if spare is None else spare)
     return extra if extra > 0 and split_evenly(extra, usual)[-1] >= speed.last else 0
-
-
-def too_slow(speed: Speed, step_s: float) -> str:
-    """Why a guest cannot help in a step of so many seconds, not even with the smallest lease."""
-    least = speed.least.lease
-    what, them = ("one sample", "it") if least == 1 else (f"{least} samples", "them")
-    link_s = speed.overhead_s + speed.unhidden_s(least)
-    reason = (
-        f"cannot deliver {what} within a step: {least * speed.sample_s:.2f} s to compute {them} and "
-        f"{link_s:.2f} s for the link, where the step takes {step_s:.2f} s"
-    )
-    return reason if least == 1 else f"{reason}; fewer are too few for the model's batch statistics"

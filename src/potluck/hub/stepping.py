@@ -25,10 +25,12 @@ from potluck.hub.members import (
     LATE_BEFORE_BENCH,
     QUOTA_RETRY_STEPS,
     SITTING_OUT,
+    TRIAL_SAMPLES,
     Member,
     OpenLease,
 )
-from potluck.hub.quota import Estimate, extra_samples, too_slow
+from potluck.hub.quota import Estimate, extra_samples
+from potluck.hub.reasons import in_a_row, why_late, why_not
 from potluck.plan.leases import Least, Quotas, Speed, lease_sizes, quotas, split_evenly, takeable
 
 FIRST_TAIL_S = 0.05
@@ -123,20 +125,21 @@ class Stepping:
             return []
         actions: list[Action] = []
         able = self._shares(self._candidates(), host_keeps)
+        trial = [m for m in self._candidates() if m.id not in able.guests and _deserves_trial(m, able.step_s)]
         for member in self._candidates():
-            if member.id not in able.guests:
-                actions += self._cannot_help(member, seconds)
+            if member.id not in able.guests and member not in trial:
+                actions += self._cannot_help(member, able.step_s)
                 continue
             if member.state == SITTING_OUT:
                 member.state, member.reason = LATE, "catching up"
             member.feed.open = True
         # What a guest was sent of the last version must have arrived: it cannot start on the new one otherwise.
         ready = [
-            self.members[guest]
-            for guest in able.guests
-            if (m := self.members[guest]).lease is None and m.feed.current(pieces) and not m.feed.in_flight_bytes
+            m
+            for m in (*(self.members[guest] for guest in able.guests), *trial)
+            if m.lease is None and m.feed.current(pieces) and not m.feed.in_flight_bytes
         ]
-        shares = self._shares(ready, host_keeps)
+        shares = self._shares([m for m in ready if m.id in able.guests], host_keeps)
         lent = 0
         # There is little to lend: whoever's speed changes most comes first.
         for guest in sorted(shares.guests, key=lambda g: self.members[g].unsteadiness, reverse=True):
@@ -144,6 +147,11 @@ class Stepping:
             extra, leasing = self._lease(self.members[guest], lot, now)
             lent += extra
             actions += leasing
+        for member in (m for m in ready if m.id not in able.guests):
+            least = member.speed.least.lease if member.speed is not None else 1
+            quota = min(max(TRIAL_SAMPLES, least), member.micro_batch, self.ledger.in_pool - host_keeps)
+            if quota >= least:
+                actions += self._lease(member, Lot(quota, 0, lent, shares.step_s, seconds), now)[1]
         self._predicted = shares.step_s
         return actions
 
@@ -192,11 +200,10 @@ class Stepping:
             found.append(member)
         return found
 
-    def _cannot_help(self, member: Member, host_s: float) -> list[Action]:
-        """The quota is under one sample, or the smallest lease: sit out, and try again later with fresh hope."""
-        speed = member.speed
-        assert speed is not None
-        reason = too_slow(speed, host_s * self.ledger.global_batch)
+    def _cannot_help(self, member: Member, step_s: float) -> list[Action]:
+        """The quota is under one sample: sit out, and try again later with fresh hope."""
+        assert member.speed is not None
+        reason = why_not(self._counted_on(member.speed), step_s, guessed=not member.samples)
         told = member.state == SITTING_OUT
         # Who has helped before may only have had a hiccup: it is asked again soon, then less and less often.
         steps = None if member.samples else QUOTA_RETRY_STEPS * 2**member.rests
@@ -226,6 +233,7 @@ class Stepping:
         count = quota + extra
         lease = self.ledger.lease(member.name, count)
         tail_s = FIRST_TAIL_S if member.tail.value is None else member.tail.value
+        member.leased = True
         # Cut where the quota ends: as a rule the guest stops there, and then nothing is left half used.
         sizes = lease_sizes(quota, speed) + split_evenly(extra, member.micro_batch)
         member.lease = OpenLease(id=lease.id, step=lease.step, count=count, sizes=sizes, started=now, tail_s=tail_s)
@@ -340,11 +348,7 @@ class Stepping:
         lease.pieces.clear()
         self._taken_back += count
         silent = now - member.last_heard
-        reason = (
-            f"sent nothing for {silent:.1f} s"
-            if silent > SILENT_S
-            else f"did not deliver within {now - lease.started:.2f} s"
-        )
+        reason, miss = why_late(member, lease, silent_s=silent if silent > SILENT_S else 0.0, now=now)
         actions: list[Action] = [
             Send(guest=member.id, channel=CONTROL, kind="revoke", fields={"lease": lease.id}),
             _event(
@@ -357,7 +361,7 @@ class Stepping:
                 silent=silent > SILENT_S,
             ),
         ]
-        member.late_in_a_row += 1
+        member.misses.append(miss)
         member.gains_s.append(-lease.waited_s)
         member.state, member.reason = LATE, reason
         return actions + self._judge(member)
@@ -366,8 +370,8 @@ class Stepping:
         """Let a guest sit out that came late too often, or whose help cost more waiting than it brought."""
         if member.state == SITTING_OUT:
             return []  # it was judged when its lease was taken back; its late answer is no second offence
-        if member.late_in_a_row >= LATE_BEFORE_BENCH:
-            reason = f"was too late {member.late_in_a_row} times in a row"
+        if len(member.misses) >= LATE_BEFORE_BENCH:
+            reason = in_a_row(member.misses)
         elif len(member.gains_s) == GAIN_WINDOW and sum(member.gains_s) < 0:
             reason = "waiting for it cost more time than it brought"
         else:
@@ -436,7 +440,7 @@ class Stepping:
         self._dropped += own.count
         member.lease = None
         if late and not own.revoked:
-            member.late_in_a_row += 1
+            member.misses.append(reason)
         event = _event(
             "contribution_dropped", machine=member.name, step=own.step + 1, samples=own.count, reason=reason
         )
@@ -467,7 +471,8 @@ class Stepping:
         ends = itertools.accumulate(own.sizes)
         self._computed(member.name, [size for size, end in zip(own.sizes, ends) if end <= own.count])
         member.samples += own.count
-        member.late_in_a_row = member.rests = member.wrong_in_a_row = 0
+        member.misses.clear()
+        member.rests = member.wrong_in_a_row = 0
         gain = own.count * (self.host_sample_s or 0.0) - own.waited_s
         member.gains_s.append(gain)
         return [Wake(), *self._judge(member)]
@@ -488,6 +493,13 @@ class Stepping:
         self._taken_back += back
         member.lease = None
         return back
+
+
+def _deserves_trial(member: Member, step_s: float) -> bool:
+    """Whether only a guess speaks against a guest: its first weights may have been slow because it was held up."""
+    speed = member.speed
+    least = speed.least.lease if speed is not None else 1
+    return speed is not None and not member.leased and speed.sample_s * least < step_s < speed.lease_s(least)
 
 
 def pack_samples(samples: Sequence[int]) -> bytes:

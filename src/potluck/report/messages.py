@@ -169,6 +169,21 @@ def _checkpoint(event: Event) -> str:
     return f"saved {clean(event.get('path'))} in {seconds_text(number(event, 'seconds'))}"
 
 
+def _loop_awaited(event: Event) -> str:
+    guests, after = integer(event, "guests"), seconds_text(number(event, "seconds"))
+    wait = f"{guests} {'guest waits' if guests == 1 else 'guests wait'}" if guests else "guests will wait"
+    return f"{clean(event.get('what'))} has not reached run.training() after {after}: {wait} until it does"
+
+
+def _not_saved(event: Event) -> str:
+    again = "; tries again at the next interval" if event.get("again") else ""
+    return f"step {integer(event, 'step')} is not saved{_because(event)}{again}"
+
+
+def _log_failed(event: Event) -> str:
+    return f"cannot write to {clean(event.get('path'))}{_because(event)}; the run goes on, its log has a gap"
+
+
 def _batch_statistics(event: Event) -> str:
     count, batch = integer(event, "layers"), integer(event, "global_batch")
     names = ", ".join(clean(n, 60) for n in event.get("names") or ())
@@ -202,8 +217,12 @@ _SENTENCES: Mapping[str, tuple[Level, Callable[[Event], str]]] = {
     ),
     "step_not_applied": ("bad", _not_applied),
     "checkpoint": ("info", _checkpoint),
+    "checkpoint_failed": ("bad", _not_saved),
     "checkpoint_damaged": ("bad", _damaged),
-    "flight_recorded": ("info", lambda e: f"what was said before the fault: {clean(e.get('path'))}"),
+    "flight_recorded": ("info", lambda e: f"for a bug report, the last messages: {clean(e.get('path'))}"),
+    "loop_awaited": ("warn", _loop_awaited),
+    "log_failed": ("bad", _log_failed),
+    "log_gap": ("warn", lambda e: f"the log lacks {integer(e, 'lines')} lines here: they could not be written"),
     "batch_statistics": ("warn", _batch_statistics),
     "note": ("info", lambda e: clean(e.get("text"))),
 }

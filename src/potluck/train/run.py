@@ -28,12 +28,14 @@ from potluck.hub.protocol import HostProtocol, HostTerms
 from potluck.hub.recorder import Recorder
 from potluck.hub.tensors import ModelTensors
 from potluck.limits import usable_cores
+from potluck.sinks import guarded
 from potluck.spec.config import RunConfig
 from potluck.train import ranks
 from potluck.train.batch_statistics import batch_statistics, least_samples
 from potluck.train.checkpoint import Loaded
 from potluck.train.data import Loader, epoch_order
 from potluck.train.events import EventLog
+from potluck.train.given import check_model, check_optimizer, check_scheduler
 from potluck.train.guest_loop import GuestParts, GuestTrainer
 from potluck.train.host_loop import HostTrainer, Parts, restore
 from potluck.train.launch import ALONE, GUEST, HOST, RANK, Interrupted, Launch, current
@@ -104,11 +106,15 @@ class Run:
         self._used = True
         self._launch.began = True
         options = make_options(global_batch, keywords)
+        check_model(model)
         if self._launch.ranks is not None:
             refuse_wrapped(model)
             if self._launch.role == HOST:
                 refuse_synchronized(model)
         tensors = ModelTensors(model)
+        if not self.is_guest:  # there it is never stepped
+            check_optimizer(optimizer, tensors.trained)
+            check_scheduler(options.scheduler, optimizer)
         if self.is_guest:
             return self._guest(options, model, dataset, tensors)
         if self._launch.role == RANK:
@@ -136,6 +142,9 @@ class Run:
                 f"the run was started with {restored.extra['samples']} samples, now there are {loader.samples}",
                 hint="a resumed run continues at the very sample: give it the same data, or start a new run",
             )
+        if options.global_batch > loader.samples:
+            text = f"a step of {options.global_batch} samples is more than the data set has ({loader.samples}): "
+            launch.log.emit({"event": "note", "text": text + "samples come several times in a step"})
         ledger = Ledger(
             samples=loader.samples,
             global_batch=options.global_batch,
@@ -241,6 +250,7 @@ class Run:
             least=parts.least,
         )
         folder = launch.folder.path if launch.folder is not None else None
+        early = launch.waiting.hand_over() if launch.waiting is not None else ()
         hub = HostHub(
             HubParts(
                 socket=launch.socket,
@@ -250,7 +260,8 @@ class Run:
                 welcome=self._welcome,
                 fetch=parts.loader.fetch,
                 emit=launch.log.emit,
-                recorder=Recorder(launch.name, folder, started=launch.log.started),
+                early=early,
+                recorder=guarded(Recorder(launch.name, folder, started=launch.log.started), "the flight recorder"),
             )
         )
         hub.start()
