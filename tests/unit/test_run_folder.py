@@ -108,24 +108,29 @@ def test_a_full_disk_leaves_whole_lines_and_half_of_one(
 
 
 HOLDER = """
-import os, sys, time
+import os, shutil, subprocess, sys, time
 from pathlib import Path
 from potluck.train.folder import RunFolder
 with RunFolder(Path(sys.argv[1])).held():
     if sys.argv[2] == "fork" and os.fork() == 0:
         time.sleep(30)
+    if sys.argv[2] == "copy":
+        shutil.copytree(sys.argv[1], sys.argv[1] + "-copy")
+    if sys.argv[2] == "start":
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(30)"], close_fds=False)
     print("held", flush=True)
     time.sleep(30)
 """
 
 
-@pytest.mark.skipif(os.name != "posix", reason="needs POSIX locks")
-@pytest.mark.parametrize("forks", ["fork", "no"])
-def test_one_process_at_a_time_and_a_killed_one_lets_go(tmp_path: Path, forks: str) -> None:
+@pytest.mark.skipif(os.name != "posix", reason="needs fork")
+@pytest.mark.parametrize("does", ["nothing", "fork", "start", "copy"])
+def test_one_process_at_a_time_and_a_killed_one_lets_go(tmp_path: Path, does: str) -> None:
+    """Whatever it does meanwhile: forks, starts a program, copies the run's folder."""
     (tmp_path / "run").mkdir()
     folder = RunFolder(tmp_path / "run")
     with Processes(tmp_path) as processes:
-        holder = processes.python("-c", HOLDER, str(folder.path), forks)
+        holder = processes.python("-c", HOLDER, str(folder.path), does)
         holder.wait_for_text("held", 30)
         with pytest.raises(RunFolderError, match=f"in use by process {holder.pid}") as caught, folder.held():
             pass

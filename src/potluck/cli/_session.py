@@ -251,7 +251,7 @@ def _open_door(launch: Launch, folder: RunFolder, *, only_here: bool) -> str:
     launch.socket = HostSocket(bind=bind, port=port, keys=keys, on_denied=_denied(launch))
     if launch.socket.warning is not None and not only_here:
         launch.log.emit({"event": "note", "text": launch.socket.warning})
-    addresses = local_addresses() if bind == "0.0.0.0" else (bind,)
+    addresses = local_addresses(ipv6=bind == "::") if bind in ("0.0.0.0", "::") else (bind,)
     token = encode(
         Token(
             addresses=addresses or (LOOPBACK,),

@@ -56,6 +56,7 @@ _KNOCK = b""
 """What a peer says first, so that its connection is known to be a peer's."""
 _LET_IN_S, _LET_IN_DOZE_S = 0.5, 0.005
 """After somebody was let in, its knock is read soon: until then a crowd of its own address could push it out."""
+_ANSWERS_A_TURN = 64
 _STRANGERS_NAMED = 5
 _KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 """32 bytes in Z85."""
@@ -241,8 +242,9 @@ class Links:
         return endpoint.key.encode("ascii")
 
     def _answer_door(self) -> None:
+        """Of those who knock, some at a time: there is more to do than to answer a flood of strangers."""
         with contextlib.suppress(zmq.Again):
-            while True:
+            for _ in range(_ANSWERS_A_TURN):
                 version, number, domain, address, _, mechanism, *credentials = self._zap.recv_multipart(zmq.NOBLOCK)
                 key = z85.encode(credentials[0]) if credentials else b""
                 with self._lock:

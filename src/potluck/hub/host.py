@@ -317,6 +317,9 @@ class HostHub:
             if not self._socket.send(peer, frames):
                 with self._changed:
                     self._do(self._protocol.unreachable(peer[:-1].hex()))
+        for peer, waiting_bytes in self._socket.overfull():
+            with self._changed:
+                self._do(self._protocol.reads_too_little(peer[:-1].hex(), waiting_bytes))
 
     def _name_of(self, guest: str) -> str:
         member = self._protocol.members.get(guest)

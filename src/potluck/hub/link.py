@@ -15,6 +15,7 @@ from potluck.errors import HostGoneError, NetworkError, PotluckError, RefusedErr
 from potluck.failpoints import hit
 from potluck.hub.recorder import Recorder
 from potluck.hub.standstill import Standstill
+from potluck.hub.told import checked
 from potluck.wire.frames import PROTOCOL, Message, VersionError, pack, unpack
 from potluck.wire.token import Token
 from potluck.wire.transport import GuestSocket, HungUpError
@@ -269,6 +270,7 @@ class GuestLink:
             ) from error
         except WireError:
             return
+        message = checked(message)
         self._note_received(message.kind, message.fields, sum(len(f) for f in message.frames))
         if message.kind == "wait" or self._preparing:
             self._answer_by = time.monotonic() + self._patience_s
@@ -286,7 +288,7 @@ class GuestLink:
             self._put_out = message.fields.get("joined") is True
             raise RefusedError(
                 f"the host refused this machine: {message.fields.get('reason', '?')}",
-                hint=str(message.fields.get("hint") or _SAME)[:200],
+                hint=message.fields.get("hint") or _SAME,
             )
         if message.kind == "welcome":
             first = self._welcome is None

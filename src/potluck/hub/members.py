@@ -72,6 +72,7 @@ class Member:
     largest_micro_batch: int = 1
     lease: OpenLease | None = None
     check: int | None = None
+    checking_since: float | None = None
     cosine: float | None = None
     # A wrong speed is mended within the step (leases are lent generously and cut short), so the newest counts most.
     rate: Estimate = field(default_factory=lambda: Estimate(weight=0.7, jumps=True))
@@ -135,6 +136,18 @@ class Member:
 
     def holds(self, lease: int) -> bool:
         return self.lease is not None and self.lease.id == lease and not self.lease.revoked
+
+    def overdue(self, now: float, joining_s: float, checking_s: float) -> str | None:
+        """What it has not done in time, though it is heard."""
+        if self.state == JOINING and now - self.joined_at > joining_s:
+            return f"did not build its model within {joining_s:.0f} s"
+        if self.state != CHECKING:
+            self.checking_since = None
+            return None
+        self.checking_since = now if self.checking_since is None else self.checking_since
+        if now - self.checking_since > checking_s:
+            return f"did not answer the check of its gradient within {checking_s:.0f} s"
+        return None
 
     def rest(self, step: int, reason: str, *, steps: int | None = None) -> None:
         """Sit out for a number of steps that doubles each time in a row."""

@@ -12,12 +12,15 @@ from typing import Any
 
 from potluck import units
 from potluck.report.messages import loss_text
-from potluck.report.text import integer, number
+from potluck.report.text import clean, integer, number
 
 EVERY_S = 2.0
 """Between two progress lines."""
 REMIND_S = 30.0
 """Between two lines that say that the host is gone."""
+
+
+_MOST_TEXT = 2000
 
 
 class GuestView:
@@ -117,6 +120,7 @@ class GuestView:
     def _say(self, line: str) -> None:
         if self._json or self._quiet:
             return
+        line = clean(line, _MOST_TEXT)  # names and reasons come from the host
         with self._lock:
             if self._line:
                 self._print("")

@@ -109,7 +109,7 @@ class HostTrainer:
         self._interrupted = False
         self._saved_step = parts.restored.step if parts.restored is not None else None
         self._saving_last = False
-        self._last_save_failed: RunFolderError | None = None
+        self._last_save_failed: RunFolderError | NonFiniteError | None = None
         """Set where the loop was left and what it ended with could not be saved."""
         self._ending = Ending(self._end)
         self._updating = False
@@ -155,7 +155,7 @@ class HostTrainer:
         if self._writer is not None and not self._ending.over:
             try:
                 self._checkpoint(wait=True)
-            except RunFolderError as error:
+            except (RunFolderError, NonFiniteError) as error:
                 self._last_save_failed = error  # here it would be lost: nobody hears what a generator's end raises
         self._ending.soon("finished")
 
@@ -359,7 +359,7 @@ class HostTrainer:
         self._flight.follows(computed, updated)
         if not self._device.ahead or self._ranks is not None or takes_loss:
             self._flight.finish()
-            if takes_loss:
+            if takes_loss and self._loss is not None and math.isfinite(self._loss):  # NaN is no metric
                 options.scheduler.step(self._loss)
             self._stop_if_bad()
 
