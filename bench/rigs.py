@@ -1,10 +1,10 @@
-"""The README's table: every built-in rig, every strategy, each measured on an emulated fleet on this box.
+"""The tables of fleets: every built-in rig, every strategy, each measured on an emulated fleet on this box.
 
     .venv/bin/python bench/rigs.py [--rigs home-pair,twins] [--out bench/results] [--steps N] [--write]
 
 Linux, with user namespaces or root. About 45 minutes for all. Writes each rig's figures, logs and plots under
 --out, prints one table with the bars that potluck must reach, and ends with status 1 where one is missed. --write
-puts the table into README.md and docs/performance.md; --only-table makes it from the figures of an earlier run.
+puts it into docs/performance.md and a short one into README.md; --only-table uses the figures of an earlier run.
 """
 
 from __future__ import annotations
@@ -85,8 +85,19 @@ def table(found: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def write(text: str) -> None:
-    for path in (ROOT / "README.md", ROOT / "docs" / "performance.md"):
+def short_table(found: dict[str, dict[str, Any]]) -> str:
+    """For the README: what each rig is, and the speed-ups."""
+    lines = ["| fleet | DDP | DDP, balanced by hand | **Potluck** | possible |", "|---|---|---|---|---|"]
+    for rig, results in found.items():
+        ddp = [number(row_of(results, s).get("speedup"), 2) or "—" for s in ("ddp", "ddp-balanced")]
+        own = f"**{number(row_of(results, 'potluck').get('speedup'), 2)}**"
+        cells = [f"*{rig}*: {rigs.load(rig).about}", *ddp, own, number(results["ideal_speedup"], 2)]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def write(found: dict[str, dict[str, Any]]) -> None:
+    for path, text in ((ROOT / "README.md", short_table(found)), (ROOT / "docs" / "performance.md", table(found))):
         old = path.read_text(encoding="utf-8")
         if BEGIN in old and END in old:
             before, rest = old.split(BEGIN, 1)
@@ -118,7 +129,7 @@ def main() -> None:
     text = table(found)
     print(f"\nSpeed-ups are against the host alone on the same rig.\n\n{text}")
     if options.write:
-        write(text)
+        write(found)
     missed = [name for name in names if name not in found or not passed(name, found[name])]
     if missed:
         print(f"missed: {', '.join(missed)}", file=sys.stderr)

@@ -13,6 +13,7 @@ from potluck.plan import advice, inputs, models, scale, sweep
 from potluck.plan.hub import potluck
 from potluck.plan.strategies import fastest_alone_s
 from potluck.report import plan_table
+from potluck.spec.config import MOST_GUESTS
 from potluck.spec.fleet import Fleet, FleetMachine, Job, Plan
 
 HOST = FleetMachine(name="desk", samples_per_s=10.0)
@@ -179,6 +180,16 @@ class TestScale:
         assert found.rows[-1].helping <= full
         assert found.rows[-1].tree > found.rows[-1].flat
         assert "a tree of hubs" in found.words
+
+    def test_no_more_guests_help_than_a_run_admits(self) -> None:
+        job, fleet = catalogue(["desk=RTX 4070,link=10GbE", "pi=0.05TFLOPS,link=1GbE"])
+        huge = job.with_batch(64 * job.batch)
+        found = scale.scale(huge, fleet, 1024)
+        assert found.full_at == MOST_GUESTS
+        assert max(row.helping for row in found.rows) == MOST_GUESTS
+        assert f"a run admits {MOST_GUESTS}" in found.words
+        shares = potluck(huge, scale.many(fleet, 2 * MOST_GUESTS)).shares
+        assert sum(share > 0 for share in shares.values()) == 1 + MOST_GUESTS
 
     def test_few_guests_are_as_the_whole_model_has_them(self) -> None:
         job, fleet = catalogue(["desk=RTX 4070", "mac=M2,link=1GbE"])

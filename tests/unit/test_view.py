@@ -70,6 +70,18 @@ def test_start_and_end() -> None:
     assert folder == "run folder: runs/1115-gpt"
 
 
+def test_a_step_that_was_not_applied_says_so_and_the_end_is_honest() -> None:
+    (line,) = shown(sample.step(2, loss=None, applied=False))
+    assert "loss –" in line
+    assert line.endswith("not applied")
+    (why,) = shown({"event": "step_not_applied", "step": 7, "machine": None, "reason": "the sum is", "in_a_row": 3})
+    assert why == "! step 7 was not applied (3 in a row): the sum is"
+    end, _ = shown(sample.run_end(loss=None, not_applied=3))
+    assert end.startswith("finished after step 4, 4.20 s, loss –, 3 steps were not applied, ")
+    nothing = {key: value for key, value in sample.run_end(not_applied=0).items() if key != "loss"}
+    assert "loss" not in shown(nothing)[0], "no step was made"
+
+
 @pytest.mark.parametrize("event", sample.news(), ids=lambda e: e["event"])
 def test_everything_else_that_happens_is_one_line_that_names_who_and_why(event: dict[str, Any]) -> None:
     (line,) = shown(event)
@@ -197,3 +209,11 @@ class TestChoice:
         assert isinstance(make_view("plain", Terminal()), PlainView)
         assert isinstance(make_view("json", Terminal()), JsonView)
         assert isinstance(make_view("quiet", Terminal()), QuietView)
+
+
+def test_a_step_says_how_many_samples_each_machine_computes_at_once() -> None:
+    machines = [sample.host(24, micro_batch=12), sample.machine("laptop", 8, micro_batch=8)]
+    (fleet,) = shown(sample.step(1, machines=machines))
+    assert "tower 24 by 12 + laptop 8 by 8" in fleet
+    (alone,) = shown(sample.step(1, machines=[sample.host(32, micro_batch=16)]))
+    assert alone.endswith("16 at once")

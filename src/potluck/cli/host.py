@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +53,7 @@ def host(
     if arguments:
         raise UserError("arguments are for scripts; a recipe has settings", hint="for example --set warmup=50")
     plan = recipe_plan(settings, what, flags, command="host")
-    run_recipe(settings, plan, command="host")
+    run_recipe(settings, plan)
 
 
 def run_script(
@@ -62,11 +61,12 @@ def run_script(
 ) -> None:
     from potluck.cli import _session
     from potluck.cli._scripts import running
-    from potluck.launch.script import read_script, run_file
+    from potluck.launch.script import imports_of, not_sent, read_script, run_file
     from potluck.train.folder import open_folder
     from potluck.train.launch import HOST, Interrupted
 
     script = read_script(path, send, arguments)
+    imports = imports_of(script, path.resolve().parent)
     unused = options.given(flags, options.RECIPE_FLAGS)
     if unused or flags["more"]:
         names = ", ".join(f"--{n.replace('_', '-')}" for n in unused) or "--set"
@@ -79,18 +79,33 @@ def run_script(
         role=HOST,
         config=options.run_config({**before, **in_run}, flags),
         what=path.name,
-        source={"files": list(script.names), "arguments": list(arguments), "sha256": script.sha256},
+        source={
+            "files": list(script.names),
+            "arguments": list(arguments),
+            "sha256": script.sha256,
+            "imports": imports,
+        },
         files=script.contents,
+        words=("host", str(path), *(word for file in send for word in ("--send", str(file)))),
+        arguments=arguments,
         resume=resume,
         view=flags["view"],
         runs=runs,
     )
+    if (files := not_sent(imports)) and flags["view"] != "quiet":
+        more = " ".join(f"--send {file}" for file in files)
+        _session.say(f"warning: {path.name} imports {', '.join(files)}, which guests will lack: add {more}")
     try:
         with _session.session(settings, plan) as launch, running(path.name):
             folder = launch.folder
-            run_file(path, arguments)
+            try:
+                run_file(path, arguments)
+            except SystemExit as left:
+                # Asked for its help it has done what it should; else sys.exit() is an end like any other.
+                if left.code not in (None, 0) or {"-h", "--help"} & set(arguments):
+                    raise
+            _session.check_began(launch)
     except Interrupted:
         assert folder is not None
-        words = [str(path), *(word for file in send for word in ("--send", str(file)))]
-        _session.say_resume(folder, f"host {shlex.join(words)}", arguments)
+        _session.say_resume(folder, plan)
         raise

@@ -47,7 +47,7 @@ def train(settings: Settings, /, recipe: str, **flags: Any) -> None:
     if flags["guests"] is not None:
         plan.guests = flags["guests"]
     plan.role = HOST if plan.guests else ALONE
-    run_recipe(settings, plan, command="train")
+    run_recipe(settings, plan)
 
 
 def recipe_plan(settings: Settings, recipe: str, flags: dict[str, Any], *, command: str) -> Any:
@@ -73,6 +73,7 @@ def recipe_plan(settings: Settings, recipe: str, flags: dict[str, Any], *, comma
         what=recipe,
         recipe={"name": recipe, "config": table},
         source={"recipe": recipe, "config": {**table, "data": None}},
+        words=(command,),
         guests=1 if command == "train" else 0,
         view=flags["view"],
         runs=runs_folder(settings, flags["runs"]),
@@ -110,15 +111,17 @@ def resumed_plan(settings: Settings, flags: dict[str, Any], command: str) -> Any
         recipe=recipe,
         source={"recipe": recipe["name"], "config": {**recipe["config"], "data": None}},
         resume=folder.path,
+        words=(command,),
         guests=int(manifest.get("guests", 0)) if command == "train" else 0,
         view=flags["view"],
     )
 
 
-def run_recipe(settings: Settings, plan: Any, *, command: str) -> None:
+def run_recipe(settings: Settings, plan: Any) -> None:
     from potluck.cli import _session
     from potluck.report.curve import loss_curve_png
     from potluck.report.summary import losses, read_events
+    from potluck.sinks import guarded
     from potluck.train import recipes
     from potluck.train.launch import Interrupted
     from potluck.train.recipes.job import train as train_recipe
@@ -132,12 +135,12 @@ def run_recipe(settings: Settings, plan: Any, *, command: str) -> None:
             device = launch.device.torch_device
     except Interrupted:
         assert folder is not None
-        _session.say_resume(folder, command)
+        _session.say_resume(folder, plan)
         raise
     assert folder is not None
     steps, values = losses(read_events(folder.path))
     if steps:
-        loss_curve_png(folder.path / "loss.png", steps, values, title=folder.id)
+        guarded(loss_curve_png, "loss.png")(folder.path / "loss.png", steps, values, title=folder.id)
     if plan.view in ("json", "quiet"):
         return
     show_end(

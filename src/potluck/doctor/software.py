@@ -105,7 +105,7 @@ def mps(case: Case, facts: Facts) -> Iterator[Finding | Fine]:
             yield Fine(
                 machine=facts.name,
                 what="GPU: MPS is available",
-                details="tensors cross the network by way of host memory, so gloo's and DDP's refusal of MPS does "
+                details="tensors cross the network by way of host memory, so gloo's refusal of MPS does "
                 "not matter; a guest's gradients are compared with the host's on one batch before they count",
             )
         return

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from potluck.codec import Codec, encode_with_feedback, rehearse
 from potluck.device import Device, Mark
-from potluck.errors import PotluckError
+from potluck.errors import PotluckError, WireError
 from potluck.failpoints import hit
 from potluck.hub.feed import NOTHING
 from potluck.hub.hashes import PieceHashes
@@ -218,6 +218,7 @@ class GuestHub:
     def send_sketch(self, work: Work, *, values: memoryview, count: int, loss: float, compute_s: float) -> None:
         fields: dict[str, Any] = {"check": work.id, "count": count, "compute_s": compute_s}
         fields["loss"] = loss if math.isfinite(loss) else None
+        fields["micro_batch"], fields["largest_micro_batch"] = self._micro_batch()
         self._link.data(Message(kind="sketch", fields=fields, frames=(values,)))
 
     def stopped(self, work: Work, computed: int, compute_s: float) -> None:
@@ -283,6 +284,8 @@ class GuestHub:
         with self._changed:
             kind, fields = message.kind, message.fields
             if kind in ("change", "whole", "tensor", "hash", "resync"):
+                if int(fields.get("piece", 0)) >= len(self._have):
+                    raise WireError(f"the host sent piece {fields['piece']} of {len(self._have)}")
                 if kind == "change":
                     self._arrivals.note(int(fields["version"]), time.monotonic())
                 self._incoming.append(message)

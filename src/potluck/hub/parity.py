@@ -34,6 +34,11 @@ class Sketch:
     random: bool = False
     """The batch was computed with random numbers (dropout): another machine's gradient agrees only roughly."""
 
+    @property
+    def finite(self) -> bool:
+        """Where the host's own is not, no guest can be measured against it."""
+        return bool(np.isfinite(self.values).all() and np.isfinite(self.loss))
+
 
 def sketch(
     gradients: Sequence[Tensor | None], sizes: Sequence[int], loss: float, *, random: bool = False

@@ -11,7 +11,8 @@ begins, the gradients arrive from all when it ends):
     T = (B + Σ r_i·o_i) / (r_h + Σ r_i),  o_i = fixed + what of both ways no micro-batch hides
 
 and a step takes T + u: the host updates, the guests wait for that. A guest whose quota is under one sample sits
-out, the slowest first; then the others share the host's link without it.
+out, the slowest first; then the others share the host's link without it. A run admits `MOST_GUESTS` guests: of a
+larger fleet the fastest count.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from potluck.plan.collectives import shared_nic_bytes_per_s
 from potluck.plan.leases import Quotas, Speed, quotas
 from potluck.plan.strategies import WAIT_WORTH_S, alone_s, fastest_alone_s, prediction
 from potluck.spec import about
+from potluck.spec.config import MOST_GUESTS
 from potluck.spec.fleet import POTLUCK, Fleet, FleetMachine, Job, Prediction
 from potluck.units import seconds_text
 
@@ -55,7 +57,7 @@ def speed_of(job: Job, host: FleetMachine, guest: FleetMachine, users: int) -> S
 
 def shares_of(job: Job, fleet: Fleet) -> tuple[Quotas, dict[str, Speed]]:
     """Who gets how many samples, and the speeds of those who help."""
-    helping: Sequence[FleetMachine] = fleet.guests
+    helping: Sequence[FleetMachine] = sorted(fleet.guests, key=lambda g: -g.samples_per_s)[:MOST_GUESTS]
     while True:
         speeds = {g.name: speed_of(job, fleet.host, g, len(helping)) for g in helping}
         found = quotas(job.batch, fleet.host.samples_per_s, speeds, host_keeps=1)

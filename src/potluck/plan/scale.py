@@ -4,7 +4,7 @@ PURE. Samples are real numbers here, and guests are counted by kind, so that a t
 ten.
 
 Flat: all guests at one hub. With k of them helping, each has a k-th of the host's link; one more makes the step
-shorter until its two ways no longer hide. The best k is taken, the others sit out.
+shorter until its two ways no longer hide. The best k that a run admits is taken, the others sit out.
 
 Tree: every hub has f guests, of which some are hubs themselves; d levels reach n guests when f + f² + … + f^d ≥ n.
 Pieces of weights are passed on down, pieces of summed gradients up, as they come, so that a way takes W(f) and
@@ -30,9 +30,10 @@ from potluck.plan.hub import HUB_BYTES_PER_S, speed_of
 from potluck.plan.leases import Speed
 from potluck.plan.strategies import RING_PART, fastest_alone_s
 from potluck.spec import about
+from potluck.spec.config import MOST_GUESTS
 from potluck.spec.fleet import Fleet, FleetMachine, Job
 
-MOST_GUESTS = 65_536
+MOST_PLANNED = 65_536
 FANS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 HALVINGS = 60
 
@@ -70,8 +71,8 @@ def scale(job: Job, fleet: Fleet, most: int) -> Scale:
     """1, 2, 4 … `most` guests, the fleet's own taken in turn."""
     if not fleet.guests:
         raise ConfigError("there is no guest to multiply", hint="give at least two machines")
-    if not 1 <= most <= MOST_GUESTS:
-        raise ConfigError(f"{most} guests", hint=f"from 1 to {MOST_GUESTS}")
+    if not 1 <= most <= MOST_PLANNED:
+        raise ConfigError(f"{most} guests", hint=f"from 1 to {MOST_PLANNED}")
     counts = sorted({*(2**i for i in range(most.bit_length()) if 2**i <= most), most})
     rows = tuple(_row(job, fleet, count) for count in counts)
     full = full_at(job, fleet, most)
@@ -125,7 +126,7 @@ def full_at(job: Job, fleet: Fleet, most: int) -> int | None:
     """The number of guests from which on one more does not help."""
     if flat_s(job, fleet, 1, most) > flat_s(job, fleet, 0, most) * (1 - 1e-9):
         return 0
-    low, high = 1, most
+    low, high = 1, min(most, MOST_GUESTS)
     while low < high:
         middle = (low + high) // 2
         if flat_s(job, fleet, middle + 1, most) < flat_s(job, fleet, middle, most) * (1 - 1e-9):
@@ -136,7 +137,8 @@ def full_at(job: Job, fleet: Fleet, most: int) -> int | None:
 
 
 def _best_flat(job: Job, fleet: Fleet, guests: int) -> tuple[int, float]:
-    tried = {0, guests, full_at(job, fleet, guests) or 0} | {2**i for i in range(guests.bit_length())}
+    admitted = min(guests, MOST_GUESTS)
+    tried = {0, admitted, full_at(job, fleet, guests) or 0} | {2**i for i in range(admitted.bit_length())}
     return min(((n, flat_s(job, fleet, n, guests)) for n in sorted(tried)), key=lambda pair: pair[1])
 
 
@@ -197,7 +199,10 @@ def _words(job: Job, fleet: Fleet, rows: Sequence[ScaleRow], full: int | None) -
     if full is None:
         return f"one hub serves {last.guests} guests: {last.flat:.2f}× of {last.ideal:.2f}×"
     whose = "link" if fleet.host.bytes_per_s < HUB_BYTES_PER_S else f"transport ({HUB_BYTES_PER_S / 1e9:g} GB/s)"
-    why = f"each has a smaller part of the host's {whose}, and its two ways no longer hide behind its computing"
+    if full == MOST_GUESTS:
+        why = f"a run admits {MOST_GUESTS}"
+    else:
+        why = f"each has a smaller part of the host's {whose}, and its two ways no longer hide behind its computing"
     if last.guests >= job.batch / 2:
         why += f"; a step has only {job.batch:,} samples"
     text = f"from {full} guest{'s' * (full > 1)} on one more does not help: {why}"

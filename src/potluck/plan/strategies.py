@@ -122,7 +122,7 @@ def ddp(job: Job, fleet: Fleet, strategy: str = DDP, shares: Mapping[str, int] |
     )
     notes = {
         DDP_BF16: "gradients rounded to bf16",
-        DDP_INT8: "gradients rounded to int8; stock DDP has no such hook",
+        DDP_INT8: "gradients rounded to int8, by potluck.dist.compress",
     }
     return prediction(
         job,

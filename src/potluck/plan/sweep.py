@@ -18,7 +18,7 @@ from typing import Any
 from potluck.errors import ConfigError
 from potluck.plan.hub import ideal_speedup
 from potluck.plan.predict import predict
-from potluck.plan.scale import MOST_GUESTS, many
+from potluck.plan.scale import MOST_PLANNED, many
 from potluck.spec.config import nearest
 from potluck.spec.fleet import DDP, DDP_BALANCED, POTLUCK, Fleet, Job
 
@@ -133,7 +133,7 @@ def changed(job: Job, fleet: Fleet, variable: str, value: float) -> tuple[Job, F
         linked = (replace(m, link_bytes_per_s=value * 1e6 / 8, link=f"{value:g} Mbit/s") for m in fleet.machines)
         return job, Fleet(machines=tuple(linked))
     if variable == "guests":
-        return job, many(fleet, min(round(value), MOST_GUESTS))
+        return job, many(fleet, min(round(value), MOST_PLANNED))
     if variable == "batch_tokens":
         return job.with_batch(max(1, round(value / job.tokens_per_sample))), fleet
     times = value / job.parameters

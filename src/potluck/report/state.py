@@ -51,6 +51,8 @@ class MachineRow:
     role: str = "guest"
     device: str = ""
     samples: int = 0
+    micro_batch: int = 0
+    """The most that it computed at once in the step; 0: unknown."""
     rate: float | None = None
     busy: float | None = None
     state: str = ""
@@ -75,6 +77,8 @@ class RunState:
         self.step: Event = {}
         self.end: Event = {}
         self.losses = History()
+        self.not_applied = 0
+        """Steps whose update was not made."""
         self.machines: list[MachineRow] = []
         self.notices: deque[Notice] = deque(maxlen=_MESSAGES)
 
@@ -111,6 +115,7 @@ class RunState:
                 self.notices.append(Notice(message=Message(text=text, level="info", about=("", "", "")), step=None))
         elif kind == "step":
             self.step = event
+            self.not_applied += event.get("applied") is False
             loss = number(event, "loss")
             if loss is not None:
                 self.losses.append(loss)
@@ -171,6 +176,7 @@ def _row(machine: Event) -> MachineRow:
         role=clean(machine.get("role")) or "guest",
         device=clean(machine.get("device")),
         samples=integer(machine, "samples"),
+        micro_batch=integer(machine, "micro_batch"),
         rate=number(machine, "rate"),
         busy=number(machine, "busy"),
         state=clean(machine.get("state")),

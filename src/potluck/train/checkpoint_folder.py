@@ -23,7 +23,7 @@ from typing import Any
 import safetensors
 
 from potluck.durable import sync
-from potluck.errors import RunFolderError
+from potluck.errors import PotluckError, RunFolderError
 from potluck.failpoints import hit
 
 FORMAT = 1
@@ -66,6 +66,9 @@ def publish(folder: Path, step: int, write: Callable[[Path], Mapping[str, Any]],
             _tidy(folder)
             _prune(folder, step, keep)
             return final
+    except PotluckError:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
     except (OSError, safetensors.SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)  # a full disk needs the room
         raise _cannot_write(folder, step, error) from error
@@ -103,7 +106,11 @@ def verified(path: Path) -> dict[str, Any]:
             raise DamagedError(f"{MANIFEST} is damaged")
         if manifest["format"] != FORMAT:
             raise DamagedError(f"its format is {manifest['format']}, this version of potluck reads {FORMAT}")
+        if type(manifest["step"]) is not int:
+            raise DamagedError(f"{MANIFEST} has no step")
         for name, expected in manifest["files"].items():
+            if not name or Path(name).name != name:
+                raise DamagedError(f"{MANIFEST} names {name!r}, which is no file of the checkpoint")
             size = (path / name).stat().st_size
             if size != expected["bytes"]:
                 raise DamagedError(f"{name} has {size:,} bytes instead of {expected['bytes']:,}")
@@ -113,8 +120,9 @@ def verified(path: Path) -> dict[str, Any]:
         raise DamagedError(f"{Path(error.filename).name} is missing") from error
     except OSError as error:
         raise DamagedError(f"{error.filename} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise DamagedError(f"{MANIFEST} is damaged") from error
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        # A hash tells of damage; a manifest that somebody wrote by hand can have the right one and lack the rest.
+        raise DamagedError(f"{MANIFEST} is damaged ({type(error).__name__})") from error
     return manifest
 
 

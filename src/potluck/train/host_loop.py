@@ -7,6 +7,7 @@ the loop is the same.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -16,16 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from potluck.errors import CheckpointError, ConfigError, LoopError
+from potluck.errors import CheckpointError, ConfigError, LoopError, NonFiniteError, RunFolderError
 from potluck.failpoints import hit
 from potluck.hub.alone import AloneHub
 from potluck.hub.host import HostHub
 from potluck.hub.ledger import Ledger
 from potluck.hub.parity import sketch
 from potluck.hub.tensors import ModelTensors
-from potluck.train import checkpoint_folder
-from potluck.train.beginning import Beginning
-from potluck.train.checkpoint import CheckpointWriter, Loaded, Snapshot, load_latest
+from potluck.plan.leases import Least
+from potluck.train import checkpoint_folder, given
+from potluck.train.bad_steps import BadSteps, Facts
+from potluck.train.batch_statistics import BatchStatistics
+from potluck.train.beginning import MOST_BUFFER_BYTES, Beginning, Buffers
+from potluck.train.checkpoint import CheckpointWriter, Loaded, Snapshot, can_be_checked, load_latest
 from potluck.train.data import Loader, to_device
 from potluck.train.ending import Ending
 from potluck.train.events import events_in
@@ -34,9 +38,10 @@ from potluck.train.folder import RunFolder
 from potluck.train.launch import Interrupted, Launch
 from potluck.train.microbatch import MicroBatch
 from potluck.train.options import Options
-from potluck.train.ranks import RoundMark
+from potluck.train.ranks import RoundMark, shares
 from potluck.train.step import SavedBytes, Step
 from potluck.train.telemetry import Telemetry
+from potluck.train.update import Update, own_norm, prepare_gradients
 
 TURN_S = 0.0002
 """How long Python's other threads may keep the one that feeds a device which queues its work. At Python's own 5 ms
@@ -60,6 +65,8 @@ class Parts:
     tensors: ModelTensors
     ledger: Ledger
     micro: MicroBatch
+    statistics: BatchStatistics | None = None
+    least: Least = field(default_factory=Least)
     restored: Loaded | None = None
     objects: dict[str, Any] = field(default_factory=dict)
 
@@ -77,8 +84,12 @@ class HostTrainer:
         folder = parts.launch.folder
         # The log goes to the disk first: after a power cut it tells of every step up to the checkpoint.
         before = parts.launch.log.sync
-        self._writer = CheckpointWriter(folder.checkpoints, on_saved=self._saved, before=before) if folder else None
-        self._telemetry = Telemetry(parts.launch, parts.options, hub)
+        self._writer = (
+            CheckpointWriter(folder.checkpoints, on_saved=self._saved, on_failed=self._not_saved, before=before)
+            if folder
+            else None
+        )
+        self._telemetry = Telemetry(parts.launch, parts.options, hub, parts.statistics)
         self._saved_bytes: SavedBytes | None = None
         self._ranks = ranks = parts.launch.ranks
         self._width = 1 if ranks is None else ranks.world
@@ -87,6 +98,12 @@ class HostTrainer:
         self._measuring = True
         """Whether the micro-batch under way is timed by itself, and not as one of several in flight."""
         self._waited_on_disk_s = 0.0
+        self._step_update = Update(parts.optimizer, queues=bool(self._device.ahead))
+        self._bad = BadSteps(parts.launch.name, most=parts.launch.config.max_bad_steps)
+        self._finite_at_first = frozenset(finite_state(parts.model))
+        self._buffers: Buffers | None = None
+        self._own_samples = 0
+        """What this process itself has computed of the step."""
         self._beginning: Beginning | None = None
         self._checkpoint_due = False
         self._comparing = False
@@ -95,6 +112,9 @@ class HostTrainer:
         """The last step that is finished: in the update the ledger has closed one that may still fail."""
         self._interrupted = False
         self._saved_step = parts.restored.step if parts.restored is not None else None
+        self._saving_last = False
+        self._last_save_failed: RunFolderError | NonFiniteError | None = None
+        """Set where the loop was left and what it ended with could not be saved."""
         self._ending = Ending(self._end)
         self._updating = False
         self._hook = parts.optimizer.register_step_pre_hook(self._only_ours)
@@ -120,6 +140,8 @@ class HostTrainer:
                         f"step {step.index} was left before all its samples were computed",
                         hint="let `for batch in step` run to its end; break out of the outer loop instead",
                     )
+            self._flight.finish()
+            self._stop_if_bad()
             reason = "finished"
         except GeneratorExit:
             # The user's loop was left: by break after a step, or by an exception, which cannot be told apart here.
@@ -135,7 +157,10 @@ class HostTrainer:
         """Save what is whole now: what the script does next with the weights is not the run's affair."""
         self._flight.finish()
         if self._writer is not None and not self._ending.over:
-            self._checkpoint(wait=True)
+            try:
+                self._checkpoint(wait=True)
+            except (RunFolderError, NonFiniteError) as error:
+                self._last_save_failed = error  # here it would be lost: nobody hears what a generator's end raises
         self._ending.soon("finished")
 
     def _end(self, reason: str) -> None:
@@ -151,15 +176,27 @@ class HostTrainer:
             finally:
                 if self._ranks is not None:
                     self._ranks.end()
-                if self._writer is not None:
-                    if reason != "failed":
-                        self._checkpoint(wait=True)
-                    self._writer.close()
+                with self._saving():
+                    self._save_last(reason)
+        except BaseException:
+            reason = "failed"
+            raise
         finally:
             self._hook.remove()  # it keeps model and optimizer alive
             sys.setswitchinterval(self._turn_s)
             self._hub.close(reason)
             self._telemetry.ended(self._done, self._loss, reason)
+
+    def _save_last(self, reason: str) -> None:
+        """What the run ends with. Until now a save that failed could be tried again: this one cannot."""
+        if self._writer is None:
+            return
+        if self._last_save_failed is not None:
+            raise self._last_save_failed
+        if reason == "failed":
+            self._writer.settle()
+        else:
+            self._checkpoint(wait=True)
 
     def _tell_last_step(self, *, failed: bool) -> None:
         """Its update may still be under way. After a failure neither the device nor other ranks may ever answer."""
@@ -177,9 +214,11 @@ class HostTrainer:
             # Not at the end of the last step: between steps the user's code may have other weights in the model.
             # One that is still being written puts this one off to the next step.
             self._flight.finish()  # the log tells of a step before there is a checkpoint of it
-            self._checkpoint_due = not self._checkpoint()
+            # After a step that was not applied nobody knows whether the weights are any good.
+            self._checkpoint_due = self._bad.in_a_row > 0 or not self._checkpoint()
+        self._buffers, self._own_samples = Buffers(self._p.model), 0
         if self._writer is not None:
-            self._beginning = Beginning(self._device, self._p.model)
+            self._beginning = Beginning(self._device, self._buffers)
         self._device.at_step(step.index + 1)
         if self._ranks is not None:
             self._ranks.begin_step(step.index)
@@ -188,6 +227,7 @@ class HostTrainer:
             parameter.grad = None
         while True:
             self._stop_if_asked()
+            self._stop_if_bad()
             positions, check = self._hub.take(self._p.micro.size() * self._width, self._busy)
             if not positions:
                 break
@@ -197,13 +237,14 @@ class HostTrainer:
             loss_before = step.loss_sum() if check else 0.0
             chances = self._device.rng_state() if check else {}
             step.hand_out(len(own))
+            self._own_samples += len(own)
             self._begin(len(own))
             yield batch
             step.check_done()
             if check:
                 loss = (step.loss_sum() - loss_before) / len(positions)
                 self._check_computed(positions, loss, random=_differ(chances, self._device.rng_state()))
-            self._hub.launched(positions)
+            self._hub.launched(positions, self._sizes(positions, check))
             self._flight.launched(len(positions), began)
             if self._measuring:
                 self._finish()
@@ -230,9 +271,15 @@ class HostTrainer:
         """Give the other ranks their parts of a round; this one's. A common batch is this rank's alone."""
         assert self._ranks is not None
         if not check:
-            return self._ranks.deal(positions, self._hub.samples_of)
+            return self._ranks.deal(positions, self._hub.samples_of, self._p.least.micro_batch)
         self._ranks.deal_nothing()
         return positions
+
+    def _sizes(self, positions: tuple[int, ...], check: bool) -> list[int]:
+        """How many of these each rank computes, where it has any."""
+        if self._ranks is None or check:
+            return [len(positions)]
+        return [len(part) for part in shares(positions, self._width, self._p.least.micro_batch) if part]
 
     def _finish(self) -> None:
         """Wait for everything that is being computed."""
@@ -273,21 +320,28 @@ class HostTrainer:
         computed = time.monotonic()
         if self._ranks is not None:
             self._finish()
+        # Before the guests' parts are added to it: they are measured by it.
+        own = own_norm(self._trained) if self._hub.members() else None
         result, guests_loss = self._hub.end_step()
-        options, optimizer = self._p.options, self._p.optimizer
+        options, samples = self._p.options, self._own_samples
         total = None if self._ranks is None else self._sum_of_ranks(step, guests_loss)
-        prepare_gradients(step, self._trained, options, self._p.model)
+        norm = prepare_gradients(step.index, self._trained, options, self._p.model)
+        finite = norm.isfinite() if self._ranks is None else self._ranks.agree(norm.isfinite())
         if self._writer is not None:
             self._waited_on_disk_s = self._writer.before_update()
         with self._hub.updating():
             hit("host.before-update")
             self._updating = True
-            optimizer.step()
+            assert self._buffers is not None
+            self._step_update.make(finite, self._buffers)
             self._updating = False
             hit("host.updated")
-        if options.scheduler is not None:
-            options.scheduler.step()
-        own_loss = self._device.to_host_later(torch.as_tensor(step.loss_so_far() if total is None else total))
+        takes_loss = given.takes_loss(options.scheduler)
+        if options.scheduler is not None and not takes_loss:
+            options.scheduler.step()  # whether the update was made or not: a schedule goes by steps
+        later = self._device.to_host_later
+        losses = later(torch.as_tensor(step.loss_so_far() if total is None else total).reshape(-1))
+        norms = later(torch.stack([norm.float(), (norm if own is None else own).float(), finite.float()]))
         if self._comparing:
             self._compare_ranks()
         every = self._p.launch.config.checkpoint_every
@@ -296,15 +350,57 @@ class HostTrainer:
         number = self._p.ledger.step
 
         def updated(now: float, update_s: float) -> None:
-            loss_sum = float(own_loss) + (guests_loss if total is None else 0.0)
+            loss_sum = float(losses[0]) + (guests_loss if total is None else 0.0)
             self._done, self._loss = number, loss_sum / options.global_batch
             step.loss = self._loss
-            self._telemetry.step_ended(number, self._loss, result, update_s, now)
+            whole, ours, applied = norms.tolist()
+            facts = Facts(
+                step=number,
+                norm=whole,
+                own_norm=None if own is None else ours,
+                own_loss=float(losses[0]),
+                machines=tuple(result.samples),
+                bad_ranks=[rank for rank, bad in enumerate(losses[1:].tolist()) if bad],
+            )
+            self._judge(facts, samples, applied=bool(applied))
+            self._telemetry.step_ended(number, self._loss, result, update_s, now, applied=bool(applied))
 
         step.loss_when_known(self._flight.finish)
         self._flight.follows(computed, updated)
-        if not self._device.ahead or self._ranks is not None:
+        if not self._device.ahead or self._ranks is not None or takes_loss:
             self._flight.finish()
+            if takes_loss and self._loss is not None and math.isfinite(self._loss):  # NaN is no metric
+                options.scheduler.step(self._loss)
+            self._stop_if_bad()
+
+    def _judge(self, facts: Facts, samples: int, *, applied: bool) -> None:
+        """What became of a step's update: in the log if it was not made. `samples`: of this machine's own part."""
+        if applied:
+            self._bad.good()
+        else:
+            self._p.launch.log.emit(self._bad.bad(facts))
+        if facts.own_norm is not None:
+            # Who found no finite loss in samples of which this machine finds none either was not wrong.
+            norm = facts.own_norm if math.isfinite(facts.own_loss) else math.nan
+            self._hub.judged(facts.step - 1, norm, samples, applied=applied)
+
+    def _stop_if_bad(self) -> None:
+        """End the run when too many steps in a row were not applied: it does not come right by itself."""
+        if (why := self._bad.enough) is not None:
+            raise self._not_finite(why)
+
+    def _not_finite(self, what: str) -> NonFiniteError:
+        if self._writer is not None:
+            with contextlib.suppress(Exception):  # of one error it is told, and this one ends the run
+                self._writer.wait()
+        launch, saved = self._p.launch, self._saved_step
+        if launch.folder is None:
+            again = "a script started with plain python keeps no checkpoints, one started by potluck host does"
+        elif saved is None:
+            again = "nothing was saved yet: start it again, with a smaller learning rate or with clip_norm"
+        else:
+            again = f"go on from the last good checkpoint, of step {saved}: {launch.again(launch.folder.path)}"
+        return NonFiniteError(what, hint=again, step=self._done)
 
     def _sum_of_ranks(self, step: Step, guests_loss: float) -> Tensor:
         """All ranks' gradients, with the guests' that are in this rank's, on every rank; the summed loss."""
@@ -312,7 +408,8 @@ class HostTrainer:
         every = self._p.launch.config.check_replica_every
         self._comparing = every > 0 and (step.index + 1) % every == 0
         self._ranks.update(compare=self._comparing)
-        return self._ranks.sum_gradients(self._trained, step.loss_so_far() + guests_loss)
+        finite = own_norm(self._trained).isfinite()
+        return self._ranks.sum_gradients(self._trained, step.loss_so_far() + guests_loss, finite)
 
     def _compare_ranks(self) -> None:
         assert self._ranks is not None
@@ -321,6 +418,8 @@ class HostTrainer:
 
     def _only_ours(self, *ignored: Any) -> None:
         if not self._updating and not self._ending.over:
+            if given.called_by_scaler():
+                raise LoopError("scaler.step() was called in the loop", hint=given.NO_SCALER)
             raise LoopError(
                 "optimizer.step() was called in the loop; Potluck makes the update itself when the step is full",
                 hint="take optimizer.step() and optimizer.zero_grad() out of the loop",
@@ -340,21 +439,35 @@ class HostTrainer:
             self._interrupted = True
             raise Interrupted
 
+    @contextlib.contextmanager
+    def _saving(self) -> Iterator[None]:
+        """What is not finite is not saved: the error says how to go on."""
+        try:
+            yield
+        except NonFiniteError as error:
+            raise self._not_finite(error.what) from error
+
     def _checkpoint(self, *, wait: bool = False) -> bool:
         """Begin to save, and with `wait` end; False while the last one is still being written."""
+        with self._saving():
+            return self._save(wait=wait)
+
+    def _save(self, *, wait: bool) -> bool:
         assert self._writer is not None
         if wait:
-            self._writer.wait()
+            self._writer.settle()
         p = self._p
         state = p.ledger.state()
         if wait and self._saved_step == state.step:
             return True
+        self._saving_last = wait
         started = self._writer.start(
             Snapshot(
                 step=state.step,
                 model=p.model,
                 optimizer=p.optimizer,
                 objects=p.objects,
+                finite=self._finite_at_first,
                 device_rng=self._device.rng_state(),
                 extra={
                     "samples": state.samples,
@@ -368,6 +481,11 @@ class HostTrainer:
             self._writer.wait()
         return started
 
+    def _not_saved(self, step: int, error: RunFolderError) -> None:
+        """The disk is full, or gone: the run goes on, and the next interval is the next attempt."""
+        again = {} if self._saving_last else {"again": True}
+        self._p.launch.log.emit({"event": "checkpoint_failed", "step": step, "reason": error.what, **again})
+
     def _saved(self, step: int, path: Any, seconds: float) -> None:
         self._saved_step = step
         self._p.launch.log.emit(
@@ -380,19 +498,16 @@ def _differ(before: dict[str, Tensor], after: dict[str, Tensor]) -> bool:
     return any(not torch.equal(before[kind], after[kind]) for kind in before)
 
 
-def prepare_gradients(step: Step, trained: list[nn.Parameter], options: Options, model: nn.Module) -> None:
-    """From the sum over the step's samples to what the optimizer takes: the mean, as the user wants it, clipped."""
-    gradients = [p.grad for p in trained if p.grad is not None]
-    if not gradients:
-        raise LoopError(
-            f"step {step.index} ended without any gradient",
-            hint="Potluck clears and steps: take optimizer.zero_grad() and optimizer.step() out of the loop",
-        )
-    torch._foreach_mul_(gradients, 1.0 / options.global_batch)
-    if options.before_update is not None:
-        options.before_update(model)
-    if options.clip_norm is not None:
-        nn.utils.clip_grad_norm_(trained, options.clip_norm)
+def finite_state(model: nn.Module) -> Iterator[str]:
+    """The names in the model's state that are finite and must stay so: what is trained, and small buffers.
+
+    A mask may be made of infinities.
+    """
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    small = {name: b for name, b in model.named_buffers() if b.nbytes <= MOST_BUFFER_BYTES}
+    for name, tensor in {**trained, **small}.items():
+        if can_be_checked(tensor) and bool(tensor.detach().isfinite().all()):
+            yield name
 
 
 def restore(

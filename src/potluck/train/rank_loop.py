@@ -23,14 +23,16 @@ from torch import nn
 from potluck.errors import CheckpointError, LoopError, RankGoneError
 from potluck.hub.tensors import ModelTensors
 from potluck.train import ranks as orders
+from potluck.train.beginning import Buffers
 from potluck.train.checkpoint import load_latest
 from potluck.train.data import Loader, to_device
 from potluck.train.flight import Flight
-from potluck.train.host_loop import prepare_gradients
+from potluck.train.given import takes_loss
 from potluck.train.launch import Launch
 from potluck.train.options import Options
 from potluck.train.ranks import RankDone, Ranks
 from potluck.train.step import Step
+from potluck.train.update import Update, own_norm, prepare_gradients
 
 LAST_WORDS_S = 2.0
 
@@ -55,6 +57,7 @@ class RankTrainer:
         self._device = parts.launch.device
         self._trained = parts.tensors.trained
         self._flight = Flight(self._device, lambda samples, seconds: ranks.done())
+        self._step_update = Update(parts.optimizer, queues=bool(self._device.ahead))
 
     def steps(self) -> Iterator[Step]:
         """The same steps as rank 0's; where the training ends, this process does."""
@@ -102,6 +105,7 @@ class RankTrainer:
     def _batches(self, step: Step) -> Iterator[Any]:
         self._device.at_step(step.index + 1)
         seed(self._p.options.seed, step.index, self._ranks.place.rank)
+        buffers = Buffers(self._p.model)
         for parameter in self._trained:
             parameter.grad = None
         while (order := self._ranks.order()).what != orders.UPDATE:
@@ -119,21 +123,24 @@ class RankTrainer:
                 yield batch
                 step.check_done()
             self._flight.launched(len(order.samples), began)
-        self._update(step, compare=bool(order.number))
+        self._update(step, buffers, compare=bool(order.number))
 
     def _after_backward(self, samples: int) -> None:
         if not self._device.ahead:
             self._device.end()
 
-    def _update(self, step: Step, *, compare: bool) -> None:
+    def _update(self, step: Step, buffers: Buffers, *, compare: bool) -> None:
         """The gradient is the same on every rank, and so are weights and optimizer: then they stay so."""
         options = self._p.options
-        total = self._ranks.sum_gradients(self._trained, step.loss_so_far())
-        prepare_gradients(step, self._trained, options, self._p.model)
-        self._p.optimizer.step()
-        if options.scheduler is not None:
+        finite = own_norm(self._trained).isfinite()
+        total = self._ranks.sum_gradients(self._trained, step.loss_so_far(), finite)
+        norm = prepare_gradients(step.index, self._trained, options, self._p.model)
+        self._step_update.make(self._ranks.agree(norm.isfinite()), buffers)
+        step.loss = float(total[0]) / options.global_batch
+        if takes_loss(options.scheduler):
+            options.scheduler.step(step.loss)
+        elif options.scheduler is not None:
             options.scheduler.step()
-        step.loss = float(total) / options.global_batch
         if compare:
             self._ranks.show_weights(self._trained)
 
@@ -161,6 +168,15 @@ def restore_same(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer,
             hint="all ranks of a host must see the same run folder",
         )
     loaded.restore(model, optimizer, objects)
+
+
+def refuse_synchronized(model: nn.Module) -> None:
+    """SyncBatchNorm waits for every rank in every micro-batch, but a guest's parity check is rank 0's alone."""
+    if any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules()):
+        raise LoopError(
+            "the model has SyncBatchNorm layers, which wait for all ranks where only rank 0 computes",
+            hint="give a host of several ranks the model with plain BatchNorm, or with GroupNorm",
+        )
 
 
 def refuse_wrapped(model: nn.Module) -> None:

@@ -18,6 +18,7 @@ from potluck.hub.host import HostHub
 from potluck.hub.members import Member
 from potluck.hub.stepping import StepResult
 from potluck.hub.tensors import ModelTensors
+from potluck.train.batch_statistics import BatchStatistics, StatisticsNotice
 from potluck.train.launch import ALONE, Launch
 from potluck.train.options import Options
 
@@ -32,14 +33,22 @@ def versions() -> dict[str, str]:
 class Telemetry:
     """Collects one run's measurements and emits its events."""
 
-    def __init__(self, launch: Launch, options: Options, hub: HostHub | AloneHub) -> None:
+    def __init__(
+        self,
+        launch: Launch,
+        options: Options,
+        hub: HostHub | AloneHub,
+        statistics: BatchStatistics | None = None,
+    ) -> None:
         self._launch, self._options, self._hub = launch, options, hub
+        self._statistics = StatisticsNotice(statistics, options.global_batch)
         self._started = self._last_end = time.monotonic()
         self._first_step = 0
         self._host_busy_s = 0.0
         self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)
         """(step's seconds, the update's part of it)"""
         self._speedup: float | None = None
+        self._not_applied = 0
         self._flops_per_sample: float | None = None
 
     def started(self, step: int, tensors: ModelTensors) -> None:
@@ -76,8 +85,14 @@ class Telemetry:
     def computed(self, samples: int, seconds: float) -> None:
         self._host_busy_s += seconds
 
-    def step_ended(self, step: int, loss: float, result: StepResult, update_s: float, now: float) -> None:
-        """`now`: when the device had made the update, by the monotonic clock; since then it may have gone on."""
+    def step_ended(
+        self, step: int, loss: float, result: StepResult, update_s: float, now: float, *, applied: bool
+    ) -> None:
+        """`now`: when the device had made the update, by the monotonic clock; since then it may have gone on.
+
+        `applied`: whether it did make one.
+        """
+        self._not_applied += not applied
         step_s, self._last_end = now - self._last_end, now
         self._recent.append((step_s, update_s))
         options = self._options
@@ -91,6 +106,7 @@ class Telemetry:
                 "step": step,
                 "steps": options.steps,
                 "loss": loss,
+                "applied": applied,
                 "step_s": round(step_s, 5),
                 "samples": result.samples,
                 "samples_per_s": rate,
@@ -109,6 +125,9 @@ class Telemetry:
             }
         )
         self._host_busy_s = 0.0
+        news = self._statistics.after_step(step, result.micro_batches)
+        if news is not None:
+            self._launch.log.emit(news)
 
     def ended(self, step: int, loss: float | None, reason: str) -> None:
         seconds = time.monotonic() - self._started
@@ -116,7 +135,9 @@ class Telemetry:
             {
                 "event": "run_end",
                 "step": step,
-                "loss": loss,
+                # Null if it was not finite; not there at all if no step was made.
+                **({} if loss is None else {"loss": loss}),
+                "not_applied": self._not_applied,
                 "seconds": seconds,
                 "samples_per_s": (step - self._first_step) * self._options.global_batch / max(seconds, 1e-9),
                 "speedup": self._speedup,
@@ -148,6 +169,7 @@ class Telemetry:
             "role": "host",
             "device": self._launch.device.label,
             "samples": result.samples.get(self._launch.name, 0),
+            **_micro_batches(self._launch.name, result),
             "rate": 1 / sample_s if sample_s else None,
             "busy": min(1.0, self._host_busy_s / step_s) if step_s else None,
             "state": "computing",
@@ -163,8 +185,15 @@ def _guest(member: Member, result: StepResult, step_s: float) -> dict[str, Any]:
         "role": "guest",
         "device": member.device,
         "samples": samples,
+        **_micro_batches(member.name, result),
         "rate": member.rate.value,
         "busy": min(1.0, member.busy_s / step_s) if samples and step_s else 0.0,
         "state": member.state,
         "reason": member.reason,
     }
+
+
+def _micro_batches(machine: str, result: StepResult) -> dict[str, int | None]:
+    """The largest that it computed at once in the step, and in how many parts its samples were."""
+    sizes = result.micro_batches.get(machine, ())
+    return {"micro_batch": max(sizes, default=None), "micro_batches": len(sizes)}
