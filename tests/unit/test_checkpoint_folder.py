@@ -245,7 +245,8 @@ def test_a_folder_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> Non
         save_linear(folder, 1)
     assert caught.value.hint
     assert caught.value.exit_status == 2
-    writer = CheckpointWriter(folder)
+    told: list[int] = []
+    writer = CheckpointWriter(folder, on_failed=lambda step, error: told.append(step))
     model, optimizer = linear()
     assert writer.start(Snapshot(step=1, model=model, optimizer=optimizer))
     with pytest.raises(RunFolderError):
@@ -254,8 +255,10 @@ def test_a_folder_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> Non
     assert writer.start(Snapshot(step=2, model=model, optimizer=optimizer))
     assert writer._thread is not None
     writer._thread.join()
+    assert writer.start(Snapshot(step=3, model=model, optimizer=optimizer)), "the next attempt"
     with pytest.raises(RunFolderError):
-        writer.start(Snapshot(step=3, model=model, optimizer=optimizer))
+        writer.wait()
+    assert told == [1, 2, 3]
     with pytest.raises(RunFolderError):
         load_latest(tmp_path / "file")
 

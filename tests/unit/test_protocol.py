@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from potluck.hub import actions as act
-from potluck.hub.members import CHECKING, COMPUTING, JOINING, SYNCING
-from potluck.hub.said import LARGEST_MICRO_BATCH
+from potluck.hub.members import CHECKING, COMPUTING, JOINING, LARGEST_MICRO_BATCH, SYNCING
 from potluck.spec.layout import TensorSpec, fingerprint_to_json
 from potluck.wire.frames import dump_json
 from support.fuzz import of_guest

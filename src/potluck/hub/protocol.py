@@ -33,6 +33,7 @@ from potluck.hub.members import CHECKING, COMPUTING, JOINING, LONGEST_BENCH_STEP
 from potluck.hub.norms import Norms
 from potluck.hub.said import LARGEST_NUMBER, micro_batches, real, seconds, whole
 from potluck.hub.stepping import Stepping, pack_samples
+from potluck.plan.leases import Least
 from potluck.spec.config import MOST_GUESTS
 from potluck.spec.layout import TensorSpec, fingerprint_from_json, fingerprint_to_json, first_difference
 from potluck.units import printable
@@ -76,6 +77,8 @@ class HostTerms:
     """A contribution's norm a sample counts up to so many times the host's own; 0: whatever it is."""
     check_replica_every: int = 50
     """Steps between two comparisons of the replica's hash with the guests'; 0: never."""
+    least: Least = field(default_factory=Least)
+    """How few samples the model bears in a micro-batch and in a lease."""
 
     @property
     def pieces(self) -> int:
@@ -100,7 +103,11 @@ class HostProtocol:
         self.ledger = ledger
         self.members: dict[str, Member] = {}
         self.stepping = Stepping(
-            ledger=ledger, members=self.members, host_name=terms.name, local_data=terms.local_data
+            ledger=ledger,
+            members=self.members,
+            host_name=terms.name,
+            local_data=terms.local_data,
+            least=terms.least,
         )
         self.guard = ReplicaGuard(every=terms.check_replica_every, members=self.members, stepping=self.stepping)
         self.norms = Norms(terms.guest_bound)
@@ -170,6 +177,7 @@ class HostProtocol:
             last_heard=now,
             joined_at=now,
             feed=Feed(pieces=self.terms.pieces, window_bytes=self.terms.window_bytes),
+            least=self.terms.least,
         )
         self.members[guest] = member
         actions: list[Action] = [
@@ -357,7 +365,8 @@ class HostProtocol:
         if self._check is None or self._check.positions:
             return 0
         sizes = [self.members[g].micro_batch for g in self._check.guests if g in self.members]
-        return min([CHECK_SAMPLES, *sizes]) if sizes else 0
+        # It is part of the step: where few samples train badly, it has no fewer than a lease.
+        return min([max(CHECK_SAMPLES, self.terms.least.lease), *sizes]) if sizes else 0
 
     def check_computed(self, positions: tuple[int, ...]) -> tuple[int, list[Action]]:
         """The host has its gradient of the common batch: send the batch to those who are to be checked."""
@@ -381,6 +390,8 @@ class HostProtocol:
         if member.check is None or whole(fields, "check") != member.check or len(frames) != 1:
             raise WireError("a gradient sketch that nobody asked for")
         count, compute_s = whole(fields, "count"), seconds(fields, "compute_s")
+        if "micro_batch" in fields:
+            micro_batches(member, fields)
         # First guesses, until leases and the weights' changes tell; of one who is checked again more is known.
         if count > 0 and compute_s > 0 and not member.joined:
             member.rate.add(count / compute_s)

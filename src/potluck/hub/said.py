@@ -11,8 +11,6 @@ from typing import Any
 from potluck.errors import WireError
 from potluck.hub.members import Member
 
-LARGEST_MICRO_BATCH = 1 << 20
-"""Nobody computes more samples at once, whatever a guest says."""
 LARGEST_NUMBER = 1 << 62
 SHORTEST_S, LONGEST_S = 1e-6, 1e7
 """Durations that a guest may tell of, apart from 0; rates come out of them."""
@@ -43,6 +41,4 @@ def seconds(fields: dict[str, Any], key: str, *, least: float = 0.0) -> float:
 
 
 def micro_batches(member: Member, fields: dict[str, Any]) -> None:
-    usual, largest = whole(fields, "micro_batch"), whole(fields, "largest_micro_batch")
-    member.micro_batch = max(1, min(usual, LARGEST_MICRO_BATCH))
-    member.largest_micro_batch = max(member.micro_batch, min(largest, LARGEST_MICRO_BATCH))
+    member.computes(whole(fields, "micro_batch"), whole(fields, "largest_micro_batch"))

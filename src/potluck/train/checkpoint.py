@@ -10,6 +10,7 @@ It must not know what a run, a guest or a ledger is: what they want kept comes a
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import threading
 import time
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 
 from potluck.codec.tensors import all_finite
 from potluck.durable import sync
-from potluck.errors import CheckpointError, NonFiniteError
+from potluck.errors import CheckpointError, NonFiniteError, RunFolderError
 from potluck.failpoints import hit
 from potluck.train import checkpoint_folder, optimizer_state
 from potluck.train.optimizer_state import Stateful
@@ -157,22 +158,26 @@ class CheckpointWriter:
         *,
         keep: int = 2,
         on_saved: Callable[[int, Path, float], None] | None = None,
+        on_failed: Callable[[int, RunFolderError], None] = lambda step, error: None,
         before: Callable[[], None] | None = None,
     ) -> None:
-        """Both are called in the thread: `before()` it writes, `on_saved(step, path, seconds)` when all is done."""
+        """All are called in the thread: `before()` it writes, `on_saved(step, path, seconds)` when all is done, and
+        `on_failed(step, error)` where the disk did not take it (it is full, or gone)."""
         self._folder = folder
         self._keep = keep
         self._on_saved = on_saved
+        self._on_failed = on_failed
         self._before = before
         self._thread: threading.Thread | None = None
         self._unread: list[_Slot] = []
         self._failure: BaseException | None = None
 
     def start(self, snapshot: Snapshot) -> bool:
-        """Begin to write; False while the last one is still being written. Raises the last one's failure."""
+        """Begin to write; False while the last one is still being written. Raises the last one's failure, unless
+        the disk failed: that has been told, and this is the next attempt."""
         if self._thread is not None and self._thread.is_alive():
             return False
-        self.wait()
+        self.settle()
         image = _capture(snapshot)
         self._unread = [slot for slots in image.tensors.values() for slot in slots.values()]
         self._thread = threading.Thread(target=self._write, args=(image,), name="potluck-checkpoint")
@@ -186,6 +191,11 @@ class CheckpointWriter:
             slot.read()
         self._unread = []
         return time.perf_counter() - began
+
+    def settle(self) -> None:
+        """Until the one in progress has ended. A failure of the disk has been told and ends nothing."""
+        with contextlib.suppress(RunFolderError):
+            self.wait()
 
     def wait(self) -> None:
         """Until the one in progress is on the disk; raises its failure."""
@@ -213,6 +223,8 @@ class CheckpointWriter:
             hit("checkpoint.acknowledged")
         except BaseException as error:  # raised in the training thread, by wait() or the next start()
             self._failure = error
+            if isinstance(error, RunFolderError):
+                self._on_failed(image.step, error)
 
 
 def save(folder: Path, snapshot: Snapshot, *, keep: int = 2) -> Path:

@@ -126,7 +126,7 @@ def new_folder(runs: Path, what: str) -> RunFolder:
             hit("run.after-folder")
             return RunFolder(path)
     except OSError as error:
-        raise _unwritable(runs, error) from error
+        raise _unmakeable(runs, error) from error
     raise RunFolderError(f"could not find a free name for a run in {runs}")
 
 
@@ -197,8 +197,22 @@ class _CloseAfterFork:
             self._descriptor = None
 
 
-def _unwritable(path: Path, error: OSError) -> RunFolderError:
-    return RunFolderError(
-        f"cannot write to {path}: {error.strerror or error}",
-        hint="is the disk full, or read-only? A new run can go elsewhere: --runs DIR or POTLUCK_RUNS",
-    )
+def _unmakeable(path: Path, error: OSError) -> RunFolderError:
+    """A folder for runs that is not there: what is missing, or in its way."""
+    above = next((p for p in (path, *path.parents) if p.exists()), path)
+    if above == path and path.is_dir():
+        return _unwritable(path, error)
+    why = f"{above} is a file"
+    if above.is_dir():
+        why = f"there is no {above / path.relative_to(above).parts[0]}, and making it failed: {error.strerror}"
+    return _unwritable(path, error, f"cannot make the folder {path}: {why}")
+
+
+def _unwritable(path: Path, error: OSError, what: str = "") -> RunFolderError:
+    what = what or f"cannot write to {path}: {error.strerror or error}"
+    reason = {
+        errno.ENOSPC: "free some space on the disk",
+        errno.EDQUOT: "your quota on that disk is used up",
+        errno.EROFS: "that disk is read-only",
+    }.get(error.errno or 0, "check the path, and that you may write there")
+    return RunFolderError(what, hint=f"{reason}; a new run can go elsewhere: --runs DIR or POTLUCK_RUNS")

@@ -6,6 +6,7 @@ by `start()`. It starts nothing.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 from potluck.device import Device
 from potluck.hub.link import GuestLink
+from potluck.hub.waiting import WaitingRoom
 from potluck.spec.config import RunConfig
 from potluck.train.events import EventLog
 from potluck.train.folder import RunFolder
@@ -41,6 +43,8 @@ class Launch:
     """For the welcome: the recipe and its config, or the names of the files that come as frames."""
     files: tuple[bytes, ...] = ()
     socket: HostSocket | None = None
+    waiting: WaitingRoom | None = None
+    """Answers on the socket until the training begins."""
     keys: HostKeys | None = None
     link: GuestLink | None = None
     welcome: Message | None = None
@@ -52,7 +56,7 @@ class Launch:
     """On a guest: why its script failed, for the person at the host; set before the training is ended."""
     stop_requested: Callable[[], bool] = lambda: False
     """Whether the person asked for an end (Ctrl-C): looked at between micro-batches."""
-    again: Callable[[Path], str] = lambda folder: f"--resume {folder}"
+    again: Callable[[Path], str] = lambda folder: f"--resume {shlex.quote(str(folder))}"
     """The command that goes on with the run in this folder."""
     end_training: Callable[[str], None] = lambda reason: None
     """Ends the training that is under way, with its reason; harmless when it has ended. For whoever opened this:
