@@ -317,7 +317,7 @@ def test_a_burst_while_python_is_busy_leaves_the_files_of_the_training() -> None
                 one.connect_ex(("127.0.0.1", port))
             time.sleep(0.3)
         assert process.stdout.readline() == "enough files\n"
-        assert psutil.Process(process.pid).num_fds() < 128
+        assert psutil.Process(process.pid).num_fds() <= 128, "half of them are the training's"
         print("end", file=process.stdin, flush=True)
         assert process.wait(10) == 0
 

@@ -78,9 +78,7 @@ def test_a_log_that_cannot_be_written_is_one_warning_and_one_that_cannot_be_open
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs limits on file sizes")
-def test_a_full_disk_leaves_whole_lines_and_half_of_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_leaves_whole_lines_and_half_of_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import resource
 
     log = EventLog(tmp_path / "events.jsonl")

@@ -22,8 +22,10 @@ FEWEST_FILES = 256
 """With fewer, a host does not listen."""
 RESERVED_FILES = 512
 """For the training itself: data sets, checkpoints, libraries. At most half of the limit."""
-FEWEST_AT_DOOR = 56
-"""Three guests, and some who wait: with fewer left, a host does not listen."""
+FEWEST_AT_DOOR = 40
+"""A few guests, and some who wait: with fewer left, a host does not listen."""
+_OF_THE_DOOR = 24
+"""What ZeroMQ and the threads beside it open for themselves."""
 _HINT = f"raise the limit first: ulimit -n {WANTED_FILES}"
 
 
@@ -74,7 +76,7 @@ def room_at_door(limit: int | None, in_use: int) -> Room:
             f"only {limit} files may be open at once here, and a host needs at least {FEWEST_FILES} to listen",
             hint=_HINT,
         )
-    left = limit - in_use - min(RESERVED_FILES, limit // 2)
+    left = limit - in_use - _OF_THE_DOOR - min(RESERVED_FILES, limit // 2)
     if left < FEWEST_AT_DOOR:
         raise ConfigError(
             f"{in_use} of {limit} files that may be open at once are open already: too few are left to listen",
