@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 from potluck import units
+from potluck.report.text import clean
 
 EVERY_S = 2.0
 """Between two progress lines."""
@@ -72,6 +73,8 @@ class GuestView:
         if self._json:
             self._json_line(event)
             return
+        if event.get("event") == "note":
+            self._say(clean(event.get("text")))
         if event.get("event") != "delivered":
             return
         self._samples = int(event["total_samples"])
