@@ -4,6 +4,7 @@
 VENV  := .venv
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.made-for
+TOOLS := $(VENV)/.made-for-tests
 
 # The interpreter that makes .venv: the first of these that is new enough, or the one given as
 # `make PYTHON=/path/to/python3.12`.
@@ -18,22 +19,36 @@ ARGS ?=
 # time follow by themselves. Status 5: none was chosen in this part, which is an error only where both say so.
 WORKERS ?= 3
 
-# The stamp is written last and holds the folder's name, so a .venv whose making was interrupted, whose
+# What is installed for training, and for the tests, benchmarks and checks as well. All of it is pinned in
+# constraints.txt, what builds the package included: hence no isolated build, whose tools pip chooses by itself.
+TRAINING := plots
+TESTING  := plots,dev
+INSTALL  := $(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt
+COMPILE  := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # pip would take one core, and half a minute more
+
+# Programs that some tests need, which are skipped without.
+PACKAGES := iproute2 nftables openssh-client procps
+
+# The stamps are written last and hold the folder's name, so a .venv whose making was interrupted, whose
 # interpreter is gone, or whose folder was moved is not taken for a sound one.
 SOUND := $(shell test "`cat $(STAMP) 2>/dev/null`" = "$(CURDIR)" && $(BIN)/python -c "" 2>/dev/null && echo yes)
 
-.PHONY: help setup train test bench stress clean remove-unsound-venv
+.PHONY: help setup train test test-elsewhere bench stress pins system-packages clean remove-unsound-venv
 
 help:
 	@echo "make train   train a small GPT here, with one local guest (ARGS=... is passed on)"
 	@echo "make test    everything CI runs: ruff, mypy, pytest (ARGS=... goes to pytest)"
+	@echo "make test-elsewhere  the same as others would run it: another processor, locale, user, folder, a busy"
+	@echo "             machine; two passes (ARGS=\"--pass busy\"; ARGS=--help)"
 	@echo "make bench   measure the claims that the docs make"
 	@echo "make stress  kill, freeze, damage, intrude: a part of the campaign in docs/reliability.md, 30 minutes"
 	@echo "             at most (ARGS=\"--only R1,S2 --scale 1 --minutes 60 --json FILE\"; ARGS=--help)"
-	@echo "make setup   only make .venv"
+	@echo "make setup   only make .venv, with all that the tests need"
+	@echo "make pins    renew constraints.txt: the newest of everything but torch"
+	@echo "make system-packages  on Debian, as root: programs without which some tests are skipped"
 	@echo "make clean   remove .venv, caches and build outputs (run folders stay)"
 
-setup: $(STAMP)
+setup: $(TOOLS)
 
 $(STAMP): pyproject.toml constraints.txt $(if $(SOUND),,remove-unsound-venv)
 	@found=; if [ ! -x $(BIN)/python ]; then \
@@ -50,9 +65,15 @@ $(STAMP): pyproject.toml constraints.txt $(if $(SOUND),,remove-unsound-venv)
 	  "$$found" -m venv $(VENV) || { \
 	    echo "hint: on Debian and Ubuntu the module venv is a package of its own: apt install python3-venv" >&2; exit 1; }; \
 	fi
-	$(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt -e ".[dev]"
-	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # pip would take one core, and half a minute more
+	$(INSTALL) setuptools
+	$(INSTALL) --no-build-isolation -e ".[$(TRAINING)]"
+	@$(COMPILE)
 	@echo "$(CURDIR)" > $(STAMP)
+
+$(TOOLS): $(STAMP)
+	$(INSTALL) --no-build-isolation -e ".[$(TESTING)]"
+	@$(COMPILE)
+	@echo "$(CURDIR)" > $(TOOLS)
 
 remove-unsound-venv:
 	@rm -rf $(VENV)
@@ -60,16 +81,16 @@ remove-unsound-venv:
 train: $(STAMP)
 	$(BIN)/potluck train $(ARGS)
 
-test: $(STAMP)
+test: $(TOOLS)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not alone" $(ARGS); many=$$?; \
-	[ $$many = 0 ] || [ $$many = 5 ] || exit 1; \
 	$(BIN)/python -m pytest -m alone $(ARGS); lone=$$?; \
+	[ $$many = 0 ] || [ $$many = 5 ] || exit 1; \
 	[ $$lone = 0 ] || [ $$lone = 5 ] || exit 1; \
 	[ $$many = 0 ] || [ $$lone = 0 ] || { echo "error: ARGS chose no test" >&2; exit 1; }
 
-bench: $(STAMP)
+bench: $(TOOLS)
 	@failed=; \
 	for script in bench/[!_]*.py; do \
 	  [ -f "$$script" ] || { echo "no scripts in bench/"; exit 0; }; \
@@ -78,8 +99,18 @@ bench: $(STAMP)
 	done; \
 	if [ -n "$$failed" ]; then echo "failed:$$failed" >&2; exit 1; fi
 
-stress: $(STAMP)
+test-elsewhere: $(TOOLS)
+	$(BIN)/python tests/support/elsewhere.py $(ARGS)
+
+stress: $(TOOLS)
 	$(BIN)/python bench/stress $(ARGS)
+
+pins: $(STAMP)
+	$(BIN)/python tests/support/pins.py --extras $(TRAINING),$(TESTING)
+
+system-packages:
+	@dpkg -s $(PACKAGES) >/dev/null 2>&1 || { apt-get -qq update && \
+	  DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends $(PACKAGES); }
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage src/*.egg-info

@@ -1,6 +1,6 @@
-"""Every figure of the GPU in one call: python bench/gpu/all.py [--only codec,staging,parity,tax,desk]
+"""Every figure of the GPU in one call: python bench/gpu/all.py [--only codec,staging,parity,finite,tax,desk]
 
-About nine minutes on one H200 with 16 cores. Each part runs in a process of its own, so that the GPU's memory is
+About ten minutes on one H200 with 16 cores. Each part runs in a process of its own, so that the GPU's memory is
 free again for the next; one that fails says why, and the others follow.
 """
 
@@ -20,6 +20,7 @@ PARTS = {
     "staging": ["staging.py", "--replica", "host"],
     "staging-device": ["staging.py", "--replica", "device"],
     "parity": ["parity.py"],
+    "finite": ["finite.py"],
     "tax": ["tax.py", "--plain"],
     "desk": ["desk.py"],
 }

@@ -54,7 +54,7 @@ class Training:
         for number in range(STEP_SAMPLES // MICRO_BATCH):
             if number == 0 and contribution is not None:
                 self.coder.code_change()
-                self.coder.decode("guest", 1, contribution, 1.0)
+                self.coder.decode("guest", 1, contribution, 1.0, 4)
             batch = self.device.from_host(self._batch)
             loss: Tensor = self._recipe.loss(self.model, batch, self._config)
             (loss * MICRO_BATCH).backward()

@@ -152,6 +152,15 @@ ROWS = (
         short=("test_long_rows.py::test_a_soak_gains_no_descriptor",),
     ),
     Row(
+        name="R12",
+        script="r12_not_finite.py",
+        what="NaN, inf or huge values on the host, a guest, or both",
+        must="0 checkpoints that are not finite; a run whose host is well makes all its steps",
+        wanted=100,
+        minutes=10,
+        short=("test_not_finite.py::test_no_bad_number_reaches_a_checkpoint",),
+    ),
+    Row(
         name="S1",
         script="s1_strangers.py",
         what="strangers: connects, garbage, HTTP, wrong key, replayed handshake",

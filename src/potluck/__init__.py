@@ -33,7 +33,7 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(_LAZY[name]), name)
 
 
-registration.watch()  # torch.distributed.init_process_group("potluck") works once both have been imported
+registration.register_if_there()  # init_process_group("potluck") works once torch and potluck have been imported
 
 
 def __dir__() -> list[str]:

@@ -17,7 +17,8 @@
     │   ├── CollectiveTimeoutError  ranks never came to a collective (also RuntimeError)
     │   └── RankGoneError      a rank of the group died or cannot be reached (also RuntimeError)
     ├── WireError              bytes that are not a message of this protocol
-    └── CheckpointError        no readable checkpoint where one was needed
+    ├── CheckpointError        no readable checkpoint where one was needed
+    └── NonFiniteError         gradients or weights that are no numbers any more
 
 Every class has a `code`; `docs/troubleshooting/<code>.md` is its page.
 """
@@ -120,3 +121,7 @@ class WireError(PotluckError):
 class CheckpointError(PotluckError):
     code = "bad-checkpoint"
     exit_status = 2
+
+
+class NonFiniteError(PotluckError):
+    code = "not-finite"

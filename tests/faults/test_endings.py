@@ -236,7 +236,7 @@ def test_a_run_whose_reader_goes_away_is_saved_and_stopped(tmp_path: Path) -> No
     (folder,) = (tmp_path / "runs").iterdir()
     assert [line for line in done.stderr.splitlines() if line] == [
         "nobody reads the output any more (a closed pipe): stopping, as with Ctrl-C",
-        f"stopped; go on with: potluck train --resume {folder}",
+        f"stopped; go on with: potluck train --resume {shlex.quote(str(folder))}",
         "interrupted",
     ]
     assert (done.returncode, len(done.stdout.splitlines())) == (130, 3)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -251,7 +252,16 @@ def test_ssh_to_a_machine_without_a_server(net: TwoMachines, tmp_path: Path) -> 
     assert found.keys() == {"ssh-refused"}
 
 
-@pytest.mark.skipif(shutil.which("nft") is None, reason="needs nft")
+@pytest.fixture
+def nft() -> None:
+    """The program, and a kernel that has what it sets up."""
+    if shutil.which("nft") is None:
+        pytest.skip("needs nft")
+    if subprocess.run(["unshare", "--net", "nft", "list", "tables"], capture_output=True).returncode != 0:
+        pytest.skip("this kernel has no nftables")
+
+
+@pytest.mark.usefixtures("nft")
 def test_a_firewall_that_rejects_and_one_that_lets_nothing_out(net: TwoMachines, listening: str) -> None:
     chain = "nft add table inet t && nft add chain inet t c '{ type filter hook %s priority 0; }' && "
     chain += "nft add rule inet t c "
@@ -264,7 +274,7 @@ def test_a_firewall_that_rejects_and_one_that_lets_nothing_out(net: TwoMachines,
     assert found["firewall-here-outgoing"]["machine"] == "alpha"
 
 
-@pytest.mark.skipif(shutil.which("nft") is None, reason="needs nft")
+@pytest.mark.usefixtures("nft")
 def test_a_firewall_is_read_and_its_fix_opens_the_port(net: TwoMachines) -> None:
     rules = (
         "nft add table inet filter && nft add chain inet filter input '{ type filter hook input priority 0; %s }'"

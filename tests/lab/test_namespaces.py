@@ -334,12 +334,15 @@ def test_a_cpu_limit_holds(tmp_path: Path) -> None:
 
 
 def test_the_mount_with_the_cpu_controller_is_found_in_either_version(tmp_path: Path) -> None:
-    (tmp_path / "cgroup.controllers").write_text("cpuset cpu io memory\n")
-    unified = f"cgroup2 {tmp_path} cgroup2 rw,nosuid 0 0\n"
+    place = tmp_path / "a place"  # which the kernel writes as a\040place
+    place.mkdir()
+    controllers = place / "cgroup.controllers"
+    controllers.write_text("cpuset cpu io memory\n")
+    unified = "cgroup2 {} cgroup2 rw,nosuid 0 0\n".format(str(place).replace(" ", r"\040"))
     old = "cgroup /sys/fs/cgroup/memory cgroup rw,memory 0 0\ncgroup /sys/fs/cgroup/cpu cgroup rw,cpu,cpuacct 0 0\n"
-    assert cgroup.find_mount("proc /proc proc rw 0 0\n" + unified) == cgroup.Mount(tmp_path, 2)
+    assert cgroup.find_mount("proc /proc proc rw 0 0\n" + unified) == cgroup.Mount(place, 2)
     assert cgroup.find_mount(old + unified) == cgroup.Mount(Path("/sys/fs/cgroup/cpu"), 1)
-    (tmp_path / "cgroup.controllers").write_text("cpuset io\n")
+    controllers.write_text("cpuset io\n")
     assert cgroup.find_mount(unified) is None
 
 

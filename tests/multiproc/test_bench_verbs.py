@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -73,13 +74,19 @@ def test_ctrl_c_ends_every_rank(tmp_path: Path) -> None:
 
 
 def test_a_reader_that_has_seen_enough_ends_every_rank_without_a_word(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "potluck", "bench", "collectives", "--sizes", "4K", "--repeats", "10000000"]
+    """However late the process that started them hears of it: a rank that ended by itself would be reported."""
+    sizes = ",".join(str(4 * (1000 + n)) for n in range(2000))  # a line at a time, for longer than the test takes
+    command = [sys.executable, "-m", "potluck", "bench", "collectives", "--sizes", sizes, "--repeats", "50"]
     errors = tmp_path / "errors"
     with errors.open("wb") as told, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=told) as bench:
         assert bench.stdout is not None
         assert bench.stdout.readline().startswith(b"# all_reduce, 2 ranks")
         ranks = psutil.Process(bench.pid).children()
+        assert len(ranks) == 2
+        bench.send_signal(signal.SIGSTOP)
         bench.stdout.close()
+        psutil.wait_procs(ranks, timeout=1)
+        bench.send_signal(signal.SIGCONT)
         assert bench.wait(20) == READER_GONE
         _, alive = psutil.wait_procs(ranks, timeout=10)
         assert not alive

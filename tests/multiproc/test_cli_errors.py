@@ -103,7 +103,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
         (folder / name).write_text(text)
     with socket.create_server(("127.0.0.1", 0)) as taken, Processes(folder / "logs") as processes:
         port = taken.getsockname()[1]
-        words = {name: m.words.format(folder, port).split() for name, m in MISTAKES.items()}
+        words = {name: [w.format(folder, port) for w in m.words.split()] for name, m in MISTAKES.items()}
         own = {
             name: processes.potluck(*words.pop(name), name=str(number), env=MISTAKES[name].env)
             for number, name in enumerate(ON_THEIR_OWN)

@@ -89,14 +89,14 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(180)
 def test_unequal_shares_change_nothing(tmp_path: Path) -> None:
     with Processes(tmp_path / "logs") as processes:
         spec = write_spec(tmp_path, device="paced:0.01,3=0.02")
         traces = [tmp_path / f"{name}.trace" for name in SHARES]
         ranks = [start(processes, spec, r, {"POTLUCK_TRACE": str(traces[r])}) for r in range(3)]
         for rank in ranks:
-            rank.succeeds(deadline_s=60)
+            rank.succeeds(deadline_s=120)
 
     expected, losses = trained_by_hand()
     lines = read_lines(tmp_path / "steps.jsonl")
@@ -111,9 +111,10 @@ def test_unequal_shares_change_nothing(tmp_path: Path) -> None:
         difference = (found[name] - tensor).norm() / tensor.norm()
         assert difference < 1e-5, f"{name} differs by {difference:.2e}"
 
-    # A step lasts as long as its slowest rank computes: 7 samples of 0.01 s, from step 3 on of 0.02 s.
-    for line, least_s in zip(lines, (0.07, 0.07, 0.14, 0.14)):
-        assert line["step_s"] >= 0.95 * least_s
+    # A step lasts as long as its slowest rank computes: 7 samples of 0.01 s, from step 3 on of 0.02 s. What one
+    # oversleeps, on a busy machine, the next makes up for.
+    for taken_s, least_s in zip(itertools.accumulate(line["step_s"] for line in lines), (0.07, 0.14, 0.28, 0.42)):
+        assert taken_s >= 0.95 * least_s
     assert [line["ended_at"] for line in lines[1:]] == pytest.approx(
         [before["ended_at"] + line["step_s"] for before, line in itertools.pairwise(lines)]
     )

@@ -74,10 +74,9 @@ def test_ranks_that_disagree_are_shown_both_sides(ranks: Ranks) -> None:
         assert "1048654" in text
 
 
-@pytest.mark.parametrize(("silent", "encryption"), [(2, True), (40, False)])
-def test_strangers_at_the_door_do_not_part_the_ranks(ranks: Ranks, silent: int, encryption: bool) -> None:
-    one, two = ranks.call(f"{CASES}among_strangers", 2, silent, encryption)
-    assert one == two == (silent == 2), "the connection, or by mail where the door was crowded"
+@encrypted_or_not
+def test_strangers_at_the_door_do_not_part_the_ranks(ranks: Ranks, encryption: bool) -> None:
+    assert ranks.call(f"{CASES}among_strangers", 2, 40, encryption) == [True, True]
 
 
 def test_who_sends_a_little_all_the_time_is_not_waited_for_without_end() -> None:

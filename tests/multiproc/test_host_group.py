@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def test_two_ranks_and_a_guest_are_one_machine_and_go_on_after_ctrl_c(tmp_path: 
         host.wait(deadline_s=20)
         guest.succeeds(deadline_s=20)
         assert not still_running(below, within_s=2)
-        assert f"--resume {fleet.folder}" in host.stderr()
+        assert f"--resume {shlex.quote(str(fleet.folder))}" in host.stderr()
         assert len([line for line in host.stdout().splitlines() if line.startswith("step 1 ")]) == 1
         (end,) = fleet.events("run_end")
         reached = fleet.step_reached()

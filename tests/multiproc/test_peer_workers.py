@@ -114,7 +114,7 @@ def test_torchft_with_unequal_shares_is_what_one_process_does(tmp_path: Path) ->
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert all(line["samples"] == SHARES for line in lines)
     assert [line["loss"] for line in lines] == pytest.approx(losses, abs=1e-5)
-    assert all(line["step_s"] >= 0.95 * 7 * 0.01 for line in lines)
+    assert sum(line["step_s"] for line in lines) >= 0.95 * 4 * 7 * 0.01  # a late step's successor makes up for it
     assert max(differences(load_file(tmp_path / "weights.safetensors"), expected).values()) < 1e-5
 
 

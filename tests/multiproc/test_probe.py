@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 import threading
@@ -202,7 +203,7 @@ def test_what_a_visitor_asks_for_is_bounded() -> None:
             visit.close()
 
 
-IPERF3 = """#!{python}
+IPERF3 = """
 import json, socket, sys
 asked = dict(zip(sys.argv[1:], [*sys.argv[2:], ""]))
 if "--server" in asked:
@@ -212,17 +213,19 @@ else:
     try:
         socket.create_connection((asked["--client"], int(asked["--port"])), 5).close()
     except OSError as error:
-        print(json.dumps({{"error": str(error)}}))
+        print(json.dumps({"error": str(error)}))
         sys.exit(1)
     bits = 1e9 if "--reverse" in sys.argv else 2e9
-    print(json.dumps({{"end": {{"sum_received": {{"bits_per_second": bits}}}}}}))
+    print(json.dumps({"end": {"sum_received": {"bits_per_second": bits}}}))
 """
 
 
 def test_iperf3_is_asked_where_both_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that takes its place here: the same arguments, the same JSON."""
-    program = tmp_path / "iperf3"
-    program.write_text(IPERF3.format(python=sys.executable))
+    code, program = tmp_path / "iperf3.py", tmp_path / "iperf3"
+    code.write_text(IPERF3)
+    # A path with a space cannot stand in the first line of a script.
+    program.write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, str(code)])} "$@"\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     notes: list[str] = []

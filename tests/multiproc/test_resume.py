@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import socket
 import time
@@ -21,7 +22,7 @@ def test_ctrl_c_saves_and_ends_all_processes_and_resume_goes_on(tmp_path: Path) 
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{n} bottles of beer on the wall\n" for n in range(2000)))
     words = ["--guests", "1", "--depth", "1", "--sequence", "32", "--batch-tokens", "256", "--data", str(text)]
-    with Fleet(tmp_path / "fleet") as fleet:
+    with Fleet(tmp_path / "a fleet") as fleet:
         train = fleet.train(*words, "--steps", "1000", "--device", "paced:0.02", "--micro-batch", "2")
         train.wait_until(lambda: list(fleet.runs.glob("*/events.jsonl")), 60, "run folder")
         fleet.wait_for(train, lambda: fleet.steps_with("guest-1"), "samples of the guest")
@@ -32,7 +33,7 @@ def test_ctrl_c_saves_and_ends_all_processes_and_resume_goes_on(tmp_path: Path) 
         train.exits_with(INTERRUPTED, deadline_s=10)
         assert time.monotonic() - asked < 10
         assert not still_running(below, within_s=2)
-        assert f"--resume {fleet.folder}" in train.stderr()
+        assert f"--resume {shlex.quote(str(fleet.folder))}" in train.stderr()  # it can be pasted, spaces and all
         fleet.assert_nothing_left()
 
         reached = fleet.step_reached()

@@ -248,7 +248,7 @@ def test_the_last_words_of_a_host_arrive_and_then_the_guest_knows() -> None:
     assert guest.send_data([b"x"]) is False
     began = time.monotonic()
     guest.close(linger_s=5.0)
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 4
 
 
 def test_what_a_guest_said_before_it_left_arrives() -> None:

@@ -186,7 +186,7 @@ def mismatch(rank: int, world: int) -> Told:
 
 
 def among_strangers(rank: int, world: int, silent: int, encryption: bool) -> bool:
-    """Others connect to the door and say nothing; the ranks must agree on the way. Whether it is the connection."""
+    """Others connect to the door and say nothing: whether the ranks have their connection all the same."""
     from potluck.dist import streams
 
     real = streams.Door.open

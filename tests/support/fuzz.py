@@ -521,13 +521,13 @@ class Fuzz:
     def once(self) -> None:
         """One more. Whatever is raised but WireError comes out of here."""
         name = self._mutator.chance.choice(self._order)
-        began = time.perf_counter()
+        began = time.process_time()  # what else runs here does not count
         try:
             self._targets[name]()
             self.counts[f"{name}: taken"] += 1
         except WireError:
             self.counts[f"{name}: refused"] += 1
-        self.slowest_s = max(self.slowest_s, time.perf_counter() - began)
+        self.slowest_s = max(self.slowest_s, time.process_time() - began)
 
     @property
     def steps(self) -> int:

@@ -101,6 +101,13 @@ def news() -> list[Event]:
             "samples": 1,
             "reason": "not finite",
         },
+        {
+            "event": "step_not_applied",
+            "machine": "tower",
+            "step": 2,
+            "reason": "own gradient is NaN",
+            "in_a_row": 2,
+        },
         {"event": "refused_stranger", "address": "10.0.0.66", "reason": "a wrong key"},
         {"event": "checkpoint", "step": 2, "path": "checkpoints/step-2", "seconds": 0.3},
         {"event": "checkpoint_damaged", "path": "checkpoints/step-2", "reason": "its hash is another"},

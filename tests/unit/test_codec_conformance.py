@@ -277,3 +277,34 @@ assert psutil.Process().num_threads() > before_pool, "this test can no longer se
 def test_feedback_and_change_work_on_nothing(codec: Codec) -> None:
     assert encode_with_feedback(codec, torch.empty(0), torch.empty(0)).numel() == 0
     assert encode_change(codec, torch.empty(0), torch.empty(0)).numel() == 0
+
+
+@every_codec
+@pytest.mark.parametrize("count", SIZES)
+@pytest.mark.parametrize("scale", [1.0, 1e-12, 1e4])
+def test_the_norm_that_is_told_without_decoding_is_never_too_small(codec: Codec, count: int, scale: float) -> None:
+    payload = codec.encode(some_values(count) * scale)
+    if not codec.finite(payload, count):
+        pytest.skip("more than fp16 can hold")
+    norm = float(torch.linalg.vector_norm(codec.decode(payload, count).double()))
+    most = codec.most_norm(payload, count)
+    assert most >= norm * (1 - 1e-5) - 1e-19  # squares that vanish in float32
+    # As if every value of a block were its largest, and one code further; a block that is zero has a tiny scale.
+    assert most <= 12 * 8 / 7 * norm * (1 + 1e-5) + 1e-19
+
+
+@pytest.mark.parametrize("name", ["none", "bf16", "int8", "int4", "topk"])
+def test_values_whose_squares_are_no_float32_have_a_norm(name: str) -> None:
+    codec = get(name)
+    most = codec.most_norm(codec.encode(torch.full((1000,), 2e38)), 1000)
+    assert 2e38 < most < 1e41
+
+
+@every_codec
+@few
+@given(count=st.integers(1, 300), seed=st.integers(0, 1 << 30))
+def test_a_hostile_payload_cannot_hide_its_norm(codec: Codec, count: int, seed: int) -> None:
+    payload = some_bytes(codec.nbytes(count), seed)
+    if codec.finite(payload, count):
+        norm = float(torch.linalg.vector_norm(codec.decode(payload, count).double()))
+        assert codec.most_norm(payload, count) >= norm * (1 - 1e-5) - 1e-19

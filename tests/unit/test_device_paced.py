@@ -333,13 +333,13 @@ def test_the_mathematics_is_untouched(clock: Clock) -> None:
 @pytest.mark.alone
 def test_on_the_real_clock_the_pace_holds_within_five_percent() -> None:
     torch.set_num_threads(1)
-    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(8)))
-    device = PacedDevice(S)
-    device.attach(model)
     batch = torch.randn(4, 32)
 
     def measure() -> tuple[float, float]:
-        """(seconds of 10 micro-batches of 4 samples, the forwards' part)."""
+        """(seconds of 10 micro-batches of 4 samples, the forwards' part), with nothing to make up for."""
+        model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(8)))
+        device = PacedDevice(S)
+        device.attach(model)
         forward_s, start_s = 0.0, time.perf_counter()
         for _ in range(10):
             began_s = time.perf_counter()
@@ -351,8 +351,9 @@ def test_on_the_real_clock_the_pace_holds_within_five_percent() -> None:
         total_s = time.perf_counter() - start_s
         return total_s, forward_s / total_s
 
-    runs = [measure() for _ in range(3)]  # other work on the machine can only make a run longer
-    assert all(total_s >= 0.99 * 40 * S for total_s, _ in runs)
-    total_s, forward_part = min(runs)
-    assert total_s == pytest.approx(40 * S, rel=0.05)
-    assert forward_part == pytest.approx(1 / 3, abs=0.04)
+    for _ in range(10):  # other work on the machine can only make a run longer
+        total_s, forward_part = measure()
+        assert total_s >= 0.99 * 40 * S
+        if total_s <= 1.05 * 40 * S and abs(forward_part - 1 / 3) < 0.04:
+            return
+    pytest.fail(f"in none of 10 runs the pace held: the last took {total_s:.3f} s, {forward_part:.0%} forward")

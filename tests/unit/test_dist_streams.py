@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from potluck.dist.sealing import _context, seal
-from potluck.dist.streams import Closed, Door, Stream, follow
+from potluck.dist.streams import CONNECT_S, MOST_WAITING, Closed, Door, Stream, follow
 
 MIB = 1 << 20
 
@@ -183,6 +185,32 @@ def test_strangers_are_not_taken_for_the_one_who_was_invited(sealed: bool) -> No
         each.close()
 
 
+@pytest.mark.parametrize("count", [20, 3 * MOST_WAITING])
+def test_silent_strangers_do_not_keep_the_invited_one_out(count: int) -> None:
+    door = Door("127.0.0.1", SECRET)
+    port = int.from_bytes(door.invitation[:2], "little")
+    strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(count)]
+    began = time.monotonic()
+    host, guest = connected(door, sealed=True)
+    assert host is not None
+    assert guest is not None
+    assert time.monotonic() - began < CONNECT_S / 2
+    for each in (door, guest, host, *strangers):
+        each.close()
+
+
+def test_no_more_than_some_wait_at_a_door() -> None:
+    door = Door("127.0.0.1", SECRET)
+    port = int.from_bytes(door.invitation[:2], "little")
+    strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(MOST_WAITING + 10)]
+    for stranger in strangers[:10]:
+        stranger.settimeout(5)
+        assert stranger.recv(1) == b"", "the oldest was kept"
+    assert len(door._waiting) <= MOST_WAITING
+    for each in (door, *strangers):
+        each.close()
+
+
 def test_a_door_that_cannot_be_reached_is_no_error() -> None:
     door = Door("127.0.0.1", SECRET)
     door.close()
@@ -257,6 +285,61 @@ def test_who_does_not_know_the_secret_gets_no_further() -> None:
     told = sealing((SECRET, bytes(32)), *socket.socketpair())
     assert told[0] == "the other end does not know the secret"
     assert "sealed" not in told
+
+
+WEAK_GROUP = """-----BEGIN DH PARAMETERS-----
+MIGHAoGBAKwH7mLaaK2cfBBK5bWFJ0VdLoQtN/5PZWRaKeXITvHLNXJTRLAEX42A
+gG3vugr9f2AAcam0CIDVtg/Ia7LOxVlAShQ3vOyptNulfq8Xi/V5kPD97JZzPdkM
+Y1QSQUmoDT4zaR5i3Gyogr330kUo0aOWFTkARQE2TojOs31gRNRHAgEC
+-----END DH PARAMETERS-----
+"""
+"""Of 1024 bits."""
+
+
+def other_context(server: bool, ciphers: str, curve: str | None, weak: Path) -> ssl.SSLContext:
+    """One that takes a handshake which ranks do not make."""
+    context = _context(server)
+    context.set_ciphers(f"{ciphers}:@SECLEVEL=0")
+    if curve is not None:
+        context.set_ecdh_curve(curve)
+    if server and curve is None:
+        weak.write_text(WEAK_GROUP, encoding="ascii")
+        context.load_dh_params(weak)
+    return context
+
+
+@pytest.mark.parametrize("server", [True, False], ids=["called", "calling"])
+@pytest.mark.parametrize(
+    ("ciphers", "curve"),
+    [
+        ("ADH-AES128-GCM-SHA256", None),
+        ("ECDHE-ECDSA-AES128-GCM-SHA256", "secp384r1"),
+        ("AECDH-AES128-SHA", "prime256v1"),
+        ("ECDHE-ECDSA-AES128-SHA256", "prime256v1"),
+    ],
+    ids=["a group of its own", "another curve", "no certificate", "another cipher"],
+)
+def test_one_curve_and_one_kind_of_cipher_are_taken_and_no_other(
+    server: bool, ciphers: str, curve: str | None, tmp_path: Path
+) -> None:
+    """Even by who knows the secret."""
+    mine, theirs = socket.socketpair()
+    told: list[str] = []
+    context = other_context(server, ciphers, curve, tmp_path / "weak.pem")
+
+    def other() -> None:
+        theirs.settimeout(5)
+        try:
+            with context.wrap_socket(theirs, server_side=server) as line:
+                told.append(f"a handshake with {line.cipher()}")
+        except OSError as error:
+            told.append(type(error).__name__)
+
+    thread = in_thread(other)
+    with pytest.raises(OSError):
+        seal(mine, SECRET, server=not server, within_s=5.0)
+    thread.join(10)
+    assert "handshake with" not in told[0]
 
 
 def test_two_handshakes_of_one_in_the_middle_are_not_one() -> None:

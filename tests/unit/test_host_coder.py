@@ -16,6 +16,7 @@ from potluck.hub.feed import NOTHING, Item, TensorPart
 from potluck.hub.guest import Work
 from potluck.hub.host_coder import Failed
 from potluck.spec import layout as layouts
+from potluck.train.update import total_norm
 from support.coder_pair import DEADLINE_S, Pair, flat
 from support.fake_device import FakeDevice
 
@@ -224,7 +225,7 @@ def contribute(pair: Pair, lease: int, values: list[Tensor | None]) -> dict[int,
 
 
 def decode(pair: Pair, lease: int, pieces: dict[int, Any]) -> str | None:
-    pair.coder.decode("guest", lease, pieces, 1.5)
+    pair.coder.decode("guest", lease, pieces, 1.5, 4)
     pair.until(lambda: bool(pair.decoded))
     done = pair.decoded.pop()
     assert (done.guest, done.lease, done.loss_sum) == ("guest", lease, 1.5)
@@ -322,6 +323,28 @@ def test_of_a_faulty_contribution_nothing_is_in_the_sum(codec: str, fault: str, 
 
 
 @every_codec
+def test_a_contribution_far_larger_than_the_hosts_own_does_not_count(codec: str) -> None:
+    """And two that are finite each, but not together, are no numbers any more: see what is made of the sum."""
+    with Pair(codec).running() as pair:
+        good = contribute(pair, 1, gradients(pair, 1))  # type: ignore[arg-type]
+        norm = float(torch.cat([g.reshape(-1) for g in gradients(pair, 1)]).norm())
+        values: list[Tensor | None] = [torch.full(p.shape, 2e38) for p in pair.tensors.trained]
+        huge = contribute(pair, 2, values)
+        for lease in (2, 3):
+            assert decode(pair, lease, huge) is None, "nothing is known yet of the host's own"
+        assert not bool(total_norm([summed(pair)]).isfinite())
+        for parameter in pair.tensors.trained:
+            parameter.grad = None
+        pair.coder.most_a_sample = 1000 * norm / 4
+        assert decode(pair, 4, good) is None
+        why_not = decode(pair, 5, huge)
+        assert why_not is not None
+        assert "its gradient is too large: a norm of up to" in why_not
+        assert bool(summed(pair).isfinite().all())
+        assert float(summed(pair).norm()) < 100 * norm
+
+
+@every_codec
 def test_hostile_bytes_of_the_right_length_are_finite_or_refused(codec: str) -> None:
     with Pair(codec).running() as pair:
         generator = torch.Generator().manual_seed(3)
@@ -343,7 +366,7 @@ def test_a_contribution_goes_before_coding_and_coding_before_newcomers() -> None
     pair.coder.code_change()
     pair.coder.ask("probe", Item("whole", 0, 4), None)
     pieces = {p.index: bytes(get("int4").nbytes(p.count)) for p in pair.tensors.layout.pieces}
-    pair.coder.decode("guest", 1, pieces, 0.0)
+    pair.coder.decode("guest", 1, pieces, 0.0, 4)
     pair.coder.start()
     try:
         deadline = time.monotonic() + DEADLINE_S
@@ -376,7 +399,7 @@ def test_the_hosts_device_need_not_be_the_guests() -> None:
 def test_a_fault_of_the_coder_is_said_and_not_swallowed() -> None:
     """A thread that dies without a word would leave the host waiting for a contribution for good."""
     with Pair("int4").running() as pair:
-        pair.coder.decode("guest", 1, {}, 0.0)
+        pair.coder.decode("guest", 1, {}, 0.0, 4)
         deadline = time.monotonic() + DEADLINE_S
         while not pair.coder.results:
             assert time.monotonic() < deadline

@@ -42,7 +42,7 @@ RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 
 PURE = [
     *(path for part in ("spec", "plan", "doctor") for path in sorted((SOURCE / part).rglob("*.py"))),
-    *(SOURCE / "hub" / name for name in ("ledger.py", "quota.py", "protocol.py")),
+    *(SOURCE / "hub" / name for name in ("ledger.py", "norms.py", "quota.py", "protocol.py")),
     *(SOURCE / "dist" / name for name in ("schedules.py", "config.py")),
     SOURCE / "wire" / "shaping.py",
     SOURCE / "probe" / "stream.py",

@@ -88,9 +88,8 @@ def test_a_gradient_of_another_size_is_refused(factor: float) -> None:
 
 
 def test_one_tensor_of_another_size_is_named() -> None:
-    _, why_not = verdict(lambda g: g[0].mul_(1.3))
-    assert why_not is not None
-    assert why_not.startswith("the gradient of 0.weight is 1.3")
+    _, why_not = verdict(lambda g: g[0].mul_(1.27))  # not a tie: 1.25 is 1.2 or 1.3 by the processor's last bit
+    assert why_not == "the gradient of 0.weight is 1.3 times off in size"
 
 
 def test_another_gradient_is_refused() -> None:

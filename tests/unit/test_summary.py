@@ -72,6 +72,15 @@ def test_what_went_wrong_is_counted_by_machine() -> None:
     assert "1 stranger" in text
 
 
+def test_the_last_loss_is_the_last_steps_also_where_that_was_none() -> None:
+    events = [sample.run_start(), sample.step(1), *(sample.step(n, loss=None, applied=False) for n in (2, 3))]
+    summary = summarize(events)
+    assert (summary.first_loss, summary.last_loss, summary.not_applied) == (4.0, None, 2)
+    assert "loss        4.0000 at first, – at last\n" in summary_text(summary)
+    assert "not applied 2 of the steps: their gradient was not finite" in summary_text(summary)
+    assert losses(events) == ([1], [4.0])
+
+
 def test_steps_repeated_after_a_resume_count_once() -> None:
     first = [
         sample.run_start(),

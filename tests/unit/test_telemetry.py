@@ -32,9 +32,9 @@ def test_no_speed_up_is_claimed_before_a_guest_has_contributed() -> None:
         samples={"tower": 8}, predicted_s=None, wait_s=0.0, dropped_samples=0, taken_back_samples=0
     )
     telemetry = Telemetry(launch, options, hub)
-    telemetry.step_ended(1, 1.0, result, 0.0, time.monotonic())
+    telemetry.step_ended(1, 1.0, result, 0.0, time.monotonic(), applied=True)
     guest.samples = 3
-    telemetry.step_ended(2, 1.0, result, 0.0, time.monotonic())
+    telemetry.step_ended(2, 1.0, result, 0.0, time.monotonic(), applied=True)
     before, after = (event["speedup"] for event in events)
     assert before is None
     assert after is not None

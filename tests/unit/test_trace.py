@@ -143,7 +143,8 @@ def test_a_paced_device_is_traced_by_its_line(file: Path) -> None:
     first, second = lines(file)
     assert before_s - 1e-6 <= first["start"] < first["end"] <= second["start"] < second["end"] <= after_s + 1e-6
     assert first["end"] - first["start"] >= 0.95 * 0.04
-    assert second["end"] - second["start"] >= 0.95 * 0.08
+    # What the first one overslept, on a busy machine, the second makes up for.
+    assert second["end"] - first["start"] >= 0.95 * (0.04 + 0.08)
 
 
 def test_a_killed_process_loses_only_what_it_was_computing(file: Path) -> None:

@@ -70,6 +70,18 @@ def test_start_and_end() -> None:
     assert folder == "run folder: runs/1115-gpt"
 
 
+def test_a_step_that_was_not_applied_says_so_and_the_end_is_honest() -> None:
+    (line,) = shown(sample.step(2, loss=None, applied=False))
+    assert "loss –" in line
+    assert line.endswith("not applied")
+    (why,) = shown({"event": "step_not_applied", "step": 7, "machine": None, "reason": "the sum is", "in_a_row": 3})
+    assert why == "! step 7 was not applied (3 in a row): the sum is"
+    end, _ = shown(sample.run_end(loss=None, not_applied=3))
+    assert end.startswith("finished after step 4, 4.20 s, loss –, 3 steps were not applied, ")
+    nothing = {key: value for key, value in sample.run_end(not_applied=0).items() if key != "loss"}
+    assert "loss" not in shown(nothing)[0], "no step was made"
+
+
 @pytest.mark.parametrize("event", sample.news(), ids=lambda e: e["event"])
 def test_everything_else_that_happens_is_one_line_that_names_who_and_why(event: dict[str, Any]) -> None:
     (line,) = shown(event)

@@ -117,6 +117,16 @@ def test_a_loss_that_is_not_a_number_is_seen() -> None:
     assert ("nan", "bold red") in line.parts
 
 
+def test_steps_that_were_not_applied_are_counted() -> None:
+    bad = {"event": "step_not_applied", "machine": "tower", "step": 2, "reason": "own gradient is not finite"}
+    steps = [sample.step(n, loss=None if n < 4 else 1.0, applied=n == 4) for n in (2, 3, 4)]
+    state = state_after(sample.run_start(), sample.step(1), bad, *steps)
+    lines = frame_lines(state, width=80, height=24)
+    (line,) = [line for line in lines if "loss " in line.plain]
+    assert ("  2 not applied", "bold red") in line.parts
+    assert any("the step was not applied: tower's own gradient is not finite" in line.plain for line in lines)
+
+
 def test_a_slower_fleet_is_marked() -> None:
     def style(speedup: float) -> str:
         lines = frame_lines(state_after(sample.run_start(), sample.step(1, speedup=speedup)), width=80, height=24)

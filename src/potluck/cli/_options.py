@@ -19,7 +19,7 @@ from potluck.spec.config import RunConfig
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 RECIPE_FLAGS = ("depth", "sequence", "batch_tokens", "steps", "lr", "data", "seed")
-RUN_FLAGS = ("device", "threads", "name", "micro_batch", "codec", "checkpoint_every")
+RUN_FLAGS = ("device", "threads", "name", "micro_batch", "codec", "checkpoint_every", "max_bad_steps")
 HOST_FLAGS = ("bind", "port", "wait_for", "wait_s")
 LOOPBACK = "127.0.0.1"
 
@@ -70,6 +70,11 @@ def run_options(command: Command) -> Command:
                 "--checkpoint-every",
                 type=click.IntRange(0),
                 help="Steps between checkpoints (default 50; 0: only at the end).",
+            ),
+            click.option(
+                "--max-bad-steps",
+                type=click.IntRange(0),
+                help="Stop after so many steps in a row whose gradient is NaN or infinite (default 5; 0: never).",
             ),
             click.option("--runs", type=click.Path(path_type=Path), help="Where run folders go (default: runs)."),
             click.option(

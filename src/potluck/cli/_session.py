@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,10 +49,18 @@ class Plan:
     source: dict[str, Any] = field(default_factory=dict)
     files: tuple[bytes, ...] = ()
     resume: Path | None = None
+    words: tuple[str, ...] = ()
+    """What follows `potluck` where the run is gone on with, less --resume; then the script's `arguments`."""
+    arguments: tuple[str, ...] = ()
     guests: int = 0
     """Guests to start on this machine."""
     view: str = "auto"
     runs: Path = Path("runs")
+
+    def again(self, folder: Path) -> str:
+        """The command that goes on with the run."""
+        end = ["--", *self.arguments] if self.arguments else []
+        return shlex.join(["potluck", *self.words, "--resume", str(folder), *end])
 
 
 def machine_name(settings: Settings, config: RunConfig) -> str:
@@ -139,6 +147,7 @@ def _session_in(folder: RunFolder, settings: Settings, plan: Plan) -> Iterator[L
         source=plan.source,
         files=plan.files,
         ranks=ranks,
+        again=plan.again,
     )
     guests = LocalGuests(folder.path)
     with ExitStack() as closing:  # in reverse order, each whatever happens to the others
@@ -297,11 +306,10 @@ def _signals(on_signal: Callable[[int, Any], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def say_resume(folder: RunFolder, command: str, arguments: Sequence[str] = ()) -> None:
+def say_resume(folder: RunFolder, plan: Plan) -> None:
     """How to go on; nothing where the run ended before there was anything to go on with."""
     if folder.path.exists():
-        end = f" -- {shlex.join(arguments)}" if arguments else ""
-        say(f"stopped; go on with: potluck {command} --resume {folder.path}{end}")
+        say(f"stopped; go on with: {plan.again(folder.path)}")
 
 
 def say(line: str) -> None:

@@ -6,6 +6,7 @@ import difflib
 import json
 import os
 import sys
+import time
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -223,15 +224,21 @@ def joined(names: list[str], parent: int | None) -> Iterator[tuple[dict[str, Any
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _get_default_store
 
-    from potluck.launch.life import leased
+    from potluck.launch.life import GRACE_S, leased, reader_is_gone
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     try:
-        with leased(parent):
+        # The parent ends all ranks at once when nobody reads. One that ended before would be a failure to others.
+        with leased(parent, reader=parent is None):
             groups: dict[str, Any] = {}
             for name in names:
                 groups[name] = _joined_by(name, first=not groups)
-            yield groups, _get_default_store()
+            try:
+                yield groups, _get_default_store()
+            except BrokenPipeError:
+                if parent is not None and reader_is_gone():
+                    time.sleep(GRACE_S)
+                raise
             # Not where something failed: to leave in order would be to wait for those who do not come.
             dist.barrier()
             dist.destroy_process_group()

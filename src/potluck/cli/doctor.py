@@ -142,7 +142,7 @@ def _wanted(settings: Settings, flags: dict[str, Any]) -> Wanted:
         inside = sorted(path.parent for path in run.glob("*/manifest.json"))
         raise UserError(
             f"{run} is no run folder: it has none of {', '.join(_OF_A_RUN)}",
-            hint=f"it holds runs: potluck doctor --run {inside[-1]}"
+            hint=f"it holds runs: potluck doctor --run {shlex.quote(str(inside[-1]))}"
             if inside
             else "see your run folders with: ls runs",
         )

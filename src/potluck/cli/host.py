@@ -53,7 +53,7 @@ def host(
     if arguments:
         raise UserError("arguments are for scripts; a recipe has settings", hint="for example --set warmup=50")
     plan = recipe_plan(settings, what, flags, command="host")
-    run_recipe(settings, plan, command="host")
+    run_recipe(settings, plan)
 
 
 def run_script(
@@ -80,6 +80,8 @@ def run_script(
         what=path.name,
         source={"files": list(script.names), "arguments": list(arguments), "sha256": script.sha256},
         files=script.contents,
+        words=("host", str(path), *(word for file in send for word in ("--send", str(file)))),
+        arguments=arguments,
         resume=resume,
         view=flags["view"],
         runs=runs,
@@ -90,6 +92,5 @@ def run_script(
             run_file(path, arguments)
     except Interrupted:
         assert folder is not None
-        words = [str(path), *(f"--send {f}" for f in send)]
-        _session.say_resume(folder, f"host {' '.join(words)}", arguments)
+        _session.say_resume(folder, plan)
         raise

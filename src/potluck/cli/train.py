@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -46,7 +47,7 @@ def train(settings: Settings, /, recipe: str, **flags: Any) -> None:
     if flags["guests"] is not None:
         plan.guests = flags["guests"]
     plan.role = HOST if plan.guests else ALONE
-    run_recipe(settings, plan, command="train")
+    run_recipe(settings, plan)
 
 
 def recipe_plan(settings: Settings, recipe: str, flags: dict[str, Any], *, command: str) -> Any:
@@ -72,6 +73,7 @@ def recipe_plan(settings: Settings, recipe: str, flags: dict[str, Any], *, comma
         what=recipe,
         recipe={"name": recipe, "config": table},
         source={"recipe": recipe, "config": {**table, "data": None}},
+        words=(command,),
         guests=1 if command == "train" else 0,
         view=flags["view"],
         runs=runs_folder(settings, flags["runs"]),
@@ -96,7 +98,8 @@ def resumed_plan(settings: Settings, flags: dict[str, Any], command: str) -> Any
     recipe = manifest.get("recipe") or {}
     if not recipe:
         raise RunFolderError(
-            f"{folder.path} is the run of a script", hint=f"potluck host SCRIPT --resume {folder.path}"
+            f"{folder.path} is the run of a script",
+            hint=f"potluck host SCRIPT --resume {shlex.quote(str(folder.path))}",
         )
     if flags.get("steps") is not None:
         recipe["config"]["steps"] = flags["steps"]
@@ -108,12 +111,13 @@ def resumed_plan(settings: Settings, flags: dict[str, Any], command: str) -> Any
         recipe=recipe,
         source={"recipe": recipe["name"], "config": {**recipe["config"], "data": None}},
         resume=folder.path,
+        words=(command,),
         guests=int(manifest.get("guests", 0)) if command == "train" else 0,
         view=flags["view"],
     )
 
 
-def run_recipe(settings: Settings, plan: Any, *, command: str) -> None:
+def run_recipe(settings: Settings, plan: Any) -> None:
     from potluck.cli import _session
     from potluck.report.curve import loss_curve_png
     from potluck.report.summary import losses, read_events
@@ -130,7 +134,7 @@ def run_recipe(settings: Settings, plan: Any, *, command: str) -> None:
             device = launch.device.torch_device
     except Interrupted:
         assert folder is not None
-        _session.say_resume(folder, command)
+        _session.say_resume(folder, plan)
         raise
     assert folder is not None
     steps, values = losses(read_events(folder.path))
@@ -165,4 +169,4 @@ def show_end(folder: Path, steps: list[int], values: list[float], words: str, va
     click.echo(f"\n{words}\n")
     here = Path("runs") / folder.name
     shortest = folder.name if here.is_dir() and here.samefile(folder) else folder
-    click.echo(f"run folder: {folder}  (potluck report {shortest})")
+    click.echo(f"run folder: {folder}  (potluck report {shlex.quote(str(shortest))})")

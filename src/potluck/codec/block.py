@@ -15,6 +15,7 @@ every device decodes the same bits, with or without fused multiply-add.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import ClassVar
 
@@ -29,6 +30,7 @@ from potluck.codec.tensors import (
     checked_values,
     destination,
     fits,
+    norm,
     numbers,
     scratch,
     spans,
@@ -93,6 +95,11 @@ class BlockCodec:
         if not fits(payload, count, self.nbytes(count)):
             return False
         return self.usable(split(payload.contiguous(), count)[0])
+
+    def most_norm(self, payload: Tensor, count: int) -> float:
+        # As if every value had the largest code, a hostile one: for what is spread evenly that is thrice too much.
+        scales = split(payload.contiguous(), count)[0].view(torch.bfloat16)
+        return (self.levels + 1) * math.sqrt(min(count, BLOCK)) * norm(scales)
 
     def _encode(self, values: Tensor, report: Report | None) -> Tensor:
         count = values.numel()

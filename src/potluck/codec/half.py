@@ -15,6 +15,7 @@ from potluck.codec.tensors import (
     copy,
     destination,
     fits,
+    norm,
     numbers,
     scratch,
     spans,
@@ -58,3 +59,6 @@ class HalfCodec:
         if not fits(payload, count, self.nbytes(count)):
             return False
         return all_finite(numbers(payload.contiguous(), _DTYPES[self.name]))
+
+    def most_norm(self, payload: Tensor, count: int) -> float:
+        return norm(numbers(payload.contiguous(), _DTYPES[self.name]))

@@ -65,3 +65,8 @@ class Codec(Protocol):
         nothing else. Waits for the device.
         """
         ...
+
+    def most_norm(self, payload: Tensor, count: int) -> float:
+        """At least the Euclidean norm of what a finite payload decodes to, and not much more: a codec with scales
+        looks at nothing else. Waits for the device."""
+        ...

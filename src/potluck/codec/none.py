@@ -13,6 +13,7 @@ from potluck.codec.tensors import (
     copy,
     destination,
     fits,
+    norm,
     numbers,
     spans,
 )
@@ -47,3 +48,6 @@ class NoneCodec:
         if not fits(payload, count, self.nbytes(count)):
             return False
         return all_finite(numbers(payload.contiguous(), torch.float32))
+
+    def most_norm(self, payload: Tensor, count: int) -> float:
+        return norm(numbers(payload.contiguous(), torch.float32))

@@ -116,3 +116,15 @@ def all_finite(values: Tensor) -> bool:
         if not math.isfinite(part.sum(dtype=torch.float32).item()) and not bool(part.isfinite().all()):
             return False
     return True
+
+
+def norm(values: Tensor) -> float:
+    """The Euclidean norm of finite floating-point `values`, of any dtype; finite, too."""
+    squares = 0.0
+    for start, stop in spans(values.numel(), values.device, reducing=True):
+        part = values[start:stop]
+        square = float(torch.linalg.vector_norm(part, dtype=torch.float32)) ** 2
+        if not math.isfinite(square):  # where squares are too large for float32
+            square = float(torch.linalg.vector_norm(part.double())) ** 2
+        squares += square
+    return math.sqrt(squares)

@@ -25,6 +25,7 @@ from potluck.codec.tensors import (
     checked_values,
     destination,
     fits,
+    norm,
     numbers,
     spans,
 )
@@ -90,6 +91,9 @@ class TopkCodec:
             return False
         indices, kept = self._split(payload.contiguous(), count)
         return _valid(indices, count) and all_finite(kept)
+
+    def most_norm(self, payload: Tensor, count: int) -> float:
+        return norm(self._split(payload.contiguous(), count)[1])
 
     def _split(self, payload: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """A payload's [k] int32 indices and [k] bf16 values."""

@@ -15,12 +15,14 @@ from potluck import env
 from potluck.codec.names import parse as parse_codec
 from potluck.errors import CollectiveError, ConfigError
 from potluck.spec.config import did_you_mean
-from potluck.units import seconds_text
 
 PREFIX = "POTLUCK_DIST_"
 TRANSPORTS = ("auto", "tcp", "shm")
 ALGORITHMS = ("auto", "direct", "owners", "ring")
-LOG_LEVELS = ("debug", "info", "warning", "error")
+TRACE = 5
+"""The level, below DEBUG, at which every collective is logged."""
+LOG_LEVELS = {"trace": TRACE, "debug": 10, "info": 20, "warning": 30, "error": 40, "off": 100}
+"""As `logging` counts them."""
 SHARED = (
     "transport", "chunk_bytes", "small_bytes", "algorithm", "compression", "checksum", "encryption", "heartbeat_s",
 )  # fmt: skip
@@ -74,7 +76,8 @@ class Config:
     heartbeat_timeout_s: float | None = None
     """Silence after which a rank is gone; default 5 s."""
     log_level: str | None = None
-    """What the logger `potluck.dist` lets through; default warning."""
+    """What the logger `potluck.dist` lets through: trace (every collective), debug, info, warning, error or off;
+    default warning."""
 
     def __new__(cls, **settings: Any) -> Config:
         """Only to refuse what is no setting in words of our own; the rest is the dataclass's."""
@@ -145,41 +148,19 @@ class Resolved:
     heartbeat_timeout_s: float
     log_level: str
     said_by: Mapping[str, str] = field(default_factory=dict)
-    """By whom each setting was given: config, the variable's name, or default."""
+    """By whom each setting was given: Config, the variable's name, or default."""
 
     def shared(self) -> dict[str, Any]:
         """What the other ranks must have too; for the rendezvous."""
         return {name: getattr(self, name) for name in SHARED}
 
-    def one_line(self) -> str:
-        """For the log: what was chosen, in a line."""
-        port = f"port {self.port}" if self.port else "any free port"
-        parts = [
-            f"transport {self.transport}",
-            f"{self.address} ({self.interface}: {self.reason}), {port}",
-            f"chunks of {_size(self.chunk_bytes)}, small up to {_size(self.small_bytes)}",
-            f"algorithm {self.algorithm}",
-            f"compression {self.compression}",
-            f"checksum {_switch(self.checksum)}",
-            f"encryption {_switch(self.encryption)}",
-            f"timeout {seconds_text(self.timeout_s) if self.timeout_s else 'of the group'}",
-            f"heartbeat {self.heartbeat_s:g}/{self.heartbeat_timeout_s:g} s",
-        ]
-        return f"rank {self.rank}: " + ", ".join(parts)
-
     def describe(self) -> str:
-        """A line for each setting, with who said so."""
-        rows = [("address", f"{self.address} on {self.interface}: {self.reason}")]
-        for item in fields(Config):
-            if item.name in ("address", "interface"):
-                continue
-            value = self.port if item.name == "port_base" else getattr(self, item.name)
-            rows.append(("port" if item.name == "port_base" else item.name, _shown(item.name, value)))
-        lines = []
-        for name, text in rows:
-            who = self.said_by.get("port_base" if name == "port" else name, "default")
-            lines.append(f"  {name:<20} {text}" + ("" if who == "default" else f"  (by {who})"))
-        return "\n".join([f"potluck backend, rank {self.rank}:", *lines])
+        """For the log: a line for each setting, with who said so."""
+        shown = {item.name: _shown(item.name, getattr(self, item.name, None)) for item in fields(Config)}
+        shown["address"] += f": {self.reason}"
+        shown["port_base"] = _shown("port_base", self.port) + (f" and {self.door_port}" if self.door_port else "")
+        lines = [f"  {name:<20} {text}  ({self.said_by.get(name, 'default')})" for name, text in shown.items()]
+        return "\n".join([f"settings of rank {self.rank}:", *lines])
 
 
 def resolve(config: Config | None, environ: Mapping[str, str], facts: Facts) -> Resolved:
@@ -250,7 +231,7 @@ def _merged(config: Config, environ: Mapping[str, str]) -> tuple[dict[str, Any],
         text = environ.get(variable, "").strip()
         given = getattr(config, name)
         if given is not None:
-            settings[name], said_by[name] = given, "config"
+            settings[name], said_by[name] = given, "Config"
         elif text:
             settings[name], said_by[name] = _checked(name, text, f"{variable}={text!r}"), variable
         else:
@@ -261,7 +242,7 @@ def _merged(config: Config, environ: Mapping[str, str]) -> tuple[dict[str, Any],
 def _as_given(name: str, value: Any, said_by: str) -> str:
     """A setting in the words of whoever gave it."""
     shown = f"{value:g}" if isinstance(value, float) else repr(value)
-    return {"config": f"Config({name}={shown})", "default": f"{name}={shown}"}.get(said_by, f"{said_by}={shown}")
+    return {"Config": f"Config({name}={shown})", "default": f"{name}={shown}"}.get(said_by, f"{said_by}={shown}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,7 +351,7 @@ _RULES: dict[str, _Rule] = {
     "connect_timeout_s": _Rule(60.0, _seconds(0.1, _DAY), _TIME.format(0.1, _DAY)),
     "heartbeat_s": _Rule(1.0, _seconds(0.05, 600), _TIME.format(0.05, 600)),
     "heartbeat_timeout_s": _Rule(5.0, _seconds(0.1, _DAY), _TIME.format(0.1, _DAY)),
-    "log_level": _Rule("warning", _one_of(LOG_LEVELS), "use one of " + ", ".join(LOG_LEVELS)),
+    "log_level": _Rule("warning", _one_of(tuple(LOG_LEVELS)), "use one of " + ", ".join(LOG_LEVELS)),
 }
 
 

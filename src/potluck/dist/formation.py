@@ -12,11 +12,12 @@ import os
 import socket
 import threading
 import time
+from dataclasses import replace
 from multiprocessing.util import Finalize
 from typing import Any
 
 from potluck.dist.compression import Compressor
-from potluck.dist.config import Config, Resolved, ranks_text, resolve
+from potluck.dist.config import LOG_LEVELS, TRACE, Config, Resolved, ranks_text, resolve
 from potluck.dist.engine import Engine
 from potluck.dist.facts import gather
 from potluck.dist.hierarchy import HierarchicalPath
@@ -46,8 +47,18 @@ class _Shared:
         self._users = 0
 
     def take(self, settings: Resolved) -> Mesh:
-        """Its settings are those of the group that came first."""
+        """Its settings are those of the group that came first.
+
+        Raises:
+            ConfigError: that group is in the clear, and encryption was asked for since.
+        """
         with self._lock:
+            clear = self._mesh is not None and not self._mesh.links.encrypts
+            if clear and settings.encryption and settings.said_by.get("encryption", "default") != "default":
+                raise ConfigError(
+                    "this group asks for encryption, and the first group of this process has none",
+                    hint="all groups of a process share their connections: turn it on for the first one too",
+                )
             if self._mesh is None:
                 links = LinkSettings(
                     address=settings.address,
@@ -222,6 +233,10 @@ def form(
         return max(1.0, deadline - time.monotonic())
 
     mesh = _shared.take(settings)
+    if settings.encryption != mesh.links.encrypts:
+        said_by = {**settings.said_by, "encryption": "the first group of this process"}
+        settings = replace(settings, encryption=mesh.links.encrypts, said_by=said_by)
+    log.info("%s", settings.describe())
     try:
         mine = Card(endpoint=mesh.endpoint, machine=shm.neighbourhood(), shared=settings.shared())
         meeting = meet(store, rank, world, mine, left_s())
@@ -233,6 +248,8 @@ def form(
         _shared.give_back()
         raise
     log.info("rank %d of %d: %s", rank, world, formation.describe())
+    for other, card in enumerate(meeting.cards):
+        log.debug("rank %d: rank %d is on %s at %s", rank, other, card.endpoint.host, card.endpoint.url)
     _open.append(formation)
     _remember_the_end()
     return formation
@@ -247,12 +264,12 @@ def _resolved(config: Config | None, rank: int, world: int) -> Resolved:
     port = os.environ.get("MASTER_PORT", "")
     facts = gather(rank, world, os.environ.get("MASTER_ADDR"), int(port) if port.isdigit() else None)
     settings = resolve(config, os.environ, facts)
-    log.setLevel(settings.log_level.upper())
+    logging.addLevelName(TRACE, "TRACE")
+    log.setLevel(LOG_LEVELS[settings.log_level])
     if log.isEnabledFor(logging.INFO) and not log.hasHandlers():
         handler = logging.StreamHandler()  # the script has not said where words go
         handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
         log.addHandler(handler)
-    log.info("%s", settings.one_line())
     return settings
 
 

@@ -198,7 +198,7 @@ class Trip:
     def _new_stream(self, other: int) -> Stream | None:
         """Agreed on by mail, and used only if both ranks have it."""
         lane = self.lane
-        sealed = bool(lane.endpoints[0].key)
+        sealed = lane.mesh.links.encrypts
         made = self._follow_invitation(other, sealed) if lane.rank == 1 else self._invite(other, sealed)
         self.send_part(other, _YES if made is not None else _NO)
         agreed = bytes(self.take(other).view) == _YES and made is not None

@@ -4,17 +4,22 @@ It must not know groups, ranks or what the parcels mean.
 
 Every process has one socket that takes parcels (PULL) and one for each peer that it has something to say to
 (PUSH). Each has a key pair (CURVE); the public keys come with the endpoints, from the rendezvous, and nobody
-else is let in. A connection that breaks is a peer that is gone: ZeroMQ would connect anew, but what was on the way
+else is let in. Who has not shown a key gets little of this process, by the rules of a host's door (wire/door.py).
+A connection that breaks is a peer that is gone: ZeroMQ would connect anew, but what was on the way
 is lost, and a collective with a hole in it must not go on.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
+import logging
 import os
+import re
 import secrets
 import struct
+import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -25,6 +30,10 @@ import zmq
 from zmq.utils import z85
 
 from potluck.errors import NetworkError, PortTakenError, WireError
+from potluck.wire.admitted import Admitted
+from potluck.wire.door import HANDSHAKE_S, Watch
+from potluck.wire.files import make_room
+from potluck.wire.lobby import Lobby
 
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _ZAP_DOMAIN = b"potluck-dist"
@@ -35,7 +44,30 @@ _GRACE_S = 0.5
 _STREAMING_GRACE_S = 3.0
 """The same for what comes by a connection of its own."""
 _LINGER_MS = 3000
-_MAX_PARCEL_BYTES = 1 << 31
+
+PART_BYTES = 512 << 10
+"""The longest frame, and so the most that a connection without a key can make this process keep. Longer bodies go
+as several frames; a chunk of the default size is one."""
+_CURVE_OVERHEAD_BYTES = 1024
+"""Encryption adds some 40 bytes to a frame, and MAXMSGSIZE counts them."""
+MOST_WAITING = 512
+"""Connections that have not shown a key; and never more than a quarter of the files that may be open."""
+_KNOCK = b""
+"""What a peer says first, so that its connection is known to be a peer's."""
+_LET_IN_S, _LET_IN_DOZE_S = 0.5, 0.005
+"""After somebody was let in, its knock is read soon: until then a crowd of its own address could push it out."""
+_STRANGERS_NAMED = 5
+_KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
+"""32 bytes in Z85."""
+_NAME = re.compile("[0-9a-f]{16}")
+_MOST_CHARACTERS = 255
+
+log = logging.getLogger("potluck.dist")
+
+
+def is_short_text(value: object) -> bool:
+    """Whether it can be shown to people: whoever writes to the store could else write to their terminals."""
+    return isinstance(value, str) and len(value) <= _MOST_CHARACTERS and value.isprintable()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,12 +90,22 @@ class Endpoint:
     def from_json(cls, text: str | bytes) -> Endpoint:
         try:
             values = json.loads(text)
-            return cls(**{slot: values[slot] for slot in cls.__slots__})
-        except (ValueError, KeyError, TypeError):
+            endpoint = cls(**{slot: values[slot] for slot in cls.__slots__})
+            ipaddress.ip_address(endpoint.address)
+            sound = _NAME.fullmatch(endpoint.name) and 0 < endpoint.port < 65536 and isinstance(endpoint.key, str)
+            if not sound or not is_short_text(endpoint.host):
+                raise ValueError
+            return endpoint
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise WireError(
                 "the store holds something that is not a rank's address",
                 hint="do all ranks run the same version of potluck?",
             ) from None
+
+    @property
+    def has_key(self) -> bool:
+        """Whether what goes there can be encrypted."""
+        return _KEY.fullmatch(self.key) is not None
 
     @property
     def url(self) -> str:
@@ -111,22 +153,27 @@ class Links:
     """All sockets of this process. `receive` belongs to one thread at a time; the rest is safe for all."""
 
     def __init__(self, settings: LinkSettings, host: str) -> None:
-        self._settings, self.door_port = settings, settings.door_port
+        self._settings, self.door_port, self.encrypts = settings, settings.door_port, settings.encrypt
         threads = _io_threads()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=threads)
         half = threads // 2
         self._to_receive, self._to_send = (1 << half) - 1, ((1 << half) - 1) << half
         self._public, self._secret = zmq.curve_keypair() if settings.encrypt else (b"", b"")
         self._admitted: set[bytes] = set()
+        self._let_in = -_LET_IN_S
+        self._strangers = 0
         self._links: dict[str, _Link] = {}
         self._lock = threading.Lock()
         self.closed = False
         self._zap = self._context.socket(zmq.REP)
         self._zap.bind(_ZAP_ENDPOINT)
         self._inbox = self._new_inbox()
+        self._watch = self._new_watch() if settings.encrypt else None
         try:
             port = self._bind()
         except BaseException:
+            if self._watch is not None:
+                self._watch.close()
             self._context.destroy(0)
             raise
         name = secrets.token_hex(8)
@@ -138,7 +185,8 @@ class Links:
         inbox = self._context.socket(zmq.PULL)
         inbox.setsockopt(zmq.RCVHWM, 0)
         inbox.setsockopt(zmq.AFFINITY, self._to_receive)
-        inbox.setsockopt(zmq.MAXMSGSIZE, _MAX_PARCEL_BYTES)
+        inbox.setsockopt(zmq.MAXMSGSIZE, PART_BYTES + _CURVE_OVERHEAD_BYTES)
+        inbox.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000))
         inbox.setsockopt(zmq.IPV6, int(":" in self._settings.address))
         if self._settings.encrypt:
             inbox.setsockopt(zmq.CURVE_SERVER, 1)
@@ -146,6 +194,13 @@ class Links:
             inbox.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
             inbox.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         return inbox
+
+    def _new_watch(self) -> Watch:
+        """Turns out those who crowd the inbox without a key. Peers are never too many."""
+        limit = make_room()
+        most = MOST_WAITING if limit is None else min(MOST_WAITING, limit // 4)
+        lobby = Lobby(most=most, stays_s=HANDSHAKE_S)
+        return Watch(self._context.socket, self._inbox, lobby, Admitted(most=sys.maxsize, most_bytes=sys.maxsize))
 
     def _bind(self) -> int:
         settings = self._settings
@@ -169,19 +224,41 @@ class Links:
     # -- who is let in ------------------------------------------------------------------------------------
 
     def admit(self, endpoints: Iterable[Endpoint]) -> None:
-        """Their holders may send to this process from now on."""
+        """Their holders may send to this process from now on.
+
+        Raises:
+            WireError: one of them has no key, and this process encrypts.
+        """
+        keys = [self._key_of(endpoint) for endpoint in endpoints]
         with self._lock:
-            self._admitted.update(endpoint.key.encode("ascii") for endpoint in endpoints)
+            self._admitted.update(keys)
+
+    def _key_of(self, endpoint: Endpoint) -> bytes:
+        if not self.encrypts:
+            return b""
+        if not endpoint.has_key:
+            raise WireError(f"the peer at {endpoint.url} has no key to encrypt with")
+        return endpoint.key.encode("ascii")
 
     def _answer_door(self) -> None:
         with contextlib.suppress(zmq.Again):
             while True:
-                version, number, domain, _, _, mechanism, *credentials = self._zap.recv_multipart(zmq.NOBLOCK)
+                version, number, domain, address, _, mechanism, *credentials = self._zap.recv_multipart(zmq.NOBLOCK)
                 key = z85.encode(credentials[0]) if credentials else b""
                 with self._lock:
                     known = domain == _ZAP_DOMAIN and mechanism == b"CURVE" and key in self._admitted
                 status = [b"200", b"OK"] if known else [b"400", b"unknown key"]
                 self._zap.send_multipart([version, number, *status, b"", b""])
+                if known:
+                    self._let_in = time.monotonic()
+                else:
+                    self._turned_away(address.decode("ascii", "replace"))
+
+    def _turned_away(self, address: str) -> None:
+        """Say so, but not without end."""
+        self._strangers += 1
+        if self._strangers <= _STRANGERS_NAMED or self._strangers % 100 == 0:
+            log.info("refused a stranger from %s (%d so far)", address, self._strangers)
 
     # -- sending --------------------------------------------------------------------------------------------
 
@@ -199,6 +276,7 @@ class Links:
         return link
 
     def _connect(self, endpoint: Endpoint) -> _Link:
+        key = self._key_of(endpoint)
         socket = self._context.socket(zmq.PUSH)
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.AFFINITY, self._to_send)
@@ -206,8 +284,9 @@ class Links:
         socket.setsockopt(zmq.IPV6, int(":" in endpoint.address))
         socket.setsockopt(zmq.HEARTBEAT_IVL, int(self._settings.heartbeat_s * 1000))
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(self._settings.heartbeat_timeout_s * 1000))
-        if endpoint.key:
-            socket.setsockopt(zmq.CURVE_SERVERKEY, endpoint.key.encode("ascii"))
+        socket.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000))
+        if self.encrypts:
+            socket.setsockopt(zmq.CURVE_SERVERKEY, key)
             socket.setsockopt(zmq.CURVE_PUBLICKEY, self._public)
             socket.setsockopt(zmq.CURVE_SECRETKEY, self._secret)
         where = f"inproc://monitor-{endpoint.name}"
@@ -215,10 +294,11 @@ class Links:
         monitor = self._context.socket(zmq.PAIR)
         monitor.connect(where)
         socket.connect(endpoint.url)
+        socket.send(_KNOCK)
         now = time.monotonic()
         return _Link(endpoint=endpoint, socket=socket, monitor=monitor, since=now)
 
-    def send(self, endpoint: Endpoint, head: bytes, body: Any = None, *, track: bool = False) -> Any:
+    def send(self, endpoint: Endpoint, head: bytes, body: memoryview | None = None, *, track: bool = False) -> Any:
         """Queue a parcel; never waits. With `track`, the body is not copied: it must stay as it is until the
         tracker that is returned says `done`."""
         link = self.reach(endpoint)
@@ -229,24 +309,34 @@ class Links:
                 link.socket.send(head)
                 return None
             link.socket.send(head, zmq.SNDMORE)
-            return link.socket.send(body, copy=not track, track=track)
+            trackers: list[Any] = []
+            while len(body) > PART_BYTES:
+                part, body = body[:PART_BYTES], body[PART_BYTES:]
+                trackers.append(link.socket.send(part, zmq.SNDMORE, copy=not track, track=track))
+            last: Any = link.socket.send(body, 0, copy=not track, track=track)
+            return last if not trackers or not track else zmq.MessageTracker(last, *trackers)
 
     # -- receiving ------------------------------------------------------------------------------------------
 
-    def receive(self, timeout_ms: int) -> tuple[bytes, Any] | None:
-        """The next parcel, as its head and its body (a frame, or None); None when nothing came in time."""
+    def receive(self, timeout_ms: int) -> tuple[bytes, memoryview | None] | None:
+        """The next parcel, as its head and its body, if it has one; None when nothing came in time."""
         if timeout_ms and not self._inbox.poll(timeout_ms):
             return None
         try:
-            head = self._inbox.recv(zmq.NOBLOCK)
+            head = self._inbox.recv(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return None
-        body = None
-        if self._inbox.getsockopt(zmq.RCVMORE):
-            body = self._inbox.recv(copy=False)
-            while self._inbox.getsockopt(zmq.RCVMORE):
-                self._inbox.recv()
-        return head, body
+        parts: list[memoryview] = []
+        more = head.more
+        while more:
+            part = self._inbox.recv(copy=False)
+            parts.append(part.buffer)
+            more = part.more
+        if not parts and len(head) == 0 and self._watch is not None:
+            with contextlib.suppress(zmq.ZMQError):
+                self._watch.heard(int(head.get(zmq.SRCFD)))
+        body = None if not parts else parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
+        return head.bytes, body
 
     def peers(self) -> list[Endpoint]:
         """To whom there is a link."""
@@ -270,8 +360,12 @@ class Links:
                         link.there = True
                     elif event == _GONE and link.there and link.broken is None:
                         link.broken = time.monotonic()
+        if time.monotonic() - self._let_in < _LET_IN_S:
+            doze_s = min(doze_s, _LET_IN_DOZE_S)
         if self._zap.poll(int(doze_s * 1000)):
             self._answer_door()
+        for address in () if self._watch is None else self._watch.turned_away():
+            self._turned_away(address)
 
     def why_gone(self, endpoint: Endpoint, *, streaming: bool = False) -> str | None:
         """What happened to a peer that is waited for, in words; None while nothing speaks against it.
@@ -305,5 +399,7 @@ class Links:
                 link.socket.close(linger)
                 link.monitor.close(0)
         self._zap.close(0)
+        if self._watch is not None:
+            self._watch.close()
         self._inbox.close(0)
-        self._context.term()
+        self._context.destroy(0)

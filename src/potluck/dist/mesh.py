@@ -29,7 +29,7 @@ from potluck.errors import PotluckError, RankGoneError
 
 T = TypeVar("T")
 
-PROTOCOL = 3
+PROTOCOL = 4
 _HEAD = struct.Struct("<HBB16sQqQII")
 _MAGIC = 0x504C
 _TICK_S = 0.1
@@ -57,18 +57,15 @@ class Kind(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """What came: `about` is the sender's description of what it takes part in, `body` the frame."""
+    """What came: `about` is the sender's description of what it takes part in."""
 
     source: str
     tag: int
     total: int
     """Bytes of the whole message, of which this is a part."""
     about: bytes
-    body: Any
-
-    @property
-    def view(self) -> memoryview:
-        return memoryview(b"") if self.body is None else memoryview(self.body.buffer)
+    view: memoryview
+    """Its bytes."""
 
 
 Label = tuple[Kind, int, int]
@@ -235,7 +232,7 @@ class Mesh:
             timeout_ms = 0
             self._deliver(*received)
 
-    def _deliver(self, head: bytes, body: Any) -> None:
+    def _deliver(self, head: bytes, body: memoryview | None) -> None:
         if len(head) < _HEAD.size:
             return
         magic, kind, flags, raw, group, tag, total, crc, about = _HEAD.unpack_from(head)
@@ -243,11 +240,12 @@ class Mesh:
             return
         kind &= 15
         source = raw.decode("ascii", "replace")
-        if flags & _CHECKED and zlib.crc32(memoryview(body.buffer)) != crc:
+        view = memoryview(b"") if body is None else body
+        if flags & _CHECKED and zlib.crc32(view) != crc:
             self._fail(group, f"a parcel from {source} was damaged on its way (checksum)")
             return
         if kind in (Kind.COLLECTIVE, Kind.MESSAGE):
-            parcel = Parcel(source, tag, total, head[_HEAD.size : _HEAD.size + about], body)
+            parcel = Parcel(source, tag, total, head[_HEAD.size : _HEAD.size + about], view)
             with self.lock:
                 self._boxes.setdefault((kind, group, source, tag), deque()).append(parcel)
                 if kind == Kind.MESSAGE:

@@ -84,7 +84,9 @@ def _signature() -> str:
 
 def _only_one(rank: int, holder: str) -> None:
     """Refuse where a process of this machine that has signed as this rank is another one, and lives."""
-    _, process, machine = holder.split(" ", 2)
+    _, process, machine = [*holder.split(" ", 2), "", ""][:3]
+    if not process.isdigit():
+        return
     if machine == shm.neighbourhood() and int(process) != os.getpid() and psutil.pid_exists(int(process)):
         raise CollectiveError(
             f"rank {rank} is there twice: process {process} has it too",

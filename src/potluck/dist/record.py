@@ -6,6 +6,7 @@ It must not know links or tensors: a collective is a header, and headers of seve
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from collections import deque
@@ -14,9 +15,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from potluck.dist.config import ranks_text
+from potluck.dist.config import TRACE, ranks_text
 from potluck.errors import CollectiveError, CollectiveTimeoutError, WireError
 from potluck.units import bytes_text, seconds_text
+
+log = logging.getLogger("potluck.dist")
 
 _KEPT = 512
 _MOST_HEADER_BYTES = 4096
@@ -254,3 +257,7 @@ class Record:
                 entry.started_s = now_s
             else:
                 entry.ended_s = now_s
+        if log.isEnabledFor(TRACE):
+            about = f"#{entry.header.seq} {entry.header.text()}"
+            took = "" if entry.started_s is None or state == "running" else f" {now_s - entry.started_s:.6f} s"
+            log.log(TRACE, "rank %d, group %s: %s %s%s", self.rank, self.group, about, state, took)

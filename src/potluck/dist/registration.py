@@ -5,6 +5,7 @@ It must not import torch: it waits until somebody else has.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
@@ -31,13 +32,33 @@ def _create(options: Any, backend_options: Any) -> Any:
     return create(options, backend_options)
 
 
-def watch() -> None:
-    """Register when torch.distributed is imported, be it already there or not.
+def register_if_there() -> None:
+    """What `import potluck` does: it changes nothing in an interpreter that has no torch.distributed yet.
 
-    Also the entry point `torch.backends`: where potluck is installed, torch calls it at its own import.
+    torch calls `watch` at its own import (src/_potluck_torch.py), unless the user has forbidden it to: then it is
+    called here.
     """
     if _C10D in sys.modules:
+        _register_or_warn()
+    elif os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
+        watch()
+
+
+def _register_or_warn() -> None:
+    """Whatever a torch of the future says to it: importing must not fail."""
+    try:
         register()
+    except Exception as error:
+        import warnings
+
+        text = f"torch did not take the backend 'potluck': {type(error).__name__}: {error}"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
+def watch() -> None:
+    """Register when torch.distributed is imported, be it already there or not."""
+    if _C10D in sys.modules:
+        _register_or_warn()
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
@@ -72,4 +93,4 @@ class _Loader:
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader  # as if nobody had been here
         module.__loader__ = self._loader
-        register()
+        _register_or_warn()

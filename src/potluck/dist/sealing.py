@@ -3,10 +3,13 @@
 It must not know what travels, nor where the secret comes from (by the encrypted mail).
 
 Processors have instructions for AES and none for CURVE's cipher: a byte costs a third of the time. TLS wants
-certificates or, from Python 3.13 on, a pre-shared key; here the two have a secret instead. So the handshake is
-anonymous, and then each proves that it knows the secret by an HMAC of what is unique to this very handshake
-(RFC 5929, "tls-unique"). Somebody in the middle has a handshake with each of the two, and for neither a proof of
-the other's.
+certificates or, from Python 3.13 on, a pre-shared key; here the two have a secret instead. So the certificate is
+one that everybody has and nobody checks, and each proves that it knows the secret by an HMAC of what is unique to
+this very handshake (RFC 5929, "tls-unique"). Somebody in the middle has a handshake with each of the two, and for
+neither a proof of the other's.
+
+Both take one elliptic curve and no other group. A group of the other's choice could be one in which somebody in the
+middle gives both handshakes the same keys, on which that proof rests.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ SECRET_BYTES = 32
 RENEWED_BYTES = 1 << 37
 """After so many, well before AES-GCM wears out (2^24.5 records of 16 KiB), a new connection has new keys."""
 
-_CIPHERS = "ADH-AES128-GCM-SHA256:ADH-AES256-GCM-SHA384:@SECLEVEL=0"  # by themselves: anonymous ones are level 0
+_CIPHERS = "ECDHE-ECDSA-AES128-GCM-SHA256:ECDHE-ECDSA-AES256-GCM-SHA384"
+_CURVE = "prime256v1"
 _PROOF_BYTES = hashlib.sha256().digest_size
 _SERVER, _CLIENT = b"potluck stream, who was called", b"potluck stream, who calls"
 
@@ -44,7 +48,7 @@ def seal(connection: socket.socket, secret: bytes, *, server: bool, within_s: fl
         sealed = _context(server).wrap_socket(connection, server_side=server, do_handshake_on_connect=False)
     except (OSError, ValueError) as error:
         connection.close()
-        raise NotSealedError("this OpenSSL has no anonymous handshake") from error
+        raise NotSealedError("this OpenSSL lacks the curve or the cipher") from error
     try:
         sealed.do_handshake()
         unique = sealed.get_channel_binding("tls-unique")
@@ -67,14 +71,14 @@ def _context(server: bool) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     if not server:
         context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE  # there are no certificates: see above for who is let in
+        context.verify_mode = ssl.CERT_NONE  # see above for who is let in
     context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_2
     context.options |= ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_TICKET | ssl.OP_NO_COMPRESSION
     context.set_ciphers(_CIPHERS)
+    context.set_ecdh_curve(_CURVE)  # of a client, too: it offers no other, and takes no other
     if server:
-        group = importlib.resources.files("potluck.dist") / "ffdhe3072.pem"
-        with importlib.resources.as_file(group) as path:
-            context.load_dh_params(str(path))
+        with importlib.resources.as_file(importlib.resources.files("potluck.dist") / "stream.pem") as path:
+            context.load_cert_chain(path)
     return context
 
 

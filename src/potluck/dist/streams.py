@@ -11,14 +11,17 @@ from __future__ import annotations
 import contextlib
 import hmac
 import select
+import selectors
 import socket
 import ssl
 import struct
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
 
-from potluck.dist.sealing import SECRET_BYTES, first_bytes, seal
+from potluck.dist.sealing import SECRET_BYTES, seal
+from potluck.wire.waker import Waker
 
 _AT_ONCE = 512 << 10
 """Bytes of one call: less costs more calls, and more does not fit the system's buffers anyway."""
@@ -27,7 +30,9 @@ CONNECT_S = 5.0
 """The most that one step on the way to a connection may take."""
 _INVITATION = struct.Struct(f"<H{SECRET_BYTES}s")  # port, and a secret
 _KNOCK_BYTES = 16
-_KNOCK_S = 0.3
+MOST_WAITING = 64
+"""Connections at a door that have not knocked."""
+_NO_FILES_S = 0.05
 _NOT_NOW = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 _OVER = (OSError, ValueError, AttributeError)
 """The latter two come from `ssl`, and from a wait, if another thread closes at the same moment."""
@@ -144,13 +149,25 @@ def _wait_for(connection: socket.socket, *, receiving: bool, sending: bool) -> N
 
 
 class Door:
-    """Where one rank waits for the other; what it must know comes by the mail, as an invitation."""
+    """Where one rank waits for the other; what it must know comes by the mail, as an invitation.
+
+    A thread listens to all who come at once, so that those who say nothing keep nobody out. When they are too many,
+    the oldest has to go: who was invited knocks right away.
+    """
 
     def __init__(self, address: str, secret: bytes, port: int = 0) -> None:
         self._secret = secret
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, port), family=family)
+        self._listener.setblocking(False)
         self.invitation = _INVITATION.pack(self._listener.getsockname()[1], secret)
+        self._waiting: dict[socket.socket, bytes] = {}
+        """What each has said so far, the oldest first."""
+        self._invited: socket.socket | None = None
+        self._over = threading.Event()
+        self._waker = Waker()
+        self._thread = threading.Thread(target=self._serve, name="potluck-dist-door", daemon=True)
+        self._thread.start()
 
     @classmethod
     def open(cls, address: str, secret: bytes, port: int = 0) -> Door | None:
@@ -162,20 +179,70 @@ class Door:
 
     def admit(self, *, sealed: bool, within_s: float = CONNECT_S) -> Stream | None:
         """The one who was invited and has knocked; None if there is no such connection after all."""
-        deadline = time.monotonic() + within_s
-        while (left_s := deadline - time.monotonic()) > 0:
-            self._listener.settimeout(left_s)
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return None
-            if hmac.compare_digest(_said(connection), _knock(self._secret)):
-                return _stream(connection, self._secret if sealed else None, server=True, within_s=within_s)
-            connection.close()
-        return None
+        self._over.wait(within_s)
+        connection, self._invited = self._invited, None
+        if connection is None:
+            return None
+        return _stream(connection, self._secret if sealed else None, server=True, within_s=within_s)
 
     def close(self) -> None:
-        self._listener.close()
+        self._over.set()
+        self._waker.wake()
+        self._thread.join()
+        self._waker.close()
+        if self._invited is not None:
+            self._invited.close()
+
+    def _serve(self) -> None:
+        """Until the one who was invited has knocked, or it is over."""
+        with selectors.DefaultSelector() as selector:
+            for each in (self._listener, self._waker.inner):
+                selector.register(each, selectors.EVENT_READ)
+            while not self._over.is_set():
+                for key, _ in selector.select():
+                    if key.fileobj is self._listener:
+                        self._let_wait(selector)
+                    elif key.fileobj in self._waiting:
+                        self._hear(selector, key.fileobj)
+            self._listener.close()
+            for connection in list(self._waiting):
+                self._hang_up(selector, connection)
+
+    def _let_wait(self, selector: selectors.BaseSelector) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            # It is gone already, or this process may open no more files: it must not try without a pause.
+            self._over.wait(_NO_FILES_S)
+            return
+        connection.setblocking(False)
+        self._waiting[connection] = b""
+        selector.register(connection, selectors.EVENT_READ)
+        if len(self._waiting) > MOST_WAITING:
+            self._hang_up(selector, next(iter(self._waiting)))
+
+    def _hear(self, selector: selectors.BaseSelector, connection: socket.socket) -> None:
+        try:
+            more = connection.recv(_KNOCK_BYTES - len(self._waiting[connection]))
+        except _NOT_NOW:
+            return
+        except OSError:
+            more = b""
+        said = self._waiting[connection] = self._waiting[connection] + more
+        if more and len(said) < _KNOCK_BYTES:
+            return
+        if self._invited is None and hmac.compare_digest(said, _knock(self._secret)):
+            selector.unregister(connection)
+            del self._waiting[connection]
+            self._invited = connection
+            self._over.set()
+        else:
+            self._hang_up(selector, connection)
+
+    def _hang_up(self, selector: selectors.BaseSelector, connection: socket.socket) -> None:
+        selector.unregister(connection)
+        del self._waiting[connection]
+        connection.close()
 
 
 class Visit:
@@ -216,10 +283,3 @@ def _stream(connection: socket.socket, secret: bytes | None, *, server: bool, wi
 def _knock(secret: bytes) -> bytes:
     """What who was invited says first, in the clear: it tells nothing of the secret."""
     return hmac.digest(secret, b"potluck stream, a knock", "sha256")[:_KNOCK_BYTES]
-
-
-def _said(connection: socket.socket) -> bytes:
-    """The first bytes of who came. Who was invited has sent them before this is asked; others may say nothing."""
-    with contextlib.suppress(OSError):
-        return first_bytes(connection, _KNOCK_BYTES, time.monotonic() + _KNOCK_S)
-    return b""

@@ -36,6 +36,9 @@ class AloneHub:
         result = StepResult(samples=samples, wait_s=0.0, dropped_samples=0, taken_back_samples=0, predicted_s=None)
         return result, 0.0
 
+    def judged(self, step: int, norm: float, samples: int, *, applied: bool) -> None:
+        pass
+
     @contextmanager
     def updating(self) -> Iterator[None]:
         yield

@@ -150,12 +150,12 @@ class Checks:
         check, member.check = member.check, None
         return [CompareSketch(guest=member.id, check=check, sketch=frames[0], loss=loss, random=random)]
 
-    def void(self, guest: str, check: int) -> None:
-        """The weights or the reference of a check were gone before its answer: check again, less and less often."""
+    def void(self, guest: str, check: int, reason: str = "a step is over before its weights are there") -> None:
+        """The weights or the reference of a check were of no use: check again, less and less often."""
         member = self.members.get(guest)
         if member is not None and member.state == CHECKING and member.check in (check, None):
             member.state, member.check = SYNCING, None
-            member.reason = "a step is over before its weights are there"
+            member.reason = reason
             member.rests_until_step = self.ledger.step + min(2**member.rests, LONGEST_BENCH_STEPS)
             member.rests += 1
 

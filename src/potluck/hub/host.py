@@ -200,6 +200,16 @@ class HostHub:
         self._coder.collect()
         return result, loss
 
+    def judged(self, step: int, norm: float, samples: int, *, applied: bool) -> None:
+        """What the host's own gradient of a step came to: guests are judged by it, and bounded.
+
+        `applied`: whether the whole gradient of the step was.
+        """
+        with self._changed:
+            self._do(self._protocol.host_gradient(step, norm, samples))
+            self._do([] if applied else self._protocol.not_applied())
+            self._coder.most_a_sample = self._protocol.norms.most_a_sample
+
     def updating(self) -> AbstractContextManager[None]:
         """Around the optimizer's step: the weights change inside."""
         return self._coder.updating()
@@ -329,7 +339,8 @@ class HostHub:
             hit("host.before-count")
             if result.why_not is None:
                 self._guest_loss += result.loss_sum
-            self._do(self._protocol.decoded(result.guest, result.lease, result.why_not, time.monotonic()))
+            why_not, wrong = result.why_not, result.wrong_norm
+            self._do(self._protocol.decoded(result.guest, result.lease, why_not, time.monotonic(), wrong))
             hit("host.counted")
         elif isinstance(result, Hashed):
             self._do(self._protocol.guard.hashed(result.version, result.digests, time.monotonic()))
@@ -386,7 +397,7 @@ class HostHub:
                 case act.Pump():
                     self._pump(self._protocol.members[action.guest])
                 case act.Decode():
-                    self._coder.decode(action.guest, action.lease, action.pieces, action.loss_sum)
+                    self._coder.decode(action.guest, action.lease, action.pieces, action.loss_sum, action.count)
                 case act.SendSamples():
                     self._loader.submit(self._guarded, self._load, action)
                 case act.Welcome():
@@ -477,6 +488,11 @@ class HostHub:
         if reference is None:
             with self._changed:
                 self._protocol.checks.void(action.guest, action.check)
+            return
+        if not reference.finite:
+            with self._changed:
+                reason = "the host's own gradient was not finite"
+                self._protocol.checks.void(action.guest, action.check, reason)
             return
         verdict = judge(
             reference,

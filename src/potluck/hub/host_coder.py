@@ -6,6 +6,7 @@ asked, and puts its answers where the I/O thread finds them.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -24,6 +25,8 @@ from potluck.hub.feed import NOTHING, Item, PieceState, TensorPart
 from potluck.hub.hashes import PieceHashes
 from potluck.hub.tensors import ModelTensors, from_bytes, raw_bytes, read_piece, round_to_types
 from potluck.spec.layout import Piece
+
+NOT_FINITE = "its gradient is not finite"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,8 @@ class Decoded:
     lease: int
     loss_sum: float
     why_not: str | None
+    wrong_norm: float | None = None
+    """Its norm where it must not count for that: at most so much, or infinite where it is not finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +93,8 @@ class HostCoder:
         self._down, self._up, self._device = down, up, device
         self._notify = notify
         self.results: deque[Answer | Decoded | Coded | Hashed | Failed] = deque()
+        self.most_a_sample = math.inf
+        """The norm of a contribution, divided by its samples, up to which it counts."""
         self.version = 0
         """The version of the weights: the number of updates made."""
         self.state = [PieceState(NOTHING, NOTHING, down.nbytes(p.count), 4 * p.count) for p in self._layout.pieces]
@@ -99,7 +106,7 @@ class HostCoder:
         # The training thread's work and this thread's are in no order on a device that queues; these points are.
         self._weights_there = self._sum_there = self._sum_read = Mark()
         self._changed = threading.Condition()
-        self._contributions: deque[tuple[str, int, dict[int, Any], float]] = deque()
+        self._contributions: deque[tuple[str, int, dict[int, Any], float, int]] = deque()
         self._requests: deque[tuple[str, Item, TensorPart | None]] = deque()
         self._to_code: deque[int] = deque()
         self._hashing: PieceHashes | None = None
@@ -164,9 +171,9 @@ class HostCoder:
             self._requests.append((guest, item, part))
             self._changed.notify()
 
-    def decode(self, guest: str, lease: int, pieces: dict[int, Any], loss_sum: float) -> None:
+    def decode(self, guest: str, lease: int, pieces: dict[int, Any], loss_sum: float, count: int) -> None:
         with self._changed:
-            self._contributions.append((guest, lease, pieces, loss_sum))
+            self._contributions.append((guest, lease, pieces, loss_sum, count))
             self._changed.notify()
 
     def release(self, index: int, version: int) -> None:
@@ -306,17 +313,18 @@ class HostCoder:
         payload = raw_bytes(self._device.to_host(values).clone())
         self.results.append(Answer(guest, item, self.state[item.index].version, payload))
 
-    def _add(self, guest: str, lease: int, pieces: dict[int, Any], loss_sum: float) -> None:
+    def _add(self, guest: str, lease: int, pieces: dict[int, Any], loss_sum: float, count: int) -> None:
         """All of a contribution or nothing of it: first every piece is checked, then every piece is added."""
-        why_not = None
+        why_not = wrong = None
         hit("host.before-decode")
         try:
             payloads = [from_bytes(pieces[p.index]) for p in self._layout.pieces]
             for piece, payload in zip(self._layout.pieces, payloads):
                 if payload.numel() != self._up.nbytes(piece.count):
                     raise WireError(f"piece {piece.index} has {payload.numel()} bytes")
-                if not self._up.finite(payload, piece.count):
-                    raise WireError("its gradient is not finite")
+            wrong = self._wrong_norm(payloads, count)
+            if wrong is not None:
+                raise WireError(NOT_FINITE if math.isinf(wrong) else self._too_large(wrong, count))
             if self._sum is None:
                 self._sum = torch.empty(self._layout.count, device=self._device.torch_device)
             self._sum_up(payloads, self._sum)
@@ -324,7 +332,23 @@ class HostCoder:
         except WireError as error:
             why_not = str(error)
         hit("host.decoded")
-        self.results.append(Decoded(guest, lease, loss_sum, why_not))
+        self.results.append(Decoded(guest, lease, loss_sum, why_not, wrong))
+
+    def _wrong_norm(self, payloads: list[Tensor], count: int) -> float | None:
+        """The contribution's norm if it is not finite or larger than the host's own gradient lets one expect."""
+        pieces = list(zip(payloads, (piece.count for piece in self._layout.pieces)))
+        if not all(self._up.finite(payload, values) for payload, values in pieces):
+            return math.inf
+        if math.isinf(self.most_a_sample):
+            return None
+        norm = math.hypot(*(self._up.most_norm(payload, values) for payload, values in pieces))
+        return norm if norm > count * self.most_a_sample else None
+
+    def _too_large(self, norm: float, count: int) -> str:
+        return (
+            f"its gradient is too large: a norm of up to {norm / max(count, 1):.3g} a sample, where the host's own "
+            f"lets {self.most_a_sample:.3g} count (guest_bound)"
+        )
 
     def _sum_up(self, payloads: list[Tensor], total: Tensor) -> None:
         """As many pieces at a time as the device likes: one copy and one pass for all of them."""

@@ -83,6 +83,8 @@ class Member:
     tail: Estimate = field(default_factory=lambda: Estimate(doubts=True))
     """Seconds from the end of its last backward to the arrival of the contribution."""
     late_in_a_row: int = 0
+    wrong_in_a_row: int = 0
+    """Contributions that could not be right, by what the host itself computed."""
     rests: int = 0
     rests_until_step: int = 0
     gains_s: deque[float] = field(default_factory=lambda: deque(maxlen=GAIN_WINDOW))

@@ -67,6 +67,10 @@ class Sketch:
         """In float64: squares of small gradients vanish in float32."""
         return self.values[self.tensors :].astype(np.float64)
 
+    @property
+    def finite(self) -> bool:
+        return bool(np.isfinite(self.values).all() and np.isfinite(self.loss))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
@@ -79,6 +83,11 @@ class Reference:
     """The same batch once more, to see how far the host is from itself."""
     reseeded: frozenset[str] = frozenset()
     """Generators that drew other numbers in the second than in the first."""
+
+    @property
+    def finite(self) -> bool:
+        """Where the host's own gradients are not, no guest can be measured against them."""
+        return self.first.finite and (self.second is None or self.second.finite)
 
 
 def sketch(gradients: Sequence[Tensor | None], sizes: Sequence[int], loss: float) -> Sketch:

@@ -29,6 +29,7 @@ from potluck.hub.feed import Feed, PieceState
 from potluck.hub.guard import ReplicaGuard
 from potluck.hub.ledger import Ledger
 from potluck.hub.members import JOINING, SYNCING, Member
+from potluck.hub.norms import Norms
 from potluck.hub.stepping import Stepping
 from potluck.spec.config import MOST_GUESTS
 from potluck.spec.layout import TensorSpec, fingerprint_from_json, fingerprint_to_json, first_difference
@@ -41,6 +42,8 @@ ABOUT_BYTES = 1 << 20
 LONGEST_REASON = 500
 """Reasons quote what a guest sent, and must fit into a header whatever that was."""
 
+WRONG_BEFORE_OUT = 3
+"""Contributions in a row that cannot be right, and a guest is put out."""
 LONGEST_GOODBYE = 200
 
 
@@ -60,6 +63,10 @@ class HostTerms:
     """Building a model may keep a machine busy for long."""
     max_guests: int = MOST_GUESTS
     local_data: bool = False
+    codec: str = ""
+    """How gradients are packed, for what is said of them."""
+    guest_bound: float = 0.0
+    """A contribution's norm a sample counts up to so many times the host's own; 0: whatever it is."""
     check_replica_every: int = 50
     """Steps between two comparisons of the replica's hash with the guests'; 0: never."""
 
@@ -80,6 +87,7 @@ class HostProtocol:
         )
         self.guard = ReplicaGuard(every=terms.check_replica_every, members=self.members, stepping=self.stepping)
         self.checks = Checks(ledger=ledger, members=self.members, local_data=terms.local_data, put_out=self.put_out)
+        self.norms = Norms(terms.guest_bound)
         self._most_about_bytes = ABOUT_BYTES + 4 * len(dump_json(fingerprint_to_json(terms.fingerprint)))
         self._last_alive = 0.0
         self._handlers: dict[str, Callable[[Member, dict[str, Any], Sequence[Any], float], list[Action]]] = {
@@ -242,19 +250,52 @@ class HostProtocol:
             # Its 'closing' travels on the other connection, and this may overtake it.
             actions += self.stepping.closing(member, lease=lease, keep=count, eta_s=0.0, now=now)
         why_not = self.stepping.complete(member, lease=lease, count=count, pieces=self.terms.pieces)
-        if why_not is None and not finite:
-            why_not = "its gradient is not finite"
         if why_not is not None:
             return actions + self.stepping.drop(member, reason=why_not, now=now)
+        if not finite:
+            return actions + self._wrong(member, "its gradient or its loss is not finite", math.inf, now)
         pieces = member.lease.pieces
         return [*actions, Decode(guest=member.id, lease=lease, pieces=pieces, loss_sum=loss_sum, count=count)]
 
-    def decoded(self, guest: str, lease: int, why_not: str | None, now: float) -> list[Action]:
+    def _wrong(self, member: Member, reason: str, norm: float, now: float) -> list[Action]:
+        """Drop a contribution that cannot be right, unless the host finds the same when it computes the samples."""
+        assert member.lease is not None
+        self.norms.suspect(member.id, step=member.lease.step, norm=norm)
+        return self.stepping.drop(member, reason=reason, now=now, late=False)
+
+    def host_gradient(self, step: int, norm: float, samples: int) -> list[Action]:
+        """The host's own gradient of a step that has ended, before the guests' were added: its norm, of so many
+        samples. It tells how large a guest's may be, and who sent what the host itself did not find."""
+        actions: list[Action] = []
+        for guest, guilty in self.norms.host_gradient(step, norm, samples):
+            member = self.members.get(guest)
+            if member is None:
+                continue
+            member.wrong_in_a_row = member.wrong_in_a_row + 1 if guilty else 0
+            if member.wrong_in_a_row >= WRONG_BEFORE_OUT:
+                packed = f" (in codec {self.terms.codec})" if self.terms.codec else ""
+                actions += self.put_out(
+                    member,
+                    f"sent gradients that are not finite or far too large {member.wrong_in_a_row} times in a row"
+                    f"{packed}, of samples whose gradient here is neither",
+                )
+        return actions
+
+    def not_applied(self) -> list[Action]:
+        """A step's gradient was not applied: what packing it has lost must not come with the next one."""
+        helped = [member for member in self.members.values() if member.samples]
+        return [Send(guest=m.id, channel=CONTROL, kind="dropped", fields={"lease": 0}) for m in helped]
+
+    def decoded(
+        self, guest: str, lease: int, why_not: str | None, now: float, wrong_norm: float | None = None
+    ) -> list[Action]:
         """The coder has added a contribution to the sum, or says why it must not count."""
         member = self.members.get(guest)
         if member is None or member.lease is None or member.lease.id != lease:
             raise AssertionError("a contribution was decoded whose guest is gone")  # see _remove
-        if why_not is not None:
+        if why_not is not None and wrong_norm is not None:
+            actions = self._wrong(member, why_not, wrong_norm, now)
+        elif why_not is not None:
             actions = self.stepping.drop(member, reason=why_not, now=now)
         else:
             actions = self.stepping.counted(member)

@@ -407,15 +407,18 @@ class Stepping:
                 member.tail.add(max(0.0, own.tail_s + now - own.closing_at))
             member.delivered(count=count, compute_s=compute_s, since_start_s=since)
 
-    def drop(self, member: Member, *, reason: str, now: float) -> list[Action]:
-        """A contribution that must not count: its samples go back if they had not gone already."""
+    def drop(self, member: Member, *, reason: str, now: float, late: bool = True) -> list[Action]:
+        """A contribution that must not count: its samples go back if they had not gone already.
+
+        `late`: it is no better than one that came too late.
+        """
         own = member.lease
         if own is None:
             return []
         back = self.ledger.take_back(own.id)
         self._dropped += own.count
         member.lease = None
-        if not own.revoked:
+        if late and not own.revoked:
             member.late_in_a_row += 1
         event = _event(
             "contribution_dropped", machine=member.name, step=own.step + 1, samples=own.count, reason=reason
@@ -445,7 +448,7 @@ class Stepping:
             raise AssertionError(f"lease {own.id} was decoded but is not open")
         member.lease = None
         member.samples += own.count
-        member.late_in_a_row = member.rests = 0
+        member.late_in_a_row = member.rests = member.wrong_in_a_row = 0
         gain = own.count * (self.host_sample_s or 0.0) - own.waited_s
         member.gains_s.append(gain)
         return [Wake(), *self._judge(member)]

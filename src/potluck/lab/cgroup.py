@@ -7,6 +7,7 @@ what runs in them.
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ class Mount:
 def find_mount(mounts: str | None = None) -> Mount | None:
     """The mount with the cpu controller; a box with both versions has it in one of them."""
     text = Path("/proc/mounts").read_text(encoding="utf-8") if mounts is None else mounts
-    lines = [line.split() for line in text.splitlines()]
+    lines = [[_unescaped(word) for word in line.split()] for line in text.splitlines()]
     for _, where, kind, options, *_ in lines:
         if kind == "cgroup" and "cpu" in options.split(","):
             return Mount(Path(where), 1)
@@ -44,6 +45,11 @@ def find_mount(mounts: str | None = None) -> Mount | None:
             if kind == "cgroup2" and "cpu" in Path(where, "cgroup.controllers").read_text().split():
                 return Mount(Path(where), 2)
     return None
+
+
+def _unescaped(word: str) -> str:
+    """The kernel writes a space in a path as \\040, and so on."""
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), word)
 
 
 def group(mount: Mount, rig: str) -> Path:

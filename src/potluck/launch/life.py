@@ -31,8 +31,9 @@ class ReaderGone(KeyboardInterrupt):
 class _Life:
     """What ends this process."""
 
-    def __init__(self, parent: int | None) -> None:
+    def __init__(self, parent: int | None, reader: bool) -> None:
         self._parent = parent
+        self._reader = reader
         self.asked = False
         self._reader_gone = False
         self._stop = threading.Event()
@@ -48,7 +49,7 @@ class _Life:
     def start(self) -> None:
         if self._parent is not None:
             self._die_with_parent()
-        self._watched = _readers_to_watch(with_stdin=self._parent is not None)
+        self._watched = _readers_to_watch(with_stdin=self._parent is not None, with_stdout=self._reader)
         self._thread.start()
 
     def stop(self) -> None:
@@ -101,13 +102,13 @@ class _Life:
             os._exit(1)
 
 
-def _readers_to_watch(*, with_stdin: bool) -> list[int]:
+def _readers_to_watch(*, with_stdin: bool, with_stdout: bool = True) -> list[int]:
     """The descriptors whose other end tells: a terminal or pipe that is written to, and the parent's pipe."""
     if not hasattr(select, "poll"):
         return []
     found = []
     hangups_count = not _ignores_hangups()
-    for descriptor, wanted in ((0, with_stdin), (1, hangups_count)):
+    for descriptor, wanted in ((0, with_stdin), (1, with_stdout and hangups_count)):
         if wanted and (_is_pipe(descriptor) or (descriptor == 1 and os.isatty(descriptor))):
             found.append(descriptor)
     return found
@@ -127,10 +128,11 @@ def _ignores_hangups() -> bool:
 
 
 @contextlib.contextmanager
-def leased(parent: int | None = None) -> Iterator[None]:
+def leased(parent: int | None = None, *, reader: bool = True) -> Iterator[None]:
     """Inside, SIGTERM and SIGHUP end this process as Ctrl-C does; so does the end of its terminal, of whoever reads
-    its output, or of `parent`. With nohup it stays. Once asked to end, it hears no second signal to its end."""
-    life = _Life(parent)
+    its output (unless `reader` is False: its parent looks), or of `parent`. With nohup it stays. Once asked to end,
+    it hears no second signal to its end."""
+    life = _Life(parent, reader)
     before = {}
     if threading.current_thread() is threading.main_thread():
         names = ["SIGTERM"] if _ignores_hangups() else ["SIGTERM", "SIGHUP"]

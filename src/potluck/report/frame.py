@@ -108,9 +108,11 @@ def _bar(fraction: float, width: int) -> Line:
 
 def _loss_line(state: RunState, width: int) -> Line:
     loss = number(state.step, "loss")
-    # A loss that is not a number is unequal to itself.
-    wrong = loss is not None and loss != loss
+    # A loss that is no number is null in the log, and unequal to itself elsewhere.
+    wrong = loss is None or loss != loss
     line = _labelled("loss").add(loss_text(loss), "bold red" if wrong else "bold")
+    if state.not_applied:
+        line.add(f"  {state.not_applied} not applied", "bold red")
     room = min(width - line.width - 2, 60)
     if room >= 4:
         line.add("  ").add(sparkline(state.losses.values, room), "cyan")

@@ -63,8 +63,10 @@ def end_text(event: Event) -> str:
     """The last line of a run."""
     reason = clean(event.get("reason")) or "ended"
     parts = [f"{reason} after step {integer(event, 'step')}, {seconds_text(number(event, 'seconds'))}"]
-    if number(event, "loss") is not None:
+    if "loss" in event:
         parts.append(f"loss {loss_text(number(event, 'loss'))}")
+    if count := integer(event, "not_applied"):
+        parts.append(f"{not_applied_text(count)} not applied")
     if number(event, "samples_per_s") is not None:
         parts.append(rate_text(number(event, "samples_per_s"), "samples"))
     if number(event, "speedup") is not None:
@@ -145,6 +147,20 @@ def _damaged(event: Event) -> str:
     return words + (f"; going on after step {integer(event, 'resumed_from')}" if event.get("resumed_from") else "")
 
 
+def not_applied_text(count: int) -> str:
+    return "1 step was" if count == 1 else f"{count} steps were"
+
+
+def _not_applied(event: Event) -> str:
+    step, machine = integer(event, "step"), clean(event.get("machine"))
+    what = f"step {step} was not applied" if step else "the step was not applied"
+    times = integer(event, "in_a_row")
+    again = f" ({times} in a row)" if times > 1 else ""
+    reason = clean(event.get("reason"))
+    whose = f"{machine}'s " if machine else ""
+    return f"{what}{again}: {whose}{reason}"
+
+
 def _checkpoint(event: Event) -> str:
     return f"saved {clean(event.get('path'))} in {seconds_text(number(event, 'seconds'))}"
 
@@ -163,6 +179,7 @@ _SENTENCES: Mapping[str, tuple[Level, Callable[[Event], str]]] = {
         "bad",
         lambda e: f"turned away a stranger at {clean(e.get('address')) or 'an unknown address'}{_because(e)}",
     ),
+    "step_not_applied": ("bad", _not_applied),
     "checkpoint": ("info", _checkpoint),
     "checkpoint_damaged": ("bad", _damaged),
     "flight_recorded": ("info", lambda e: f"what was said before the fault: {clean(e.get('path'))}"),

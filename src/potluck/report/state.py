@@ -75,6 +75,8 @@ class RunState:
         self.step: Event = {}
         self.end: Event = {}
         self.losses = History()
+        self.not_applied = 0
+        """Steps whose update was not made."""
         self.machines: list[MachineRow] = []
         self.notices: deque[Notice] = deque(maxlen=_MESSAGES)
 
@@ -111,6 +113,7 @@ class RunState:
                 self.notices.append(Notice(message=Message(text=text, level="info", about=("", "", "")), step=None))
         elif kind == "step":
             self.step = event
+            self.not_applied += event.get("applied") is False
             loss = number(event, "loss")
             if loss is not None:
                 self.losses.append(loss)

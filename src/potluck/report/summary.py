@@ -53,6 +53,9 @@ class Summary:
     planned_steps: int | None
     first_loss: float | None
     last_loss: float | None
+    """None where the last step's was not finite, whatever came before."""
+    not_applied: int
+    """Steps whose gradient was not finite: their updates were not made."""
     ended: str
     """finished, interrupted, failed, or 'still going or killed' where the log has no end."""
     seconds: float
@@ -133,7 +136,8 @@ def summarize(events: Sequence[Event]) -> Summary:
         steps=integer(steps[-1], "step") if steps else 0,
         planned_steps=integer(start, "steps") or None,
         first_loss=curve[0] if curve else None,
-        last_loss=curve[-1] if curve else None,
+        last_loss=number(steps[-1], "loss") if steps else None,
+        not_applied=sum(e.get("applied") is False for e in steps),
         ended=(clean(end.get("reason")) or "ended") if ended else "still going or killed",
         seconds=seconds,
         samples=samples,

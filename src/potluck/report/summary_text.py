@@ -34,8 +34,10 @@ def _facts(s: Summary) -> list[tuple[str, str]]:
     facts = [("run", f"{s.run_id or 'unnamed'}" + (f" ({title})" if title else ""))]
     steps = f"{s.steps} of {s.planned_steps}" if s.planned_steps else str(s.steps)
     facts.append(("steps", f"{steps}, {s.ended}; {seconds_text(s.seconds)}, {seconds_text(s.step_s)} a step"))
-    if s.last_loss is not None:
+    if s.first_loss is not None or s.not_applied:
         facts.append(("loss", f"{loss_text(s.first_loss)} at first, {loss_text(s.last_loss)} at last"))
+    if s.not_applied:
+        facts.append(("not applied", f"{s.not_applied} of the steps: their gradient was not finite"))
     speed = [rate_text(s.samples_per_s, "samples")]
     if s.tokens_per_s is not None:
         speed.append(rate_text(s.tokens_per_s, "tokens"))

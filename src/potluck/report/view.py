@@ -162,6 +162,8 @@ def _step_line(event: Event) -> str:
     machines = [m for m in event.get("machines") or () if isinstance(m, Mapping)]
     if len(machines) > 1:
         facts.append(" + ".join(f"{clean(m.get('name'), 24)} {integer(m, 'samples')}" for m in machines))
+    if event.get("applied") is False:
+        facts.append("not applied")
     if integer(event, "dropped"):
         facts.append(f"{integer(event, 'dropped')} dropped")
     return "  ".join(facts)

@@ -56,9 +56,14 @@ class RunConfig:
     """Steps between two comparisons of the guests' weights with the host's replica, by hash, and of its ranks
     with each other; 0 for none."""
 
+    max_bad_steps: int = 5
+    """So many steps in a row whose gradient is not finite end the run; 0: none does."""
+    guest_bound: float = 1000.0
+    """A guest's gradient counts up to so many times the host's own a sample, by its norm; 0: however large."""
+
     def __post_init__(self) -> None:
         least = {"threads": 1, "micro_batch": 1, "port": 0, "wait_for": 0, "wait_s": 0, "checkpoint_every": 0}
-        least |= {"check_replica_every": 0}
+        least |= {"check_replica_every": 0, "max_bad_steps": 0, "guest_bound": 0}
         for name, smallest in least.items():
             value = getattr(self, name)
             if value is not None and value < smallest:

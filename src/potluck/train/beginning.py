@@ -15,17 +15,32 @@ MOST_BUFFER_BYTES = 4 << 20
 """Larger buffers (masks, tables) are constants; a copy in every step would only cost time."""
 
 
+class Buffers:
+    """A model's buffers as they are now, such as running means; large ones are not kept."""
+
+    def __init__(self, model: nn.Module) -> None:
+        buffers = list(model.buffers())
+        small = sum(b.nbytes for b in buffers) <= MOST_BUFFER_BYTES
+        self._kept: list[tuple[Tensor, Tensor]] = [(b, b.clone()) for b in buffers] if small else []
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        for buffer, before in self._kept:
+            buffer.copy_(before)
+
+    @torch.no_grad()
+    def put_back_unless(self, flag: Tensor) -> None:
+        """The same if `flag`, a bool on the device, is false. Nobody waits for it."""
+        for buffer, before in self._kept:
+            buffer.copy_(torch.where(flag.to(buffer.device), buffer, before))
+
+
 class Beginning:
     """Taken when a step begins; `undo` puts everything back."""
 
-    def __init__(self, device: Device, model: nn.Module) -> None:
-        self._random = RandomState(device)
-        buffers = list(model.buffers())
-        small = sum(b.nbytes for b in buffers) <= MOST_BUFFER_BYTES
-        self._buffers: list[tuple[Tensor, Tensor]] = [(b, b.clone()) for b in buffers] if small else []
+    def __init__(self, device: Device, buffers: Buffers) -> None:
+        self._random, self._buffers = RandomState(device), buffers
 
     def undo(self) -> None:
         self._random.restore()
-        with torch.no_grad():
-            for buffer, before in self._buffers:
-                buffer.copy_(before)
+        self._buffers.put_back()

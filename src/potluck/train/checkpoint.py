@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from potluck.codec.tensors import all_finite
 from potluck.durable import sync
-from potluck.errors import CheckpointError
+from potluck.errors import CheckpointError, NonFiniteError
 from potluck.failpoints import hit
 from potluck.train import checkpoint_folder, optimizer_state
 from potluck.train.optimizer_state import Stateful
@@ -42,6 +43,10 @@ class Snapshot:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
+
+    finite: Collection[str] | None = None
+    """Names in the model's state that must be finite, or nothing is written, nor removed for it; all trained ones
+    where that is not said. The optimizer's state always must."""
 
     objects: Mapping[str, Stateful] = field(default_factory=dict)
     """Whatever else has a state_dict(): the scheduler, a scaler, an average of the weights."""
@@ -247,6 +252,8 @@ class _Image:
     step: int
     entries: dict[str, Any]
     tensors: dict[str, dict[str, _Slot]]
+    finite: Mapping[str, Collection[str]]
+    """Names of tensors that must be, by kind of file."""
 
     def write(self, folder: Path) -> dict[str, Any]:
         """Files into `folder`, one group of tensors in memory at a time; returns the manifest's entries."""
@@ -254,9 +261,27 @@ class _Image:
         for kind, slots in self.tensors.items():
             for number, shard in enumerate(_shards(slots, always=kind != "objects")):
                 file = folder / f"{kind}-{number:03d}.safetensors"
-                _write_shard(file, shard)
+                copies = {name: copy for name, slot in shard.items() if (copy := slot.read()) is not None}
+                self._check(kind, copies)
+                _write_shard(file, shard, copies)
                 files[file.name] = checkpoint_folder.fingerprint(file)
         return {"files": files, **self.entries}
+
+    def _check(self, kind: str, copies: Mapping[str, Tensor]) -> None:
+        """In the writer's own thread, of the copies: it costs the training nothing."""
+        for name in self.finite.get(kind, ()):
+            copy = copies.get(name)
+            if copy is None or not can_be_checked(copy) or all_finite(copy.reshape(-1)):
+                continue
+            what = "weights" if kind == "weights" else "optimizer's state"
+            raise NonFiniteError(
+                f"the {what} after step {self.step} cannot be saved: {name} is not finite", step=self.step
+            )
+
+
+def can_be_checked(tensor: Tensor) -> bool:
+    """Whether there is such a thing as a value that is not finite, and torch can find it."""
+    return tensor.is_floating_point() and tensor.itemsize > 1
 
 
 def _capture(snapshot: Snapshot) -> _Image:
@@ -294,7 +319,12 @@ def _capture(snapshot: Snapshot) -> _Image:
     early += [slot for name, slot in tensors["optimizer"].items() if not name.startswith("state.")]
     for slot in (*early, *tensors["objects"].values()):
         slot.read()
-    return _Image(step=snapshot.step, entries=entries, tensors=tensors)
+    trained = [name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad]
+    finite = {
+        "weights": trained if snapshot.finite is None else snapshot.finite,
+        "optimizer": [name for name in moments if name.startswith("state.")],
+    }
+    return _Image(step=snapshot.step, entries=entries, tensors=tensors, finite=finite)
 
 
 def _describe(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -342,9 +372,8 @@ def _shards(slots: Mapping[str, _Slot], *, always: bool) -> Iterable[dict[str, _
         yield shard
 
 
-def _write_shard(file: Path, shard: Mapping[str, _Slot]) -> None:
+def _write_shard(file: Path, shard: Mapping[str, _Slot], copies: dict[str, Tensor]) -> None:
     """One file, on the disk when this returns; its tensors' copies are gone by then."""
-    copies = {name: copy for name, slot in shard.items() if (copy := slot.read()) is not None}
     hit("checkpoint.before-file")
     save_file(copies, file, {"format": "pt"})
     hit("checkpoint.file-written")

@@ -23,7 +23,7 @@ from typing import Any
 import safetensors
 
 from potluck.durable import sync
-from potluck.errors import RunFolderError
+from potluck.errors import PotluckError, RunFolderError
 from potluck.failpoints import hit
 
 FORMAT = 1
@@ -66,6 +66,9 @@ def publish(folder: Path, step: int, write: Callable[[Path], Mapping[str, Any]],
             _tidy(folder)
             _prune(folder, step, keep)
             return final
+    except PotluckError:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
     except (OSError, safetensors.SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)  # a full disk needs the room
         raise _cannot_write(folder, step, error) from error

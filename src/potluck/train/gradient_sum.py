@@ -19,8 +19,11 @@ IN_FLIGHT = 3
 """Buckets under way at once; more would only hold more memory."""
 
 
-def add_up(trained: Sequence[nn.Parameter], loss: Tensor | float, *, sums: Any, control: Any) -> Tensor:
-    """Every rank's gradients become the ranks' sum; also the sum of their losses, [1], on the device.
+def add_up(
+    trained: Sequence[nn.Parameter], loss: Tensor | float, *, finite: Tensor, sums: Any, control: Any
+) -> Tensor:
+    """Every rank's gradients become the ranks' sum; also, [1 + ranks] on the device, the sum of their losses and a
+    1 for each rank whose own gradient was not `finite`, a bool on the device.
 
     `control` is a group for what is on the CPU: which parameters were used. One that only some ranks used gets
     zeros on the others; one that nobody used stays without a gradient, as on one machine.
@@ -34,8 +37,9 @@ def add_up(trained: Sequence[nn.Parameter], loss: Tensor | float, *, sums: Any, 
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         gradients.append(parameter.grad)
-    total = torch.zeros(1, dtype=torch.float64, device=trained[0].device)
-    total += loss.detach() if isinstance(loss, Tensor) else loss
+    total = torch.zeros(1 + dist.get_world_size(sums), dtype=torch.float64, device=trained[0].device)
+    total[0] += loss.detach() if isinstance(loss, Tensor) else loss
+    total[1 + dist.get_rank(sums)] = ~finite
     under_way: deque[tuple[Any, Tensor, list[Tensor]]] = deque()
     under_way.append((dist.all_reduce(total, group=sums, async_op=True), total, [total]))
     for bucket in _buckets(gradients):

@@ -7,6 +7,7 @@ the loop is the same.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import time
 from collections.abc import Generator, Iterator
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from potluck.errors import CheckpointError, ConfigError, LoopError
+from potluck.errors import CheckpointError, ConfigError, LoopError, NonFiniteError
 from potluck.failpoints import hit
 from potluck.hub.alone import AloneHub
 from potluck.hub.checks import CommonBatch
@@ -25,8 +26,9 @@ from potluck.hub.ledger import Ledger
 from potluck.hub.parity import Reference, Sketch, sketch
 from potluck.hub.tensors import ModelTensors
 from potluck.train import checkpoint_folder
-from potluck.train.beginning import Beginning
-from potluck.train.checkpoint import CheckpointWriter, Loaded, Snapshot, load_latest
+from potluck.train.bad_steps import BadSteps, Facts
+from potluck.train.beginning import MOST_BUFFER_BYTES, Beginning, Buffers
+from potluck.train.checkpoint import CheckpointWriter, Loaded, Snapshot, can_be_checked, load_latest
 from potluck.train.data import Loader, cloned, to_device
 from potluck.train.ending import Ending
 from potluck.train.events import events_in
@@ -39,6 +41,7 @@ from potluck.train.randomness import RandomState, digests, seed
 from potluck.train.ranks import RoundMark
 from potluck.train.step import SavedBytes, Step
 from potluck.train.telemetry import Telemetry
+from potluck.train.update import Update, own_norm, prepare_gradients
 
 TURN_S = 0.0002
 """How long Python's other threads may keep the one that feeds a device which queues its work. At Python's own 5 ms
@@ -89,6 +92,12 @@ class HostTrainer:
         self._measuring = True
         """Whether the micro-batch under way is timed by itself, and not as one of several in flight."""
         self._waited_on_disk_s = 0.0
+        self._step_update = Update(parts.optimizer, queues=bool(self._device.ahead))
+        self._bad = BadSteps(parts.launch.name, most=parts.launch.config.max_bad_steps)
+        self._finite_at_first = frozenset(finite_state(parts.model))
+        self._buffers: Buffers | None = None
+        self._own_samples = 0
+        """What this process itself has computed of the step."""
         self._beginning: Beginning | None = None
         self._checkpoint_due = False
         self._comparing = False
@@ -124,6 +133,8 @@ class HostTrainer:
                         f"step {step.index} was left before all its samples were computed",
                         hint="let `for batch in step` run to its end; break out of the outer loop instead",
                     )
+            self._flight.finish()
+            self._stop_if_bad()
             reason = "finished"
         except GeneratorExit:
             # The user's loop was left: by break after a step, or by an exception, which cannot be told apart here.
@@ -157,9 +168,13 @@ class HostTrainer:
                 if self._ranks is not None:
                     self._ranks.end()
                 if self._writer is not None:
-                    if reason != "failed":
-                        self._checkpoint(wait=True)
-                    self._writer.close()
+                    with self._saving():
+                        if reason != "failed":
+                            self._checkpoint(wait=True)
+                        self._writer.close()
+        except BaseException:
+            reason = "failed"
+            raise
         finally:
             self._hook.remove()  # it keeps model and optimizer alive
             sys.setswitchinterval(self._turn_s)
@@ -182,9 +197,11 @@ class HostTrainer:
             # Not at the end of the last step: between steps the user's code may have other weights in the model.
             # One that is still being written puts this one off to the next step.
             self._flight.finish()  # the log tells of a step before there is a checkpoint of it
-            self._checkpoint_due = not self._checkpoint()
+            # After a step that was not applied nobody knows whether the weights are any good.
+            self._checkpoint_due = self._bad.in_a_row > 0 or not self._checkpoint()
+        self._buffers, self._own_samples = Buffers(self._p.model), 0
         if self._writer is not None:
-            self._beginning = Beginning(self._device, self._p.model)
+            self._beginning = Beginning(self._device, self._buffers)
         self._device.at_step(step.index + 1)
         if self._ranks is not None:
             self._ranks.begin_step(step.index)
@@ -193,11 +210,13 @@ class HostTrainer:
             parameter.grad = None
         while True:
             self._stop_if_asked()
+            self._stop_if_bad()
             positions, common = self._hub.take(self._p.micro.size() * self._width, self._busy)
             if not positions:
                 break
             began = time.monotonic()
             own = positions if self._ranks is None else self._dealt(positions, common is not None)
+            self._own_samples += len(own)
             if common is None:
                 batch = to_device(self._p.loader.fetch(self._hub.samples_of(own)), self._device)
                 yield from self._hand_out(step, batch, len(own))
@@ -305,7 +324,7 @@ class HostTrainer:
     def _uncounted(self, step: Step, batch: Any, samples: int, common: CommonBatch) -> Generator[Any, None, Sketch]:
         """The common batch with other random numbers: how far this machine is from itself. It leaves no trace."""
         self._finish()
-        beginning = Beginning(self._device, self._p.model)
+        beginning = Beginning(self._device, Buffers(self._p.model))
         seed(self._device, common.seed, otherwise=common.twice or frozenset())
         yield from self._hand_out(step, to_device(batch, self._device), samples)
         made = self._sketch(step, samples)
@@ -327,21 +346,27 @@ class HostTrainer:
         computed = time.monotonic()
         if self._ranks is not None:
             self._finish()
+        # Before the guests' parts are added to it: they are measured by it.
+        own = own_norm(self._trained) if self._hub.members() else None
         result, guests_loss = self._hub.end_step()
-        options, optimizer = self._p.options, self._p.optimizer
+        options, samples = self._p.options, self._own_samples
         total = None if self._ranks is None else self._sum_of_ranks(step, guests_loss)
-        prepare_gradients(step, self._trained, options, self._p.model)
+        norm = prepare_gradients(step.index, self._trained, options, self._p.model)
+        finite = norm.isfinite() if self._ranks is None else self._ranks.agree(norm.isfinite())
         if self._writer is not None:
             self._waited_on_disk_s = self._writer.before_update()
         with self._hub.updating():
             hit("host.before-update")
             self._updating = True
-            optimizer.step()
+            assert self._buffers is not None
+            self._step_update.make(finite, self._buffers)
             self._updating = False
             hit("host.updated")
         if options.scheduler is not None:
-            options.scheduler.step()
-        own_loss = self._device.to_host_later(torch.as_tensor(step.loss_so_far() if total is None else total))
+            options.scheduler.step()  # whether the update was made or not: a schedule goes by steps
+        later = self._device.to_host_later
+        losses = later(torch.as_tensor(step.loss_so_far() if total is None else total).reshape(-1))
+        norms = later(torch.stack([norm.float(), (norm if own is None else own).float(), finite.float()]))
         if self._comparing:
             self._compare_ranks()
         every = self._p.launch.config.checkpoint_every
@@ -350,15 +375,55 @@ class HostTrainer:
         number = self._p.ledger.step
 
         def updated(now: float, update_s: float) -> None:
-            loss_sum = float(own_loss) + (guests_loss if total is None else 0.0)
+            loss_sum = float(losses[0]) + (guests_loss if total is None else 0.0)
             self._done, self._loss = number, loss_sum / options.global_batch
             step.loss = self._loss
-            self._telemetry.step_ended(number, self._loss, result, update_s, now)
+            whole, ours, applied = norms.tolist()
+            facts = Facts(
+                step=number,
+                norm=whole,
+                own_norm=None if own is None else ours,
+                own_loss=float(losses[0]),
+                machines=tuple(result.samples),
+                bad_ranks=[rank for rank, bad in enumerate(losses[1:].tolist()) if bad],
+            )
+            self._judge(facts, samples, applied=bool(applied))
+            self._telemetry.step_ended(number, self._loss, result, update_s, now, applied=bool(applied))
 
         step.loss_when_known(self._flight.finish)
         self._flight.follows(computed, updated)
         if not self._device.ahead or self._ranks is not None:
             self._flight.finish()
+            self._stop_if_bad()
+
+    def _judge(self, facts: Facts, samples: int, *, applied: bool) -> None:
+        """What became of a step's update: in the log if it was not made. `samples`: of this machine's own part."""
+        if applied:
+            self._bad.good()
+        else:
+            self._p.launch.log.emit(self._bad.bad(facts))
+        if facts.own_norm is not None:
+            # Who found no finite loss in samples of which this machine finds none either was not wrong.
+            norm = facts.own_norm if math.isfinite(facts.own_loss) else math.nan
+            self._hub.judged(facts.step - 1, norm, samples, applied=applied)
+
+    def _stop_if_bad(self) -> None:
+        """End the run when too many steps in a row were not applied: it does not come right by itself."""
+        if (why := self._bad.enough) is not None:
+            raise self._not_finite(why)
+
+    def _not_finite(self, what: str) -> NonFiniteError:
+        if self._writer is not None:
+            with contextlib.suppress(Exception):  # of one error it is told, and this one ends the run
+                self._writer.wait()
+        launch, saved = self._p.launch, self._saved_step
+        if launch.folder is None:
+            again = "a script started with plain python keeps no checkpoints, one started by potluck host does"
+        elif saved is None:
+            again = "nothing was saved yet: start it again, with a smaller learning rate or with clip_norm"
+        else:
+            again = f"go on from the last good checkpoint, of step {saved}: {launch.again(launch.folder.path)}"
+        return NonFiniteError(what, hint=again, step=self._done)
 
     def _sum_of_ranks(self, step: Step, guests_loss: float) -> Tensor:
         """All ranks' gradients, with the guests' that are in this rank's, on every rank; the summed loss."""
@@ -366,7 +431,8 @@ class HostTrainer:
         every = self._p.launch.config.check_replica_every
         self._comparing = every > 0 and (step.index + 1) % every == 0
         self._ranks.update(compare=self._comparing)
-        return self._ranks.sum_gradients(self._trained, step.loss_so_far() + guests_loss)
+        finite = own_norm(self._trained).isfinite()
+        return self._ranks.sum_gradients(self._trained, step.loss_so_far() + guests_loss, finite)
 
     def _compare_ranks(self) -> None:
         assert self._ranks is not None
@@ -394,8 +460,20 @@ class HostTrainer:
             self._interrupted = True
             raise Interrupted
 
+    @contextlib.contextmanager
+    def _saving(self) -> Iterator[None]:
+        """What is not finite is not saved: the error says how to go on."""
+        try:
+            yield
+        except NonFiniteError as error:
+            raise self._not_finite(error.what) from error
+
     def _checkpoint(self, *, wait: bool = False) -> bool:
         """Begin to save, and with `wait` end; False while the last one is still being written."""
+        with self._saving():
+            return self._save(wait=wait)
+
+    def _save(self, *, wait: bool) -> bool:
         assert self._writer is not None
         if wait:
             self._writer.wait()
@@ -409,6 +487,7 @@ class HostTrainer:
                 model=p.model,
                 optimizer=p.optimizer,
                 objects=p.objects,
+                finite=self._finite_at_first,
                 device_rng=self._device.rng_state(),
                 extra={
                     "samples": state.samples,
@@ -429,19 +508,16 @@ class HostTrainer:
         )
 
 
-def prepare_gradients(step: Step, trained: list[nn.Parameter], options: Options, model: nn.Module) -> None:
-    """From the sum over the step's samples to what the optimizer takes: the mean, as the user wants it, clipped."""
-    gradients = [p.grad for p in trained if p.grad is not None]
-    if not gradients:
-        raise LoopError(
-            f"step {step.index} ended without any gradient",
-            hint="Potluck clears and steps: take optimizer.zero_grad() and optimizer.step() out of the loop",
-        )
-    torch._foreach_mul_(gradients, 1.0 / options.global_batch)
-    if options.before_update is not None:
-        options.before_update(model)
-    if options.clip_norm is not None:
-        nn.utils.clip_grad_norm_(trained, options.clip_norm)
+def finite_state(model: nn.Module) -> Iterator[str]:
+    """The names in the model's state that are finite and must stay so: what is trained, and small buffers.
+
+    A mask may be made of infinities.
+    """
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    small = {name: b for name, b in model.named_buffers() if b.nbytes <= MOST_BUFFER_BYTES}
+    for name, tensor in {**trained, **small}.items():
+        if can_be_checked(tensor) and bool(tensor.detach().isfinite().all()):
+            yield name
 
 
 def restore(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from potluck.device import Device
@@ -51,6 +52,8 @@ class Launch:
     """On a guest: why its script failed, for the person at the host; set before the training is ended."""
     stop_requested: Callable[[], bool] = lambda: False
     """Whether the person asked for an end (Ctrl-C): looked at between micro-batches."""
+    again: Callable[[Path], str] = lambda folder: f"--resume {folder}"
+    """The command that goes on with the run in this folder."""
     end_training: Callable[[str], None] = lambda reason: None
     """Ends the training that is under way, with its reason; harmless when it has ended. For whoever opened this:
     a loop left by an exception is not closed before the exception itself is forgotten, which may be too late."""

@@ -41,7 +41,7 @@ class Options:
     clip_norm: float | None = None
     """Clip the whole gradient to this norm before the update."""
     scheduler: Any = None
-    """A learning-rate scheduler: stepped after every update, saved with checkpoints."""
+    """A learning-rate scheduler: stepped once a step, whether its update was made or not. Saved in checkpoints."""
     collate: Collate | None = None
     """Turns a list of samples into a batch; torch's default_collate when not given."""
     data: str = "sent"

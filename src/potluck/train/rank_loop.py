@@ -23,14 +23,15 @@ from torch import nn
 from potluck.errors import CheckpointError, LoopError, RankGoneError
 from potluck.hub.tensors import ModelTensors
 from potluck.train import ranks as orders
+from potluck.train.beginning import Buffers
 from potluck.train.checkpoint import load_latest
 from potluck.train.data import Loader, to_device
 from potluck.train.flight import Flight
-from potluck.train.host_loop import prepare_gradients
 from potluck.train.launch import Launch
 from potluck.train.options import Options
 from potluck.train.ranks import RankDone, Ranks
 from potluck.train.step import Step
+from potluck.train.update import Update, own_norm, prepare_gradients
 
 LAST_WORDS_S = 2.0
 
@@ -55,6 +56,7 @@ class RankTrainer:
         self._device = parts.launch.device
         self._trained = parts.tensors.trained
         self._flight = Flight(self._device, lambda samples, seconds: ranks.done())
+        self._step_update = Update(parts.optimizer, queues=bool(self._device.ahead))
 
     def steps(self) -> Iterator[Step]:
         """The same steps as rank 0's; where the training ends, this process does."""
@@ -102,6 +104,7 @@ class RankTrainer:
     def _batches(self, step: Step) -> Iterator[Any]:
         self._device.at_step(step.index + 1)
         seed(self._p.options.seed, step.index, self._ranks.place.rank)
+        buffers = Buffers(self._p.model)
         for parameter in self._trained:
             parameter.grad = None
         while (order := self._ranks.order()).what != orders.UPDATE:
@@ -119,21 +122,22 @@ class RankTrainer:
                 yield batch
                 step.check_done()
             self._flight.launched(len(order.samples), began)
-        self._update(step, compare=bool(order.number))
+        self._update(step, buffers, compare=bool(order.number))
 
     def _after_backward(self, samples: int) -> None:
         if not self._device.ahead:
             self._device.end()
 
-    def _update(self, step: Step, *, compare: bool) -> None:
+    def _update(self, step: Step, buffers: Buffers, *, compare: bool) -> None:
         """The gradient is the same on every rank, and so are weights and optimizer: then they stay so."""
         options = self._p.options
-        total = self._ranks.sum_gradients(self._trained, step.loss_so_far())
-        prepare_gradients(step, self._trained, options, self._p.model)
-        self._p.optimizer.step()
+        finite = own_norm(self._trained).isfinite()
+        total = self._ranks.sum_gradients(self._trained, step.loss_so_far(), finite)
+        norm = prepare_gradients(step.index, self._trained, options, self._p.model)
+        self._step_update.make(self._ranks.agree(norm.isfinite()), buffers)
         if options.scheduler is not None:
             options.scheduler.step()
-        step.loss = float(total) / options.global_batch
+        step.loss = float(total[0]) / options.global_batch
         if compare:
             self._ranks.show_weights(self._trained)
 

@@ -248,10 +248,20 @@ class Ranks:
                 if values.data_ptr() != tensor.data_ptr():
                     tensor.copy_(values)
 
-    def sum_gradients(self, trained: Sequence[nn.Parameter], loss: Tensor | float) -> Tensor:
-        """Add up the ranks' gradients in place, and their losses. What no rank used stays without a gradient."""
+    def sum_gradients(self, trained: Sequence[nn.Parameter], loss: Tensor | float, finite: Tensor) -> Tensor:
+        """Add up the ranks' gradients in place, and their losses. What no rank used stays without a gradient.
+
+        The summed loss, and for each rank whether its own gradient was not `finite`: see `add_up`.
+        """
         with self._together():
-            return gradient_sum.add_up(trained, loss, sums=self._sums, control=self._control)
+            return gradient_sum.add_up(trained, loss, finite=finite, sums=self._sums, control=self._control)
+
+    def agree(self, finite: Tensor) -> Tensor:
+        """Whether it is so on every rank, a bool on the device: all make an update, or none does."""
+        with self._together():
+            doubts = (~finite).float().reshape(1)
+            dist.all_reduce(doubts, dist.ReduceOp.MAX, group=self._sums)
+            return doubts[0] == 0
 
     # -- messages ---------------------------------------------------------------------------------------
 

@@ -220,6 +220,8 @@ class Run:
             fingerprint=tensors.fingerprint,
             piece_bytes=tuple(up.nbytes(p.count) for p in tensors.layout.pieces),
             local_data=parts.options.data == "local",
+            codec=launch.config.codec,
+            guest_bound=launch.config.guest_bound,
             check_replica_every=launch.config.check_replica_every,
         )
         folder = launch.folder.path if launch.folder is not None else None

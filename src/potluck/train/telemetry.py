@@ -40,6 +40,7 @@ class Telemetry:
         self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)
         """(step's seconds, the update's part of it)"""
         self._speedup: float | None = None
+        self._not_applied = 0
         self._flops_per_sample: float | None = None
 
     def started(self, step: int, tensors: ModelTensors) -> None:
@@ -76,8 +77,14 @@ class Telemetry:
     def computed(self, samples: int, seconds: float) -> None:
         self._host_busy_s += seconds
 
-    def step_ended(self, step: int, loss: float, result: StepResult, update_s: float, now: float) -> None:
-        """`now`: when the device had made the update, by the monotonic clock; since then it may have gone on."""
+    def step_ended(
+        self, step: int, loss: float, result: StepResult, update_s: float, now: float, *, applied: bool
+    ) -> None:
+        """`now`: when the device had made the update, by the monotonic clock; since then it may have gone on.
+
+        `applied`: whether it did make one.
+        """
+        self._not_applied += not applied
         step_s, self._last_end = now - self._last_end, now
         self._recent.append((step_s, update_s))
         options = self._options
@@ -91,6 +98,7 @@ class Telemetry:
                 "step": step,
                 "steps": options.steps,
                 "loss": loss,
+                "applied": applied,
                 "step_s": round(step_s, 5),
                 "samples": result.samples,
                 "samples_per_s": rate,
@@ -116,7 +124,9 @@ class Telemetry:
             {
                 "event": "run_end",
                 "step": step,
-                "loss": loss,
+                # Null if it was not finite; not there at all if no step was made.
+                **({} if loss is None else {"loss": loss}),
+                "not_applied": self._not_applied,
                 "seconds": seconds,
                 "samples_per_s": (step - self._first_step) * self._options.global_batch / max(seconds, 1e-9),
                 "speedup": self._speedup,

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 
 from potluck.errors import ConfigError
 from potluck.train.recipes import idx
-from potluck.train.recipes.modes import Precision, evaluating, precision
+from potluck.train.recipes.modes import Precision, evaluating, fused, precision
 from potluck.train.recipes.schedule import warmup_cosine
 
 if TYPE_CHECKING:
@@ -148,7 +148,8 @@ class CnnRecipe:
 
     def optimizer(self, model: nn.Module, config: CnnConfig) -> torch.optim.AdamW:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        return torch.optim.AdamW(trained, lr=config.lr, weight_decay=config.weight_decay)
+        one_pass = fused(trained) or None
+        return torch.optim.AdamW(trained, lr=config.lr, weight_decay=config.weight_decay, fused=one_pass)
 
     def scheduler(self, optimizer: torch.optim.Optimizer, config: CnnConfig) -> LambdaLR:
         """Up over a tenth of the run, then down to nearly nothing."""

@@ -1,0 +1,73 @@
+"""Steps whose update was not made because the gradient was not finite: whose fault each was, and when it is enough.
+
+Owns the count and the words. It knows no tensor: norms and losses come in as numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What is known of a step's gradient when its update is over."""
+
+    step: int
+    """From 1."""
+    norm: float
+    """Of the whole gradient, before clipping."""
+    own_norm: float | None
+    """Of the host's own part; None where there was no other."""
+    own_loss: float
+    machines: Sequence[str]
+    """Who contributed."""
+    bad_ranks: Sequence[int] = ()
+    """The host's ranks whose part was not finite; rank 0's has the guests' in it."""
+
+
+class BadSteps:
+    """Counts them in one run of the host."""
+
+    def __init__(self, host: str, *, most: int) -> None:
+        """`most` in a row end the run; 0: any number may come."""
+        self._host, self._most = host, most
+        self.in_a_row = 0
+        self.all = 0
+        self._last = ""
+
+    def good(self) -> None:
+        self.in_a_row = 0
+
+    def bad(self, facts: Facts) -> dict[str, object]:
+        """Count a step whose update was not made; the event that tells of it."""
+        self.in_a_row += 1
+        self.all += 1
+        machine, reason = self._cause(facts)
+        self._last = reason if machine is None else f"{machine}'s {reason}"
+        event = {"event": "step_not_applied", "step": facts.step, "machine": machine, "reason": reason}
+        return {**event, "in_a_row": self.in_a_row, "so_far": self.all}
+
+    @property
+    def enough(self) -> str | None:
+        """Why the run should end, or None."""
+        if not self._most or self.in_a_row < self._most:
+            return None
+        steps = "1 step was" if self.in_a_row == 1 else f"{self.in_a_row} steps in a row were"
+        return f"{steps} not applied, the last because {self._last}"
+
+    def _cause(self, facts: Facts) -> tuple[str | None, str]:
+        """The machine whose part it was, None where it was no single one's; and what was the matter."""
+        own = facts.norm if facts.own_norm is None else facts.own_norm
+        others = [rank for rank in facts.bad_ranks if rank or not math.isfinite(own)]
+        if facts.bad_ranks and others:
+            ranks = " and ".join(f"rank {rank}" for rank in others)
+            return self._host, f"own gradient is not finite, on {ranks}"
+        if not math.isfinite(own):
+            loss = "" if math.isfinite(facts.own_loss) else f", its loss is {facts.own_loss}"
+            return self._host, f"own gradient is not finite: its norm is {own}{loss}"
+        if len(facts.machines) > 1:
+            who = ", ".join(facts.machines)
+            return None, f"the sum of the gradients of {who} is too large for a number"
+        return self._host, f"gradient is not finite as before_update leaves it: its norm is {facts.norm}"
