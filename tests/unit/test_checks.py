@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 
 import pytest
 
@@ -149,14 +150,33 @@ def test_random_digests_that_make_no_sense_put_a_guest_out() -> None:
     assert "a malformed 'sketch' message" in refusals(world, "a")[0]
 
 
-# -- batches that cannot travel
+# -- batches that do not travel
 
 
-def compute_unsendable(world: World) -> None:
+def compute(world: World, batch: Packed) -> None:
     world.begin()
     world.take()
     assert world.in_hand is not None
-    world.do(world.protocol.checks.computed(world.in_hand[0], Packed(why_not="batch[0] is a PIL.Image"))[1])
+    world.do(world.protocol.checks.computed(world.in_hand[0], batch)[1])
+
+
+def compute_unsendable(world: World) -> None:
+    compute(world, Packed(why_not="batch[0] is a PIL.Image"))
+
+
+@pytest.mark.parametrize("same_again", [False, True])
+def test_local_data_is_read_by_the_guest_where_reading_it_twice_gives_the_same(same_again: bool) -> None:
+    """Then another data set shows in the gradient; where reading is random, the host's own tensors travel."""
+    world = entered("a", local_data=True)
+    compute(world, replace(BATCH, same_again=same_again))
+    (check,) = [s for s in world.sent["a"] if s.kind == "check"]
+    sent = [s.frames for s in world.sent["a"] if s.kind == "samples"]
+    assert sent == ([] if same_again else [BATCH.frames])
+    if same_again:
+        assert struct.unpack("<2q", *check.frames) == tuple(world.ledger.samples_of([0, 1]))
+    else:
+        assert check.frames == ()
+    assert of_kind(world, "note") == []
 
 
 def test_a_batch_that_cannot_be_sent_refuses_the_guest() -> None:

@@ -36,6 +36,7 @@ class Table:
         self._hub, self._ledger = AloneHub(ledger, name), ledger
         self.references: list[Reference] = []
         self.batches: list[Any] = []
+        self.same_again: list[bool] = []
         self.common: CommonBatch | None = None
         """What the body computes now, if it is a common batch."""
         self._due = False
@@ -58,6 +59,7 @@ class Table:
         return Packed(tree=tree, frames=tuple(bytes(frame) for frame in frames))
 
     def check_computed(self, positions: tuple[int, ...], reference: Reference, batch: Packed) -> None:
+        self.same_again.append(batch.same_again)
         self.references.append(reference)
         self.batches.append(unpack_tree(batch.tree, batch.frames))
 
@@ -76,15 +78,15 @@ class Data:
 Body = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
-def trained(body: Body, run: potluck.Run | None = None) -> tuple[nn.Module, list[float]]:
+def trained(body: Body, dataset: Any = None, data: str = "sent") -> tuple[nn.Module, list[float]]:
     """A run of the real loop: the model, and each step's loss."""
     for seed_with in (random.seed, np.random.seed, torch.manual_seed):
         seed_with(5)
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
-    run = run or potluck.start()
-    for step in run.training(model, optimizer, Data(), global_batch=BATCH, steps=STEPS, micro_batch=2):
+    run, dataset = potluck.start(), dataset or Data()
+    for step in run.training(model, optimizer, dataset, global_batch=BATCH, steps=STEPS, micro_batch=2, data=data):
         for x, y in step:
             step.backward(body(model, x, y))
         losses.append(step.loss)
@@ -158,6 +160,21 @@ def test_the_guests_get_the_batch_as_it_was_before_the_loop_changed_it(checked: 
         assert torch.equal(seen[first], x), "the uncounted one"
         assert torch.equal(seen[first + 1], x), "the counted one"
         assert y.dtype == torch.int64
+
+
+class RandomData(Data):
+    """Nobody reads the same sample twice."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        x, y = super().__getitem__(index)
+        return x + torch.rand((), generator=OWN), y
+
+
+def test_local_data_that_is_random_is_told_from_data_that_is_not(checked: list[Table]) -> None:
+    once = trained(plain)[1]
+    assert trained(plain, data="local")[1] == once, "reading a second time must not move the random numbers on"
+    trained(plain, RandomData(), data="local")
+    assert [table.same_again for table in checked] == [[same] * len(CHECKED) for same in (False, True, False)]
 
 
 @pytest.mark.parametrize("kind", ["python", "numpy", "cpu", "own", "none"])

@@ -223,7 +223,7 @@ def test_a_check_that_came_too_late_is_made_again() -> None:
     assert world.members["a"].state == COMPUTING
 
 
-def test_local_data_is_named_in_a_lease_but_the_common_batch_is_the_hosts() -> None:
+def test_local_data_is_named_in_a_lease_and_a_random_common_batch_is_the_hosts() -> None:
     world = joined("a", local_data=True)
     assert [s.frames for s in world.sent["a"] if s.kind == "samples"] == [BATCH.frames]
     (check,) = [s for s in world.sent["a"] if s.kind == "check"]

@@ -49,6 +49,8 @@ class Packed:
     frames: tuple[bytes, ...] = ()
     why_not: str = ""
     """Why such a batch cannot be sent; empty where it can."""
+    same_again: bool = False
+    """Read a second time it was the same: a guest that reads it itself shows that it has the same data."""
 
 
 @dataclass(slots=True)
@@ -111,14 +113,16 @@ class Checks:
         check.positions = positions
         actions: list[Action] = []
         frames: tuple[bytes, ...] = ()
-        if batch.why_not and self.local_data:
+        by_index = self.local_data and (batch.same_again or bool(batch.why_not))
+        if by_index:
             frames = (pack_samples(self.ledger.samples_of(positions)),)
+        if by_index and batch.why_not:
             actions += self._tell_unpacked(batch.why_not)
         for guest in check.guests:
             member = self.members.get(guest)
             if member is None or member.state != SYNCING:
                 continue
-            if batch.why_not and not self.local_data:
+            if batch.why_not and not by_index:
                 # It cannot help with such batches; the training itself is fine.
                 actions += self.put_out(member, f"the samples cannot be sent: {batch.why_not}", refused=True)
                 continue
@@ -126,7 +130,7 @@ class Checks:
             fields: dict[str, Any] = {"check": check.id, "step": check.step, "sizes": [len(positions)]}
             fields["seed"] = check.seed
             actions.append(Send(guest=guest, channel=CONTROL, kind="check", fields=fields, frames=frames))
-            if not batch.why_not:
+            if not by_index:
                 member.feed.extra(sum(len(frame) for frame in batch.frames))
                 fields = {"lease": -check.id, "batch": 0, "tree": batch.tree}
                 actions.append(Send(guest=guest, channel=DATA, kind="samples", fields=fields, frames=batch.frames))

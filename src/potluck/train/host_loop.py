@@ -11,7 +11,7 @@ import math
 import sys
 import time
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -301,6 +301,11 @@ class HostTrainer:
         batch = self._p.loader.fetch(self._hub.samples_of(positions))
         reading_draws = digests(self._device) != before
         packed = self._hub.pack_common(batch)  # before the loop's body, which may change the batch in place
+        if self._p.options.data == "local" and not packed.why_not:
+            own = RandomState(self._device)
+            again = self._hub.pack_common(self._p.loader.fetch(self._hub.samples_of(positions)))
+            own.restore()
+            packed = replace(packed, same_again=again == packed)
         second = None
         with self._alike:
             if reading_draws:
