@@ -8,6 +8,7 @@
     │   ├── RunFolderError     a run folder that is missing, damaged or not writable
     │   ├── LoopError          the training loop used in a way that cannot work
     │   ├── CollectiveError    a collective of torch.distributed that cannot work (also a RuntimeError)
+    │   ├── MissingModuleError this machine lacks modules that the host's script imports
     │   └── ScriptError        the user's script raised an exception of its own: exit status 1
     ├── NetworkError           a machine or a link: exit status 3
     │   ├── PortTakenError     the port is held by another process (a user's choice: exit status 2)
@@ -20,7 +21,7 @@
     ├── CheckpointError        no readable checkpoint where one was needed
     └── NonFiniteError         gradients or weights that are no numbers any more
 
-Every class has a `code`; `docs/troubleshooting/<code>.md` is its page.
+Every class has a `code`; `troubleshooting/<code>.md` is its page, which `potluck explain <code>` shows.
 """
 
 from __future__ import annotations
@@ -77,6 +78,10 @@ class CollectiveError(UserError, RuntimeError):
     """Also a RuntimeError: scripts written for other backends of torch.distributed catch that."""
 
     code = "bad-collective"
+
+
+class MissingModuleError(UserError):
+    code = "missing-module"
 
 
 class ScriptError(UserError):

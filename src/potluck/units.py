@@ -102,3 +102,9 @@ def _scaled(value: float | None, units: tuple[str, ...]) -> str:
         index += 1
     whole = index == 0 or abs(scaled) >= 99.95 or scaled == int(scaled)
     return f"{scaled:.0f} {units[index]}".rstrip() if whole else f"{scaled:.1f} {units[index]}"
+
+
+def printable(value: object, limit: int) -> str:
+    """One line that steers no terminal: words of another machine, cut where they are longer than that."""
+    text = "".join(c if c.isprintable() else " " for c in str(value)[: limit + 1]).strip()
+    return text if len(text) <= limit else text[: limit - 1] + "…"

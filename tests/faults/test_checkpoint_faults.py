@@ -17,13 +17,15 @@ import potluck
 from potluck.device import pick
 from potluck.errors import PotluckError, RunFolderError
 from potluck.failpoints import NAMES, armed
+from potluck.report.messages import describe
 from potluck.report.summary import read_events
 from potluck.spec.config import RunConfig
-from potluck.train import checkpoint
+from potluck.train import checkpoint, checkpoint_folder
 from potluck.train.checkpoint import CheckpointWriter, Loaded, Snapshot, load_latest, save
 from potluck.train.events import EventLog
 from potluck.train.folder import RunFolder
 from potluck.train.launch import ALONE, Launch, set_launch
+from potluck.train.run import Run
 from support.campaign import campaign
 from support.processes import Processes
 
@@ -188,9 +190,75 @@ def test_one_that_falls_due_during_a_save_begins_at_the_next_step(
     assert saved[-1] == 145
 
 
-def test_a_log_that_cannot_be_written_ends_the_training_with_its_reason(tmp_path: Path) -> None:
-    with armed("events.before-line=raise@4"), pytest.raises(RunFolderError, match=r"events\.jsonl"):
-        trained(tmp_path, steps=10, every=0)
+def failing(monkeypatch: pytest.MonkeyPatch, fails: Callable[[int], bool]) -> None:
+    """The disk is full for the checkpoints of some steps."""
+    publish = checkpoint_folder.publish
+
+    def full(folder: Path, step: int, *more: Any, **options: Any) -> Path:
+        if fails(step):
+            raise RunFolderError(f"cannot write a checkpoint into {folder}: No space left on device", step=step)
+        return publish(folder, step, *more, **options)
+
+    monkeypatch.setattr(checkpoint_folder, "publish", full)
+
+
+def test_a_save_that_fails_is_told_and_tried_again_at_the_next_interval(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing(monkeypatch, lambda step: step in (4, 6))
+    assert trained(tmp_path, steps=9, every=2, at=between_saves) == [2, 8, 9]
+    told = [e for e in read_events(tmp_path) if e["event"] == "checkpoint_failed"]
+    assert [e["step"] for e in told] == [4, 6]
+    assert "No space left" in told[0]["reason"]
+    message = describe(told[0])
+    assert message is not None
+    assert message.text.startswith("step 4 is not saved: cannot write")
+    assert message.text.endswith("; tries again at the next interval")
+
+
+def test_a_run_whose_last_save_fails_ends_with_that_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, lambda step: step > 3)
+    with pytest.raises(RunFolderError, match="No space left"):
+        trained(tmp_path, steps=6, every=2, at=between_saves)
+    events = read_events(tmp_path)
+    assert [e["step"] for e in events if e["event"] == "step"] == [1, 2, 3, 4, 5, 6]
+    assert events[-1]["reason"] == "failed"
+    assert [e.get("again", False) for e in events if e["event"] == "checkpoint_failed"] == [True, False]
+
+
+def test_the_last_save_of_a_loop_that_was_left_is_not_lost_with_its_generator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing(monkeypatch, lambda step: True)
+    folder = RunFolder(tmp_path)
+    log = EventLog(folder.events)
+    launch = Launch(role=ALONE, config=RunConfig(), device=pick("cpu"), name="here", log=log, folder=folder)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in Run(launch).training(model, optimizer, [torch.ones(2)] * 8, global_batch=4, micro_batch=4):
+        for batch in step:
+            step.backward(model(batch).mean())
+        break
+    with pytest.raises(RunFolderError, match="No space left"):
+        launch.end_training("finished")
+    log.close()
+    assert read_events(tmp_path)[-1]["reason"] == "failed"
+
+
+def between_saves(step: int) -> None:
+    """A disk that is slower than training would put a save off; here none is."""
+    deadline = time.monotonic() + 30
+    while any(thread.name == "potluck-checkpoint" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_log_that_cannot_be_written_does_not_end_the_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with armed("events.before-line=raise@4"):
+        assert trained(tmp_path, steps=10, every=0) == [10]
+    assert "events.jsonl" in capsys.readouterr().err
 
 
 @linux

@@ -11,6 +11,7 @@ import pytest
 
 from potluck.hub import recorder as recorders
 from potluck.hub.recorder import ENTRIES, MOST_FILES, PAUSE_S, Recorder
+from potluck.report.guest_view import GuestView
 from potluck.report.messages import describe
 from support.protocol_world import World, joined, of_kind
 
@@ -103,6 +104,25 @@ def test_a_few_files_and_not_too_often(tmp_path: Path, clock: Clock) -> None:
     again = Recorder("tower", tmp_path, clock=clock)
     again.fault("after a resume")
     assert again.write() == tmp_path / f"flight-tower-{6 * MOST_FILES + 1}.jsonl"
+
+
+def test_records_of_a_run_that_ended_well_are_removed_and_nobody_elses(tmp_path: Path, clock: Clock) -> None:
+    (tmp_path / "flight-tower-7.jsonl").write_text("of another time")
+    recorder = Recorder("tower", tmp_path, clock=clock)
+    for why in ("the host was gone", "and once more"):
+        recorder.fault(why)
+        assert recorder.write(now=True) is not None
+    recorder.fault("not written yet")
+    recorder.discard()
+    assert recorder.write(now=True) is None
+    assert [p.name for p in tmp_path.iterdir()] == ["flight-tower-7.jsonl"]
+
+
+def test_a_guest_says_what_a_record_is_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    GuestView("plain").recorded(tmp_path / "flight-ann-1.jsonl", "the host closed the connection")
+    said = capsys.readouterr().out
+    assert said.startswith("the host closed the connection; for a bug report the last messages are in ")
+    assert said.rstrip().endswith("flight-ann-1.jsonl (removed if the run ends well)")
 
 
 def test_a_folder_that_takes_nothing_ends_nothing(tmp_path: Path) -> None:

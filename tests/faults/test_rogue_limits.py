@@ -15,6 +15,7 @@ import zmq
 from zmq.utils import garbage, z85
 
 from potluck.wire import transport
+from potluck.wire.files import Room
 from potluck.wire.frames import PART_BYTES
 from potluck.wire.keys import new_keys
 from potluck.wire.token import Token
@@ -149,7 +150,7 @@ def test_a_guest_that_sends_much_in_messages_that_end_is_left_alone(monkeypatch:
 
 
 def test_connections_of_one_who_holds_the_key_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "MOST_INSIDE", 12)
+    monkeypatch.setattr(transport, "room_at_door", lambda limit, in_use: Room(inside=12))
     with host() as (end, _), rogues() as rogue_of:
         guest = guest_of(end)
         inside = end._door.watch._inside
@@ -163,6 +164,59 @@ def test_connections_of_one_who_holds_the_key_are_bounded(monkeypatch: pytest.Mo
         assert len(answering) >= 10
         assert is_answered(guest), "the guest had to go for the others"
         guest.close()
+
+
+def test_what_waits_for_those_who_never_read_is_bounded_for_all_of_them_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transport, "budget_bytes", lambda memory: 16 * MB)
+    end = HostSocket(bind="127.0.0.1", port=0, keys=KEYS)
+    over = threading.Event()
+    sizes: list[int] = []
+    with rogues() as rogue_of:
+        silent = [rogue_of(end) for _ in range(8)]
+        for one in silent:
+            one.setsockopt(zmq.RCVHWM, 1)
+            one.send(b"here I am")
+        there: set[bytes] = set()
+        assert until(lambda: there.update(peer for peer, _ in end.receive(0.05)) or len(there) == 8)
+        helper = threading.Thread(target=lambda: _reads(end, over, sizes))
+        helper.start()
+        reader = b""
+        while not reader:
+            reader = next((peer for peer, _ in end.receive(0.05) if peer not in there), b"")
+        process = psutil.Process()
+        before = most = process.memory_info().rss
+        out: set[bytes] = set()
+        sent = 0
+
+        def all_came() -> bool:
+            return end.receive(0.01) == [] and len(sizes) == sent
+
+        for _ in range(60):
+            for peer in [*there - out, reader]:
+                sent += end.send(peer, [b"PLK", bytes(MB)]) and peer == reader
+            out |= {peer for peer, _ in end.overfull()}
+            most = max(most, process.memory_info().rss)
+            assert end.queued_bytes <= 16 * MB
+            assert until(all_came), "its messages did not come"
+        assert out
+        assert out <= there, "the one who reads had to go"
+        assert most - before < 200 * MB, "480 MB were sent to those who never read"
+        gone = next(iter(out))
+        assert until(lambda: end.receive(0.01) == [] and not end.send(gone, [b"PLK"])), "it was not hung up on"
+        over.set()
+        helper.join(10)
+    end.close()
+
+
+def _reads(end: HostSocket, over: threading.Event, sizes: list[int]) -> None:
+    """A guest that reads all that it is sent."""
+    guest = guest_of(end)
+    guest.send_data([b"PLK?"])
+    while not over.is_set():
+        sizes += [sum(frame.nbytes for frame in frames) for _, frames in guest.receive(0.05)]
+    guest.close()
 
 
 def test_an_ipv6_visitor_is_known_by_its_address() -> None:

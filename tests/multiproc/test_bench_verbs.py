@@ -132,7 +132,7 @@ def test_a_backend_that_is_not_here_is_refused_once_and_with_a_hint_that_fits(
     assert error.startswith(f"error: {said}")
     assert hint in told
     assert "GLOO_SOCKET_IFNAME" not in told
-    assert page == "see docs/troubleshooting/bad-input.md"
+    assert page == "see: potluck explain bad-input"
 
 
 WRONG = {
@@ -170,7 +170,7 @@ def test_a_wrong_variable_of_the_backend_is_said_once_and_before_anything_starts
         assert error.startswith(f"error: {PREFIX}{name}=")
         assert value in error
         assert told.startswith("hint: ")
-        assert page == "see docs/troubleshooting/bad-config.md"
+        assert page == "see: potluck explain bad-config"
 
 
 def test_a_backend_that_takes_no_tensors_of_the_cpu_is_refused(

@@ -6,6 +6,8 @@ import contextlib
 import logging
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +19,7 @@ from zmq.utils import garbage
 from potluck.dist import links
 from potluck.dist.links import LinkSettings
 from potluck.dist.mesh import Kind, Mesh
+from support.processes import SOURCE
 from support.strangers import MANNERS, Crowd, a_frame_of, greeting
 
 GROUP, TAG = 7, 1
@@ -147,6 +150,47 @@ def test_strangers_are_logged_but_not_without_end(caplog: pytest.LogCaptureFixtu
     said = [record.getMessage() for record in caplog.records if "stranger" in record.getMessage()]
     assert len(said) == 5
     assert "refused a stranger from" in said[0]
+
+
+BURST = """
+import ctypes, os, resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+from potluck.dist.links import LinkSettings
+from potluck.dist.mesh import Mesh
+rank = Mesh(LinkSettings())
+print(rank.endpoint.port, flush=True)
+sys.stdin.readline()
+for _ in range(2):
+    ctypes.PyDLL(None).usleep(400_000)  # with Python's lock, as the import of a large library does
+    files = [open(os.devnull) for _ in range(100)]
+    for file in files:
+        file.close()
+print("enough files", flush=True)
+rank.close()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere libzmq accepts whatever comes while Python is busy")
+def test_a_burst_while_python_is_busy_leaves_the_files_of_the_training() -> None:
+    command, env = [sys.executable, "-c", BURST], {**os.environ, "PYTHONPATH": str(SOURCE)}
+    with (
+        subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process,
+        contextlib.ExitStack() as crowd,
+    ):
+        assert process.stdin is not None
+        assert process.stdout is not None
+        crowd.callback(process.kill)
+        port = int(process.stdout.readline())
+        print("go", file=process.stdin, flush=True)
+        for _ in range(2):
+            time.sleep(0.1)
+            for _ in range(400):
+                one = crowd.enter_context(socket.socket())
+                one.setblocking(False)
+                one.connect_ex(("127.0.0.1", port))
+            time.sleep(0.3)
+        assert process.stdout.readline() == "enough files\n"
+        assert process.wait(10) == 0
 
 
 def test_long_bodies_travel_in_short_parts() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import signal
+import socket
 from pathlib import Path
 
 import pytest
 
+from potluck.wire.token import decode
 from support.fleet import JOB, Event, Fleet, port_is_open
 from support.processes import TestProcess
 
@@ -97,3 +99,33 @@ def test_guests_that_stall_now_and_then_lose_leases_and_nothing_else(tmp_path: P
         assert any(fleet.steps_with(name) for name in ("ann", "bob")), "nobody contributed"
         assert fleet.events("guest_lost") == []
         fleet.assert_nothing_left()
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no ::1")
+def test_a_host_on_ipv6_trains_with_its_guest_and_the_doctor_reaches_it(tmp_path: Path) -> None:
+    with Fleet(tmp_path) as fleet:
+        enough = tmp_path / "enough"
+        host = fleet.host(
+            JOB, "--bind", "::1", "--wait-for", "1", "--device", "paced:0.002", arguments=["--until", enough]
+        )
+        guest = fleet.guest("ann", "--device", "paced:0.002")
+        fleet.wait_for_step(host, 3)
+        assert decode((fleet.folder / "token").read_text()).addresses == ("::1",)
+        doctor = fleet.potluck("doctor", "--token-file", str(fleet.folder / "token"), "--json", name="doctor")
+        doctor.wait(40)
+        assert "::1" in doctor.stdout()
+        assert "Traceback" not in doctor.stderr()
+        enough.touch()
+        host.succeeds(deadline_s=30)
+        guest.succeeds(deadline_s=30)
+        assert fleet.events("guest_joined", "ann")[0]["address"] == "::1"
+        fleet.assert_every_step_is_full(global_batch=32)

@@ -29,7 +29,7 @@ Case = tuple[str, Callable[[int, int], None]]
 
 def allowed(op: str, dtype: torch.dtype) -> bool:
     if op == "AVG":
-        return dtype in FLOATS or dtype in COMPLEX
+        return dtype != torch.bool
     if op in ("BAND", "BOR", "BXOR"):
         return dtype in WHOLE
     return op == "SUM" or dtype not in COMPLEX
@@ -81,7 +81,9 @@ def reduced(op: str, parts: list[Tensor]) -> Tensor:
         return stack.amax(0)
     wide = stack.to(torch.complex128 if dtype in COMPLEX else torch.float64 if dtype in FLOATS else torch.int64)
     total = wide.prod(0) if op == "PRODUCT" else wide.sum(0)
-    return (total / len(parts) if op == "AVG" else total).to(dtype)
+    if op == "AVG":
+        total = total / len(parts) if dtype not in WHOLE else total.div(len(parts), rounding_mode="trunc")
+    return total.to(dtype)
 
 
 def same(found: Tensor, wanted: Tensor) -> None:
@@ -127,6 +129,9 @@ def reductions(device: str, types: Sequence[torch.dtype]) -> Iterator[Case]:
         yield f"reduce {op} {dtype} {layout} async={later}", functools.partial(reduce, **settings)
         yield f"reduce_scatter {op} {dtype} {layout} async={later}", functools.partial(reduce_scatter, **settings)
     yield "uneven reduce_scatter", functools.partial(uneven_reduce_scatter, device=device)
+    for dtype in WHOLE[:-1]:  # bools have no average
+        for function in (whole_averages_of_all, whole_averages_in_parts):
+            yield f"{function.__name__} {dtype}", functools.partial(function, dtype=dtype, device=device)
 
 
 def all_reduce(
@@ -171,6 +176,44 @@ def uneven_reduce_scatter(rank: int, world: int, *, device: str) -> None:
         finish(dist.reduce_scatter(output, inputs, getattr(dist.ReduceOp, op), async_op=later), later)
         same(output, reduced(op, [torch.full((3, rank), float(source + rank)) for source in range(world)]))
         assert all(bool((part == rank + to).all()) for to, part in enumerate(inputs))
+
+
+def whole_numbers(rank: int, dtype: torch.dtype, count: int) -> Tensor:
+    """[count] from -60 to 60, or from 0: as many remainders as there are, and sums that overflow int8."""
+    numbers = (torch.arange(count) * 31 + rank * 17) % 121
+    return (numbers if dtype == torch.uint8 else numbers - 60).to(dtype)
+
+
+def average(parts: list[Tensor]) -> Tensor:
+    """Python's own arithmetic: a sum that wraps around as the type does, then C's division, towards zero."""
+    limits = torch.iinfo(parts[0].dtype)
+    means = []
+    for numbers in zip(*(part.tolist() for part in parts), strict=True):
+        total = (sum(numbers) - limits.min) % (limits.max - limits.min + 1) + limits.min
+        means.append(abs(total) // len(parts) * (-1 if total < 0 else 1))
+    return torch.tensor(means, dtype=parts[0].dtype)
+
+
+def whole_averages_of_all(rank: int, world: int, *, dtype: torch.dtype, device: str) -> None:
+    """A few numbers and some thousands, which go different ways."""
+    for count in (3, 5000):
+        wanted = average([whole_numbers(other, dtype, count) for other in range(world)])
+        tensor = on(device, whole_numbers(rank, dtype, count))
+        dist.all_reduce(tensor, dist.ReduceOp.AVG)
+        same(tensor, wanted)
+        tensor = on(device, whole_numbers(rank, dtype, count))
+        (root,) = roots(world)
+        dist.reduce(tensor, root, dist.ReduceOp.AVG)
+        same(tensor, wanted if rank == root else whole_numbers(rank, dtype, count))
+
+
+def whole_averages_in_parts(rank: int, world: int, *, dtype: torch.dtype, device: str) -> None:
+    """Equal parts, and parts of t rows for rank t."""
+    for sizes in ([700] * world, [3 * to for to in range(world)]):
+        inputs = [on(device, whole_numbers(rank + 3 * to, dtype, size)) for to, size in enumerate(sizes)]
+        output = on(device, torch.zeros(sizes[rank], dtype=dtype))
+        dist.reduce_scatter(output, inputs, dist.ReduceOp.AVG)
+        same(output, average([whole_numbers(source + 3 * rank, dtype, sizes[rank]) for source in range(world)]))
 
 
 def movements(device: str, types: Sequence[torch.dtype]) -> Iterator[Case]:
@@ -455,6 +498,7 @@ def compressed(rank: int, world: int) -> list[float]:
         small = torch.full((8,), 0.1)
         dist.all_reduce(small)
         assert torch.equal(small, torch.full((8,), 0.1) * world), "small tensors stay exact"
+        whole_averages_of_all(rank, world, dtype=torch.int64, device="cpu")  # whole numbers too
         scale = float(wanted.abs().mean())
         return [float((found - wanted).abs().mean()) / scale for found in (tensor, total / steps)]
     finally:

@@ -110,7 +110,11 @@ def news() -> list[Event]:
         },
         {"event": "refused_stranger", "address": "10.0.0.66", "reason": "a wrong key"},
         {"event": "checkpoint", "step": 2, "path": "checkpoints/step-2", "seconds": 0.3},
+        {"event": "checkpoint_failed", "step": 2, "reason": "No space left on device", "again": True},
         {"event": "checkpoint_damaged", "path": "checkpoints/step-2", "reason": "its hash is another"},
+        {"event": "loop_awaited", "what": "job.py", "seconds": 61.0, "guests": 1},
+        {"event": "log_failed", "path": "runs/x/events.jsonl", "reason": "No space left on device"},
+        {"event": "log_gap", "lines": 3},
         {"event": "flight_recorded", "machine": "tower", "path": "runs/x/flight-tower-1.jsonl", "first": True},
         {"event": "note", "text": "a word to the reader"},
     ]

@@ -13,6 +13,7 @@ from potluck.hub.ledger import Ledger
 from potluck.hub.members import COMPUTING, Member
 from potluck.hub.quota import Estimate
 from potluck.hub.stepping import Stepping, Take
+from potluck.plan.leases import Least
 from potluck.train.data import epoch_order
 
 HOST_S = 0.1
@@ -23,10 +24,20 @@ STATE = [PieceState(0, 1, 10, 80)]
 class Table:
     """A host with a clock that tests turn, and guests as they want them."""
 
-    def __init__(self, *guests: str, batch: int = 20, rate: float = 10.0, local_data: bool = False) -> None:
+    def __init__(
+        self,
+        *guests: str,
+        batch: int = 20,
+        rate: float = 10.0,
+        local_data: bool = False,
+        least: Least | None = None,
+    ) -> None:
+        self.least = least or Least()
         self.ledger = Ledger(samples=1000, global_batch=batch, order=epoch_order(1000, 0))
         self.members: dict[str, Member] = {}
-        self.stepping = Stepping(ledger=self.ledger, members=self.members, host_name="host", local_data=local_data)
+        self.stepping = Stepping(
+            ledger=self.ledger, members=self.members, host_name="host", local_data=local_data, least=least
+        )
         self.now = 100.0
         for guest in guests:
             self.join(guest, rate)
@@ -38,7 +49,15 @@ class Table:
         feed = Feed(pieces=1, window_bytes=100)
         feed.have, feed.open = [1], True
         member = Member(
-            id=name, name=name, address="", device="", about={}, last_heard=self.now, joined_at=0.0, feed=feed
+            id=name,
+            name=name,
+            address="",
+            device="",
+            about={},
+            last_heard=self.now,
+            joined_at=0.0,
+            feed=feed,
+            least=self.least,
         )
         member.state = COMPUTING
         member.rate.add(rate)
@@ -47,7 +66,7 @@ class Table:
         return member
 
     def begin(self) -> list[Action]:
-        return self.stepping.begin(self.now, STATE, 1)
+        return self.stepping.begin(self.now, STATE, self.least.lease)
 
     def take(self, count: int = 1) -> Take:
         return self.stepping.take(count, self.now)[0]

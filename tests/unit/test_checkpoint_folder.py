@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 
 from potluck import failpoints
 from potluck.errors import CheckpointError, RunFolderError
+from potluck.train import checkpoint_folder
 from potluck.train.checkpoint import CheckpointWriter, Snapshot, load_latest, save
 from potluck.train.checkpoint_folder import tidy
 from support.processes import Processes
@@ -168,6 +170,57 @@ def test_every_single_byte_of_a_manifest_counts(tmp_path: Path) -> None:
             load_latest(tmp_path)
 
 
+FORGERIES: dict[str, Callable[[dict[str, Any]], object]] = {
+    **{
+        f"no {key}": lambda m, key=key: m.pop(key) for key in ("format", "files", "weights", "extra", "rng", "step")
+    },
+    "files as a list": lambda m: m.update(files=[1, 2]),
+    "a file without a size": lambda m: m["files"].update({"weights-000.safetensors": {}}),
+    "a file elsewhere": lambda m: m["files"].update({"../secret": {"bytes": 1, "sha256": ""}}),
+    "a step as text": lambda m: m.update(step="1e9"),
+    "tensors as text": lambda m: m["weights"].update(tensors="all"),
+    "a tensor that is not there": lambda m: m.update(extra={"$tensor": "x"}),
+    "extra as a number": lambda m: m.update(extra=5),
+}
+
+
+@pytest.mark.parametrize("how", FORGERIES)
+def test_a_forged_manifest_is_damage_and_the_previous_is_used(tmp_path: Path, how: str) -> None:
+    """With the right hash: whoever wrote it knows how that is made."""
+    save_linear(tmp_path, 1)
+    file = save_linear(tmp_path, 2) / "manifest.json"
+    manifest = json.loads(file.read_text())
+    FORGERIES[how](manifest)
+    file.write_bytes(checkpoint_folder._rendered(manifest))
+    loaded = load_latest(tmp_path)
+    assert loaded is not None
+    assert loaded.step == 1
+    assert "manifest.json" in loaded.skipped[0][1] or "secret" in loaded.skipped[0][1]
+
+
+def test_a_manifest_nested_without_end_is_damage(tmp_path: Path) -> None:
+    file = save_linear(tmp_path, 1) / "manifest.json"
+    file.write_text("[" * 200_000 + "]" * 200_000)
+    with pytest.raises(CheckpointError, match=r"step-00000001: manifest\.json is damaged"):
+        load_latest(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["optimizer", "rng"])
+def test_what_is_forged_deeper_is_a_clear_error(tmp_path: Path, key: str) -> None:
+    model, optimizer = linear()
+    file = save_linear(tmp_path, 1) / "manifest.json"
+    manifest = json.loads(file.read_text())
+    if key == "rng":
+        manifest["rng"]["python"] = ["x"]
+    else:
+        manifest["optimizer"]["state"] = {"$tensor": "nowhere"}
+    file.write_bytes(checkpoint_folder._rendered(manifest))
+    loaded = load_latest(tmp_path)
+    assert loaded is not None
+    with pytest.raises(CheckpointError, match=r"manifest\.json has the right hash but"):
+        loaded.restore(model, optimizer, {})
+
+
 def test_no_readable_checkpoint_names_each_and_why(tmp_path: Path) -> None:
     for step in (1, 2):
         damage(save_linear(tmp_path, step) / "optimizer-000.safetensors", "flip")
@@ -192,7 +245,8 @@ def test_a_folder_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> Non
         save_linear(folder, 1)
     assert caught.value.hint
     assert caught.value.exit_status == 2
-    writer = CheckpointWriter(folder)
+    told: list[int] = []
+    writer = CheckpointWriter(folder, on_failed=lambda step, error: told.append(step))
     model, optimizer = linear()
     assert writer.start(Snapshot(step=1, model=model, optimizer=optimizer))
     with pytest.raises(RunFolderError):
@@ -201,8 +255,10 @@ def test_a_folder_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> Non
     assert writer.start(Snapshot(step=2, model=model, optimizer=optimizer))
     assert writer._thread is not None
     writer._thread.join()
+    assert writer.start(Snapshot(step=3, model=model, optimizer=optimizer)), "the next attempt"
     with pytest.raises(RunFolderError):
-        writer.start(Snapshot(step=3, model=model, optimizer=optimizer))
+        writer.wait()
+    assert told == [1, 2, 3]
     with pytest.raises(RunFolderError):
         load_latest(tmp_path / "file")
 

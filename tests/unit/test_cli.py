@@ -58,7 +58,7 @@ def test_a_persons_error_is_three_lines_and_its_own_status(verb: Verb, capsys: p
     assert err.splitlines() == [
         "error: there is no file x [tower] [step 3]",
         "hint: give another",
-        "see docs/troubleshooting/bad-data.md",
+        "see: potluck explain bad-data",
     ]
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, IterableDataset
 
 from potluck.errors import DataError
 from potluck.train.data import Loader, epoch_order
@@ -34,11 +35,38 @@ def test_a_data_set_or_what_makes_one(dataset: Any) -> None:
     assert loader.fetch([3, 1]).tolist() == [9, 1]
 
 
-@pytest.mark.parametrize("dataset", [lambda: iter([1, 2]), 7])
-def test_what_cannot_be_indexed_is_refused(dataset: Any) -> None:
-    with pytest.raises(DataError) as error:
+class Endless(IterableDataset[int]):
+    """An iterable data set, which torch gives a __getitem__ that raises."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield 1
+
+
+class Unmeasured:
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Immeasurable(Unmeasured):
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("dataset", "what", "hint"),
+    [
+        (lambda: iter([1, 2]), "of type list_iterator, which can only be read from its start", "map-style"),
+        (7, "of type int, which cannot be indexed", "map-style"),
+        (Endless(), "of type Endless, which can only be read from its start", "map-style"),
+        (Unmeasured(), "of type Unmeasured, which has no length", "__len__"),
+        (Immeasurable(), "of type Immeasurable, which has no length", "__len__"),
+        (DataLoader([1, 2]), "not a DataLoader", "loader.dataset, with collate=loader.collate_fn"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_cannot_be_dealt_is_named_with_what_to_give(dataset: Any, what: str, hint: str) -> None:
+    with pytest.raises(DataError, match=what) as error:
         Loader(dataset, None)
-    assert "map-style" in error.value.hint
+    assert hint in error.value.hint
 
 
 def test_an_epoch_has_every_sample_once_and_depends_on_seed_and_number_only() -> None:

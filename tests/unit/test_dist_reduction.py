@@ -28,7 +28,7 @@ def allowed(name: str, dtype: torch.dtype) -> bool:
         return dtype in WHOLE
     if dtype in COMPLEX:
         return name in ("SUM", "AVG")
-    return name != "AVG" or dtype in FLOATS
+    return name != "AVG" or dtype != torch.bool
 
 
 def inputs(dtype: torch.dtype, count: int = 97) -> list[Tensor]:
@@ -57,6 +57,8 @@ def reference(name: str, parts: list[Tensor]) -> Tensor:
     whole = {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}
     if name in whole:
         return reduce(whole[name], wide)
+    if name == "AVG" and dtype in WHOLE:
+        return stacked.sum(0).div(len(parts), rounding_mode="trunc").to(dtype)
     simple = {"SUM": stacked.sum, "AVG": stacked.mean, "PRODUCT": stacked.prod, "MIN": stacked.amin}
     return simple.get(name, stacked.amax)(0).to(dtype)
 
@@ -95,6 +97,22 @@ def test_every_operation_on_every_dtype_is_right_or_refused(name: str, dtype: to
     want = reference(name, parts)
     torch.testing.assert_close(exact(got), exact(want))
     assert all(torch.equal(exact(a), exact(b)) for a, b in zip(parts, before))
+
+
+@pytest.mark.parametrize("dtype", WHOLE[1:], ids=str)
+@pytest.mark.parametrize("world", [2, 3, 200])
+def test_the_average_of_whole_numbers_is_their_sum_divided_towards_zero(dtype: torch.dtype, world: int) -> None:
+    """As NCCL has it. 200 is more than int8 can hold."""
+    limits = torch.iinfo(dtype)
+    totals = [0, 1, 5, 6, 7, 100, limits.max, limits.min, *([-1, -5, -6, -7, -100] if limits.min else [])]
+    values = torch.tensor(totals, dtype=dtype)
+    reduction.finish(ReduceOp.AVG, values, world)
+    assert values.tolist() == [abs(total) // world * (-1 if total < 0 else 1) for total in totals]
+
+
+def test_a_sum_of_whole_numbers_wraps_around_before_it_is_divided() -> None:
+    parts = [torch.tensor([100, -100], dtype=torch.int8)] * 2
+    assert reduced(ReduceOp.AVG, parts).tolist() == [-28, 28]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -73,6 +73,7 @@ def test_a_process_that_encrypts_has_no_link_in_the_clear() -> None:
         {"protocol": "4"},
         {"shared": 1},
         {"shared": {"encryption": []}},
+        {"shared": {"transport": "\x1b[2J"}},
     ],
 )
 def test_what_is_no_card_is_told_in_words(change: dict[str, Any]) -> None:

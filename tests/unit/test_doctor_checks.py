@@ -313,7 +313,7 @@ def test_every_pain_has_a_finding_or_cannot_happen_with_us() -> None:
 
 def test_the_docs_list_every_finding_and_no_other() -> None:
     root = Path(__file__).resolve().parents[2]
-    page = (root / "docs" / "troubleshooting" / "doctor.md").read_text()
+    page = (root / "src" / "potluck" / "troubleshooting" / "doctor.md").read_text()
     listed = set(re.findall(r"`([a-z0-9]+(?:-[a-z0-9]+)+|orphan|windows)`", page))
     source = "".join(path.read_text() for path in (root / "src" / "potluck" / "doctor").glob("*.py"))
     tested = {code for _, code, *_ in PAINS} | {code for code, *_ in OTHERS}

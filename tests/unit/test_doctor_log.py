@@ -51,7 +51,7 @@ OMP = (
     "in your application as needed. \n*****************************************\n"
 )
 
-# (pain, code, the message as in the reports that docs/troubleshooting/doctor.md names)
+# (pain, code, the message as in the reports that troubleshooting/doctor.md names)
 MESSAGES: list[tuple[int, str, str]] = [
     (
         1,
@@ -254,7 +254,7 @@ def test_every_pain_of_the_table_that_has_a_message_is_there() -> None:
 
 
 def test_the_page_names_every_code() -> None:
-    page = (DOCS / "troubleshooting" / "doctor.md").read_text(encoding="utf-8")
+    page = (DOCS.parent / "src" / "potluck" / "troubleshooting" / "doctor.md").read_text(encoding="utf-8")
     others = {"worker-killed", "one-failed-all-ended", "ranks-out-of-step", "rank-raised", "rank-ended-early"}
     others |= {"script-not-there", "interrupted"}
     for code in {signature.code for signature in SIGNATURES} | others:
@@ -466,7 +466,7 @@ def test_ranks_at_different_collectives_are_told_from_one_that_hangs() -> None:
 
 
 def test_what_potluck_said_itself_is_told_with_its_hint() -> None:
-    text = "step 1\nerror: port 7171 is taken\nhint: choose another with --port\nsee docs/troubleshooting/port-taken.md\n"
+    text = "step 1\nerror: port 7171 is taken\nhint: choose another with --port\nsee: potluck explain port-taken\n"
     (finding,) = read(text).findings
     assert (finding.code, finding.fix) == ("potluck-port-taken", "choose another with --port")
     assert "port 7171 is taken" in finding.what

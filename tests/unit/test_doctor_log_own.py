@@ -53,10 +53,10 @@ def test_the_hint_of_an_error_is_its_fix_and_its_page_is_named_once(mark: str) -
     first = reading.findings[0]
     assert first.code == "potluck-bad-config"
     assert first.fix == INT8.removeprefix("hint: ")
-    assert str(first).count("docs/troubleshooting") == 1
+    assert str(first).count("potluck explain") == 1
     without = read(trace(mark, INT9)).findings[0]
-    assert without.fix == "see docs/troubleshooting/bad-config.md"
-    assert str(without).count("docs/troubleshooting") == 1
+    assert without.fix == "potluck explain bad-config"
+    assert str(without).count("potluck explain") == 1
 
 
 def test_lines_of_other_ranks_may_stand_between_an_error_and_its_hint() -> None:
@@ -81,6 +81,7 @@ def test_what_happened_on_the_own_backend_is_not_said_to_be_impossible() -> None
     [
         f"[rank0]: potluck.errors.CollectiveError: {ENDED}\n[rank0]: {USELESS}",
         f"[rank0]: potluck.errors.RankGoneError: {ENDED}",
+        f"error: {ENDED}\n{USELESS}\nsee: potluck explain bad-collective",
         f"error: {ENDED}\n{USELESS}\nsee docs/troubleshooting/bad-collective.md",
         f"rank 0 caught RankGoneError {ENDED}",
     ],
@@ -90,7 +91,7 @@ def test_a_rank_that_ended_while_others_waited_is_gone_whatever_the_class(line: 
     assert finding.code == "potluck-rank-gone"
     assert "rank 1" in finding.fix
     assert "destroy it" not in finding.fix
-    assert "docs/troubleshooting/rank-gone.md" in finding.potluck
+    assert "`potluck explain rank-gone`" in finding.potluck
     killed = read(f"step 1\n{line}\n" + torchrun(rank=1, code=-9))
     assert [f.code for f in killed.findings] == ["worker-killed", "potluck-rank-gone"]
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from potluck.errors import WireError
 from potluck.hub.feed import NOTHING, PENDING, Feed, Item, PieceState, TensorPart
 
 CHANGE, WHOLE = 10, 80
@@ -222,10 +223,21 @@ def test_samples_of_a_lease_use_the_same_credit() -> None:
     assert feed.next([at(1, 2)]) is not None
 
 
-def test_a_guest_cannot_take_more_than_was_sent() -> None:
-    feed = opened(1)
-    feed.taken(10**9)
+@pytest.mark.parametrize("claimed", [10**9, -1])
+def test_a_guest_that_claims_to_have_taken_what_was_not_sent_is_found_out(claimed: int) -> None:
+    feed = opened(1, window=50)
+    feed.extra(20)
+    with pytest.raises(WireError, match="20 were under way"):
+        feed.taken(claimed)
+    assert feed.in_flight_bytes == 20
+
+
+def test_a_guest_that_came_back_may_tell_of_one_message_of_before_but_not_again_and_again() -> None:
+    feed = opened(1, window=50)
+    feed.taken(40)
     assert feed.in_flight_bytes == 0
+    with pytest.raises(WireError):
+        feed.taken(40)
 
 
 def test_nothing_flows_to_a_closed_feed() -> None:

@@ -91,8 +91,12 @@ class Opened:
         self.said: list[tuple[str, bool]] = []
         self.faults: list[str] = []
         self.welcome = SimpleNamespace(fields={"source": {"files": ["job.py"], "arguments": []}})
-        recorder = SimpleNamespace(fault=self.faults.append, write=lambda now: None)
+        self.discarded = 0
+        recorder = SimpleNamespace(fault=self.faults.append, write=lambda now: None, discard=self.discard)
         self.link = SimpleNamespace(recorder=recorder, close=self.close)
+
+    def discard(self) -> None:
+        self.discarded += 1
 
     def close(self, reason: str, *, failed: bool = False) -> None:
         self.said.append((reason, failed))
@@ -150,7 +154,9 @@ def test_a_guest_whose_run_failed_says_so(
     reason: str, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = f"from potluck.train.launch import GuestDone\nraise GuestDone({reason!r})"
-    assert serve(Opened(began=True), tmp_path / "job.py", text) == status
+    opened = Opened(began=True)
+    assert serve(opened, tmp_path / "job.py", text) == status
+    assert opened.discarded == (0 if status else 1), "the records of a run that ended well help nobody"
     assert ("the run failed on its host" in capsys.readouterr().err) == bool(status)
 
 

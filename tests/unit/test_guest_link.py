@@ -16,7 +16,12 @@ from potluck.wire.token import Token
 from potluck.wire.transport import HungUpError
 
 TOKEN = Token(addresses=("127.0.0.1",), port=1, host_public=b"h" * 32, guest_secret=b"g" * 32)
-WELCOME = [memoryview(bytes(part)) for part in pack(Message(kind="welcome", fields={}))]
+FIELDS: dict[str, Any] = {
+    **dict.fromkeys(("name", "host", "run", "codec", "codec_down"), "x"),
+    "versions": {},
+    "source": {"recipe": "gpt", "config": {}},
+}
+WELCOME = [memoryview(bytes(part)) for part in pack(Message(kind="welcome", fields=FIELDS))]
 
 
 class Sockets:

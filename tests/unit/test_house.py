@@ -21,12 +21,12 @@ from potluck import errors
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "potluck"
 FILES = sorted(SOURCE.rglob("*.py"))
-PAGES = ROOT / "docs" / "troubleshooting"
+PAGES = SOURCE / "troubleshooting"
 
 # From the bottom up; parts on one line must not import each other.
 LAYERS = (
     ("errors", "_version"),
-    ("units", "env", "failpoints", "limits"),
+    ("units", "env", "failpoints", "limits", "sinks"),
     ("durable",),
     ("spec",),
     ("plan", "doctor"),
@@ -42,7 +42,7 @@ RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 
 PURE = [
     *(path for part in ("spec", "plan", "doctor") for path in sorted((SOURCE / part).rglob("*.py"))),
-    *(SOURCE / "hub" / name for name in ("ledger.py", "norms.py", "quota.py", "protocol.py")),
+    *(SOURCE / "hub" / name for name in ("ledger.py", "norms.py", "quota.py", "protocol.py", "reasons.py")),
     *(SOURCE / "dist" / name for name in ("schedules.py", "config.py")),
     SOURCE / "wire" / "shaping.py",
     SOURCE / "probe" / "stream.py",

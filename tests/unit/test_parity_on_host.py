@@ -32,8 +32,8 @@ class Table:
     twice: frozenset[str] | None = None
     made: list[Table]
 
-    def __init__(self, ledger: Any, name: str) -> None:
-        self._hub, self._ledger = AloneHub(ledger, name), ledger
+    def __init__(self, ledger: Any, name: str, *more: Any) -> None:
+        self._hub, self._ledger = AloneHub(ledger, name, *more), ledger
         self.references: list[Reference] = []
         self.batches: list[Any] = []
         self.same_again: list[bool] = []

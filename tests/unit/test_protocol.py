@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from potluck.hub import actions as act
-from potluck.hub.members import CHECKING, COMPUTING, JOINING, SYNCING
-from potluck.hub.protocol import LARGEST_MICRO_BATCH
+from potluck.hub.members import CHECKING, COMPUTING, JOINING, LARGEST_MICRO_BATCH, SYNCING
 from potluck.spec.layout import TensorSpec, fingerprint_to_json
 from potluck.wire.frames import dump_json
+from support.fuzz import of_guest
 from support.protocol_world import (
     ABOUT,
     BATCH,
@@ -353,6 +353,95 @@ def test_heartbeats_go_out_every_second_and_silence_has_its_limits() -> None:
     world.now += 60.0
     world.do(world.protocol.tick(world.now))
     assert world.members == {}
+
+
+def test_a_guest_that_is_heard_but_never_ready_or_never_answers_its_check_is_out() -> None:
+    world = World(joining_s=100.0, checking_s=30.0)
+    world.join("b")
+    world.whole_step()
+    world.begin()
+    world.take()
+    world.compute()
+    assert world.members["b"].state == CHECKING
+    began = world.now
+    world.hello("a")
+    for _ in range(120):
+        world.now += 1.0
+        for guest in list(world.members):
+            world.say(guest, "alive")
+        world.do(world.protocol.tick(world.now))
+        if world.now < began + 25.0:
+            assert set(world.members) == {"a", "b"}
+    assert world.members == {}
+    reasons = {e["machine"]: e["reason"] for e in of_kind(world, "guest_refused")}
+    assert "within 30 s" in reasons["b"]
+    assert "within 100 s" in reasons["a"]
+    assert world.sent["b"][-1].kind == "refuse"
+
+
+def test_what_this_machine_slept_through_is_no_guests_delay() -> None:
+    world = World(joining_s=100.0)
+    world.hello("a")
+    world.now += 200.0
+    world.do(world.protocol.stood_still(200.0, world.now))
+    world.do(world.protocol.tick(world.now))
+    assert list(world.members) == ["a"]
+
+
+def test_a_guest_that_does_not_read_is_put_out_with_the_reason() -> None:
+    world = joined("a")
+    world.do(world.protocol.reads_too_little("a", 17_000_000))
+    assert world.members == {}
+    assert "17 MB waited" in of_kind(world, "guest_lost")[0]["reason"]
+    assert world.protocol.reads_too_little("a", 1) == []
+
+
+@pytest.mark.parametrize("value", [-1, 1 << 70, 10**400, 1.5, 1e300, "3", True, None, [], {}])
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [
+        ("taken", "bytes"),
+        ("closing", "lease"),
+        ("closing", "keep"),
+        ("closing", "eta_s"),
+        ("grad", "piece"),
+        ("grad", "lease"),
+        ("done", "lease"),
+        ("done", "count"),
+        ("done", "compute_s"),
+        ("done", "receive_s"),
+        ("done", "micro_batch"),
+        ("done", "largest_micro_batch"),
+        ("stopped", "computed"),
+        ("stopped", "compute_s"),
+        ("hashed", "version"),
+    ],
+)
+def test_a_number_that_cannot_be_puts_its_guest_out_and_the_step_is_full(kind: str, key: str, value: Any) -> None:
+    if (key.endswith("_s") and value == 1.5) or (key == "receive_s" and value == -1):
+        pytest.skip("that one can be")
+    world = joined("a")
+    world.begin()
+    lease = world.members["a"].lease
+    assert lease is not None
+    honest = next(m for m in of_guest(lease=lease.id, check=0) if m.kind == kind)
+    world.say("a", kind, *map(bytes, honest.frames), **{**honest.fields, key: value})
+    assert world.members == {}
+    assert len(of_kind(world, "guest_lost")[0]["reason"]) < 200
+    world.finish()
+
+
+def test_a_time_too_short_to_be_true_makes_no_endless_rate() -> None:
+    world = joined("a")
+    world.begin()
+    world.take_all("a")
+    world.deliver("a", compute_s=5e-324)
+    while world.decoding:
+        world.decode()
+    world.finish()
+    assert math.isfinite(world.members["a"].rate.value or 0.0)
+    for _ in range(3):
+        world.whole_step()
 
 
 def test_strangers_are_told_that_they_are_unknown() -> None:

@@ -83,8 +83,9 @@ def test_a_batch_without_backward_is_named(weight: nn.Parameter) -> None:
 
 def test_backward_twice_for_one_batch_is_named(weight: nn.Parameter) -> None:
     loop = Loop(2)
-    with pytest.raises(LoopError, match="without a batch, or twice"):
+    with pytest.raises(LoopError, match="twice for one batch") as caught:
         run(loop.step, (weight * 1.0, weight * 1.0))
+    assert "add the losses" in caught.value.hint
     assert loop.samples == [2]
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from potluck.hub.actions import SendSamples, Wake
+from potluck.hub.actions import Action, SendSamples, Wake
 from potluck.hub.ledger import Ledger
 from potluck.hub.members import COMPUTING, GAIN_WINDOW, LATE, QUOTA_RETRY_STEPS, SITTING_OUT, SYNCING
 from potluck.hub.stepping import SILENT_S, Stepping
@@ -123,7 +123,7 @@ def test_what_the_host_slept_through_is_not_a_guests_time() -> None:
     assert events(actions, "lease_taken_back") == []
     assert take.wait_until == pytest.approx(table.now + left_s, abs=0.2)
     table.deliver("g")
-    assert member.late_in_a_row == 0
+    assert member.misses == []
     assert max(member.overhead.value or 0.0, member.transfer.value or 0.0, member.tail.value or 0.0) < 5.0
 
 
@@ -349,7 +349,115 @@ def test_two_late_in_a_row_sit_out_with_a_reason_and_try_again() -> None:
     assert table.step() == {"host": 20}
     assert table.step().keys() == {"host", "g"}
     assert member.state == COMPUTING
-    assert member.late_in_a_row == member.rests == 0
+    assert (member.misses, member.rests) == ([], 0)
+
+
+def not_finite(table: Table) -> list[Action]:
+    """A step in which the guest's contribution comes in time and must not count."""
+    table.begin()
+    table.compute_all()
+    member = table.members["g"]
+    assert member.lease is not None
+    actions = table.stepping.drop(member, reason="its gradient is not finite", now=table.now)
+    table.compute_all()
+    table.stepping.end()
+    return actions
+
+
+def test_a_guest_whose_gradients_are_not_finite_was_not_too_late() -> None:
+    table = Table("g")
+    member = table.members["g"]
+    not_finite(table)
+    (event,) = events(not_finite(table), "guest_sits_out")
+    assert member.reason == "delivered nothing that counts 2 times in a row: its gradient is not finite"
+    assert event["reason"].startswith(member.reason)
+
+
+def test_different_reasons_are_all_named() -> None:
+    table = Table("g")
+    member = table.members["g"]
+    freeze(member.overhead)
+    table.step("g")
+    not_finite(table)
+    assert member.reason.endswith("2 times in a row: it was too late; its gradient is not finite")
+
+
+@pytest.mark.parametrize(
+    ("known", "reason", "judged"),
+    [
+        ("nothing", "did not deliver within", "was too late 2 times in a row"),
+        ("a later end", "would have delivered only after", "was too late 2 times in a row"),
+        ("weights under way", "was still receiving weights or samples after", "it was still receiving"),
+        ("samples unread", "had not been sent its samples after", "its samples came late"),
+        ("silence", "sent nothing for", "it sent nothing"),
+    ],
+)
+def test_the_reason_of_a_lease_that_was_taken_back_is_what_is_known(known: str, reason: str, judged: str) -> None:
+    table = Table("g")
+    member = table.members["g"]
+    freeze(member.overhead)
+    for _ in range(2):
+        member.feed.in_flight_bytes = 0
+        table.begin()
+        lease = member.lease
+        assert lease is not None
+        if known == "weights under way":
+            member.feed.in_flight_bytes = 7
+        if known == "samples unread":
+            lease.unread = 1
+        while (take := table.take()).positions:
+            table.compute(take)
+        if known == "a later end":
+            table.stepping.closing(member, lease=lease.id, keep=lease.count, eta_s=9.0, now=table.now)
+        else:
+            table.now += 60.0
+        if known != "silence":
+            member.last_heard = table.now
+        take, actions = table.stepping.take(4, table.now)
+        (event,) = events(actions, "lease_taken_back")
+        assert event["reason"].startswith(reason)
+        table.compute(take)
+        assert table.compute_all().full
+        table.stepping.end()
+        table.stepping.stopped(member, lease=lease.id, computed=0, compute_s=0.0, now=table.now)
+    assert member.state == SITTING_OUT
+    assert member.reason.endswith(judged)
+
+
+def test_a_guest_for_whom_a_step_has_no_sample_is_not_said_to_be_slow() -> None:
+    table = Table("a", "b", "c", "d", batch=4, rate=20.0)
+    actions = table.begin()
+    (event,) = events(actions, "guest_sits_out")
+    assert event["reason"].startswith("would not make the step shorter: one sample takes it 0.05 s, the step 0.")
+
+
+def test_a_guest_that_was_held_up_when_it_joined_shows_with_one_small_lease_how_fast_its_link_is() -> None:
+    """What its first weights took is a guess, and the only thing that speaks against it."""
+    table = Table()
+    member = table.join("g")
+    member.micro_batch = member.largest_micro_batch = 4
+    member.transfer.add(9.0)
+    (lease,) = sends(table.begin(), "lease")
+    assert lease.fields["sizes"] == [2]
+    assert member.state == COMPUTING
+    table.compute_all()
+    member.transfer.value = 0.01  # as the protocol does with the first contribution's own measurement
+    table.deliver("g")
+    assert table.compute_all().full
+    table.stepping.end()
+    (lease,) = sends(table.begin(), "lease")
+    assert sum(lease.fields["sizes"]) > 5
+
+
+def test_one_whose_trial_shows_nothing_sits_out_by_its_first_weights_and_says_so() -> None:
+    table = Table()
+    member = table.join("g")
+    member.transfer.add(9.0)
+    table.step("g")
+    assert member.misses == ["it was too late"]
+    member.lease = None
+    (event,) = events(table.begin(), "guest_sits_out")
+    assert "s to fetch the weights and deliver the gradient (by what its first weights took)" in event["reason"]
 
 
 def test_one_on_time_clears_the_record() -> None:

@@ -130,3 +130,22 @@ def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
     assert caught.value.hint
     with pytest.raises(RunFolderError):
         read_events(tmp_path / "missing")
+
+
+def test_the_micro_batch_of_each_machine_is_told() -> None:
+    machines = [sample.host(24, micro_batch=12, micro_batches=2), sample.machine("laptop", 8, micro_batch=8)]
+    steps = [sample.step(n, machines=machines) for n in (1, 2, 3)]
+    summary = summarize([sample.run_start(), *steps, sample.run_end()])
+    assert [m.micro_batch for m in summary.machines] == [12, 8]
+    assert summary.effective_batch is None  # the model normalises over no batch
+    header, tower, laptop = summary_text(summary).splitlines()[-3:]
+    column = header.index("at once") + len("at once")
+    assert (tower[:column].split()[-1], laptop[:column].split()[-1]) == ("12", "8")
+
+
+def test_how_many_samples_share_their_statistics_is_kept() -> None:
+    machines = [sample.host(24, micro_batch=12, micro_batches=2), sample.machine("laptop", 8, micro_batches=2)]
+    news = {"event": "batch_statistics", "layers": 5, "effective_batch": 8.0}
+    summary = summarize([sample.run_start(), sample.step(1, machines=machines), news, sample.run_end()])
+    assert (summary.batch_layers, summary.effective_batch) == (5, 8.0)
+    assert "5 layers, over 8 samples on average" in summary_text(summary)

@@ -8,6 +8,7 @@ from typing import Any
 
 from potluck.hub.feed import Feed
 from potluck.hub.members import Member
+from potluck.hub.stepping import StepResult
 from potluck.train.launch import HOST
 from potluck.train.telemetry import Telemetry
 
@@ -28,9 +29,7 @@ def test_no_speed_up_is_claimed_before_a_guest_has_contributed() -> None:
     launch: Any = SimpleNamespace(role=HOST, name="tower", device=device, log=SimpleNamespace(emit=events.append))
     options: Any = SimpleNamespace(global_batch=8, steps=9, tokens_per_sample=None)
     hub: Any = SimpleNamespace(members=lambda: [guest], host_sample_s=lambda: 0.1, traffic=lambda: (0, 0))
-    result: Any = SimpleNamespace(
-        samples={"tower": 8}, predicted_s=None, wait_s=0.0, dropped_samples=0, taken_back_samples=0
-    )
+    result = StepResult(samples={"tower": 8}, predicted_s=None, wait_s=0.0, dropped_samples=0, taken_back_samples=0)
     telemetry = Telemetry(launch, options, hub)
     telemetry.step_ended(1, 1.0, result, 0.0, time.monotonic(), applied=True)
     guest.samples = 3

@@ -209,3 +209,11 @@ class TestChoice:
         assert isinstance(make_view("plain", Terminal()), PlainView)
         assert isinstance(make_view("json", Terminal()), JsonView)
         assert isinstance(make_view("quiet", Terminal()), QuietView)
+
+
+def test_a_step_says_how_many_samples_each_machine_computes_at_once() -> None:
+    machines = [sample.host(24, micro_batch=12), sample.machine("laptop", 8, micro_batch=8)]
+    (fleet,) = shown(sample.step(1, machines=machines))
+    assert "tower 24 by 12 + laptop 8 by 8" in fleet
+    (alone,) = shown(sample.step(1, machines=[sample.host(32, micro_batch=16)]))
+    assert alone.endswith("16 at once")

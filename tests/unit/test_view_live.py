@@ -177,6 +177,24 @@ def test_a_notice_has_one_step_number_and_it_is_its_own() -> None:
     assert "✓ step 4  pi joined" in text, "there is no step after the last"
 
 
+@pytest.mark.parametrize("width", [50, 80, 100])
+def test_what_went_wrong_is_not_cut_at_the_terminals_width(width: int) -> None:
+    reason = f"a different model: layers.0.weight is (512, 256) there and (512, 128) here; {'/long/path' * 12} end"
+    refused = {"event": "guest_refused", "machine": "東京のノート", "address": "10.0.0.7", "reason": reason}
+    state = state_after(sample.run_start(), sample.step(1), refused)
+    lines = picture(state, width, 40)
+    assert all(cell_len(line) <= width for line in lines)
+    text = "".join(line.strip() for line in lines)
+    assert f"refused 東京のノート (10.0.0.7): {reason}".replace(" ", "") in text.replace(" ", "")
+
+
+def test_what_takes_more_lines_than_there_are_keeps_its_beginning() -> None:
+    refused = {"event": "guest_refused", "machine": "laptop", "reason": "it " * 90}
+    lines = picture(state_after(sample.run_start(), sample.step(1), refused), 40, 12)
+    assert len(lines) <= 12
+    assert any("refused laptop" in line for line in lines)
+
+
 def test_a_resumed_run_says_where_it_goes_on_and_why_there() -> None:
     damaged = {
         "event": "checkpoint_damaged",
@@ -246,6 +264,14 @@ class TestTerminal:
         view.close()
         assert stream.getvalue() == ""
 
+    def test_what_goes_wrong_before_the_first_picture_is_a_line(self) -> None:
+        screen = io.StringIO()
+        view = LiveView(screen, refresh=False)
+        view.event({"event": "loop_awaited", "what": "job.py", "seconds": 60.0, "guests": 1})
+        shown = screen.getvalue()
+        assert "! job.py has not reached run.training() after 1 min 00 s: 1 guest waits until it does" in shown
+        view.close()
+
     def test_no_color(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("NO_COLOR", "1")
         view, stream = self.view()
@@ -285,3 +311,12 @@ def test_machines_that_come_under_ever_new_names_do_not_fill_the_memory() -> Non
     assert len(state.machines) == 128
     state.fold(sample.step(1))
     assert len(state.machines) < 10
+
+
+def test_the_table_shows_how_many_samples_are_computed_at_once() -> None:
+    machines = [sample.host(24, micro_batch=12), sample.machine("laptop", 8, micro_batch=None)]
+    lines = picture(state_after(sample.run_start(), sample.step(1, machines=machines)), 110, 30)
+    header = next(line for line in lines if "at once" in line)
+    column = header.index("at once") + len("at once")
+    rows = lines[lines.index(header) + 1 :][:2]
+    assert [row[:column].split()[-1] for row in rows] == ["12", "–"]

@@ -258,3 +258,17 @@ def test_the_addresses_of_this_machine_are_sound() -> None:
     for address in found:
         socket.inet_aton(address)
     encode(dataclasses.replace(TOKEN, addresses=found))
+
+
+@pytest.mark.parametrize("address", ["::1", "fd00::2", "2001:db8:1234:5678:9abc:def0:1234:5678", "fe80::1%eth0"])
+def test_an_ipv6_address_travels_in_a_token(address: str) -> None:
+    token = Token(addresses=("192.0.2.1", address), port=7171, host_public=b"h" * 32, guest_secret=b"g" * 32)
+    assert decode(encode(token)) == token
+
+
+def test_addresses_of_ipv6_come_behind_the_others_and_none_is_of_one_link_only() -> None:
+    usual, all_of_them = local_addresses(), local_addresses(ipv6=True)
+    assert not any(":" in address for address in usual)
+    assert [a for a in all_of_them if ":" not in a] == list(usual)[: len([a for a in all_of_them if ":" not in a])]
+    assert not any(address.startswith(("fe80", "::1")) for address in all_of_them)
+    assert len(all_of_them) <= MAX_ADDRESSES

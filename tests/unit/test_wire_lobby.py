@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from potluck.errors import ConfigError
 from potluck.wire import files
-from potluck.wire.files import RESERVED_FILES, WANTED_FILES, room_for_strangers, warning_of
+from potluck.wire.files import WANTED_FILES, Room, room_at_door, warning_of
 from potluck.wire.lobby import Lobby, Visitor
 
 
@@ -107,15 +108,37 @@ def test_any_order_keeps_the_bound_and_the_books(most: int, moves: list[tuple[st
 # -- files
 
 
+@pytest.mark.parametrize("in_use", [5, 60])
+@pytest.mark.parametrize("limit", [None, WANTED_FILES, 2048, 1024, 512, 256])
+def test_there_is_always_room_for_the_training(limit: int | None, in_use: int) -> None:
+    room = room_at_door(limit, in_use)
+    if limit is not None:
+        assert limit - in_use - room.waiting - room.inside - room.batch >= min(512, limit // 2)
+    assert room.batch <= room.waiting
+    assert room.inside >= 6
+    warning = warning_of(limit, room)
+    assert (warning is None) == (room == Room())
+    assert warning is None or (str(limit) in warning and str(room.waiting) in warning)
+
+
 @pytest.mark.parametrize(
-    ("limit", "room"),
-    [(None, 1024), (WANTED_FILES, 1024), (1024 + RESERVED_FILES, 1024), (1024, 512), (256, 64), (64, 16), (1, 1)],
+    ("limit", "in_use", "words"), [(255, 0, "at least 256"), (64, 9, "64"), (1024, 460, "460")]
 )
-def test_there_is_always_room_for_the_training(limit: int | None, room: int) -> None:
-    assert room_for_strangers(limit, 1024) == room
-    warning = warning_of(limit, room, 1024)
-    assert (warning is None) == (room == 1024)
-    assert warning is None or (str(limit) in warning and str(room) in warning)
+def test_a_host_does_not_listen_where_too_few_files_are_left(limit: int, in_use: int, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        room_at_door(limit, in_use)
+    assert "ulimit -n" in caught.value.hint
+
+
+def test_who_makes_way_is_the_oldest_of_the_largest_crowd_and_has_had_its_time() -> None:
+    lobby = filled(10, most=10)  # one every hundredth of a second
+    lobby.came(visitor(50, "10.0.0.9", since=0.0))
+    assert [v.descriptor for v in lobby.make_way(3, came_before=1.0)] == [0, 1, 2]
+    assert [v.descriptor for v in lobby.make_way(3, came_before=0.045)] == [3, 4]
+    assert lobby.make_way(3, came_before=0.045) == []
+    assert (50 in lobby, lobby.turned_out) == (True, 5)
+    assert len(lobby.make_way(99, came_before=1.0)) == 6
+    assert len(lobby) == 0
 
 
 class FakeLimits:

@@ -41,6 +41,7 @@ VERBS: dict[str, Verb] = {
     "doctor": Verb("potluck.cli.doctor:doctor", "What will go wrong, and how to fix it."),
     "probe": Verb("potluck.cli.probe:probe", "How fast this device and this link really are."),
     "plan": Verb("potluck.cli.plan:plan", "Is it worth it? Predicted before anything runs."),
+    "explain": Verb("potluck.cli.explain:explain", "What an error means, and what to do about it."),
     "report": Verb("potluck.cli.report:report", "What happened in a run."),
     "lab": Verb("potluck.cli.lab:lab", "A whole fleet on one box, strategies side by side."),
     "bench": Verb("potluck.cli.bench:bench", "How fast collectives and DDP are here, beside other backends."),
@@ -174,7 +175,7 @@ def _explain(error: PotluckError, debug: bool) -> None:
     _say(f"error: {error}")
     if error.hint:
         _say(f"hint: {error.hint}")
-    _say(f"see docs/troubleshooting/{error.code}.md")
+    _say(f"see: potluck explain {error.code}")
 
 
 def _confess(error: Exception, debug: bool) -> None:

@@ -29,7 +29,7 @@ class Listening:
 
     def __init__(self, verb: str, bind: str | None, port: int | None) -> None:
         self._verb = verb
-        self.bind = checked_bind(bind) or local_addresses()[0]
+        self.bind = checked_bind(bind, ipv6=False) or local_addresses()[0]
         self._keys = new_keys()
         self.socket = HostSocket(bind=self.bind, port=port or 0, keys=self._keys)
 

@@ -108,7 +108,7 @@ def host_options(command: Command) -> Command:
             click.option(
                 "--bind",
                 metavar="ADDRESS",
-                help="Listen here only (default: the address of the default route; 0.0.0.0: all).",
+                help="Listen here only (default: the address of the default route; 0.0.0.0: all; :: IPv6 too).",
             ),
             click.option(
                 "--port", type=click.IntRange(0, 65535), help="Listen on this port (default: a free one)."
@@ -169,19 +169,23 @@ def run_config(table: dict[str, Any], flags: dict[str, Any]) -> RunConfig:
     return config
 
 
-def checked_bind(bind: str | None) -> str | None:
-    """The address to listen on, as a number; None where none was given."""
+def checked_bind(bind: str | None, *, ipv6: bool = True) -> str | None:
+    """The address to listen on, as a number; None where none was given. `ipv6`: whether it may be one of those."""
     if bind is None:
         return None
     try:
-        return str(ipaddress.IPv4Address(LOOPBACK if bind == "localhost" else bind))
+        address = ipaddress.ip_address(LOOPBACK if bind == "localhost" else bind.strip("[]"))
     except ValueError:
-        from potluck.wire.token import local_addresses
+        address = None
+    if address is not None and (ipv6 or address.version == 4):
+        return str(address)
+    from potluck.wire.token import local_addresses
 
-        raise ConfigError(
-            f"--bind takes an IPv4 address of this machine, not {bind!r}",
-            hint=f"this machine has: {', '.join((*local_addresses(), LOOPBACK))}; 0.0.0.0 listens on all",
-        ) from None
+    raise ConfigError(
+        f"--bind takes an {'' if ipv6 else 'IPv4 '}address of this machine, not {bind!r}",
+        hint=f"this machine has: {', '.join((*local_addresses(ipv6=ipv6), LOOPBACK))}; 0.0.0.0 listens on all"
+        + (", :: on those of IPv6 too" if ipv6 else "; only `potluck host` listens on IPv6"),
+    )
 
 
 def listen_options(*, listen: str, port: str) -> Callable[[Command], Command]:

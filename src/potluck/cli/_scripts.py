@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from potluck.errors import PotluckError, ScriptError
 from potluck.launch.life import reader_is_gone
+from potluck.launch.script import guest_hint
 from potluck.train.launch import Interrupted
 
 HINT = "the traceback above is the script's own"
@@ -20,7 +21,7 @@ GUEST_HINT = (
 
 
 @contextmanager
-def running(name: str, *, hint: Callable[[], str] = lambda: HINT) -> Iterator[None]:
+def running(name: str, *, hint: Callable[[], str] = lambda: HINT, guest: bool = False) -> Iterator[None]:
     """Around a script: what it raises is told as the script's, with its traceback. `hint` is asked afterwards."""
     try:
         yield
@@ -35,4 +36,8 @@ def running(name: str, *, hint: Callable[[], str] = lambda: HINT) -> Iterator[No
         print("Traceback (most recent call last):", file=sys.stderr)
         sys.stderr.writelines(traceback.format_list(inner))
         sys.stderr.writelines(traceback.format_exception_only(error))
-        raise ScriptError(f"{name} failed with {type(error).__name__}: {error}", hint=hint()) from error
+        advice = hint()
+        if isinstance(error, ModuleNotFoundError) and error.name:
+            module = error.name.partition(".")[0]
+            advice = guest_hint({module: ""}) if guest else f"pip install {module}; or is it a file of yours?"
+        raise ScriptError(f"{name} failed with {type(error).__name__}: {error}", hint=advice) from error

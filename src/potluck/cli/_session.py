@@ -23,10 +23,13 @@ import click
 from potluck.cli._app import Settings
 from potluck.cli._options import LOOPBACK, checked_bind
 from potluck.device import Device
+from potluck.errors import LoopError
+from potluck.hub.waiting import WaitingRoom
 from potluck.launch.life import reader_watched
 from potluck.launch.local import LocalGuests
 from potluck.limits import usable_cores
 from potluck.report.view import View, make_view
+from potluck.sinks import guarded
 from potluck.spec.config import RunConfig
 from potluck.train.events import EventLog
 from potluck.train.folder import RunFolder, new_folder, open_folder
@@ -132,7 +135,7 @@ def _has_anything(folder: RunFolder) -> bool:
 @contextmanager
 def _session_in(folder: RunFolder, settings: Settings, plan: Plan) -> Iterator[Launch]:
     device, ranks = _device(settings, plan)
-    view = make_view(plan.view)  # type: ignore[arg-type]
+    view = guarded(make_view(plan.view), "the view")  # type: ignore[arg-type]
     joined: dict[str, dict[str, Any]] = {}
     log = EventLog(folder.events, lambda event: _seen(event, joined, view))
     launch = Launch(
@@ -151,7 +154,7 @@ def _session_in(folder: RunFolder, settings: Settings, plan: Plan) -> Iterator[L
     )
     guests = LocalGuests(folder.path)
     with ExitStack() as closing:  # in reverse order, each whatever happens to the others
-        closing.callback(lambda: _add_machines(folder, joined) if joined else None)
+        closing.callback(guarded(_add_machines, "the list of machines in manifest.json"), folder, joined)
         closing.callback(log.close)
         closing.callback(view.close)
         # Where the run itself fails its guests end with a status too, which is no second fault.
@@ -160,6 +163,10 @@ def _session_in(folder: RunFolder, settings: Settings, plan: Plan) -> Iterator[L
         closing.callback(set_launch, None)
         if plan.role != ALONE:
             token = _open_door(launch, folder, only_here=plan.guests > 0)
+            assert launch.socket is not None
+            launch.waiting = WaitingRoom(launch.socket, what=plan.what, emit=log.emit)
+            closing.push(lambda kind, error, trace: _send_away(launch, error))
+            launch.waiting.start()
             if not plan.guests and plan.view != "quiet":
                 _tell_token(token, plan.view)
         _write_manifest(launch, plan, folder)
@@ -182,6 +189,28 @@ def _device(settings: Settings, plan: Plan) -> tuple[Device, Ranks | None]:
     )
 
 
+def _send_away(launch: Launch, error: BaseException | None) -> None:
+    """Guests that wait for a training that will not begin are told so, and why."""
+    if isinstance(error, KeyboardInterrupt):
+        reason = "it was stopped there"
+    elif error is None or isinstance(error, SystemExit) or (isinstance(error, LoopError) and not launch.began):
+        reason = f"{launch.what} ended without reaching run.training()"
+    else:
+        reason = f"{launch.what} failed before its first step"
+    if launch.waiting is not None:
+        launch.waiting.close(reason)
+
+
+def check_began(launch: Launch) -> None:
+    """After a script: one that never came to its loop trained alone, if at all, while guests waited."""
+    if launch.role in (HOST, RANK) and not launch.began:
+        raise LoopError(
+            f"{launch.what} ended without reaching run.training(): what it trained, it trained alone",
+            hint="its loop must be `for step in run.training(model, optimizer, dataset, global_batch=…)`, with "
+            "run = potluck.start(); is it below an `if` that was not true?",
+        )
+
+
 def _send_home(guests: LocalGuests, log: EventLog, *, tell: bool) -> None:
     for words in guests.close():
         if tell:
@@ -196,6 +225,8 @@ def _seen(event: dict[str, Any], joined: dict[str, dict[str, Any]], view: View) 
 
 
 def _add_machines(folder: RunFolder, joined: dict[str, dict[str, Any]]) -> None:
+    if not joined:
+        return
     content = folder.read_manifest()
     known = [m for m in content["machines"] if m["name"] not in joined]
     folder.write_manifest({**content, "machines": [*known, *joined.values()]})
@@ -220,7 +251,7 @@ def _open_door(launch: Launch, folder: RunFolder, *, only_here: bool) -> str:
     launch.socket = HostSocket(bind=bind, port=port, keys=keys, on_denied=_denied(launch))
     if launch.socket.warning is not None and not only_here:
         launch.log.emit({"event": "note", "text": launch.socket.warning})
-    addresses = local_addresses() if bind == "0.0.0.0" else (bind,)
+    addresses = local_addresses(ipv6=bind == "::") if bind in ("0.0.0.0", "::") else (bind,)
     token = encode(
         Token(
             addresses=addresses or (LOOPBACK,),

@@ -61,11 +61,12 @@ def run_script(
 ) -> None:
     from potluck.cli import _session
     from potluck.cli._scripts import running
-    from potluck.launch.script import read_script, run_file
+    from potluck.launch.script import imports_of, not_sent, read_script, run_file
     from potluck.train.folder import open_folder
     from potluck.train.launch import HOST, Interrupted
 
     script = read_script(path, send, arguments)
+    imports = imports_of(script, path.resolve().parent)
     unused = options.given(flags, options.RECIPE_FLAGS)
     if unused or flags["more"]:
         names = ", ".join(f"--{n.replace('_', '-')}" for n in unused) or "--set"
@@ -78,7 +79,12 @@ def run_script(
         role=HOST,
         config=options.run_config({**before, **in_run}, flags),
         what=path.name,
-        source={"files": list(script.names), "arguments": list(arguments), "sha256": script.sha256},
+        source={
+            "files": list(script.names),
+            "arguments": list(arguments),
+            "sha256": script.sha256,
+            "imports": imports,
+        },
         files=script.contents,
         words=("host", str(path), *(word for file in send for word in ("--send", str(file)))),
         arguments=arguments,
@@ -86,10 +92,19 @@ def run_script(
         view=flags["view"],
         runs=runs,
     )
+    if (files := not_sent(imports)) and flags["view"] != "quiet":
+        more = " ".join(f"--send {file}" for file in files)
+        _session.say(f"warning: {path.name} imports {', '.join(files)}, which guests will lack: add {more}")
     try:
         with _session.session(settings, plan) as launch, running(path.name):
             folder = launch.folder
-            run_file(path, arguments)
+            try:
+                run_file(path, arguments)
+            except SystemExit as left:
+                # Asked for its help it has done what it should; else sys.exit() is an end like any other.
+                if left.code not in (None, 0) or {"-h", "--help"} & set(arguments):
+                    raise
+            _session.check_began(launch)
     except Interrupted:
         assert folder is not None
         _session.say_resume(folder, plan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -12,8 +13,10 @@ import click
 
 from potluck.cli._app import Settings
 from potluck.cli._options import view_option
-from potluck.errors import LoopError, NetworkError, PotluckError, ScriptError, TokenError
+from potluck.errors import LoopError, MissingModuleError, NetworkError, PotluckError, ScriptError, TokenError
 
+_NAME = re.compile(r"[A-Za-z0-9._/-]{0,80}")
+"""Of a module, a package or a file; anything else that a host says is not repeated in a command."""
 RUN_FAILED = "failed"
 """The host's last word to its guests where its training ended with an error."""
 
@@ -100,6 +103,7 @@ def _serve(settings: Settings, token: Any, flags: dict[str, Any]) -> int:
     from potluck.device import pick
     from potluck.hub.link import GuestLink
     from potluck.report.guest_view import GuestView
+    from potluck.sinks import guarded
     from potluck.spec.config import RunConfig
     from potluck.train.events import EventLog
     from potluck.train.launch import GUEST, Launch, set_launch
@@ -112,9 +116,10 @@ def _serve(settings: Settings, token: Any, flags: dict[str, Any]) -> int:
     )
     name = machine_name(settings, config)
     hello = {"name": name, "device": device.label, "platform": sys.platform, **versions()}
-    view = GuestView(flags["view"])
+    view = guarded(GuestView(flags["view"]), "the view")
     link = GuestLink(token, hello, give_up_s=flags["give_up_s"], recorder=_recorder(name, flags["runs"], view))
     link.waiting = view.waiting
+    link.preparing = view.preparing
     link.missing = lambda seconds: view.missing(seconds, flags["give_up_s"])
     link.found = view.found
     welcome = link.connect(flags["wait_s"])
@@ -142,11 +147,11 @@ def _serve(settings: Settings, token: Any, flags: dict[str, Any]) -> int:
 def _recorder(name: str, runs: Path | None, view: Any) -> Any:
     """A guest has no run folder: where its record goes is said when there is one."""
     from potluck.hub.recorder import Recorder
+    from potluck.sinks import guarded
 
-    if runs is not None:
-        return Recorder(name, runs, tell=view.recorded)
-    # All processes of this machine share that folder.
-    return Recorder(f"{name}-{os.getpid()}", Path(tempfile.gettempdir()), tell=view.recorded)
+    if runs is None:  # all processes of this machine share the folder for temporary files
+        name, runs = f"{name}-{os.getpid()}", Path(tempfile.gettempdir())
+    return guarded(Recorder(name, runs, tell=view.recorded), "the flight recorder")
 
 
 def _compute(launch: Any, script: Path | None, view: Any) -> int:
@@ -165,6 +170,7 @@ def _compute(launch: Any, script: Path | None, view: Any) -> int:
         if str(done) == RUN_FAILED:
             click.echo("the run failed on its host; why, the host says", err=True)
             return 1
+        link.recorder.discard()
     except KeyboardInterrupt:
         launch.end_training("stopped by the person there")
         view.ended("left the run")
@@ -203,6 +209,19 @@ def _failed(launch: Any, why: str) -> None:
     launch.link.close(launch.failure, failed=True)
 
 
+def _check_modules(script: str, imports: object) -> None:
+    """Before the script runs here: all the modules that it imports and this machine lacks, at once."""
+    from potluck.launch.script import guest_hint, missing_here
+
+    wanted = imports if isinstance(imports, dict) else {}
+    names = {str(m): str(p) for m, p in wanted.items() if all(_NAME.fullmatch(str(part)) for part in (m, p))}
+    missing = missing_here(names)
+    if missing:
+        raise MissingModuleError(
+            f"this machine lacks what {script} imports: {', '.join(missing)}", hint=guest_hint(missing)
+        )
+
+
 def _run_work(launch: Any, local: Path | None, view: Any) -> None:
     from potluck.cli._scripts import GUEST_HINT, HINT, IN_LOOP_HINT, running
     from potluck.launch.script import read_script, received_script, run_file, run_received
@@ -220,11 +239,12 @@ def _run_work(launch: Any, local: Path | None, view: Any) -> None:
     if local is not None:
         script = read_script(local, (), arguments)
         view.runs(f"the local script {local} (sha256 {script.sha256[:16]}…)")
-        with running(local.name, hint=lambda: IN_LOOP_HINT if launch.began else HINT):
+        with running(local.name, hint=lambda: IN_LOOP_HINT if launch.began else HINT, guest=True):
             run_file(local, arguments)
         return
     contents = [bytes(f) for f in launch.welcome.frames]
     script = received_script(names, contents, arguments, str(source["sha256"]))
+    _check_modules(names[0], source.get("imports"))
     view.runs(f"{names[0]} from the host (sha256 {script.sha256[:16]}…)")
-    with running(names[0], hint=lambda: IN_LOOP_HINT if launch.began else GUEST_HINT):
+    with running(names[0], hint=lambda: IN_LOOP_HINT if launch.began else GUEST_HINT, guest=True):
         run_received(script)

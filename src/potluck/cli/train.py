@@ -121,6 +121,7 @@ def run_recipe(settings: Settings, plan: Any) -> None:
     from potluck.cli import _session
     from potluck.report.curve import loss_curve_png
     from potluck.report.summary import losses, read_events
+    from potluck.sinks import guarded
     from potluck.train import recipes
     from potluck.train.launch import Interrupted
     from potluck.train.recipes.job import train as train_recipe
@@ -139,7 +140,7 @@ def run_recipe(settings: Settings, plan: Any) -> None:
     assert folder is not None
     steps, values = losses(read_events(folder.path))
     if steps:
-        loss_curve_png(folder.path / "loss.png", steps, values, title=folder.id)
+        guarded(loss_curve_png, "loss.png")(folder.path / "loss.png", steps, values, title=folder.id)
     if plan.view in ("json", "quiet"):
         return
     show_end(

@@ -128,6 +128,7 @@ def _reduce_directly(trip: Trip, flat: Tensor, sent: Tensor, op: Op, targets: Se
         if rank in targets:
             trip.send(rank, sent)
     if me not in targets:
+        trip.waits_for(())
         return trip.settle()
     # Not in place: what the others have not got yet is read from there.
     total = torch.empty(flat.numel(), dtype=reduction.working_dtype(op, flat.dtype))
@@ -168,6 +169,7 @@ def _reduce_by_ring(trip: Trip, flat: Tensor, sent: Tensor, op: Op) -> None:
     Sums on their way are of the working dtype; each chunk is finished by one rank, so that all get the same bits.
     """
     me, world = trip.lane.rank, trip.lane.world
+    trip.waits_for([(me - 1) % world])
     working = reduction.working_dtype(op, flat.dtype)
     partial = sent if sent.dtype == working else sent.to(working, copy=True)
     blocks = schedules.split(flat.numel(), world)
@@ -257,6 +259,7 @@ def broadcast(trip: Trip, flat: Tensor, root: int) -> None:
     world = trip.lane.world
     place = (trip.lane.rank - root) % world
     parent, children = _tree(place, world)
+    trip.waits_for(() if parent is None else [(parent + root) % world])
     view = raw(flat)
     for start, stop in chunks(flat.nbytes, trip.lane.terms.chunk_bytes):
         if parent is not None:
@@ -282,6 +285,7 @@ def _tree(place: int, world: int) -> tuple[int | None, list[int]]:
 def gather(trip: Trip, outputs: Sequence[Tensor], mine: Tensor, root: int) -> None:
     """outputs, at the root alone, gets every rank's tensor."""
     if trip.lane.rank != root:
+        trip.waits_for(())
         trip.send(root, mine)
     else:
         outputs[root].copy_(mine)
@@ -292,6 +296,7 @@ def gather(trip: Trip, outputs: Sequence[Tensor], mine: Tensor, root: int) -> No
 
 def scatter(trip: Trip, output: Tensor, inputs: Sequence[Tensor], root: int) -> None:
     """inputs, at the root alone: what each rank gets."""
+    trip.waits_for(() if trip.lane.rank == root else [root])
     if trip.lane.rank == root:
         for rank in _others(trip):
             trip.send(rank, inputs[rank])

@@ -18,7 +18,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from potluck.device import staging
-from potluck.dist import arguments, host_tensors, reduction, sparse, splitting, uneven
+from potluck.dist import arguments, host_tensors, profiled, reduction, sparse, splitting, uneven
 from potluck.dist.arguments import What
 from potluck.dist.compression import identity_of
 from potluck.dist.counting import METRICS
@@ -110,7 +110,8 @@ class PotluckGroup(DescribedGroup):
         moments = [staging.moment(device) for device in {t.device for t in tensors if not t.is_cpu}]
         timeout_s = self._timeout_s(opts)
         header, about = what.header(formation.next_sequence())
-        work = PotluckWork(f"{header.op} #{header.seq}", tensors if result is None else result)
+        ranges = profiled.begin(header.op, tensors)
+        work = PotluckWork(f"{header.op} #{header.seq}", tensors if result is None else result, ranges)
         entry = formation.record.add(header)
         asked = time.perf_counter()
 
@@ -122,12 +123,16 @@ class PotluckGroup(DescribedGroup):
                         if moment is not None:
                             moment()
                     measured.queued(time.perf_counter() - asked)
+                    if ranges is not None:
+                        ranges.turn()
                     now = time.monotonic()
                     measured.begin_spending()
                     try:
                         body(Call(header, about, now + timeout_s, now))
                     finally:
                         measured.end_spending()
+                        if ranges is not None:
+                            ranges.leave()
             except BaseException as raised:
                 error = arguments.worded(header, raised)
                 entry.fail(error)
@@ -421,7 +426,7 @@ class PotluckGroup(DescribedGroup):
     def send(self, tensors: Any, to: int, tag: int = 0) -> PotluckWork:
         (tensor,) = arguments.as_list(tensors)
         arguments.dense("send", tensor)
-        work = PotluckWork(f"send to rank {to}", [tensor])
+        work = PotluckWork(f"send to rank {to}", [tensor], profiled.begin("send", [tensor], parts=()))
         moment = staging.moment(tensor.device)
         if moment is not None:
             moment()
@@ -439,6 +444,7 @@ class PotluckGroup(DescribedGroup):
         (tensor,) = arguments.as_list(tensors)
         arguments.dense("recv", tensor)
         self._formation.check()
-        work = PotluckWork("recv from " + ("any rank" if source is None else f"rank {source}"), [tensor])
+        name = "recv from " + ("any rank" if source is None else f"rank {source}")
+        work = PotluckWork(name, [tensor], profiled.begin("recv", [tensor], parts=()))
         self._formation.mailroom.post(work, tensor, source, tag, self._timeout.total_seconds())
         return work

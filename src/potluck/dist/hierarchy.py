@@ -14,6 +14,7 @@ from torch import Tensor
 from potluck.dist import reduction
 from potluck.dist.lane import Call
 from potluck.dist.paths import LocalPath, MeshPath
+from potluck.dist.profiled import RUNNING
 from potluck.dist.reduction import Op
 
 SUM = dist.ReduceOp.SUM
@@ -30,7 +31,13 @@ class HierarchicalPath(MeshPath):
         self._home, self._between, self._machines = home, between, machines
         self._mine = next(at for at, ranks in enumerate(machines) if self.lane.rank in ranks)
 
+    def _meet_twice(self) -> None:
+        """For the profiler: first the ranks of this machine, then the other machines."""
+        if RUNNING.ranges is not None and self._home is not None and self._between is not None:
+            RUNNING.ranges.meetings = 2
+
     def barrier(self, call: Call) -> None:
+        self._meet_twice()
         if self._home is not None:
             self._home.barrier(call)
         if self._between is not None:
@@ -39,6 +46,7 @@ class HierarchicalPath(MeshPath):
             self._home.barrier(call)
 
     def all_reduce(self, call: Call, flat: Tensor, op: Op, identity: object = None) -> None:
+        self._meet_twice()
         values, inner = flat, op
         name = reduction.name_of(op)
         if name in ("AVG", "PREMUL_SUM"):

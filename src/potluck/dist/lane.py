@@ -9,7 +9,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from potluck.dist.counting import SPENT
 from potluck.dist.links import Endpoint
 from potluck.dist.mesh import Aborted, DeadlinePassed, Kind, Mesh, Parcel, PeerGone
+from potluck.dist.profiled import RUNNING
 from potluck.dist.record import Header, timeout_error
 from potluck.dist.sealing import RENEWED_BYTES, SECRET_BYTES
 from potluck.dist.streams import CONNECT_S, Closed, Door, Stream, follow
@@ -161,6 +162,11 @@ class Trip:
         self.sequence, self.about, self.deadline = call.header.seq, call.about, call.deadline
         self._trackers: list[tuple[int, Any]] = []
         self._stream: Stream | None = None
+        self._unheard: set[int] | None = None
+        """For the profiler: ranks from which something is still to come for the first time."""
+        if RUNNING.ranges is not None:
+            self._unheard = {rank for rank in range(lane.world) if rank != lane.rank}
+            self.waits_for(self._unheard)  # where this rank is alone, for nobody
 
     @property
     def name(self) -> str:
@@ -315,7 +321,17 @@ class Trip:
             self._late([rank])
         if parcel.about != self.about:
             self._mismatch(parcel)
+        if self._unheard is not None:
+            self.waits_for(self._unheard - {rank})
         return parcel
+
+    def waits_for(self, ranks: Iterable[int]) -> None:
+        """Only from these something is still to come for the first time, where it is not all of the others."""
+        if self._unheard is not None:
+            self._unheard.intersection_update(ranks)
+            if not self._unheard and RUNNING.ranges is not None:
+                self._unheard = None
+                RUNNING.ranges.met()
 
     def _contrary(self, parcel: Parcel) -> bool:
         """Somebody else sent something for this collective that it is not: who is waited for may never send."""

@@ -12,6 +12,7 @@ is lost, and a collective with a hole in it must not go on.
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import json
 import logging
@@ -30,6 +31,7 @@ import zmq
 from zmq.utils import z85
 
 from potluck.errors import NetworkError, PortTakenError, WireError
+from potluck.wire import gate
 from potluck.wire.admitted import Admitted
 from potluck.wire.door import HANDSHAKE_S, Watch
 from potluck.wire.files import make_room
@@ -56,6 +58,7 @@ _KNOCK = b""
 """What a peer says first, so that its connection is known to be a peer's."""
 _LET_IN_S, _LET_IN_DOZE_S = 0.5, 0.005
 """After somebody was let in, its knock is read soon: until then a crowd of its own address could push it out."""
+_ANSWERS_A_TURN = 64
 _STRANGERS_NAMED = 5
 _KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 """32 bytes in Z85."""
@@ -199,6 +202,7 @@ class Links:
         """Turns out those who crowd the inbox without a key. Peers are never too many."""
         limit = make_room()
         most = MOST_WAITING if limit is None else min(MOST_WAITING, limit // 4)
+        self._batch = max(1, most // 4)
         lobby = Lobby(most=most, stays_s=HANDSHAKE_S)
         return Watch(self._context.socket, self._inbox, lobby, Admitted(most=sys.maxsize, most_bytes=sys.maxsize))
 
@@ -206,9 +210,16 @@ class Links:
         settings = self._settings
         address = f"[{settings.address}]" if ":" in settings.address else settings.address
         try:
+            if self._watch is not None and gate.IS_AVAILABLE:
+                entrance = gate.Gate(settings.address, settings.port, self._batch)
+                try:
+                    entrance.lend_to(self._inbox)
+                finally:
+                    self._watch.keep(entrance)  # and closes it
+                return entrance.port
             self._inbox.bind(f"tcp://{address}:{settings.port or '*'}")
-        except zmq.ZMQError as error:
-            if error.errno == zmq.EADDRINUSE:
+        except (zmq.ZMQError, OSError) as error:
+            if error.errno in (zmq.EADDRINUSE, errno.EADDRINUSE):
                 raise PortTakenError(
                     f"port {settings.port} of {settings.address} is taken",
                     hint="choose another port base, or 0 for any free port",
@@ -241,8 +252,9 @@ class Links:
         return endpoint.key.encode("ascii")
 
     def _answer_door(self) -> None:
+        """Of those who knock, some at a time: there is more to do than to answer a flood of strangers."""
         with contextlib.suppress(zmq.Again):
-            while True:
+            for _ in range(_ANSWERS_A_TURN):
                 version, number, domain, address, _, mechanism, *credentials = self._zap.recv_multipart(zmq.NOBLOCK)
                 key = z85.encode(credentials[0]) if credentials else b""
                 with self._lock:

@@ -17,6 +17,7 @@ from torch import Tensor
 from potluck.dist import reduction
 from potluck.dist.local_hands import Hands, number_of
 from potluck.dist.local_memory import Memory
+from potluck.dist.profiled import RUNNING
 from potluck.dist.rings import Patience
 from potluck.errors import CollectiveError, CollectiveTimeoutError, RankGoneError
 from potluck.limits import usable_cores
@@ -191,6 +192,8 @@ class Rounds:
         """Wait for everybody's first round, and see that all are doing the same."""
         ring = self._pieces
         ring.arrived(self._others, number, patience)
+        if RUNNING.ranges is not None:
+            RUNNING.ranges.met()
         if all(ring.note_is(other, number, note) for other in self._others):
             return
         found = {other: ring.note(other, number).partition(SEPARATOR)[0] for other in self._others}

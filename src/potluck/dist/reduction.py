@@ -30,7 +30,7 @@ _WHOLE = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int3
 
 _DTYPES: dict[str, frozenset[torch.dtype]] = {
     "SUM": _FLOATS | _COMPLEX | _WHOLE,
-    "AVG": _FLOATS | _COMPLEX,
+    "AVG": _FLOATS | _COMPLEX | _WHOLE - {torch.bool},
     "PREMUL_SUM": _FLOATS | _COMPLEX,
     "PRODUCT": _FLOATS | _WHOLE,
     "MIN": _FLOATS | _WHOLE,
@@ -129,9 +129,18 @@ def accumulate(op: Op, into: Tensor, other: Tensor) -> None:
 
 @spends("reduction")
 def finish(op: Op, values: Tensor, world: int) -> None:
-    """The last touch on values of the working dtype that hold every rank's part, in place: AVG divides."""
-    if name_of(op) == "AVG" and world > 1:
+    """The last touch on values of the working dtype that hold every rank's part, in place: AVG divides.
+
+    Whole numbers towards zero, as NCCL does: their sum wraps around where it is too large for the type.
+    """
+    if name_of(op) != "AVG" or world == 1:
+        return
+    if values.dtype not in _WHOLE:
         values.div_(world)
+    elif world <= torch.iinfo(values.dtype).max:
+        values.div_(world, rounding_mode="trunc")
+    else:  # torch would make the divisor a number of the same type
+        values.copy_(values.long().div_(world, rounding_mode="trunc"))
 
 
 def _instead(name: str, dtype: torch.dtype) -> str:
@@ -141,4 +150,6 @@ def _instead(name: str, dtype: torch.dtype) -> str:
         return "bitwise reductions are for whole numbers and bools: convert the tensor, or take another operation"
     if dtype in _COMPLEX:
         return "complex numbers can be reduced by SUM, AVG and PREMUL_SUM; reduce abs() or view_as_real(tensor)"
-    return "the result would not be a whole number: use SUM and divide, or convert the tensor to float32"
+    if name == "AVG":
+        return "bools have no average: use SUM, which is their or, or convert the tensor to float32"
+    return "the result would not be a whole number: multiply before and use SUM, or convert the tensor to float32"

@@ -69,7 +69,7 @@ class Card:
                     hint="install the same version of potluck on all machines",
                 )
             shared = dict(values["shared"])
-            plain = all(isinstance(value, str | int | float | None) for value in shared.values())
+            plain = all(isinstance(value, int | float | None) or is_short_text(value) for value in shared.values())
             if not plain or not is_short_text(values["machine"]) or not is_short_text(values["torch"]):
                 raise ValueError
             return cls(

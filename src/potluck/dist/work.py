@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from potluck.dist.profiled import Ranges
 from potluck.errors import CollectiveTimeoutError, PotluckError
 
 _FOREVER = timedelta(0)
@@ -28,7 +29,7 @@ log = logging.getLogger("potluck.dist")
 class PotluckWork(dist.Work):
     """Completed once, by whoever does the work. Waiting raises what went wrong."""
 
-    def __init__(self, name: str, result: Sequence[Tensor]) -> None:
+    def __init__(self, name: str, result: Sequence[Tensor], ranges: Ranges | None = None) -> None:
         super().__init__()
         self.name = name
         self._result = list(result)
@@ -41,6 +42,7 @@ class PotluckWork(dist.Work):
         self._future: Future[Any] | None = None
         self._lock = threading.Lock()
         self._source = -1
+        self._ranges = ranges
         self.progress: Callable[[float | None], None] | None = None
         """Set where nobody works in the background: waiting then does the work, until a moment (None: its end)."""
 
@@ -50,6 +52,8 @@ class PotluckWork(dist.Work):
                 return
             self._error, self._source, self._finished = error, source, True
             promise, end = self._promise, self._end
+        if self._ranges is not None:
+            self._ranges.finish()  # before anybody who waits can stop the profiler
         if end is not None:
             end.set()
         if promise is not None:

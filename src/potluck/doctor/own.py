@@ -15,7 +15,8 @@ from potluck.errors import PotluckError, RankGoneError
 from potluck.spec.finding import BLOCKER, Finding
 
 _OF_BACKEND = ("potluck.errors.", "potluck/dist/", "potluck\\dist\\")
-_PAGE = re.compile(r"see docs/troubleshooting/([a-z-]{1,40})\.md")
+_PAGE = re.compile(r"see: potluck explain ([a-z-]{1,40})|see docs/troubleshooting/([a-z-]{1,40})\.md")
+"""How the last line of an error names its page; the second form is that of earlier versions."""
 _CLASS = re.compile(r"potluck\.errors\.(\w{1,60}): (.*)")
 _ENDED = re.compile(r"\brank (\d{1,6}) \([^()]{1,80}\) ended while others were waiting for it")
 _UNREACHED = re.compile(r"could not be reached within .{1,20}?\((?:[^(),]{1,80}, )?([\w.:-]{1,80}) port \d{1,5}\)")
@@ -42,13 +43,14 @@ def of_potluck(log: LogText, name: str) -> Iterator[tuple[int, int, Finding]]:
 def _by_page(log: LogText) -> Iterator[tuple[int, str, str, str]]:
     """As the command line says it: line, code, words and hint."""
     codes = {kind.code for kind in _tree(PotluckError)}
-    for line, text, at in log.hits("see docs/troubleshooting/"):
+    for line, text, at in (*log.hits("see: potluck explain "), *log.hits("see docs/troubleshooting/")):
         match = _PAGE.search(text)
+        code = match[1] or match[2] if match is not None else ""
         before = list(reversed(log.between(line - 3, line - 1)))
         said = next((b.partition("error: ")[2] for b in before if "error: " in b), "")
         hint = next((b.partition("hint: ")[2] for b in before if "hint: " in b), "")
-        if match is not None and match[1] in codes:
-            yield line, match[1], said or text[at:], hint
+        if code in codes:
+            yield line, code, said or text[at:], hint
 
 
 def _by_class(log: LogText) -> Iterator[tuple[int, str, str, str]]:
@@ -72,7 +74,7 @@ def _by_words(log: LogText) -> Iterator[tuple[int, str, str, str]]:
 
 
 def _finding(log: LogText, line: int, code: str, said: str, hint: str, name: str) -> Finding:
-    page = f"docs/troubleshooting/{code}.md"
+    page = f"potluck explain {code}"
     fix = _unreached(said) or _ended(log, said) or quoted(hint, 0)
     return Finding(
         code=f"potluck-{code}",
@@ -81,8 +83,8 @@ def _finding(log: LogText, line: int, code: str, said: str, hint: str, name: str
         what=f"Potluck ended with: {quoted(said, 0)}",
         how=f"line {line}",
         breaks="that run, or that guest",
-        fix=fix or f"see {page}",
-        potluck=f"{page} tells the causes one by one" if fix else "an error of its own; that page tells its causes",
+        fix=fix or page,
+        potluck=f"`{page}` names the causes" if fix else "an error of its own; that page tells its causes",
     )
 
 

@@ -1,7 +1,7 @@
 """What failed runs write into their logs: the table of known messages, of torchrun, gloo, NCCL and their kin.
 
 PURE data: each row says how a message looks and what it means. It must not know how a log is read or shown. The
-messages were collected from the reports that docs/troubleshooting/doctor.md names, and from runs made to fail.
+messages were collected from the reports that troubleshooting/doctor.md names, and from runs made to fail.
 """
 
 from __future__ import annotations

@@ -9,31 +9,42 @@ from potluck.hub.ledger import Ledger
 from potluck.hub.members import Member
 from potluck.hub.quota import Estimate
 from potluck.hub.stepping import StepResult
-from potluck.plan.leases import next_size
+from potluck.plan.leases import Least, next_size
 
 
 class AloneHub:
     """What `HostHub` is to the training loop, with nobody else at the table."""
 
-    def __init__(self, ledger: Ledger, name: str) -> None:
+    def __init__(self, ledger: Ledger, name: str, least: Least | None = None) -> None:
         self._ledger, self._name = ledger, name
+        self._least = (least or Least()).micro_batch
+        self._sizes: list[int] = []
         self._sample_s = Estimate()
 
     def begin_step(self, head_start_s: float = 0.0) -> None:
         self._ledger.open_step()
 
     def take(self, count: int, busy: Callable[[], bool]) -> tuple[tuple[int, ...], None]:
-        return self._ledger.take(next_size(self._ledger.in_pool, count)), None
+        return self._ledger.take(next_size(self._ledger.in_pool, count, self._least)), None
 
-    def launched(self, positions: tuple[int, ...]) -> None:
+    def launched(self, positions: tuple[int, ...], sizes: Sequence[int]) -> None:
         self._ledger.host_counts(positions, self._name)
+        self._sizes += sizes
 
     def computed(self, samples: int, seconds: float) -> None:
         self._sample_s.add(seconds / samples)
 
     def end_step(self) -> tuple[StepResult, float]:
         samples = self._ledger.close_step()
-        result = StepResult(samples=samples, wait_s=0.0, dropped_samples=0, taken_back_samples=0, predicted_s=None)
+        result = StepResult(
+            samples=samples,
+            wait_s=0.0,
+            dropped_samples=0,
+            taken_back_samples=0,
+            predicted_s=None,
+            micro_batches={self._name: tuple(self._sizes)},
+        )
+        self._sizes.clear()
         return result, 0.0
 
     def judged(self, step: int, norm: float, samples: int, *, applied: bool) -> None:

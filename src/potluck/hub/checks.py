@@ -18,10 +18,12 @@ from potluck.hub.actions import CONTROL, DATA, Action, CompareSketch, Emit, Send
 from potluck.hub.feed import PieceState
 from potluck.hub.ledger import Ledger
 from potluck.hub.members import CHECKING, COMPUTING, LONGEST_BENCH_STEPS, SYNCING, Member
+from potluck.hub.said import whole
 from potluck.hub.stepping import pack_samples
+from potluck.plan.leases import Least
 
 CHECK_SAMPLES = 4
-"""At most this many samples in a common batch."""
+"""At most this many samples in a common batch, unless the model needs more at once."""
 ATTEMPTS = 3
 """Comparisons with the host's spread before a refusal: where a gradient is mostly noise, one tells little."""
 HINT = (
@@ -75,6 +77,7 @@ class Checks:
     ledger: Ledger
     members: dict[str, Member]
     local_data: bool
+    least: Least
     put_out: Callable[..., list[Action]]
     _now: _Check | None = None
     _count: int = 0
@@ -104,7 +107,9 @@ class Checks:
         sizes = [self.members[g].micro_batch for g in check.guests if g in self.members]
         if not sizes:
             return None
-        return CommonBatch(samples=min([CHECK_SAMPLES, *sizes]), seed=check.seed, twice=check.twice)
+        # It is part of the step: where few samples train badly, it has no fewer than a lease.
+        samples = min([max(CHECK_SAMPLES, self.least.lease), *sizes])
+        return CommonBatch(samples=samples, seed=check.seed, twice=check.twice)
 
     def computed(self, positions: tuple[int, ...], batch: Packed) -> tuple[int, list[Action]]:
         """The host has its gradient of the common batch: send the batch to those who are to be checked."""
@@ -148,7 +153,7 @@ class Checks:
 
     def answered(self, member: Member, fields: dict[str, Any], frames: Sequence[Any], loss: float) -> list[Action]:
         """A guest's gradient of the common batch is here."""
-        if member.check is None or int(fields["check"]) != member.check or len(frames) != 1:
+        if member.check is None or whole(fields, "check") != member.check or len(frames) != 1:
             raise WireError("a gradient sketch that nobody asked for")
         random = {str(name): str(digest) for name, digest in dict(fields.get("random", {})).items()}
         check, member.check = member.check, None

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from potluck.errors import WireError
+
 NOTHING = -1
 """The version of a piece that a guest does not hold at all."""
 PENDING = -2
@@ -62,6 +64,7 @@ class Feed:
         """Whether pieces should flow now: not to a guest that sits out."""
         self._cursor = 0
         self._tensors_pending = 0
+        self._surplus_bytes = self._largest_bytes = 0
 
     def next(self, state: Sequence[PieceState]) -> Item | None:
         """The next thing to send, or None: nothing to send, or no credit."""
@@ -88,12 +91,12 @@ class Feed:
 
     def change_sent(self, item: Item, version: int) -> None:
         """A coded change is on the wire; the piece will be at `version` over there."""
-        self.in_flight_bytes += item.nbytes
+        self._under_way(item.nbytes)
         self.have[item.index] = version
 
     def asked(self, item: Item) -> None:
         """A whole piece or a tensor's part is being read for this guest: its bytes are spoken for."""
-        self.in_flight_bytes += item.nbytes
+        self._under_way(item.nbytes)
         if item.kind == "tensor":
             self.tensors.popleft()
             self._tensors_pending += 1
@@ -109,14 +112,21 @@ class Feed:
 
     def extra(self, nbytes: int) -> None:
         """Something outside the rule (the samples of a lease) is under way too."""
-        self.in_flight_bytes += nbytes
+        self._under_way(nbytes)
 
     def forget(self) -> None:
         """What the guest holds is wrong: all of it goes out whole. What is being read for it is right already."""
         self.have = [have if have == PENDING else NOTHING for have in self.have]
 
     def taken(self, nbytes: int) -> None:
-        """The guest says that it has taken this much off the wire."""
+        """The guest says that it has taken this much off the wire.
+
+        More than was sent, in all by more than a window, is nothing that an honest guest says: one that came back
+        may once tell of a message that it had been sent before.
+        """
+        self._surplus_bytes += max(0, nbytes - self.in_flight_bytes)
+        if nbytes < 0 or self._surplus_bytes > max(self.window_bytes, self._largest_bytes):
+            raise WireError(f"to have taken {nbytes} bytes, where {self.in_flight_bytes} were under way")
         self.in_flight_bytes = max(0, self.in_flight_bytes - nbytes)
 
     def current(self, state: Sequence[PieceState]) -> bool:
@@ -124,6 +134,10 @@ class Feed:
         if self.tensors or self._tensors_pending or not state:
             return False
         return all(have == now.version != NOTHING for have, now in zip(self.have, state))
+
+    def _under_way(self, nbytes: int) -> None:
+        self.in_flight_bytes += nbytes
+        self._largest_bytes = max(self._largest_bytes, nbytes)
 
     def _fits(self, nbytes: int) -> bool:
         return self.in_flight_bytes == 0 or self.in_flight_bytes + nbytes <= self.window_bytes

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from potluck.codec import Codec, encode_with_feedback, rehearse
 from potluck.device import Device, Mark
-from potluck.errors import PotluckError
+from potluck.errors import PotluckError, WireError
 from potluck.failpoints import hit
 from potluck.hub.feed import NOTHING
 from potluck.hub.hashes import PieceHashes
@@ -43,7 +43,6 @@ from potluck.wire.frames import Message, dump_json
 from potluck.wire.tree import unpack_tree
 
 MAX_BATCH_BYTES = 1 << 30
-LONGEST_NOTE = 500
 
 
 class RunOver(Exception):
@@ -225,6 +224,7 @@ class GuestHub:
         fields: dict[str, Any] = {"check": work.id, "count": sum(work.sizes), "compute_s": compute_s}
         fields["random"] = dict(random)
         fields["loss"] = loss if math.isfinite(loss) else None
+        fields["micro_batch"], fields["largest_micro_batch"] = self._micro_batch()
         self._link.data(Message(kind="sketch", fields=fields, frames=(values,)))
 
     def stopped(self, work: Work, computed: int, compute_s: float) -> None:
@@ -290,6 +290,8 @@ class GuestHub:
         with self._changed:
             kind, fields = message.kind, message.fields
             if kind in ("change", "whole", "tensor", "hash", "resync"):
+                if int(fields.get("piece", 0)) >= len(self._have):
+                    raise WireError(f"the host sent piece {fields['piece']} of {len(self._have)}")
                 if kind == "change":
                     self._arrivals.note(int(fields["version"]), time.monotonic())
                 self._incoming.append(message)
@@ -302,7 +304,7 @@ class GuestHub:
             elif kind == "dropped":
                 self._clear_residual = True
             elif kind == "note":
-                self.note(str(fields.get("text", ""))[:LONGEST_NOTE])
+                self.note(str(fields["text"]))
             elif kind == "bye":
                 self._over = str(fields.get("reason", "finished"))
             self._changed.notify_all()

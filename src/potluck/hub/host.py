@@ -53,6 +53,8 @@ class HubParts:
     fetch: Callable[[Sequence[int]], Any]
     """The collated batch of these samples of the data set."""
     emit: Callable[[Event], None]
+    early: Sequence[tuple[bytes, Sequence[Any]]] = ()
+    """Messages that came before there was a hub."""
     recorder: Recorder = field(default_factory=lambda: Recorder("host", None))
 
 
@@ -115,7 +117,8 @@ class HostHub:
             self._guest_loss = 0.0
             hit("host.before-step")
             now, pieces = time.monotonic(), self._coder.state
-            self._do(self._protocol.begin_step(now, pieces, host_keeps=1, head_start_s=head_start_s))
+            keeps = self._protocol.terms.least.lease
+            self._do(self._protocol.begin_step(now, pieces, host_keeps=keeps, head_start_s=head_start_s))
             if any(m.feed.open for m in self._protocol.members.values()):
                 self._coder.code_change()
             hit("host.dealt")
@@ -140,7 +143,7 @@ class HostHub:
                     self._changed.wait(LOOK_AGAIN_S)
                     continue
                 common = self._protocol.checks.due
-                size = next_size(ledger.in_pool, count) or count
+                size = next_size(ledger.in_pool, count, self._protocol.terms.least.micro_batch) or count
                 take, actions = self._protocol.stepping.take(common.samples if common else size, now)
                 self._do(actions)
                 if take.full:
@@ -166,10 +169,10 @@ class HostHub:
         waiting = any(m.state == CHECKING or (m.feed.open and not coded) for m in members)
         return waiting or not self._protocol.ledger.full
 
-    def launched(self, positions: tuple[int, ...]) -> None:
-        """The host's device was given these."""
+    def launched(self, positions: tuple[int, ...], sizes: Sequence[int]) -> None:
+        """The host's device was given these; its ranks so many each."""
         with self._lock:
-            self._protocol.stepping.host_launched(positions)
+            self._protocol.stepping.host_launched(positions, sizes)
 
     def computed(self, samples: int, seconds: float) -> None:
         with self._lock:
@@ -260,6 +263,7 @@ class HostHub:
 
     def _run(self) -> None:
         try:
+            self._turn(self._parts.early)
             while not self._stop:
                 self._turn(self._socket.receive(0.1))
             self._flush()
@@ -323,6 +327,9 @@ class HostHub:
             if not self._socket.send(peer, frames):
                 with self._changed:
                     self._do(self._protocol.unreachable(peer[:-1].hex()))
+        for peer, waiting_bytes in self._socket.overfull():
+            with self._changed:
+                self._do(self._protocol.reads_too_little(peer[:-1].hex(), waiting_bytes))
 
     def _name_of(self, guest: str) -> str:
         member = self._protocol.members.get(guest)
@@ -399,6 +406,7 @@ class HostHub:
                 case act.Decode():
                     self._coder.decode(action.guest, action.lease, action.pieces, action.loss_sum, action.count)
                 case act.SendSamples():
+                    self._count_unread(action, 1)
                     self._loader.submit(self._guarded, self._load, action)
                 case act.Welcome():
                     self._send(action.guest, act.CONTROL, self._parts.welcome(action.name))
@@ -450,8 +458,14 @@ class HostHub:
         with self._lock:
             member = self._protocol.members.get(action.guest)
             if member is not None:
+                self._count_unread(action, -1)
                 member.feed.extra(sum(len(f) for f in frames))
                 self._send(member.id, act.DATA, Message(kind="samples", fields=fields, frames=tuple(frames)))
+
+    def _count_unread(self, action: act.SendSamples, more: int) -> None:
+        member = self._protocol.members.get(action.guest)
+        if member is not None and member.lease is not None and member.lease.id == action.lease:
+            member.lease.unread += more
 
     def _introduce(self, action: act.SendReplica) -> None:
         """Queue the fixed tensors that the newcomer lacks, then the replica."""
@@ -487,7 +501,8 @@ class HostHub:
             reference = self._references.get(action.check)
         if reference is None:
             with self._changed:
-                self._protocol.checks.void(action.guest, action.check)
+                reason = "its gradient came steps after the host's"
+                self._protocol.checks.void(action.guest, action.check, reason)
             return
         if not reference.finite:
             with self._changed:

@@ -15,6 +15,7 @@ from potluck.errors import HostGoneError, NetworkError, PotluckError, RefusedErr
 from potluck.failpoints import hit
 from potluck.hub.recorder import Recorder
 from potluck.hub.standstill import Standstill
+from potluck.hub.told import checked
 from potluck.wire.frames import PROTOCOL, Message, VersionError, pack, unpack
 from potluck.wire.token import Token
 from potluck.wire.transport import GuestSocket, HungUpError
@@ -64,9 +65,15 @@ class GuestLink:
         self._put_out = False
         self._hang_ups = 0
         self._told = 0.0
+        self._preparing = False
+        """The host has said that its training has not begun."""
+        self._patience_s = 0.0
+        self._answer_by = 0.0
         self.failure: PotluckError | None = None
         self.waiting: Callable[[NetworkError], None] = lambda error: None
         """Called when the host did not answer and is asked again."""
+        self.preparing: Callable[[str], None] = lambda reason: None
+        """Called when the host says that its training has not begun yet, with what it waits for."""
         self.lost: Callable[[], None] = lambda: None
         """Called when the host is lost, before the link tries again."""
         self.back: Callable[[Message], None] = lambda welcome: None
@@ -96,8 +103,12 @@ class GuestLink:
                     raise
                 self.waiting(error)
                 time.sleep(FIRST_BACKOFF_S)
+        self._patience_s = timeout_s
+        self._answer_by = time.monotonic() + timeout_s
         self._thread.start()
-        if not self._welcomed.wait(timeout_s) and self.failure is None:
+        while not self._welcomed.wait(0.2) and time.monotonic() < self._answer_by:
+            pass
+        if not self._welcomed.is_set() and self.failure is None:
             self.failure = HostGoneError(
                 f"the host at {self.address} accepted the connection but did not answer within {timeout_s:.0f} s",
                 hint="is the run still going on there?",
@@ -179,6 +190,7 @@ class GuestLink:
                 try:
                     self._serve()
                 except HostGoneError as error:
+                    self._preparing = False
                     self._fault(error)
                     self.lost()
                     self._reconnect()
@@ -258,7 +270,15 @@ class GuestLink:
             ) from error
         except WireError:
             return
+        message = checked(message)
         self._note_received(message.kind, message.fields, sum(len(f) for f in message.frames))
+        if message.kind == "wait" or self._preparing:
+            self._answer_by = time.monotonic() + self._patience_s
+        if message.kind == "wait":
+            if not self._preparing:
+                self.preparing(_words(message.fields.get("reason")))
+            self._preparing = True
+            return
         if message.kind == "alive":
             return
         hit("guest.received", message.kind)
@@ -268,11 +288,11 @@ class GuestLink:
             self._put_out = message.fields.get("joined") is True
             raise RefusedError(
                 f"the host refused this machine: {message.fields.get('reason', '?')}",
-                hint=str(message.fields.get("hint") or _SAME)[:200],
+                hint=message.fields.get("hint") or _SAME,
             )
         if message.kind == "welcome":
             first = self._welcome is None
-            self._welcome = message
+            self._welcome, self._preparing = message, False
             self._welcomed.set()
             if not first:
                 self.back(message)
@@ -280,6 +300,12 @@ class GuestLink:
             return
         if message.kind == "bye":
             self._stop = True  # nobody is there to come back to
+            if self._welcome is None:
+                self.failure = HostGoneError(
+                    f"the run ended before its training began: {_words(message.fields.get('reason'))}",
+                    hint="nothing is wrong here; the person at the host sees why, and starts it again",
+                )
+                return
         with self._lock:
             handler = self._handler
             if handler is None:
@@ -321,3 +347,8 @@ class GuestLink:
                 self._tell_missing(time.monotonic())
                 time.sleep(0.1)
             backoff = min(LONGEST_BACKOFF_S, 2 * backoff)
+
+
+def _words(said: object) -> str:
+    """What a host said, as one line: it must not steer this terminal."""
+    return "".join(c if c.isprintable() else " " for c in str(said or "?")[:200]).strip()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from potluck.hub.feed import Feed
 from potluck.hub.quota import Estimate
-from potluck.plan.leases import Speed
+from potluck.plan.leases import Least, Speed
 
 JOINING = "joining"
 SYNCING = "syncing"
@@ -20,9 +20,13 @@ SITTING_OUT = "sitting out"
 LATE = "late"
 
 LATE_BEFORE_BENCH = 2
-"""This many contributions in a row that came too late, and a guest sits out for a while."""
+"""This many leases in a row that did not count, most often too late, and a guest sits out for a while."""
+TRIAL_SAMPLES = 2
+"""A guest whose link seems too slow by nothing but its first weights gets one lease of this size to show it."""
 LONGEST_BENCH_STEPS = 64
 QUOTA_RETRY_STEPS = 4
+LARGEST_MICRO_BATCH = 1 << 20
+"""Nobody computes more samples at once, whatever a guest says."""
 RATE_MARGIN = 0.1
 GAIN_WINDOW = 6
 """Leases over which a guest must have brought more time than waiting for it cost."""
@@ -36,6 +40,8 @@ class OpenLease:
     step: int
     count: int
     """Samples in it; less once the guest has said how many it keeps."""
+    sizes: tuple[int, ...] = ()
+    """Of its micro-batches, as they were cut."""
     started: float
     revoked: bool = False
     arrived: bool = False
@@ -48,6 +54,8 @@ class OpenLease:
     """The coded pieces of the contribution, kept until it is complete."""
     waited_s: float = 0.0
     """How long the host stood idle for this lease."""
+    unread: int = 0
+    """Its micro-batches that the host is still reading from the data set, so that the guest cannot have them."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,8 +74,10 @@ class Member:
     reason: str = ""
     micro_batch: int = 1
     largest_micro_batch: int = 1
+    least: Least = field(default_factory=Least)
     lease: OpenLease | None = None
     check: int | None = None
+    checking_since: float | None = None
     cosine: float | None = None
     doubts: int = 0
     """Parity checks in a row in which its gradient differed from the host's."""
@@ -82,7 +92,10 @@ class Member:
     """Seconds that the weights' change takes to arrive; the gradient, which is as large, takes about as long."""
     tail: Estimate = field(default_factory=lambda: Estimate(doubts=True))
     """Seconds from the end of its last backward to the arrival of the contribution."""
-    late_in_a_row: int = 0
+    misses: list[str] = field(default_factory=list)
+    """Why its last leases in a row did not count, as clauses; empty once one counts."""
+    leased: bool = False
+    """It has had a lease: what is known of its link was measured then, or shown wrong."""
     wrong_in_a_row: int = 0
     """Contributions that could not be right, by what the host itself computed."""
     rests: int = 0
@@ -125,6 +138,7 @@ class Member:
             transfer_s=max(0.0, self.transfer.value or 0.0),
             usual=self.micro_batch,
             most=max(self.micro_batch, self.largest_micro_batch),
+            least=self.least,
         )
 
     @property
@@ -132,8 +146,25 @@ class Member:
         """By what part of it the rate changes from lease to lease."""
         return self.rate.spread / self.rate.value if self.rate.value else 0.0
 
+    def computes(self, usual: int, largest: int) -> None:
+        """It says how many samples it computes at once, and how many it could at most."""
+        self.micro_batch = max(1, min(usual, LARGEST_MICRO_BATCH))
+        self.largest_micro_batch = max(self.micro_batch, min(largest, LARGEST_MICRO_BATCH))
+
     def holds(self, lease: int) -> bool:
         return self.lease is not None and self.lease.id == lease and not self.lease.revoked
+
+    def overdue(self, now: float, joining_s: float, checking_s: float) -> str | None:
+        """What it has not done in time, though it is heard."""
+        if self.state == JOINING and now - self.joined_at > joining_s:
+            return f"did not build its model within {joining_s:.0f} s"
+        if self.state != CHECKING:
+            self.checking_since = None
+            return None
+        self.checking_since = now if self.checking_since is None else self.checking_since
+        if now - self.checking_since > checking_s:
+            return f"did not answer the check of its gradient within {checking_s:.0f} s"
+        return None
 
     def rest(self, step: int, reason: str, *, steps: int | None = None) -> None:
         """Sit out for a number of steps that doubles each time in a row."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from potluck.errors import WireError
@@ -30,13 +30,14 @@ from potluck.hub.guard import ReplicaGuard
 from potluck.hub.ledger import Ledger
 from potluck.hub.members import JOINING, SYNCING, Member
 from potluck.hub.norms import Norms
+from potluck.hub.said import LARGEST_NUMBER, micro_batches, real, seconds, whole
 from potluck.hub.stepping import Stepping
+from potluck.plan.leases import Least
 from potluck.spec.config import MOST_GUESTS
 from potluck.spec.layout import TensorSpec, fingerprint_from_json, fingerprint_to_json, first_difference
+from potluck.units import printable
 from potluck.wire.frames import dump_json, load_json
 
-LARGEST_MICRO_BATCH = 1 << 20
-"""Nobody computes more samples at once, whatever a guest says."""
 ABOUT_BYTES = 1 << 20
 """What a guest may say of its model, beside four times of what the host would say of its own."""
 LONGEST_REASON = 500
@@ -61,6 +62,10 @@ class HostTerms:
     silence_s: float = 5.0
     joining_silence_s: float = 60.0
     """Building a model may keep a machine busy for long."""
+    joining_s: float = 1800.0
+    """For all of that, however often it is heard meanwhile: imports, downloads, the model."""
+    checking_s: float = 300.0
+    """To answer a check, which is the gradient of a few samples."""
     max_guests: int = MOST_GUESTS
     local_data: bool = False
     codec: str = ""
@@ -69,6 +74,8 @@ class HostTerms:
     """A contribution's norm a sample counts up to so many times the host's own; 0: whatever it is."""
     check_replica_every: int = 50
     """Steps between two comparisons of the replica's hash with the guests'; 0: never."""
+    least: Least = field(default_factory=Least)
+    """How few samples the model bears in a micro-batch and in a lease."""
 
     @property
     def pieces(self) -> int:
@@ -83,10 +90,20 @@ class HostProtocol:
         self.ledger = ledger
         self.members: dict[str, Member] = {}
         self.stepping = Stepping(
-            ledger=ledger, members=self.members, host_name=terms.name, local_data=terms.local_data
+            ledger=ledger,
+            members=self.members,
+            host_name=terms.name,
+            local_data=terms.local_data,
+            least=terms.least,
         )
         self.guard = ReplicaGuard(every=terms.check_replica_every, members=self.members, stepping=self.stepping)
-        self.checks = Checks(ledger=ledger, members=self.members, local_data=terms.local_data, put_out=self.put_out)
+        self.checks = Checks(
+            ledger=ledger,
+            members=self.members,
+            local_data=terms.local_data,
+            least=terms.least,
+            put_out=self.put_out,
+        )
         self.norms = Norms(terms.guest_bound)
         self._most_about_bytes = ABOUT_BYTES + 4 * len(dump_json(fingerprint_to_json(terms.fingerprint)))
         self._last_alive = 0.0
@@ -152,6 +169,7 @@ class HostProtocol:
             last_heard=now,
             joined_at=now,
             feed=Feed(pieces=self.terms.pieces, window_bytes=self.terms.window_bytes),
+            least=self.terms.least,
         )
         self.members[guest] = member
         actions: list[Action] = [
@@ -189,13 +207,13 @@ class HostProtocol:
         difference = first_difference(self.terms.fingerprint, fingerprint_from_json(about["fingerprint"]))
         if difference is not None:
             return self.put_out(member, f"a different model: {difference}", refused=True)
-        _micro_batches(member, fields)
+        micro_batches(member, fields)
         hashes = {str(k): str(v) for k, v in dict(about["hashes"]).items()}
         member.state, member.sync_started = SYNCING, now
         return [SendReplica(guest=member.id, hashes=hashes), Wake()]
 
     def _taken(self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float) -> list[Action]:
-        count = int(fields["bytes"])
+        count = whole(fields, "bytes")
         member.feed.taken(count)
         if member.state == SYNCING:
             member.sync_bytes += count
@@ -205,37 +223,35 @@ class HostProtocol:
 
     def _leave(self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float) -> list[Action]:
         member.failed = fields.get("failed") is True
-        reason = str(fields.get("reason", ""))[:LONGEST_GOODBYE]
         # Its words: they must not steer the terminal in which somebody reads the log.
-        return self._remove(
-            member, "guest_left", "".join(c if c.isprintable() else " " for c in reason).strip() or "left"
-        )
+        reason = printable(fields.get("reason", ""), LONGEST_GOODBYE)
+        return self._remove(member, "guest_left", reason or "left")
 
     # -- contributions ----------------------------------------------------------------------------------
 
     def _closing(self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float) -> list[Action]:
         return self.stepping.closing(
             member,
-            lease=int(fields["lease"]),
-            keep=int(fields["keep"]),
-            eta_s=_real(fields, "eta_s"),
+            lease=whole(fields, "lease"),
+            keep=whole(fields, "keep"),
+            eta_s=seconds(fields, "eta_s"),
             now=now,
         )
 
     def _grad(self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float) -> list[Action]:
-        index = int(fields["piece"])
+        index = whole(fields, "piece")
         if not 0 <= index < self.terms.pieces or len(frames) != 1:
             raise WireError(f"a gradient for piece {index}, which does not exist")
         if len(frames[0]) != self.terms.piece_bytes[index]:
             raise WireError(f"{len(frames[0])} bytes for piece {index}, not {self.terms.piece_bytes[index]}")
-        self.stepping.piece(member, lease=int(fields["lease"]), index=index, payload=frames[0])
+        self.stepping.piece(member, lease=whole(fields, "lease"), index=index, payload=frames[0])
         return []
 
     def _done(self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float) -> list[Action]:
-        lease, count = int(fields["lease"]), int(fields["count"])
-        compute_s, loss_sum = _real(fields, "compute_s"), _real(fields, "loss_sum")
-        receive_s, finite = _real(fields, "receive_s"), bool(fields["finite"])
-        _micro_batches(member, fields)
+        lease, count = whole(fields, "lease"), whole(fields, "count")
+        compute_s, loss_sum = seconds(fields, "compute_s"), real(fields, "loss_sum")
+        receive_s, finite = seconds(fields, "receive_s", least=-1.0), bool(fields["finite"])
+        micro_batches(member, fields)
         if member.lease is None or member.lease.id != lease:
             return []  # it answers no lease that is open
         if member.lease.arrived:
@@ -304,15 +320,15 @@ class HostProtocol:
         return actions
 
     def _stopped(self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float) -> list[Action]:
-        lease = int(fields["lease"])
+        lease = whole(fields, "lease", least=-LARGEST_NUMBER)
         if lease < 0:  # a check: its weights had gone on before the guest could begin
             self.checks.void(member.id, -lease)
             return [Wake()]
         self.stepping.stopped(
             member,
             lease=lease,
-            computed=int(fields["computed"]),
-            compute_s=_real(fields, "compute_s"),
+            computed=whole(fields, "computed"),
+            compute_s=seconds(fields, "compute_s"),
             now=now,
         )
         return [Wake()]
@@ -328,10 +344,12 @@ class HostProtocol:
         return [*leases, *self.guard.begin_step(self.ledger.step)]
 
     def _sketch(self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float) -> list[Action]:
-        count, compute_s = int(fields["count"]), _real(fields, "compute_s")
+        count, compute_s = whole(fields, "count"), seconds(fields, "compute_s")
         # A loss that is not finite cannot be said in a header: it comes as null.
-        loss = float("nan") if fields["loss"] is None else _real(fields, "loss")
+        loss = float("nan") if fields["loss"] is None else real(fields, "loss")
         actions = self.checks.answered(member, fields, frames, loss)
+        if "micro_batch" in fields:
+            micro_batches(member, fields)
         # First guesses, until leases and the weights' changes tell; of one who is checked again more is known.
         if count > 0 and compute_s > 0 and not member.joined:
             member.rate.add(count / compute_s)
@@ -343,7 +361,7 @@ class HostProtocol:
     def _hashed(self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float) -> list[Action]:
         if len(frames) != 1:
             raise WireError("hashes in more frames than one")
-        return self.guard.answered(member, int(fields["version"]), bytes(frames[0]), now)
+        return self.guard.answered(member, whole(fields, "version"), bytes(frames[0]), now)
 
     # -- time -------------------------------------------------------------------------------------------
 
@@ -357,7 +375,16 @@ class HostProtocol:
             limit = self.terms.joining_silence_s if member.state == JOINING else self.terms.silence_s
             if now - member.last_heard > limit and not self._decoding(member):
                 actions += self._remove(member, "guest_lost", f"sent nothing for {now - member.last_heard:.1f} s")
+            elif (overdue := member.overdue(now, self.terms.joining_s, self.terms.checking_s)) is not None:
+                actions += self.put_out(member, overdue, refused=not member.joined)
         return actions
+
+    def reads_too_little(self, guest: str, waiting_bytes: int) -> list[Action]:
+        """The memory for what waits for guests is spent, and this one has not read for the longest time."""
+        member = self.members.get(guest)
+        if member is None:
+            return []
+        return self.put_out(member, f"did not read what it was sent: {waiting_bytes / 1e6:.0f} MB waited for it")
 
     def unreachable(self, guest: str) -> list[Action]:
         """Nothing can be sent to this guest any more: its process has ended, or it takes nothing."""
@@ -368,6 +395,9 @@ class HostProtocol:
         """This host itself did nothing for a while (it was asleep): whoever could not be heard is not to blame."""
         for member in self.members.values():
             member.last_heard = min(now, member.last_heard + seconds)
+            member.joined_at += seconds
+            if member.checking_since is not None:
+                member.checking_since += seconds
         self.stepping.stood_still(seconds, now)
         text = f"this machine stood still for {seconds:.1f} s (asleep, or overloaded); no guest is blamed for that"
         return [_event("note", machine=self.terms.name, text=text)] if self.members else []
@@ -426,19 +456,5 @@ class HostProtocol:
         return name
 
 
-def _real(fields: dict[str, Any], key: str) -> float:
-    """A finite number that a guest sent; a string such as "Infinity" is none."""
-    value = fields[key]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise WireError(f"{key} {value!r}, which is no finite number")
-    return float(value)
-
-
 def _event(kind: str, **fields: Any) -> Emit:
     return Emit(event={"event": kind, **fields})
-
-
-def _micro_batches(member: Member, fields: dict[str, Any]) -> None:
-    usual, largest = int(fields["micro_batch"]), int(fields["largest_micro_batch"])
-    member.micro_batch = max(1, min(usual, LARGEST_MICRO_BATCH))
-    member.largest_micro_batch = max(member.micro_batch, min(largest, LARGEST_MICRO_BATCH))

@@ -68,10 +68,11 @@ def extra_samples(
     What it does not compute it hands back when it starts its last micro-batch. The host must still have work of
     its own then, so all extras together (`lent`: what others have already) are what the host computes in half of
     that micro-batch's time, and no more than it can spare. On a thin link there is none: the last micro-batch is
-    sized to hide the gradient's way, which must hold for the extra's last one, too.
+    sized to hide the gradient's way, which must hold for the extra's last one, too. With batch statistics there is
+    none either: a lease is one micro-batch there, so extras came back in every step and were one more on the host.
     """
     usual = max(1, min(speed.usual, speed.most))
-    if quota < 1 or host_sample_s <= 0 or speed.last > usual:
+    if quota < 1 or host_sample_s <= 0 or speed.last > usual or speed.least.lease > 1:
         return 0
     last_s = lease_sizes(quota, speed)[-1] * speed.sample_s
     together = int(min(EXTRA_PART * last_s / host_sample_s, quota + lent))

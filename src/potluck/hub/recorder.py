@@ -86,6 +86,7 @@ class Recorder:
         self._ring: deque[_Entry] = deque(maxlen=ENTRIES)
         self._last: dict[tuple[str, str], _Entry] = {}
         self._fault: str | None = None
+        self._paths: list[Path] = []
         self._written = float("-inf")
 
     # -- what happens -----------------------------------------------------------------------------------
@@ -160,9 +161,18 @@ class Recorder:
         with contextlib.suppress(OSError):
             path = self._new_file(text)
             self.files += 1
+            self._paths.append(path)
             self.tell(path, why)
             return path
         return None
+
+    def discard(self) -> None:
+        """All ended well: remove what was written, and write nothing more of what happened so far."""
+        with self._lock:
+            self._fault = None
+        while self._paths:
+            with contextlib.suppress(OSError):
+                self._paths.pop().unlink()
 
     def _new_file(self, text: str) -> Path:
         assert self._folder is not None

@@ -9,9 +9,10 @@ a lease is still out, it waits at most as long as those samples would cost it, t
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from potluck.hub.actions import CONTROL, Action, Emit, Send, SendSamples, Wake
@@ -24,11 +25,13 @@ from potluck.hub.members import (
     LATE_BEFORE_BENCH,
     QUOTA_RETRY_STEPS,
     SITTING_OUT,
+    TRIAL_SAMPLES,
     Member,
     OpenLease,
 )
 from potluck.hub.quota import Estimate, extra_samples
-from potluck.plan.leases import Quotas, Speed, lease_sizes, quotas, split_evenly
+from potluck.hub.reasons import in_a_row, why_late, why_not
+from potluck.plan.leases import Least, Quotas, Speed, lease_sizes, quotas, split_evenly, takeable
 
 FIRST_TAIL_S = 0.05
 """A guess of what it takes a guest to deliver the end of its gradient, until its first contribution tells."""
@@ -56,6 +59,8 @@ class StepResult:
     dropped_samples: int
     taken_back_samples: int
     predicted_s: float | None
+    micro_batches: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """The sizes of every machine's micro-batches that were counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +79,16 @@ class Lot:
 class Stepping:
     """Deals one step after the other."""
 
-    def __init__(self, *, ledger: Ledger, members: dict[str, Member], host_name: str, local_data: bool) -> None:
+    def __init__(
+        self,
+        *,
+        ledger: Ledger,
+        members: dict[str, Member],
+        host_name: str,
+        local_data: bool,
+        least: Least | None = None,
+    ) -> None:
+        self.least = least or Least()
         self.ledger = ledger
         self.members = members
         self.host_name = host_name
@@ -87,6 +101,7 @@ class Stepping:
         self._wait_s = 0.0
         self._dropped = 0
         self._taken_back = 0
+        self._sizes: dict[str, tuple[int, ...]] = {}
         self._predicted: float | None = None
 
     # -- begin and end ----------------------------------------------------------------------------------
@@ -102,6 +117,7 @@ class Stepping:
         self.ledger.open_step()
         self.started, self._out_since = now, None
         self._wait_s, self._dropped, self._taken_back = 0.0, 0, 0
+        self._sizes = {}
         self._predicted = None
         self._head_start_s = head_start_s
         seconds = self.host_sample_s
@@ -109,20 +125,21 @@ class Stepping:
             return []
         actions: list[Action] = []
         able = self._shares(self._candidates(), host_keeps)
+        trial = [m for m in self._candidates() if m.id not in able.guests and _deserves_trial(m, able.step_s)]
         for member in self._candidates():
-            if member.id not in able.guests:
-                actions += self._cannot_help(member, seconds)
+            if member.id not in able.guests and member not in trial:
+                actions += self._cannot_help(member, able.step_s)
                 continue
             if member.state == SITTING_OUT:
                 member.state, member.reason = LATE, "catching up"
             member.feed.open = True
         # What a guest was sent of the last version must have arrived: it cannot start on the new one otherwise.
         ready = [
-            self.members[guest]
-            for guest in able.guests
-            if (m := self.members[guest]).lease is None and m.feed.current(pieces) and not m.feed.in_flight_bytes
+            m
+            for m in (*(self.members[guest] for guest in able.guests), *trial)
+            if m.lease is None and m.feed.current(pieces) and not m.feed.in_flight_bytes
         ]
-        shares = self._shares(ready, host_keeps)
+        shares = self._shares([m for m in ready if m.id in able.guests], host_keeps)
         lent = 0
         # There is little to lend: whoever's speed changes most comes first.
         for guest in sorted(shares.guests, key=lambda g: self.members[g].unsteadiness, reverse=True):
@@ -130,6 +147,11 @@ class Stepping:
             extra, leasing = self._lease(self.members[guest], lot, now)
             lent += extra
             actions += leasing
+        for member in (m for m in ready if m.id not in able.guests):
+            least = member.speed.least.lease if member.speed is not None else 1
+            quota = min(max(TRIAL_SAMPLES, least), member.micro_batch, self.ledger.in_pool - host_keeps)
+            if quota >= least:
+                actions += self._lease(member, Lot(quota, 0, lent, shares.step_s, seconds), now)[1]
         self._predicted = shares.step_s
         return actions
 
@@ -164,6 +186,7 @@ class Stepping:
             dropped_samples=self._dropped,
             taken_back_samples=self._taken_back,
             predicted_s=self._predicted,
+            micro_batches=self._sizes,
         )
 
     def _candidates(self) -> list[Member]:
@@ -177,15 +200,10 @@ class Stepping:
             found.append(member)
         return found
 
-    def _cannot_help(self, member: Member, host_s: float) -> list[Action]:
+    def _cannot_help(self, member: Member, step_s: float) -> list[Action]:
         """The quota is under one sample: sit out, and try again later with fresh hope."""
-        speed = member.speed
-        assert speed is not None
-        link_s = speed.overhead_s + speed.unhidden_s(1)
-        reason = (
-            f"cannot deliver one sample within a step: {speed.sample_s:.2f} s to compute it and {link_s:.2f} s for "
-            f"the link, where the step takes {host_s * self.ledger.global_batch:.2f} s"
-        )
+        assert member.speed is not None
+        reason = why_not(self._counted_on(member.speed), step_s, guessed=not member.samples)
         told = member.state == SITTING_OUT
         # Who has helped before may only have had a hiccup: it is asked again soon, then less and less often.
         steps = None if member.samples else QUOTA_RETRY_STEPS * 2**member.rests
@@ -215,10 +233,11 @@ class Stepping:
         count = quota + extra
         lease = self.ledger.lease(member.name, count)
         tail_s = FIRST_TAIL_S if member.tail.value is None else member.tail.value
-        member.lease = OpenLease(id=lease.id, step=lease.step, count=count, started=now, tail_s=tail_s)
-        member.state, member.reason = COMPUTING, ""
+        member.leased = True
         # Cut where the quota ends: as a rule the guest stops there, and then nothing is left half used.
         sizes = lease_sizes(quota, speed) + split_evenly(extra, member.micro_batch)
+        member.lease = OpenLease(id=lease.id, step=lease.step, count=count, sizes=sizes, started=now, tail_s=tail_s)
+        member.state, member.reason = COMPUTING, ""
         batches, start = [], 0
         for size in sizes:
             batches.append(lease.positions[start : start + size])
@@ -253,20 +272,24 @@ class Stepping:
             if self._out_since is None and self.ledger.leases:
                 self._out_since = now
             actions += self._take_back_overdue(now)
-        positions = self.ledger.take(count)
+        positions = self.ledger.take(takeable(self.ledger.in_pool, count, self.least.micro_batch))
         if positions:
             return Take(positions=positions), actions
         if self.ledger.full:
             return Take(full=True), actions
         return Take(wait_until=self._next_deadline(now)), actions
 
-    def host_launched(self, positions: Sequence[int]) -> None:
-        """The host's device has these samples: nobody else will compute them."""
+    def host_launched(self, positions: Sequence[int], sizes: Sequence[int] | None = None) -> None:
+        """The host's device has these samples: nobody else will compute them. `sizes`: each rank's part."""
         self.ledger.host_counts(positions, self.host_name)
+        self._computed(self.host_name, sizes or (len(positions),))
 
     def host_computed(self, samples: int, seconds: float) -> None:
         count, so_far = self._host_now
         self._host_now = (count + samples, so_far + seconds)
+
+    def _computed(self, machine: str, sizes: Sequence[int]) -> None:
+        self._sizes[machine] = (*self._sizes.get(machine, ()), *sizes)
 
     def waited(self, seconds: float) -> None:
         """The training thread stood idle this long for leases that are out."""
@@ -325,11 +348,7 @@ class Stepping:
         lease.pieces.clear()
         self._taken_back += count
         silent = now - member.last_heard
-        reason = (
-            f"sent nothing for {silent:.1f} s"
-            if silent > SILENT_S
-            else f"did not deliver within {now - lease.started:.2f} s"
-        )
+        reason, miss = why_late(member, lease, silent_s=silent if silent > SILENT_S else 0.0, now=now)
         actions: list[Action] = [
             Send(guest=member.id, channel=CONTROL, kind="revoke", fields={"lease": lease.id}),
             _event(
@@ -342,7 +361,7 @@ class Stepping:
                 silent=silent > SILENT_S,
             ),
         ]
-        member.late_in_a_row += 1
+        member.misses.append(miss)
         member.gains_s.append(-lease.waited_s)
         member.state, member.reason = LATE, reason
         return actions + self._judge(member)
@@ -351,8 +370,8 @@ class Stepping:
         """Let a guest sit out that came late too often, or whose help cost more waiting than it brought."""
         if member.state == SITTING_OUT:
             return []  # it was judged when its lease was taken back; its late answer is no second offence
-        if member.late_in_a_row >= LATE_BEFORE_BENCH:
-            reason = f"was too late {member.late_in_a_row} times in a row"
+        if len(member.misses) >= LATE_BEFORE_BENCH:
+            reason = in_a_row(member.misses)
         elif len(member.gains_s) == GAIN_WINDOW and sum(member.gains_s) < 0:
             reason = "waiting for it cost more time than it brought"
         else:
@@ -374,6 +393,8 @@ class Stepping:
         own = member.lease
         if own is None or own.id != lease or own.revoked or own.arrived:
             return []
+        if self.least.micro_batch > 1 and keep not in itertools.accumulate(own.sizes):
+            return []  # cut elsewhere, a single sample could come back: what it delivers then does not count
         own.closing_at = now + eta_s
         back = self.ledger.trim(lease, keep)
         own.count -= back
@@ -419,7 +440,7 @@ class Stepping:
         self._dropped += own.count
         member.lease = None
         if late and not own.revoked:
-            member.late_in_a_row += 1
+            member.misses.append(reason)
         event = _event(
             "contribution_dropped", machine=member.name, step=own.step + 1, samples=own.count, reason=reason
         )
@@ -447,8 +468,11 @@ class Stepping:
         if not self.ledger.deliver(own.id, own.count):
             raise AssertionError(f"lease {own.id} was decoded but is not open")
         member.lease = None
+        ends = itertools.accumulate(own.sizes)
+        self._computed(member.name, [size for size, end in zip(own.sizes, ends) if end <= own.count])
         member.samples += own.count
-        member.late_in_a_row = member.rests = member.wrong_in_a_row = 0
+        member.misses.clear()
+        member.rests = member.wrong_in_a_row = 0
         gain = own.count * (self.host_sample_s or 0.0) - own.waited_s
         member.gains_s.append(gain)
         return [Wake(), *self._judge(member)]
@@ -469,6 +493,13 @@ class Stepping:
         self._taken_back += back
         member.lease = None
         return back
+
+
+def _deserves_trial(member: Member, step_s: float) -> bool:
+    """Whether only a guess speaks against a guest: its first weights may have been slow because it was held up."""
+    speed = member.speed
+    least = speed.least.lease if speed is not None else 1
+    return speed is not None and not member.leased and speed.sample_s * least < step_s < speed.lease_s(least)
 
 
 def pack_samples(samples: Sequence[int]) -> bytes:

@@ -5,11 +5,15 @@ Owns files and hashes of scripts. It knows no network.
 
 from __future__ import annotations
 
+import ast
 import hashlib
+import importlib.metadata
+import importlib.util
+import linecache
 import runpy
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -61,6 +65,69 @@ def read_script(path: Path, also: Sequence[Path] = (), arguments: Sequence[str] 
     return Script(names=tuple(names), contents=tuple(contents), arguments=tuple(arguments))
 
 
+def imports_of(script: Script, folder: Path) -> dict[str, str]:
+    """The modules that the script in `folder` imports whenever it runs, each with where it comes from.
+
+    That is the package it was installed from, or the file beside the script ("./model.py"), or "" if unknown. Only
+    those at the top: what stands below an `if`, a `try` or a `def` may not be needed on guests. Neither Python's
+    own modules nor the files that travel with the script.
+    """
+    found: dict[str, None] = {}
+    for name, content in zip(script.names, script.contents):
+        if name.endswith(".py"):
+            found |= dict.fromkeys(_imported(content))
+    sent = {PurePosixPath(name).parts[0].removesuffix(".py") for name in script.names}
+    wanted = [m for m in found if m not in sys.stdlib_module_names and m not in sent and m != "potluck"]
+    packages = importlib.metadata.packages_distributions() if wanted else {}
+    return {m: _beside(m, folder) or next(iter(packages.get(m, ())), "") for m in wanted}
+
+
+def _imported(source: bytes) -> list[str]:
+    try:
+        body = ast.parse(source).body
+    except (SyntaxError, ValueError):
+        return []  # running it will tell
+    names = [alias.name for node in body if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in body if isinstance(node, ast.ImportFrom) and node.module and not node.level]
+    return [name.partition(".")[0] for name in names]
+
+
+def _beside(module: str, folder: Path) -> str:
+    if (folder / f"{module}.py").is_file():
+        return f"./{module}.py"
+    return f"./{module}/__init__.py" if (folder / module / "__init__.py").is_file() else ""
+
+
+def not_sent(imports: Mapping[str, str]) -> list[str]:
+    """Files beside the script that it imports and that do not travel with it."""
+    return [where.removeprefix("./") for where in imports.values() if where.startswith("./")]
+
+
+def missing_here(imports: Mapping[str, str]) -> dict[str, str]:
+    """Those of the modules that this machine does not have."""
+    return {module: where for module, where in imports.items() if not _is_here(module)}
+
+
+def _is_here(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):  # in sys.modules without a spec
+        return module in sys.modules
+
+
+def guest_hint(missing: Mapping[str, str]) -> str:
+    """What to do about modules that a guest lacks; `missing` as of `imports_of`."""
+    hints = []
+    if packages := [where or module for module, where in missing.items() if not where.startswith("./")]:
+        hints.append(
+            f"pip install {' '.join(packages)}   (on this machine); what only the host needs can be imported below "
+            '"if run.is_host:"'
+        )
+    if files := not_sent(missing):
+        hints.append("on the host: potluck host SCRIPT " + " ".join(f"--send {file}" for file in files))
+    return "; ".join(hints)
+
+
 def received_script(
     names: Sequence[str], contents: Sequence[bytes], arguments: Sequence[str], sha256: str
 ) -> Script:
@@ -84,6 +151,9 @@ def run_received(script: Script) -> None:
             file = Path(folder) / name
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(content)
+            # A traceback is shown when the folder is gone: then Python has its lines from here (None: of no file).
+            lines = content.decode(errors="replace").splitlines(keepends=True)
+            linecache.cache[str(file)] = (len(content), None, lines, str(file))
         run_file(Path(folder) / script.names[0], script.arguments)
 
 

@@ -21,6 +21,9 @@ inverse of `Speed.lease_s`, and T is where the host's and everybody's quota add 
 
 A guest with q_i < 1 cannot help: it sits out, and T is solved again without it. Samples are whole, so the q_i are
 rounded to the neighbours that give the smallest max(host's, every guest's time).
+
+Where a model normalises over the batch (`Least`), a guest whose quota is below the smallest lease sits out as well,
+and no micro-batch is cut to a single sample.
 """
 
 from __future__ import annotations
@@ -37,6 +40,16 @@ ABSURD = 1e12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Least:
+    """How few samples a model can bear; 1 unless it has batch statistics."""
+
+    micro_batch: int = 1
+    """No micro-batch is cut smaller: one sample has no variance."""
+    lease: int = 1
+    """No lease is smaller."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
     """What a guest can do: samples a second while computing, and what a step costs it beside that."""
 
@@ -49,6 +62,7 @@ class Speed:
     """Its micro-batch when nothing is to be hidden."""
     most: int = 1
     """The largest micro-batch that it can compute."""
+    least: Least = Least()
 
     @property
     def sample_s(self) -> float:
@@ -115,7 +129,7 @@ def ideal(batch: int, host_rate: float, guests: Mapping[str, Speed]) -> tuple[fl
     while True:
         step_s = _step_s(batch, host_rate, list(helping.values()))
         quota = {n: s.quota(step_s) for n, s in helping.items()}
-        short = {n: q for n, q in quota.items() if q < 1}
+        short = {n: q for n, q in quota.items() if q < helping[n].least.lease}
         if not short:
             return step_s, quota
         # Whoever has a part of a sample lengthens the step by going, and may so let somebody in who has none yet.
@@ -175,47 +189,64 @@ def quotas(batch: int, host_rate: float, guests: Mapping[str, Speed], host_keeps
     if shares and math.isfinite(best):
         name = max(shares, key=lambda n: guests[n].lease_s(shares[n]))
         room = math.floor(best * host_rate) - (batch - sum(shares.values()))
-        shares[name] -= max(0, min(room, shares[name] - 1))
-    shares = {name: n for name, n in shares.items() if n > 0}
+        shares[name] -= max(0, min(room, shares[name] - guests[name].least.lease))
+    shares = {name: n for name, n in shares.items() if n >= guests[name].least.lease}
     return Quotas(host=batch - sum(shares.values()), guests=shares, step_s=span(shares))
 
 
 def lease_sizes(count: int, speed: Speed) -> tuple[int, ...]:
     """A lease cut into micro-batches, the first and the last large enough to hide the transfers."""
-    usual = max(1, min(speed.usual, speed.most))
+    least = speed.least.micro_batch
+    usual = max(least, min(speed.usual, speed.most))
     first, last = speed.first, speed.last
-    even = split_evenly(count, usual)
+    even = split_evenly(count, usual, least)
     if not even or (even[0] >= first and even[-1] >= last):
         return even
     long_first, long_last = max(first, usual), max(last, usual)
     if long_first + long_last <= count:
-        return (long_first, *split_evenly(count - long_first - long_last, usual), long_last)
+        between = count - long_first - long_last
+        if 0 < between < least:
+            return (long_first + between, long_last)
+        return (long_first, *split_evenly(between, usual, least), long_last)
     if count <= speed.most:
         return (count,)
-    first = min(speed.most, count - last)
+    first = max(least, min(speed.most, count - max(last, least)))
     return (first, count - first)
 
 
-def split_evenly(count: int, largest: int) -> tuple[int, ...]:
-    """`count` samples in as few micro-batches of at most `largest` as possible, as equal as possible."""
+def split_evenly(count: int, largest: int, least: int = 1) -> tuple[int, ...]:
+    """`count` samples in as few micro-batches of at most `largest` as possible, as equal as possible.
+
+    None has fewer than `least` samples: of an odd number in pairs, three are computed together.
+    """
     if count <= 0:
         return ()
-    parts = -(-count // max(1, largest))
+    parts = min(-(-count // max(1, largest)), max(1, count // least))
     small, extra = divmod(count, parts)
     return tuple(small + (i < extra) for i in range(parts))
 
 
-def next_size(left: int, most: int) -> int:
+def next_size(left: int, most: int, least: int = 1) -> int:
     """The host's next micro-batch where `left` samples are still to be computed, at most `most` at a time.
 
     Full ones as far as possible: a GPU may be a percent slower on 61 samples than on the 64 that fill it. What
     fills none comes first, so that the last one is long: the next step is made ready behind it. What is too little
     for half a micro-batch is shared with a full one: on a short one a GPU runs dry before it has the next.
+    Fewer than `least` samples (2 where one has no variance) are neither taken nor left.
     """
-    most = max(1, most)
+    most = max(1, least, most)
     rest = left % most
     if left <= most or not rest:
         return min(left, most)
-    # A single sample would have no variance, which layers that normalise over the batch do not bear; of an odd
-    # number in pairs one is left whatever is done.
-    return rest if (rest > 1 or most == 2) and 2 * rest >= most else -(-(most + rest) // 2)
+    if left < most + least and left < 2 * least:
+        return left
+    size = rest if 2 * rest >= most else -(-(most + rest) // 2)
+    return size if size >= least and not 0 < left - size < least else most
+
+
+def takeable(left: int, wanted: int, least: int = 1) -> int:
+    """About `wanted` of the `left` samples in the pool: neither fewer than `least` are taken nor left there."""
+    size = min(left, max(wanted, least))
+    if 0 < left - size < least:
+        size = left - least if left >= 2 * least else left
+    return size

@@ -83,9 +83,13 @@ def hardware_ports(system: System) -> dict[str, str]:
     return found
 
 
+def family_of(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
 def route_to(system: System, address: str) -> Route | None:
     """Where packets to an address leave. Connecting UDP only looks at routes; nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    with socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, 9))
             source = str(probe.getsockname()[0])

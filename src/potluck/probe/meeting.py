@@ -27,7 +27,7 @@ from typing import Any
 
 from potluck.errors import PotluckError, WireError
 from potluck.probe import ways
-from potluck.probe.interfaces import route_to
+from potluck.probe.interfaces import family_of, route_to
 from potluck.probe.link_server import GUEST_HELLO, LinkServer, no_host
 from potluck.probe.reach import COMMON_PORTS, TRY_S, number_of, tried, tried_all
 from potluck.probe.system import System
@@ -196,11 +196,12 @@ class _Visit:
     def _try_back(self, port: int) -> None:
         self._progress("a connection back to this machine")
         assert self._socket is not None
-        route = route_to(System(), number_of(self._socket.address) or self._socket.address)
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listening:
+        address = number_of(self._socket.address) or self._socket.address
+        route = route_to(System(), address)
+        with socket.socket(family_of(address), socket.SOCK_STREAM) as listening:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                listening.bind((route.source if route is not None else "0.0.0.0", port))
+                listening.bind((route.source if route is not None else "", port))
                 listening.listen(4)  # the system completes connections by itself; nothing is read from them
             except OSError:
                 return

@@ -11,7 +11,7 @@ from potluck.report.curve import sparkline
 from potluck.report.line import Line
 from potluck.report.machine_table import machine_table
 from potluck.report.messages import eta_text, loss_text
-from potluck.report.state import RunState
+from potluck.report.state import Notice, RunState
 from potluck.report.text import clean, integer, number
 from potluck.units import bytes_text, count_text, factor_text, percent_text, rate_text, seconds_text
 
@@ -20,6 +20,8 @@ _LEVEL_STYLE = {"good": "green", "info": "", "warn": "yellow", "bad": "red"}
 _LEVEL_MARK = {"good": "✓", "info": "·", "warn": "!", "bad": "✗"}
 _MIN_WIDTH = 20
 _MOST_NEWS = 5
+_MOST_LINES = 8
+"""Of all news together, where some take more than one."""
 _AIRY_HEIGHT = 14
 
 
@@ -35,7 +37,7 @@ def frame_lines(
     lines += _progress(state, inner, elapsed_s, since_step_s)
     room = max(height - len(lines), 0)
     table = machine_table(state.machines, inner, max(room - 3, 2))
-    news = _news(state, max(min(_MOST_NEWS, room - len(table) - 2), 0))
+    news = _news(state, inner, max(min(_MOST_LINES, room - len(table) - 2), 0))
     lines += [Line(), *table]
     if news:
         lines += [Line(), *news]
@@ -153,19 +155,46 @@ def _wire_line(state: RunState) -> Line | None:
     return line
 
 
-def _news(state: RunState, room: int) -> list[Line]:
-    """The last few things that happened, the newest last."""
-    notices = list(state.notices)[-room:] if room else []
-    digits = max((len(str(n.step)) for n in notices if n.step is not None), default=0)
-    lines = []
-    for notice in notices:
-        style = _LEVEL_STYLE[notice.message.level]
-        line = Line(f"{_LEVEL_MARK[notice.message.level]} ", style)
-        if notice.step is not None:
-            line.add(f"step {notice.step:>{digits}}  ", _LABEL)
-        if notice.times > 1:
-            # First: the end of a long sentence is cut off.
-            line.add(f"({notice.times} times) ", _LABEL)
-        line.add(notice.message.text, style)
-        lines.append(line)
+def _news(state: RunState, width: int, room: int) -> list[Line]:
+    """The last few things that happened, the newest last. None is cut at the right edge while there is room."""
+    digits = max((len(str(n.step)) for n in state.notices if n.step is not None), default=0)
+    lines: list[Line] = []
+    for notice in list(state.notices)[: -_MOST_NEWS - 1 : -1]:
+        more = _notice_lines(notice, width, digits)
+        if len(lines) + len(more) > room:
+            if not lines:
+                lines = more[:room]
+            break
+        lines = [*more, *lines]
     return lines
+
+
+def _notice_lines(notice: Notice, width: int, digits: int) -> list[Line]:
+    level, text = notice.message.level, notice.message.text
+    style = _LEVEL_STYLE[level]
+    line = Line(f"{_LEVEL_MARK[level]} ", style)
+    if notice.step is not None:
+        line.add(f"step {notice.step:>{digits}}  ", _LABEL)
+    if notice.times > 1:
+        # First: the end of a long sentence may be cut off.
+        line.add(f"({notice.times} times) ", _LABEL)
+    if line.width + cell_len(text) <= width:
+        return [line.add(text, style)]
+    first, *others = _wrapped(text, max(width - line.width, _MIN_WIDTH // 2), max(width - 2, _MIN_WIDTH // 2))
+    return [line.add(first, style), *(Line("  ").add(other, style) for other in others)]
+
+
+def _wrapped(text: str, first: int, width: int) -> list[str]:
+    """The text in rows of so many columns, the first of another width. Too long a word is broken."""
+    rows, row, room = [], "", first
+    for word in text.split(" "):
+        while cell_len(f"{row} {word}" if row else word) > room:
+            if row or room != width:
+                rows.append(row)
+                row, room = "", width
+                continue
+            fits = next(n for n in range(len(word), 0, -1) if cell_len(word[:n]) <= width)
+            rows.append(word[:fits])
+            word = word[fits:]
+        row = f"{row} {word}" if row else word
+    return [*rows, row]

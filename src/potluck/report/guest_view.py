@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import sys
 import threading
 import time
 from typing import Any
 
 from potluck import units
-from potluck.report.text import clean
+from potluck.report.messages import loss_text
+from potluck.report.text import clean, integer, number
 
 EVERY_S = 2.0
 """Between two progress lines."""
 REMIND_S = 30.0
 """Between two lines that say that the host is gone."""
+
+
+_MOST_TEXT = 2000
 
 
 class GuestView:
@@ -38,6 +43,11 @@ class GuestView:
         if not self._waited:
             self._waited = True
             self._say(f"no answer yet ({error}); trying again")
+
+    def preparing(self, reason: str) -> None:
+        """The host is there, but has nothing to compute yet."""
+        self._json_line({"event": "host_preparing", "reason": reason})
+        self._say(f"connected; {reason}: waiting until it does (Ctrl-C to leave)")
 
     def joined(self, *, host: str, address: str, run: str, name: str, device: str) -> None:
         self._say(f"joined run {run} of {host} ({address}) as {name}, on {device}")
@@ -63,7 +73,7 @@ class GuestView:
             self._say("the host is back")
 
     def recorded(self, path: object, why: str) -> None:
-        self._say(f"{why}; what was said before lies in {path}")
+        self._say(f"{why}; for a bug report the last messages are in {path} (removed if the run ends well)")
 
     def event(self, event: dict[str, Any]) -> None:
         with self._lock:
@@ -77,14 +87,16 @@ class GuestView:
             self._say(clean(event.get("text")))
         if event.get("event") != "delivered":
             return
-        self._samples = int(event["total_samples"])
+        self._samples = integer(event, "total_samples")
         now = time.monotonic()
         if now - self._last < EVERY_S and not self._in_place:
             return
         self._last = now
-        rate = event["samples"] / event["compute_s"] if event["compute_s"] else 0.0
+        samples, compute_s = integer(event, "samples"), number(event, "compute_s")
+        rate = samples / compute_s if compute_s else 0.0
         line = (
-            f"step {event['step']}: {event['samples']} samples at {rate:.2f}/s, loss {event['loss']:.4f}, "
+            f"step {integer(event, 'step')}: {samples} samples at {rate:.2f}/s, "
+            f"loss {loss_text(number(event, 'loss'))}, "
             f"{self._samples} samples in {units.seconds_text(now - self._started)}"
         )
         if self._in_place:
@@ -103,12 +115,14 @@ class GuestView:
             self._print(json.dumps(event))
 
     def _show_in_place(self, line: str) -> None:
+        line = line[: max(shutil.get_terminal_size().columns - 1, 20)]  # a wrapped one could not be taken back
         self._print("\r" + line.ljust(len(self._line)), end="")
         self._line = line
 
     def _say(self, line: str) -> None:
         if self._json or self._quiet:
             return
+        line = clean(line, _MOST_TEXT)  # names and reasons come from the host
         with self._lock:
             if self._line:
                 self._print("")

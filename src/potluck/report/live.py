@@ -15,12 +15,14 @@ from rich.live import Live
 from rich.segment import Segment
 
 from potluck.report.frame import frame_lines
+from potluck.report.messages import describe
 from potluck.report.state import RunState
 from potluck.report.text import Output, clean, integer, number
 from potluck.units import seconds_text
 
 # Each redraw holds the GIL that training wants; a person does not read faster than this.
 REFRESH_PER_S = 2.0
+_WARNS = ("warn", "bad")
 
 
 class LiveView:
@@ -45,6 +47,8 @@ class LiveView:
             if self._closed:
                 return
             self._drawing.fold(event)
+            if not self._live.is_started and (message := describe(event)) is not None and message.level in _WARNS:
+                self._output.line(f"! {message.text}")  # there is no picture yet to show it in
             if event.get("event") == "run_start" and not self._live.is_started:
                 self._live.start()
 

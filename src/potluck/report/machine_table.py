@@ -82,6 +82,7 @@ def _columns(machines: Sequence[MachineRow], total: int, width: int) -> list[_Co
         _Column("role", [(m.role, "") for m in machines], drop=4),
         _Column("device", [(m.device, "") for m in machines], drop=5, most=12 if width < _WIDE else 24),
         _Column("samples", [(str(m.samples), "") for m in machines], right=True, drop=2),
+        _Column("at once", [(_at_once(m.micro_batch), "") for m in machines], right=True, drop=3),
         _Column("share", [(percent_text(s), "") for s in share], right=True, drop=1),
     ]
     if width >= _WIDE:
@@ -92,6 +93,10 @@ def _columns(machines: Sequence[MachineRow], total: int, width: int) -> list[_Co
         _Column("busy", [(percent_text(m.busy), "") for m in machines], right=True, drop=3),
         _Column("state", [(_state_text(m), _style_of(m)) for m in machines], most=200),
     ]
+
+
+def _at_once(micro_batch: int) -> str:
+    return str(micro_batch) if micro_batch else "–"
 
 
 def _state_text(machine: MachineRow) -> str:

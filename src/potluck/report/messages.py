@@ -11,6 +11,8 @@ from potluck.report.text import clean, integer, number
 from potluck.units import factor_text, rate_text, seconds_text
 
 Event = Mapping[str, Any]
+ENOUGH_FOR_STATISTICS = 32
+"""From so many samples on, batch statistics cost a CNN nothing that could be measured: see docs/log.md."""
 Level = Literal["good", "info", "warn", "bad"]
 
 
@@ -33,6 +35,10 @@ def describe(event: Event) -> Message | None:
     level, sentence = entry
     if kind == "guest_left" and event.get("failed"):
         level = "bad"
+    if kind == "batch_statistics" and (number(event, "effective_batch") or 0) >= min(
+        ENOUGH_FOR_STATISTICS, integer(event, "global_batch")
+    ):
+        level = "info"
     subject = clean(event.get("machine") or event.get("address"))
     return Message(text=sentence(event), level=level, about=(kind, subject, _kind_of_reason(kind, event)))
 
@@ -165,6 +171,38 @@ def _checkpoint(event: Event) -> str:
     return f"saved {clean(event.get('path'))} in {seconds_text(number(event, 'seconds'))}"
 
 
+def _loop_awaited(event: Event) -> str:
+    guests, after = integer(event, "guests"), seconds_text(number(event, "seconds"))
+    wait = f"{guests} {'guest waits' if guests == 1 else 'guests wait'}" if guests else "guests will wait"
+    return f"{clean(event.get('what'))} has not reached run.training() after {after}: {wait} until it does"
+
+
+def _not_saved(event: Event) -> str:
+    again = "; tries again at the next interval" if event.get("again") else ""
+    return f"step {integer(event, 'step')} is not saved{_because(event)}{again}"
+
+
+def _log_failed(event: Event) -> str:
+    return f"cannot write to {clean(event.get('path'))}{_because(event)}; the run goes on, its log has a gap"
+
+
+def _batch_statistics(event: Event) -> str:
+    count, batch = integer(event, "layers"), integer(event, "global_batch")
+    names = ", ".join(clean(n, 60) for n in event.get("names") or ())
+    more = ", …" if count > len(event.get("names") or ()) else ""
+    layers = f"{clean(event.get('kind'))} ({count} layer{'s' if count != 1 else ''}: {names}{more})"
+    at_once = event.get("micro_batch")
+    machines = at_once if isinstance(at_once, Mapping) else {}
+    sizes = ", ".join(f"{integer(machines, m)} on {clean(m, 24)}" for m in machines)
+    effective = number(event, "effective_batch") or 0.0
+    if effective >= batch:
+        return f"{layers} normalises over all {batch} samples of the step, as they are computed at once ({sizes})"
+    return (
+        f"{layers} normalises over each micro-batch ({sizes}; {effective:.0f} samples on average), not over the "
+        f"step's {batch}; few samples train worse: micro_batch= sets them, GroupNorm does not depend on them"
+    )
+
+
 _SENTENCES: Mapping[str, tuple[Level, Callable[[Event], str]]] = {
     "guest_hello": ("info", _hello),
     "guest_joined": ("good", _joined),
@@ -181,7 +219,12 @@ _SENTENCES: Mapping[str, tuple[Level, Callable[[Event], str]]] = {
     ),
     "step_not_applied": ("bad", _not_applied),
     "checkpoint": ("info", _checkpoint),
+    "checkpoint_failed": ("bad", _not_saved),
     "checkpoint_damaged": ("bad", _damaged),
-    "flight_recorded": ("info", lambda e: f"what was said before the fault: {clean(e.get('path'))}"),
+    "flight_recorded": ("info", lambda e: f"for a bug report, the last messages: {clean(e.get('path'))}"),
+    "loop_awaited": ("warn", _loop_awaited),
+    "log_failed": ("bad", _log_failed),
+    "log_gap": ("warn", lambda e: f"the log lacks {integer(e, 'lines')} lines here: they could not be written"),
+    "batch_statistics": ("warn", _batch_statistics),
     "note": ("info", lambda e: clean(e.get("text"))),
 }

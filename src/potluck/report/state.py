@@ -51,6 +51,8 @@ class MachineRow:
     role: str = "guest"
     device: str = ""
     samples: int = 0
+    micro_batch: int = 0
+    """The most that it computed at once in the step; 0: unknown."""
     rate: float | None = None
     busy: float | None = None
     state: str = ""
@@ -174,6 +176,7 @@ def _row(machine: Event) -> MachineRow:
         role=clean(machine.get("role")) or "guest",
         device=clean(machine.get("device")),
         samples=integer(machine, "samples"),
+        micro_batch=integer(machine, "micro_batch"),
         rate=number(machine, "rate"),
         busy=number(machine, "busy"),
         state=clean(machine.get("state")),

@@ -34,6 +34,8 @@ class MachineSummary:
     share: float
     steps: int
     """Steps in which it brought at least one sample."""
+    micro_batch: int | None
+    """The most samples that it computed at once, the median over its steps."""
     rate: float | None
     """Samples per second while it computes, the median over its steps."""
     busy: float | None
@@ -81,6 +83,10 @@ class Summary:
     bytes_down: int
     dropped_samples: int
     strangers_refused: int
+    batch_layers: int
+    """Layers that normalise over the batch (BatchNorm)."""
+    effective_batch: float | None
+    """Where there are such: samples ÷ micro-batches of a step, the median; so many share their statistics."""
     machines: tuple[MachineSummary, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -155,6 +161,8 @@ def summarize(events: Sequence[Event]) -> Summary:
         bytes_down=sum(integer(e, "bytes_down") for e in steps),
         dropped_samples=sum(integer(e, "dropped") for e in steps),
         strangers_refused=sum(e.get("event") == "refused_stranger" for e in events),
+        batch_layers=integer(_last(events, "batch_statistics"), "layers"),
+        effective_batch=_effective_batch(events, steps),
         machines=machines,
     )
 
@@ -166,6 +174,21 @@ def _last(events: Sequence[Event], kind: str) -> Event:
 def _median(values: Iterable[float | None]) -> float | None:
     known = [v for v in values if v is not None and math.isfinite(v)]
     return median(known) if known else None
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else round(value)
+
+
+def _effective_batch(events: Sequence[Event], steps: Sequence[Event]) -> float | None:
+    if not _last(events, "batch_statistics"):
+        return None
+    values: list[float | None] = []
+    for step in steps:
+        rows = [m for m in step.get("machines") or () if isinstance(m, Mapping)]
+        parts = sum(integer(m, "micro_batches") for m in rows)
+        values.append(sum(integer(m, "samples") for m in rows) / parts if parts else None)
+    return _median(values)
 
 
 def _machines(events: Sequence[Event], steps: Sequence[Event]) -> tuple[MachineSummary, ...]:
@@ -198,6 +221,7 @@ def _machines(events: Sequence[Event], steps: Sequence[Event]) -> tuple[MachineS
                 samples=samples,
                 share=samples / total if total else 0.0,
                 steps=len(active),
+                micro_batch=_whole(_median(number(row, "micro_batch") for row in active)),
                 rate=_median(number(row, "rate") for row in active),
                 busy=_median(number(row, "busy") for row in active),
                 taken_back_samples=taken_back[name],

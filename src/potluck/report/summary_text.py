@@ -44,6 +44,8 @@ def _facts(s: Summary) -> list[tuple[str, str]]:
     facts.append(("speed", ", ".join(speed) + f" ({count_text(s.samples)} samples)"))
     if len(s.machines) > 1:
         facts += _fleet_facts(s)
+    if s.effective_batch is not None:
+        facts.append(("batch norm", f"{s.batch_layers} layers, over {s.effective_batch:.0f} samples on average"))
     if s.dropped_samples:
         facts.append(("dropped", f"{s.dropped_samples} samples that guests had computed"))
     if s.strangers_refused:
@@ -85,13 +87,14 @@ def _came(off: float) -> str:
 def _table(machines: Sequence[MachineSummary]) -> list[str]:
     if not machines:
         return []
-    rows = [("machine", "role", "device", "samples", "share", "rate", "busy", "notes")]
+    rows = [("machine", "role", "device", "samples", "at once", "share", "rate", "busy", "notes")]
     rows += [
         (
             clean(m.name, 24),
             m.role,
             clean(m.device, 24),
             str(m.samples),
+            str(m.micro_batch or "–"),
             percent_text(m.share),
             rate_text(m.rate),
             percent_text(m.busy),
@@ -100,7 +103,7 @@ def _table(machines: Sequence[MachineSummary]) -> list[str]:
         for m in machines
     ]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    right = {3, 4, 5, 6}
+    right = {3, 4, 5, 6, 7}
     return [
         "  ".join(
             cell.rjust(widths[i]) if i in right else cell.ljust(widths[i]) for i, cell in enumerate(row)

@@ -8,17 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TextIO
 
+from potluck.units import printable
+
 _ASCII = str.maketrans({"×": "x", "–": "-", "µ": "u", "·": "-", "…": "...", "≈": "~", "→": "->", "—": "-"})
 _MAX_TEXT = 300
 
 
 def clean(value: object, limit: int = _MAX_TEXT) -> str:
     """One printable line. Names and reasons come from other machines, and must not steer this terminal."""
-    text = "" if value is None else str(value)
-    if len(text) <= limit and text.isprintable():
-        return text.strip()
-    text = "".join(c if c.isprintable() else " " for c in text[: limit + 1]).strip()
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+    return "" if value is None else printable(value, limit)
 
 
 def writes_utf8(stream: object) -> bool:

@@ -161,12 +161,20 @@ def _step_line(event: Event) -> str:
         facts.append(f"ETA {eta_text(eta_s)}")
     machines = [m for m in event.get("machines") or () if isinstance(m, Mapping)]
     if len(machines) > 1:
-        facts.append(" + ".join(f"{clean(m.get('name'), 24)} {integer(m, 'samples')}" for m in machines))
+        facts.append(" + ".join(f"{clean(m.get('name'), 24)} {_samples_text(m)}" for m in machines))
+    elif machines and integer(machines[0], "micro_batch"):
+        facts.append(f"{integer(machines[0], 'micro_batch')} at once")
     if event.get("applied") is False:
         facts.append("not applied")
     if integer(event, "dropped"):
         facts.append(f"{integer(event, 'dropped')} dropped")
     return "  ".join(facts)
+
+
+def _samples_text(machine: Event) -> str:
+    """'48 by 16': so many samples, at most so many at once."""
+    at_once = integer(machine, "micro_batch")
+    return f"{integer(machine, 'samples')}" + (f" by {at_once}" if at_once else "")
 
 
 def _finite(value: Any) -> Any:

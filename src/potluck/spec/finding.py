@@ -31,7 +31,7 @@ class Finding:
     fix: str
     """A command where there is one."""
     pains: tuple[int, ...] = ()
-    """The rows of the table in docs/troubleshooting/doctor.md."""
+    """The rows of the table in troubleshooting/doctor.md."""
     potluck: str = ""
     """Of what a log of another tool shows: what Potluck does about it."""
 

@@ -10,6 +10,8 @@ It must not know what a run, a guest or a ledger is: what they want kept comes a
 
 from __future__ import annotations
 
+import contextlib
+import struct
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -18,12 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from potluck.codec.tensors import all_finite
 from potluck.durable import sync
-from potluck.errors import CheckpointError, NonFiniteError
+from potluck.errors import CheckpointError, NonFiniteError, RunFolderError
 from potluck.failpoints import hit
 from potluck.train import checkpoint_folder, optimizer_state
 from potluck.train.optimizer_state import Stateful
@@ -32,6 +35,8 @@ SHARD_BYTES = 256_000_000
 """Tensors are copied and written in groups of at most this size, so that the copy in memory stays small."""
 
 _SAME_AS = "same as "
+_NOT_AS_WRITTEN = (LookupError, TypeError, ValueError, AttributeError, RecursionError, SafetensorError)
+"""What reading a manifest or a file raises that this module did not write."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,24 +87,44 @@ class Loaded:
         self._compare(
             dict.fromkeys(saved["objects"], "present"), dict.fromkeys(objects, "present"), "the object {}"
         )
-        weights = self._tensors("weights")
-        for name, description in saved["weights"]["tensors"].items():
-            if isinstance(description, str):
-                weights[name] = weights[description.removeprefix(_SAME_AS)]
-        # Clones: a tensor that lies in the file itself would go with it when the checkpoint is removed.
-        others = {name: tensor.clone() for name, tensor in self._tensors("objects").items()}
-        weights.update(optimizer_state.unflatten(saved["weights"]["other"], others))
+        weights, tree, states = self._read()
         model.load_state_dict(weights, strict=True)
-        state = {name: tensor.clone() for name, tensor in self._tensors("optimizer").items()}
-        tree = optimizer_state.unflatten(saved["optimizer"]["state"], state)
         optimizer_state.load_optimizer(optimizer, tree)
         for name, target in objects.items():
-            target.load_state_dict(optimizer_state.unflatten(saved["objects"][name], others))
+            target.load_state_dict(states[name])
         self.restore_rng()
+
+    def _read(self) -> tuple[dict[str, Any], Any, dict[str, Any]]:
+        """The states of the model, the optimizer and the objects."""
+        saved, unflatten = self.manifest, optimizer_state.unflatten
+        try:
+            weights: dict[str, Any] = dict(self._tensors("weights"))
+            for name, description in saved["weights"]["tensors"].items():
+                if isinstance(description, str):
+                    weights[name] = weights[description.removeprefix(_SAME_AS)]
+            # Clones: a tensor that lies in the file itself would go with it when the checkpoint is removed.
+            others = {name: tensor.clone() for name, tensor in self._tensors("objects").items()}
+            weights.update(unflatten(saved["weights"]["other"], others))
+            state = {name: tensor.clone() for name, tensor in self._tensors("optimizer").items()}
+            tree = unflatten(saved["optimizer"]["state"], state)
+            return weights, tree, {name: unflatten(each, others) for name, each in saved["objects"].items()}
+        except _NOT_AS_WRITTEN as error:
+            raise self._forged(error) from error
+
+    def _forged(self, error: Exception) -> CheckpointError:
+        return CheckpointError(
+            f"{self.path / checkpoint_folder.MANIFEST} has the right hash but was not written by potluck "
+            f"({type(error).__name__}: {error})",
+            hint="bring the folder back from a copy, or start a new run",
+            step=self.step,
+        )
 
     def restore_rng(self) -> None:
         """Python's, numpy's and torch's CPU generators as they were; restore() ends with this."""
-        optimizer_state.restore_rng(self.manifest["rng"])
+        try:
+            optimizer_state.restore_rng(self.manifest["rng"])
+        except (*_NOT_AS_WRITTEN, RuntimeError, struct.error) as error:
+            raise self._forged(error) from error
 
     def _compare(self, saved: Mapping[str, Any], here: Mapping[str, Any], what: str) -> None:
         for name in (*saved, *here):
@@ -133,22 +158,26 @@ class CheckpointWriter:
         *,
         keep: int = 2,
         on_saved: Callable[[int, Path, float], None] | None = None,
+        on_failed: Callable[[int, RunFolderError], None] = lambda step, error: None,
         before: Callable[[], None] | None = None,
     ) -> None:
-        """Both are called in the thread: `before()` it writes, `on_saved(step, path, seconds)` when all is done."""
+        """All are called in the thread: `before()` it writes, `on_saved(step, path, seconds)` when all is done, and
+        `on_failed(step, error)` where the disk did not take it (it is full, or gone)."""
         self._folder = folder
         self._keep = keep
         self._on_saved = on_saved
+        self._on_failed = on_failed
         self._before = before
         self._thread: threading.Thread | None = None
         self._unread: list[_Slot] = []
         self._failure: BaseException | None = None
 
     def start(self, snapshot: Snapshot) -> bool:
-        """Begin to write; False while the last one is still being written. Raises the last one's failure."""
+        """Begin to write; False while the last one is still being written. Raises the last one's failure, unless
+        the disk failed: that has been told, and this is the next attempt."""
         if self._thread is not None and self._thread.is_alive():
             return False
-        self.wait()
+        self.settle()
         image = _capture(snapshot)
         self._unread = [slot for slots in image.tensors.values() for slot in slots.values()]
         self._thread = threading.Thread(target=self._write, args=(image,), name="potluck-checkpoint")
@@ -162,6 +191,11 @@ class CheckpointWriter:
             slot.read()
         self._unread = []
         return time.perf_counter() - began
+
+    def settle(self) -> None:
+        """Until the one in progress has ended. A failure of the disk has been told and ends nothing."""
+        with contextlib.suppress(RunFolderError):
+            self.wait()
 
     def wait(self) -> None:
         """Until the one in progress is on the disk; raises its failure."""
@@ -189,6 +223,8 @@ class CheckpointWriter:
             hit("checkpoint.acknowledged")
         except BaseException as error:  # raised in the training thread, by wait() or the next start()
             self._failure = error
+            if isinstance(error, RunFolderError):
+                self._on_failed(image.step, error)
 
 
 def save(folder: Path, snapshot: Snapshot, *, keep: int = 2) -> Path:
@@ -202,18 +238,9 @@ def load_latest(folder: Path) -> Loaded | None:
     skipped: list[tuple[Path, str]] = []
     for path in checkpoint_folder.newest_first(folder):
         try:
-            manifest = checkpoint_folder.verified(path)
+            return _loaded(path, checkpoint_folder.verified(path), tuple(skipped))
         except checkpoint_folder.DamagedError as damage:
             skipped.append((path, str(damage)))
-            continue
-        return Loaded(
-            step=manifest["step"],
-            extra=optimizer_state.unflatten(manifest["extra"], {}),
-            path=path,
-            skipped=tuple(skipped),
-            device_rng=optimizer_state.device_rng(manifest["rng"]),
-            manifest=manifest,
-        )
     if not skipped:
         return None
     reasons = "; ".join(f"{path.name}: {why}" for path, why in skipped)
@@ -221,6 +248,25 @@ def load_latest(folder: Path) -> Loaded | None:
         f"no checkpoint in {folder} can be read: {reasons}",
         hint="bring the folder back from a copy, or start a new run",
     )
+
+
+def _loaded(path: Path, manifest: dict[str, Any], skipped: tuple[tuple[Path, str], ...]) -> Loaded:
+    """The checkpoint of this manifest, which is not trusted to have what it needs."""
+    try:
+        tables = (manifest["weights"]["tensors"], manifest["optimizer"]["parts"], manifest["objects"])
+        if not all(isinstance(table, dict) for table in tables):
+            raise TypeError("no table")
+        return Loaded(
+            step=manifest["step"],
+            extra=dict(optimizer_state.unflatten(manifest["extra"], {})),
+            path=path,
+            skipped=skipped,
+            device_rng=optimizer_state.device_rng(manifest["rng"]),
+            manifest=manifest,
+        )
+    except _NOT_AS_WRITTEN as error:
+        what = f"{checkpoint_folder.MANIFEST} lacks what a checkpoint has ({type(error).__name__}: {error})"
+        raise checkpoint_folder.DamagedError(what) from error
 
 
 class _Slot:

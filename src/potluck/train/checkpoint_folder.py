@@ -106,7 +106,11 @@ def verified(path: Path) -> dict[str, Any]:
             raise DamagedError(f"{MANIFEST} is damaged")
         if manifest["format"] != FORMAT:
             raise DamagedError(f"its format is {manifest['format']}, this version of potluck reads {FORMAT}")
+        if type(manifest["step"]) is not int:
+            raise DamagedError(f"{MANIFEST} has no step")
         for name, expected in manifest["files"].items():
+            if not name or Path(name).name != name:
+                raise DamagedError(f"{MANIFEST} names {name!r}, which is no file of the checkpoint")
             size = (path / name).stat().st_size
             if size != expected["bytes"]:
                 raise DamagedError(f"{name} has {size:,} bytes instead of {expected['bytes']:,}")
@@ -116,8 +120,9 @@ def verified(path: Path) -> dict[str, Any]:
         raise DamagedError(f"{Path(error.filename).name} is missing") from error
     except OSError as error:
         raise DamagedError(f"{error.filename} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise DamagedError(f"{MANIFEST} is damaged") from error
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        # A hash tells of damage; a manifest that somebody wrote by hand can have the right one and lack the rest.
+        raise DamagedError(f"{MANIFEST} is damaged ({type(error).__name__})") from error
     return manifest
 
 

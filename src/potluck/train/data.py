@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from potluck.device import Device
 from potluck.errors import DataError
@@ -38,12 +38,7 @@ class Loader:
         self._dataset = dataset() if makes_one else dataset
         self._collate = collate or default_collate
         self._lock = threading.Lock()
-        if not hasattr(self._dataset, "__getitem__") or not hasattr(self._dataset, "__len__"):
-            raise DataError(
-                f"the data set is a {type(self._dataset).__name__} that cannot be indexed",
-                hint="give a map-style data set (len() and [index]; no DataLoader), or a function that returns one",
-            )
-        self.samples = len(self._dataset)
+        self.samples = _length(self._dataset)
 
     def fetch(self, samples: Sequence[int]) -> Any:
         """The collated batch of these samples, on the CPU."""
@@ -60,6 +55,31 @@ class Loader:
         """Inside, other threads wait before they read: samples may be made with random numbers."""
         with self._lock:
             yield
+
+
+def _length(dataset: Any) -> int:
+    """How many samples there are; what has no numbered samples is named, with what to give instead."""
+    kind = type(dataset).__name__
+    if isinstance(dataset, DataLoader):
+        raise DataError(
+            "run.training() takes the data set itself, not a DataLoader",
+            hint="give loader.dataset, with collate=loader.collate_fn and global_batch=…; Potluck shuffles and "
+            "deals the samples",
+        )
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        can = "can only be read from its start" if hasattr(dataset, "__iter__") else "cannot be indexed"
+        raise DataError(
+            f"the data set is of type {kind}, which {can}",
+            hint="give a map-style data set (len() and [index]), so that every sample can be counted once; or a "
+            "function that returns one; or list(data) if it fits into memory",
+        )
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError, AttributeError) as error:
+        raise DataError(
+            f"the data set is of type {kind}, which has no length",
+            hint="give it a __len__ that returns the number of its samples: an epoch deals each of them once",
+        ) from error
 
 
 def to_device(batch: Any, device: Device) -> Any:

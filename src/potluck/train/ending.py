@@ -9,6 +9,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from potluck.errors import PotluckError
+from potluck.sinks import to_stderr
+
 WHY_S = 1.0
 """So long the end of a loop waits for a better reason, unless the script's own end comes first."""
 
@@ -21,13 +24,18 @@ class Ending:
         self._do = end
         self._lock = threading.RLock()
         self._timer: threading.Timer | None = None
+        self._failure: PotluckError | None = None
+        """What the end raised where nobody could hear it."""
         self.over = False
         """Whether the end has begun."""
 
     def now(self, reason: str) -> None:
-        """Only the first call does anything; others wait until it is done."""
+        """Only the first call does anything; others wait until it is done, and hear what it failed with."""
         with self._lock:
             if self.over:
+                failure, self._failure = self._failure, None
+                if failure is not None:
+                    raise failure
                 return
             self.over = True
             if self._timer is not None:
@@ -39,5 +47,13 @@ class Ending:
         with self._lock:
             if self.over or self._timer is not None:
                 return
-            self._timer = threading.Timer(WHY_S, self.now, (reason,))
+            self._timer = threading.Timer(WHY_S, self._alone, (reason,))
             self._timer.start()
+
+    def _alone(self, reason: str) -> None:
+        """In the timer's thread, while the script goes on: whoever runs it hears of a failure at its end."""
+        try:
+            self.now(reason)
+        except PotluckError as error:
+            self._failure = error
+            to_stderr(str(error))

@@ -1,6 +1,7 @@
 """The run's log: every event one JSON line in the run folder, and the same event to whoever renders it.
 
-Owns the file and the order of its lines. It knows nothing of what events mean.
+Owns the file and the order of its lines. It knows nothing of what events mean. Neither the file nor whoever renders
+can end a run: a disk that is full is told once, and where lines are missing the log says how many.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 from potluck.errors import RunFolderError
 from potluck.failpoints import hit
+from potluck.sinks import guarded, to_stderr
 
 Event = dict[str, Any]
 
@@ -29,7 +31,10 @@ class EventLog:
         self._lock = threading.Lock()
         self._path = path
         self._file = _opened(path) if path is not None else None
-        self._show = show
+        self._show = guarded(show, "the view") if show is not None else None
+        self._missing = 0
+        """Lines that could not be written since the last one that could."""
+        self._warned = False
         self.started = time.monotonic()
         """The clock at t_s = 0."""
 
@@ -39,7 +44,7 @@ class EventLog:
         stamped = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in stamped.items()}
         with self._lock:
             if self._file is not None:
-                self._write(self._file, json.dumps(stamped, default=str) + "\n")
+                self._write(self._file, stamped)
             if self._show is not None:
                 self._show(stamped)
 
@@ -56,14 +61,29 @@ class EventLog:
                 self._file.close()
                 self._file = None
 
-    def _write(self, file: io.FileIO, line: str) -> None:
-        assert self._path is not None
+    def _write(self, file: io.FileIO, event: Event) -> None:
         try:
+            text = json.dumps(event, default=str) + "\n"
+            if self._missing:
+                assert self._path is not None
+                gap = {"t_s": event["t_s"], "event": "log_gap", "lines": self._missing}
+                half = file.tell() and not _ends_in_a_line(self._path)
+                text = ("\n" if half else "") + f"{json.dumps(gap)}\n{text}"
             hit("events.before-line")
-            _write_all(file, line.encode())
+            _write_all(file, text.encode())
+            self._missing = 0
             hit("events.after-line")
-        except OSError as error:
-            raise _unwritable(self._path, error) from error
+        except Exception as error:
+            self._missing += 1
+            if not self._warned:
+                self._warned = True
+                self._warn(getattr(error, "strerror", None) or str(error) or type(error).__name__)
+
+    def _warn(self, reason: str) -> None:
+        if self._show is None:
+            to_stderr(f"cannot write to {self._path}: {reason}; the run goes on")
+            return
+        self._show({"event": "log_failed", "path": str(self._path), "reason": reason})
 
 
 def events_in(path: Path) -> list[Event]:

@@ -16,9 +16,10 @@ import errno
 import json
 import os
 import secrets
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ from potluck.failpoints import hit
 
 MANIFEST = "manifest.json"
 LOCK = ".lock"
+_LOCKED_BYTE = 1 << 30
+"""Windows lets nobody read what is locked, and the number of the process is to be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +126,7 @@ def new_folder(runs: Path, what: str) -> RunFolder:
             hit("run.after-folder")
             return RunFolder(path)
     except OSError as error:
-        raise _unwritable(runs, error) from error
+        raise _unmakeable(runs, error) from error
     raise RunFolderError(f"could not find a free name for a run in {runs}")
 
 
@@ -140,32 +143,76 @@ def open_folder(path: Path) -> RunFolder:
 def _locked(file: Path) -> Iterator[str | None]:
     """Lock a file; yields None, or where somebody else has it, that process's number as text."""
     try:
-        import fcntl
-    except ImportError:  # Windows
-        yield None
-        return
-    try:
-        stream = open(file, "a+", encoding="utf-8")  # noqa: SIM115
+        # Closed in programs that are started from here (O_CLOEXEC); a fork gives its copy back below.
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644)
     except OSError as error:
         raise _unwritable(file.parent, error) from error
-    with stream:
-        try:
-            # Not flock(): a child that a script forks would keep it when this process is killed.
-            fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                stream.seek(0)
-                yield stream.read().strip()
-                return
-        else:  # not every file system knows locks
-            stream.truncate(0)
-            stream.write(str(os.getpid()))
-            stream.flush()
+    forked = _CloseAfterFork(descriptor)
+    try:
+        if not _try_lock(descriptor):
+            yield os.pread(descriptor, 20, 0).decode("ascii", "replace").strip() if hasattr(os, "pread") else ""
+            return
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, str(os.getpid()).encode())
         yield None
+    finally:
+        forked.close()
 
 
-def _unwritable(path: Path, error: OSError) -> RunFolderError:
-    return RunFolderError(
-        f"cannot write to {path}: {error.strerror or error}",
-        hint="is the disk full, or read-only? A new run can go elsewhere: --runs DIR or POTLUCK_RUNS",
-    )
+def _try_lock(descriptor: int) -> bool:
+    """Lock a file for as long as this descriptor is open; False: somebody else has it.
+
+    Not lockf(): such a lock is gone as soon as this process closes any other descriptor of the file, and whoever
+    copies the run folder does that.
+    """
+    try:
+        if sys.platform == "win32":
+            import msvcrt
+
+            os.lseek(descriptor, _LOCKED_BYTE, os.SEEK_SET)
+            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+            os.lseek(descriptor, 0, os.SEEK_SET)
+        else:
+            import fcntl
+
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        # Others mean that the file system knows no locks.
+        return error.errno not in (errno.EACCES, errno.EAGAIN, errno.EDEADLK)
+    return True
+
+
+class _CloseAfterFork:
+    """A descriptor that a forked child does not keep: it would hold the lock after this process was killed."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor: int | None = descriptor
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self.close)
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            with suppress(OSError):
+                os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _unmakeable(path: Path, error: OSError) -> RunFolderError:
+    """A folder for runs that is not there: what is missing, or in its way."""
+    above = next((p for p in (path, *path.parents) if p.exists()), path)
+    if above == path and path.is_dir():
+        return _unwritable(path, error)
+    why = f"{above} is a file"
+    if above.is_dir():
+        why = f"there is no {above / path.relative_to(above).parts[0]}, and making it failed: {error.strerror}"
+    return _unwritable(path, error, f"cannot make the folder {path}: {why}")
+
+
+def _unwritable(path: Path, error: OSError, what: str = "") -> RunFolderError:
+    what = what or f"cannot write to {path}: {error.strerror or error}"
+    reason = {
+        errno.ENOSPC: "free some space on the disk",
+        errno.EDQUOT: "your quota on that disk is used up",
+        errno.EROFS: "that disk is read-only",
+    }.get(error.errno or 0, "check the path, and that you may write there")
+    return RunFolderError(what, hint=f"{reason}; a new run can go elsewhere: --runs DIR or POTLUCK_RUNS")

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from potluck.errors import CheckpointError, ConfigError, LoopError, NonFiniteError
+from potluck.errors import CheckpointError, ConfigError, LoopError, NonFiniteError, RunFolderError
 from potluck.failpoints import hit
 from potluck.hub.alone import AloneHub
 from potluck.hub.checks import CommonBatch
@@ -25,8 +25,10 @@ from potluck.hub.host import HostHub
 from potluck.hub.ledger import Ledger
 from potluck.hub.parity import Reference, Sketch, sketch
 from potluck.hub.tensors import ModelTensors
-from potluck.train import checkpoint_folder
+from potluck.plan.leases import Least
+from potluck.train import checkpoint_folder, given
 from potluck.train.bad_steps import BadSteps, Facts
+from potluck.train.batch_statistics import BatchStatistics
 from potluck.train.beginning import MOST_BUFFER_BYTES, Beginning, Buffers
 from potluck.train.checkpoint import CheckpointWriter, Loaded, Snapshot, can_be_checked, load_latest
 from potluck.train.data import Loader, cloned, to_device
@@ -38,7 +40,7 @@ from potluck.train.launch import Interrupted, Launch
 from potluck.train.microbatch import MicroBatch
 from potluck.train.options import Options
 from potluck.train.randomness import RandomState, digests, seed
-from potluck.train.ranks import RoundMark
+from potluck.train.ranks import RoundMark, shares
 from potluck.train.step import SavedBytes, Step
 from potluck.train.telemetry import Telemetry
 from potluck.train.update import Update, own_norm, prepare_gradients
@@ -65,6 +67,8 @@ class Parts:
     tensors: ModelTensors
     ledger: Ledger
     micro: MicroBatch
+    statistics: BatchStatistics | None = None
+    least: Least = field(default_factory=Least)
     restored: Loaded | None = None
     objects: dict[str, Any] = field(default_factory=dict)
 
@@ -82,8 +86,12 @@ class HostTrainer:
         folder = parts.launch.folder
         # The log goes to the disk first: after a power cut it tells of every step up to the checkpoint.
         before = parts.launch.log.sync
-        self._writer = CheckpointWriter(folder.checkpoints, on_saved=self._saved, before=before) if folder else None
-        self._telemetry = Telemetry(parts.launch, parts.options, hub)
+        self._writer = (
+            CheckpointWriter(folder.checkpoints, on_saved=self._saved, on_failed=self._not_saved, before=before)
+            if folder
+            else None
+        )
+        self._telemetry = Telemetry(parts.launch, parts.options, hub, parts.statistics)
         self._saved_bytes: SavedBytes | None = None
         self._ranks = ranks = parts.launch.ranks
         self._width = 1 if ranks is None else ranks.world
@@ -108,6 +116,9 @@ class HostTrainer:
         """The last step that is finished: in the update the ledger has closed one that may still fail."""
         self._interrupted = False
         self._saved_step = parts.restored.step if parts.restored is not None else None
+        self._saving_last = False
+        self._last_save_failed: RunFolderError | NonFiniteError | None = None
+        """Set where the loop was left and what it ended with could not be saved."""
         self._ending = Ending(self._end)
         self._updating = False
         self._hook = parts.optimizer.register_step_pre_hook(self._only_ours)
@@ -150,7 +161,10 @@ class HostTrainer:
         """Save what is whole now: what the script does next with the weights is not the run's affair."""
         self._flight.finish()
         if self._writer is not None and not self._ending.over:
-            self._checkpoint(wait=True)
+            try:
+                self._checkpoint(wait=True)
+            except (RunFolderError, NonFiniteError) as error:
+                self._last_save_failed = error  # here it would be lost: nobody hears what a generator's end raises
         self._ending.soon("finished")
 
     def _end(self, reason: str) -> None:
@@ -167,11 +181,8 @@ class HostTrainer:
             finally:
                 if self._ranks is not None:
                     self._ranks.end()
-                if self._writer is not None:
-                    with self._saving():
-                        if reason != "failed":
-                            self._checkpoint(wait=True)
-                        self._writer.close()
+                with self._saving():
+                    self._save_last(reason)
         except BaseException:
             reason = "failed"
             raise
@@ -180,6 +191,17 @@ class HostTrainer:
             sys.setswitchinterval(self._turn_s)
             self._hub.close(reason)
             self._telemetry.ended(self._done, self._loss, reason)
+
+    def _save_last(self, reason: str) -> None:
+        """What the run ends with. Until now a save that failed could be tried again: this one cannot."""
+        if self._writer is None:
+            return
+        if self._last_save_failed is not None:
+            raise self._last_save_failed
+        if reason == "failed":
+            self._writer.settle()
+        else:
+            self._checkpoint(wait=True)
 
     def _tell_last_step(self, *, failed: bool) -> None:
         """Its update may still be under way. After a failure neither the device nor other ranks may ever answer."""
@@ -222,7 +244,7 @@ class HostTrainer:
                 yield from self._hand_out(step, batch, len(own))
             else:
                 began = yield from self._common(step, own, common)
-            self._hub.launched(positions)
+            self._hub.launched(positions, self._sizes(positions, common is not None))
             self._flight.launched(len(positions), began)
             if self._measuring:
                 self._finish()
@@ -249,9 +271,15 @@ class HostTrainer:
         """Give the other ranks their parts of a round; this one's. A common batch is this rank's alone."""
         assert self._ranks is not None
         if not check:
-            return self._ranks.deal(positions, self._hub.samples_of)
+            return self._ranks.deal(positions, self._hub.samples_of, self._p.least.micro_batch)
         self._ranks.deal_nothing()
         return positions
+
+    def _sizes(self, positions: tuple[int, ...], check: bool) -> list[int]:
+        """How many of these each rank computes, where it has any."""
+        if self._ranks is None or check:
+            return [len(positions)]
+        return [len(part) for part in shares(positions, self._width, self._p.least.micro_batch) if part]
 
     def _finish(self) -> None:
         """Wait for everything that is being computed."""
@@ -367,7 +395,8 @@ class HostTrainer:
             self._step_update.make(finite, self._buffers)
             self._updating = False
             hit("host.updated")
-        if options.scheduler is not None:
+        takes_loss = given.takes_loss(options.scheduler)
+        if options.scheduler is not None and not takes_loss:
             options.scheduler.step()  # whether the update was made or not: a schedule goes by steps
         later = self._device.to_host_later
         losses = later(torch.as_tensor(step.loss_so_far() if total is None else total).reshape(-1))
@@ -397,8 +426,10 @@ class HostTrainer:
 
         step.loss_when_known(self._flight.finish)
         self._flight.follows(computed, updated)
-        if not self._device.ahead or self._ranks is not None:
+        if not self._device.ahead or self._ranks is not None or takes_loss:
             self._flight.finish()
+            if takes_loss and self._loss is not None and math.isfinite(self._loss):  # NaN is no metric
+                options.scheduler.step(self._loss)
             self._stop_if_bad()
 
     def _judge(self, facts: Facts, samples: int, *, applied: bool) -> None:
@@ -446,6 +477,8 @@ class HostTrainer:
 
     def _only_ours(self, *ignored: Any) -> None:
         if not self._updating and not self._ending.over:
+            if given.called_by_scaler():
+                raise LoopError("scaler.step() was called in the loop", hint=given.NO_SCALER)
             raise LoopError(
                 "optimizer.step() was called in the loop; Potluck makes the update itself when the step is full",
                 hint="take optimizer.step() and optimizer.zero_grad() out of the loop",
@@ -481,11 +514,12 @@ class HostTrainer:
     def _save(self, *, wait: bool) -> bool:
         assert self._writer is not None
         if wait:
-            self._writer.wait()
+            self._writer.settle()
         p = self._p
         state = p.ledger.state()
         if wait and self._saved_step == state.step:
             return True
+        self._saving_last = wait
         started = self._writer.start(
             Snapshot(
                 step=state.step,
@@ -505,6 +539,11 @@ class HostTrainer:
         if wait:
             self._writer.wait()
         return started
+
+    def _not_saved(self, step: int, error: RunFolderError) -> None:
+        """The disk is full, or gone: the run goes on, and the next interval is the next attempt."""
+        again = {} if self._saving_last else {"again": True}
+        self._p.launch.log.emit({"event": "checkpoint_failed", "step": step, "reason": error.what, **again})
 
     def _saved(self, step: int, path: Any, seconds: float) -> None:
         self._saved_step = step

@@ -13,6 +13,7 @@ from typing import Any
 
 from potluck.device import Device
 from potluck.hub.link import GuestLink
+from potluck.hub.waiting import WaitingRoom
 from potluck.spec.config import RunConfig
 from potluck.train.events import EventLog
 from potluck.train.folder import RunFolder
@@ -41,6 +42,8 @@ class Launch:
     """For the welcome: the recipe and its config, or the names of the files that come as frames."""
     files: tuple[bytes, ...] = ()
     socket: HostSocket | None = None
+    waiting: WaitingRoom | None = None
+    """Answers on the socket until the training begins."""
     keys: HostKeys | None = None
     link: GuestLink | None = None
     welcome: Message | None = None

@@ -1,5 +1,7 @@
 """How many samples this machine computes at once: given, or found by doubling while it pays and fits.
 
+Where a model has batch statistics, as many as fit: there a second micro-batch costs learning, whatever its speed.
+
 PURE apart from its measurements, which are handed in. It knows no device and no loop.
 """
 
@@ -17,6 +19,9 @@ MISSES = 8
 """After so many micro-batches in a row of another size (half, or larger) the search ends."""
 MOST = 256
 """No machine is asked for more at once, however much memory it has."""
+FIRST_OF_MANY = 8
+"""The first micro-batch of a model with batch statistics: it tells what a sample takes of the memory, and the
+second has all that fit. More could be too much for a small device before anything is known."""
 MEMORY_PART = 0.5
 """Activations may fill this part of what is free."""
 
@@ -32,24 +37,26 @@ class MicroBatch:
     free_bytes: int | None = None
     """The device's free memory before the first micro-batch."""
     settled: int | None = None
+    statistics: bool = False
+    """The model normalises over the batch: no single sample, and as many at once as fit."""
     _now: int = 2
-    """The search begins here: some layers (BatchNorm) cannot train on a single sample."""
     _seconds: dict[int, list[float]] = field(default_factory=dict)
     _bytes_per_sample: float = 0.0
     _warm: bool = False
     _missed: int = 0
 
     def __post_init__(self) -> None:
-        self._now = min(self._now, self.limit)
+        self._now = min(FIRST_OF_MANY if self.statistics else self._now, self.limit)
 
     def size(self) -> int:
-        return self.fixed or self.settled or self._now
+        size = self.fixed or self.settled or self._now
+        return max(2, size) if self.statistics else size
 
     def most(self) -> int:
         """The largest size that fits, where a large one hides more of the network than it costs."""
         if self.fixed is not None or self.free_bytes is None or not self._bytes_per_sample:
             return self.size()
-        return max(self.size(), min(MOST, int(MEMORY_PART * self.free_bytes / self._bytes_per_sample)))
+        return max(self.size(), min(MOST, self._fitting()))
 
     @property
     def searching(self) -> bool:
@@ -63,6 +70,8 @@ class MicroBatch:
             self._bytes_per_sample = max(self._bytes_per_sample, saved_bytes / size)
         if not self._warm:
             self._warm = True  # the first micro-batch pays for everybody's start
+            if self.statistics:
+                self._all_that_fit()
             return
         if size > self._now or 2 * size <= self._now:
             # Leases are too short for this size, or cut for a thin link: it will not be measured any better.
@@ -86,6 +95,15 @@ class MicroBatch:
         elif self.searching:
             self.settled = self._now
 
+    def _all_that_fit(self) -> None:
+        """Go to the largest size; beyond `MOST` only where that is faster, which the search finds out."""
+        most = min(self.limit, MOST)
+        if self.free_bytes is not None and self._bytes_per_sample:
+            most = min(most, self._fitting())
+        self._now = max(self._now, most)
+        if self._now < MOST or self._now == self.limit:
+            self.settled = self._now
+
     def _decide(self) -> None:
         best = {size: min(trials) for size, trials in self._seconds.items()}
         before = best.get(self._now // 2)
@@ -100,6 +118,11 @@ class MicroBatch:
         best = {size: min(trials) for size, trials in self._seconds.items()}
         fastest = min(best.values())
         self.settled = max(size for size, seconds in best.items() if seconds <= fastest * SAME)
+
+    def _fitting(self) -> int:
+        """The largest size by the memory that was free, and by what a sample took of it."""
+        assert self.free_bytes is not None
+        return int(MEMORY_PART * self.free_bytes / self._bytes_per_sample)
 
     def _fits(self, size: int) -> bool:
         if self.free_bytes is None or not self._bytes_per_sample:

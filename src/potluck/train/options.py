@@ -11,6 +11,7 @@ from torch import nn
 from potluck.errors import ConfigError
 from potluck.spec.config import nearest
 from potluck.train.data import Collate
+from potluck.train.given import NO_SCALER, check_saved
 from potluck.train.optimizer_state import Stateful
 
 
@@ -41,7 +42,10 @@ class Options:
     clip_norm: float | None = None
     """Clip the whole gradient to this norm before the update."""
     scheduler: Any = None
-    """A learning-rate scheduler: stepped once a step, whether its update was made or not. Saved in checkpoints."""
+    """A learning-rate scheduler: stepped once a step, whether its update was made or not. Saved in checkpoints.
+
+    ReduceLROnPlateau is given the step's loss, so its patience counts steps.
+    """
     collate: Collate | None = None
     """Turns a list of samples into a batch; torch's default_collate when not given."""
     data: str = "sent"
@@ -67,6 +71,8 @@ class Options:
 def make_options(global_batch: int, keywords: Keywords) -> Options:
     known = [f.name for f in fields(Options)]
     for key in keywords:
+        if "scaler" in key:
+            raise ConfigError(f"run.training() takes no {key}: it is not needed", hint=NO_SCALER)
         if key not in known:
             raise ConfigError(f"run.training() has no keyword {key!r}", hint=nearest(key, known))
     options = Options(global_batch=global_batch, **keywords)
@@ -78,4 +84,5 @@ def make_options(global_batch: int, keywords: Keywords) -> Options:
         raise ConfigError(f"loss_is must be 'mean' or 'sum', not {options.loss_is!r}")
     if options.micro_batch is not None and options.micro_batch < 1:
         raise ConfigError(f"micro_batch must be at least 1, not {options.micro_batch}")
+    check_saved(options.also_save.values())
     return options

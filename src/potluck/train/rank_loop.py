@@ -27,6 +27,7 @@ from potluck.train.beginning import Buffers
 from potluck.train.checkpoint import load_latest
 from potluck.train.data import Loader, to_device
 from potluck.train.flight import Flight
+from potluck.train.given import takes_loss
 from potluck.train.launch import Launch
 from potluck.train.options import Options
 from potluck.train.ranks import RankDone, Ranks
@@ -135,9 +136,11 @@ class RankTrainer:
         total = self._ranks.sum_gradients(self._trained, step.loss_so_far(), finite)
         norm = prepare_gradients(step.index, self._trained, options, self._p.model)
         self._step_update.make(self._ranks.agree(norm.isfinite()), buffers)
-        if options.scheduler is not None:
-            options.scheduler.step()
         step.loss = float(total[0]) / options.global_batch
+        if takes_loss(options.scheduler):
+            options.scheduler.step(step.loss)
+        elif options.scheduler is not None:
+            options.scheduler.step()
         if compare:
             self._ranks.show_weights(self._trained)
 
@@ -165,6 +168,15 @@ def restore_same(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer,
             hint="all ranks of a host must see the same run folder",
         )
     loaded.restore(model, optimizer, objects)
+
+
+def refuse_synchronized(model: nn.Module) -> None:
+    """SyncBatchNorm waits for every rank in every micro-batch, but a guest's parity check is rank 0's alone."""
+    if any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules()):
+        raise LoopError(
+            "the model has SyncBatchNorm layers, which wait for all ranks where only rank 0 computes",
+            hint="give a host of several ranks the model with plain BatchNorm, or with GroupNorm",
+        )
 
 
 def refuse_wrapped(model: nn.Module) -> None:

@@ -161,9 +161,11 @@ class Ranks:
         for rank in self._others:
             self._order(rank, STEP, step)
 
-    def deal(self, positions: Sequence[int], samples_of: Callable[[Sequence[int]], list[int]]) -> tuple[int, ...]:
+    def deal(
+        self, positions: Sequence[int], samples_of: Callable[[Sequence[int]], list[int]], least: int = 1
+    ) -> tuple[int, ...]:
         """Give every rank its part of a round; rank 0's own is returned, and never smaller than another's."""
-        parts = shares(positions, self.world)
+        parts = shares(positions, self.world, least)
         for rank in self._others:
             self._order(rank, WORK, samples=samples_of(parts[rank]))
         return parts[0]
@@ -344,7 +346,8 @@ class RoundMark(Mark):
         return False  # nobody can tell without waiting
 
 
-def shares(positions: Sequence[int], world: int) -> list[tuple[int, ...]]:
-    """Parts as equal as can be, the larger ones first."""
-    ends = [-(-len(positions) * part // world) for part in range(world + 1)]
+def shares(positions: Sequence[int], world: int, least: int = 1) -> list[tuple[int, ...]]:
+    """Parts as equal as can be, the larger ones first; some are empty where `least` for each would be too many."""
+    parts = min(world, max(1, len(positions) // least))
+    ends = [-(-len(positions) * min(part, parts) // parts) for part in range(world + 1)]
     return [tuple(positions[start:stop]) for start, stop in itertools.pairwise(ends)]

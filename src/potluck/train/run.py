@@ -28,22 +28,33 @@ from potluck.hub.protocol import HostProtocol, HostTerms
 from potluck.hub.recorder import Recorder
 from potluck.hub.tensors import ModelTensors
 from potluck.limits import usable_cores
+from potluck.sinks import guarded
 from potluck.spec.config import RunConfig
 from potluck.train import ranks
+from potluck.train.batch_statistics import batch_statistics, least_samples
 from potluck.train.checkpoint import Loaded
 from potluck.train.data import Loader, epoch_order
 from potluck.train.events import EventLog
+from potluck.train.given import check_model, check_optimizer, check_scheduler
 from potluck.train.guest_loop import GuestParts, GuestTrainer
 from potluck.train.host_loop import HostTrainer, Parts, restore
 from potluck.train.launch import ALONE, GUEST, HOST, RANK, Interrupted, Launch, current
 from potluck.train.microbatch import MicroBatch
 from potluck.train.options import Keywords, Options, make_options
-from potluck.train.rank_loop import RankParts, RankTrainer, about_rank, refuse_wrapped, restore_same
+from potluck.train.rank_loop import (
+    RankParts,
+    RankTrainer,
+    about_rank,
+    refuse_synchronized,
+    refuse_wrapped,
+    restore_same,
+)
 from potluck.train.step import Step
 from potluck.train.telemetry import versions
 from potluck.wire.frames import PROTOCOL, Message
 
 LARGEST_GUEST_MICRO_BATCH = 16
+"""Where the search for the fastest size ends on a guest; with batch statistics it is the global batch."""
 
 
 class Run:
@@ -95,9 +106,15 @@ class Run:
         self._used = True
         self._launch.began = True
         options = make_options(global_batch, keywords)
+        check_model(model)
         if self._launch.ranks is not None:
             refuse_wrapped(model)
+            if self._launch.role == HOST:
+                refuse_synchronized(model)
         tensors = ModelTensors(model)
+        if not self.is_guest:  # there it is never stepped
+            check_optimizer(optimizer, tensors.trained)
+            check_scheduler(options.scheduler, optimizer)
         if self.is_guest:
             return self._guest(options, model, dataset, tensors)
         if self._launch.role == RANK:
@@ -125,13 +142,18 @@ class Run:
                 f"the run was started with {restored.extra['samples']} samples, now there are {loader.samples}",
                 hint="a resumed run continues at the very sample: give it the same data, or start a new run",
             )
+        if options.global_batch > loader.samples:
+            text = f"a step of {options.global_batch} samples is more than the data set has ({loader.samples}): "
+            launch.log.emit({"event": "note", "text": text + "samples come several times in a step"})
         ledger = Ledger(
             samples=loader.samples,
             global_batch=options.global_batch,
             order=epoch_order(loader.samples, options.seed),
             step=step,
         )
-        micro = self._micro_batch(options, limit=options.global_batch)
+        statistics = batch_statistics(model)
+        least = least_samples(statistics, options.global_batch)
+        micro = self._micro_batch(options, limit=options.global_batch, statistics=statistics is not None)
         if launch.ranks is not None:
             self._meet_ranks(launch.ranks, restored, loader, tensors, micro)
         if restored is not None:
@@ -145,11 +167,13 @@ class Run:
             tensors=tensors,
             ledger=ledger,
             micro=micro,
+            statistics=statistics,
+            least=least,
             restored=restored,
             objects=objects,
         )
         try:
-            hub = self._open_hub(parts) if launch.role == HOST else AloneHub(ledger, launch.name)
+            hub = self._open_hub(parts) if launch.role == HOST else AloneHub(ledger, launch.name, least)
         except BaseException:
             if launch.ranks is not None:
                 launch.ranks.end()
@@ -223,8 +247,10 @@ class Run:
             codec=launch.config.codec,
             guest_bound=launch.config.guest_bound,
             check_replica_every=launch.config.check_replica_every,
+            least=parts.least,
         )
         folder = launch.folder.path if launch.folder is not None else None
+        early = launch.waiting.hand_over() if launch.waiting is not None else ()
         hub = HostHub(
             HubParts(
                 socket=launch.socket,
@@ -234,7 +260,8 @@ class Run:
                 welcome=self._welcome,
                 fetch=parts.loader.fetch,
                 emit=launch.log.emit,
-                recorder=Recorder(launch.name, folder, started=launch.log.started),
+                early=early,
+                recorder=guarded(Recorder(launch.name, folder, started=launch.log.started), "the flight recorder"),
             )
         )
         hub.start()
@@ -267,6 +294,8 @@ class Run:
         launch = self._launch
         assert launch.link is not None and launch.welcome is not None
         fields = launch.welcome.fields
+        together = batch_statistics(model) is not None
+        limit = options.global_batch if together else LARGEST_GUEST_MICRO_BATCH
         hub = GuestHub(
             launch.link,
             tensors,
@@ -281,15 +310,16 @@ class Run:
             tensors=tensors,
             hub=hub,
             loader=Loader(dataset, options.collate) if options.data == "local" else None,
-            micro=self._micro_batch(options, limit=LARGEST_GUEST_MICRO_BATCH),
+            micro=self._micro_batch(options, limit=limit, statistics=together),
         )
         return GuestTrainer(parts).steps()
 
-    def _micro_batch(self, options: Options, *, limit: int) -> MicroBatch:
+    def _micro_batch(self, options: Options, *, limit: int, statistics: bool = False) -> MicroBatch:
         return MicroBatch(
             fixed=self._launch.config.micro_batch or options.micro_batch,
             limit=limit,
             free_bytes=self._launch.device.memory().free_bytes,
+            statistics=statistics,
         )
 
 

@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 
 from potluck.errors import LoopError
+from potluck.train.given import NO_SCALER
+
+FIRST_SCALE = 2.0**16
 
 
 @dataclass(slots=True)
@@ -55,14 +58,27 @@ class Step:
     def backward(self, loss: Tensor) -> None:
         """Add this micro-batch's gradient to the step's, weighted by its samples."""
         current = self._current
-        if current is None or current.done:
-            raise LoopError("step.backward() was called without a batch, or twice for one", step=self.index)
+        if current is None:
+            raise LoopError(
+                "step.backward() was called without a batch",
+                hint="call it inside `for batch in step`",
+                step=self.index,
+            )
+        if current.done:
+            raise LoopError(
+                "step.backward() was called twice for one batch",
+                hint="add the losses: step.backward(loss_a + loss_b)",
+                step=self.index,
+            )
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise LoopError(
                 "step.backward() needs the loss: a tensor of one value that depends on the model",
                 hint='the mean over the samples of the batch; for a sum say run.training(…, loss_is="sum")',
                 step=self.index,
             )
+        first = self.index == 0 and isinstance(self._loss_sum, float)
+        if first and _is_scaled(loss):  # once: on a GPU this waits
+            raise LoopError("the loss was scaled by a GradScaler", hint=NO_SCALER, step=self.index)
         total = loss * current.samples if self._mean else loss
         total.backward()
         self._loss_sum = self._loss_sum + total.detach().float()
@@ -112,6 +128,15 @@ class Step:
 
     def reset_loss(self) -> None:
         self._loss_sum = 0.0
+
+
+def _is_scaled(loss: Tensor) -> bool:
+    """Whether it is the product of something and 65,536, the factor with which a GradScaler begins."""
+    made_by = loss.grad_fn
+    factors = (getattr(made_by, name, None) for name in ("_saved_self", "_saved_other"))
+    return type(made_by).__name__ == "MulBackward0" and any(
+        isinstance(f, Tensor) and f.dim() == 0 and not f.requires_grad and float(f) == FIRST_SCALE for f in factors
+    )
 
 
 class SavedBytes:

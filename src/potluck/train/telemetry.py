@@ -18,6 +18,7 @@ from potluck.hub.host import HostHub
 from potluck.hub.members import Member
 from potluck.hub.stepping import StepResult
 from potluck.hub.tensors import ModelTensors
+from potluck.train.batch_statistics import BatchStatistics, StatisticsNotice
 from potluck.train.launch import ALONE, Launch
 from potluck.train.options import Options
 
@@ -32,8 +33,15 @@ def versions() -> dict[str, str]:
 class Telemetry:
     """Collects one run's measurements and emits its events."""
 
-    def __init__(self, launch: Launch, options: Options, hub: HostHub | AloneHub) -> None:
+    def __init__(
+        self,
+        launch: Launch,
+        options: Options,
+        hub: HostHub | AloneHub,
+        statistics: BatchStatistics | None = None,
+    ) -> None:
         self._launch, self._options, self._hub = launch, options, hub
+        self._statistics = StatisticsNotice(statistics, options.global_batch)
         self._started = self._last_end = time.monotonic()
         self._first_step = 0
         self._host_busy_s = 0.0
@@ -117,6 +125,9 @@ class Telemetry:
             }
         )
         self._host_busy_s = 0.0
+        news = self._statistics.after_step(step, result.micro_batches)
+        if news is not None:
+            self._launch.log.emit(news)
 
     def ended(self, step: int, loss: float | None, reason: str) -> None:
         seconds = time.monotonic() - self._started
@@ -158,6 +169,7 @@ class Telemetry:
             "role": "host",
             "device": self._launch.device.label,
             "samples": result.samples.get(self._launch.name, 0),
+            **_micro_batches(self._launch.name, result),
             "rate": 1 / sample_s if sample_s else None,
             "busy": min(1.0, self._host_busy_s / step_s) if step_s else None,
             "state": "computing",
@@ -173,8 +185,15 @@ def _guest(member: Member, result: StepResult, step_s: float) -> dict[str, Any]:
         "role": "guest",
         "device": member.device,
         "samples": samples,
+        **_micro_batches(member.name, result),
         "rate": member.rate.value,
         "busy": min(1.0, member.busy_s / step_s) if samples and step_s else 0.0,
         "state": member.state,
         "reason": member.reason,
     }
+
+
+def _micro_batches(machine: str, result: StepResult) -> dict[str, int | None]:
+    """The largest that it computed at once in the step, and in how many parts its samples were."""
+    sizes = result.micro_batches.get(machine, ())
+    return {"micro_batch": max(sizes, default=None), "micro_batches": len(sizes)}

@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator
 import zmq
 
 from potluck.wire.admitted import Admitted
+from potluck.wire.files import Room
+from potluck.wire.gate import Gate
 from potluck.wire.lobby import Lobby, Visitor
 from potluck.wire.waker import Waker
 
@@ -36,6 +38,9 @@ _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _UNKNOWN = "unknown"
 _MANY_EVENTS, _MOST_EVENTS = 16, 1000
 _TURN_S = 0.01
+STAY_S = 0.1
+"""A visitor has at least this long before it must make way for others: enough to show a key."""
+_LOOK_AGAIN_MS = 10
 _MOST_UNREPORTED = 10_000
 """Strangers that a host which does not receive yet will hear of."""
 
@@ -84,7 +89,7 @@ class Door:
         guarded: zmq.Socket[bytes],
         admitted: bytes,
         on_denied: Callable[[str], None] | None,
-        most_waiting: int,
+        room: Room,
         inside: Admitted,
     ) -> None:
         self._admitted = admitted
@@ -94,7 +99,7 @@ class Door:
         guarded.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
         # Without this libzmq lets everybody in while nobody answers at the ZAP endpoint.
         guarded.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-        self.watch = Watch(new_socket, guarded, Lobby(most=most_waiting, stays_s=HANDSHAKE_S), inside)
+        self.watch = Watch(new_socket, guarded, Lobby(most=room.waiting, stays_s=HANDSHAKE_S), inside)
 
     def serve(self) -> None:
         """Answer who has knocked and report who was turned away; never waits."""
@@ -130,6 +135,8 @@ class Watch:
         self._spoke: dict[int, Peer] = {}
         """Connections that a message came over: of guests. By number and peer: a stranger's number may be a guest's
         before this thread has seen the stranger leave."""
+        self._names: dict[int, bytes] = {}
+        """What those who spoke call themselves."""
         self._successes = 0
         self._failure: int | None = None
         self._turned_away: deque[str] = deque(maxlen=_MOST_UNREPORTED)
@@ -139,9 +146,15 @@ class Watch:
             ACCEPTED | DISCONNECTED | SUCCEEDED | FAILED_AUTH | FAILED_PROTOCOL | FAILED_NO_DETAIL,
         )
         self._waker = Waker()
+        self._gate: Gate | None = None
         self._stop = False
         self._thread = threading.Thread(target=self._run, name="potluck-door", daemon=True)
         self._thread.start()
+
+    def keep(self, gate: Gate | None) -> None:
+        """From now on admit those who wait at this gate, and close it at the end."""
+        self._gate = gate
+        self._waker.wake()
 
     # -- the thread that receives -----------------------------------------------------------------------
 
@@ -150,18 +163,26 @@ class Watch:
         while self._turned_away:
             yield self._turned_away.popleft()
 
-    def heard(self, descriptor: int) -> None:
-        """A message came over this connection: whoever sent it holds the key."""
+    def heard(self, descriptor: int, name: bytes = b"") -> None:
+        """A message came over this connection: whoever sent it holds the key, and is called so."""
         surplus: list[Visitor] = []
         peer = _peer(descriptor)
         with self._lock:
             self._inside.spoke(descriptor)
             if peer is not None and self._spoke.get(descriptor) != peer:
                 self._spoke[descriptor] = peer
+                self._names[descriptor] = name
                 self._lobby.left(descriptor)
                 surplus = self._inside.too_many(self._lobby)
         for visitor in surplus:
             _turn_out(visitor)
+
+    def hang_up(self, name: bytes) -> None:
+        """End the connections of whoever is called so, with all that is queued for them."""
+        with self._lock:
+            ends = [(number, self._spoke[number]) for number, known in self._names.items() if known == name]
+        for number, (address, port) in ends:
+            _turn_out(Visitor(descriptor=number, address=address, port=port, since=0.0))
 
     def hang_up_on_the_endless(self) -> None:
         """After all whole messages have been read: end the connections that send one without an end."""
@@ -176,6 +197,9 @@ class Watch:
         self._waker.wake()
         if self._thread is not threading.current_thread():  # what nobody closed is collected in any thread
             self._thread.join()
+        if self._gate is not None:
+            self._gate.close()
+            self._gate = None
         self._waker.close()
 
     # -- its own thread ---------------------------------------------------------------------------------
@@ -184,12 +208,15 @@ class Watch:
         poller = zmq.Poller()
         poller.register(self._waker.inner.fileno(), zmq.POLLIN)
         poller.register(self._monitor.socket, zmq.POLLIN)
+        patience_ms: int | None = None
         while not self._stop:
-            poller.poll()
+            poller.poll(patience_ms)
+            self._waker.drain()
             events = self._monitor.drain()
             self._note(events)
+            patience_ms, crowd = self._admit(poller)
             with self._lock:
-                crowd = self._lobby.too_many(time.monotonic())
+                crowd += self._lobby.too_many(time.monotonic())
                 surplus = self._inside.too_many(self._lobby)
             for visitor in surplus:
                 _turn_out(visitor)
@@ -200,6 +227,29 @@ class Watch:
                 # In a flood many are dealt with in one turn, or each would interrupt the training. Otherwise at
                 # once: who is turned away is gone in a moment, and then its address cannot be found any more.
                 time.sleep(_TURN_S)
+
+    def _admit(self, poller: zmq.Poller) -> tuple[int | None, list[Visitor]]:
+        """Let those at the gate in if there is room; when to look again (None: at an event), and who must go."""
+        gate = self._gate
+        if gate is None:
+            return None, []
+        if not gate.somebody_waits():
+            poller.register(gate.fileno(), zmq.POLLIN)
+            return None, []
+        with self._lock:
+            free = min(
+                self._lobby.most + self._inside.most - len(self._connections), self._lobby.most - len(self._lobby)
+            )
+            if free < gate.batch:
+                poller.register(gate.fileno(), 0)
+                return _LOOK_AGAIN_MS, self._lobby.make_way(gate.batch - free, time.monotonic() - STAY_S)
+        gate.admit()
+        if gate.somebody_waits():
+            # This process has no file left, or libzmq's thread no time.
+            poller.register(gate.fileno(), 0)
+            return _LOOK_AGAIN_MS, []
+        poller.register(gate.fileno(), zmq.POLLIN)
+        return None, []
 
     def _note(self, events: list[tuple[int, int]]) -> None:
         last_end = {value: number for number, (event, value) in enumerate(events) if event == DISCONNECTED}
@@ -236,6 +286,7 @@ class Watch:
         with self._lock:
             if peer is not None and self._spoke.get(descriptor) == peer:
                 del self._spoke[descriptor]
+                self._names.pop(descriptor, None)
             self._lobby.left(descriptor)
             self._inside.left(descriptor)
         failure, self._failure = self._failure, None

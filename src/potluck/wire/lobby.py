@@ -68,6 +68,19 @@ class Lobby:
         self.turned_out += len(out)
         return out
 
+    def make_way(self, count: int, came_before: float) -> list[Visitor]:
+        """Who has to go so that `count` others can come in, but nobody who came later; they leave the list."""
+        out: list[Visitor] = []
+        while self._visitors and len(out) < count:
+            crowd = max(self._by_address.values(), key=len)
+            visitor = next(iter(crowd.values()))
+            if visitor.since > came_before:
+                break
+            self.left(visitor.descriptor)
+            out.append(visitor)
+        self.turned_out += len(out)
+        return out
+
     def _until(self, then: float) -> list[Visitor]:
         early = []
         for visitor in self._visitors.values():

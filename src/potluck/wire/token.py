@@ -14,7 +14,9 @@ import re
 import socket
 import struct
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import psutil
 
@@ -41,7 +43,7 @@ class Token:
 
     protocol: int = PROTOCOL
     addresses: tuple[str, ...]
-    """Where the host may be reached, the likeliest first: IPv4 addresses, or names."""
+    """Where the host may be reached, the likeliest first: addresses, or names."""
     port: int
     host_public: bytes
     guest_secret: bytes = field(repr=False)
@@ -137,8 +139,10 @@ def is_inner(interface: str) -> bool:
     return _INNER.match(interface) is not None
 
 
-def local_addresses() -> tuple[str, ...]:
-    """This machine's IPv4 addresses that another machine may reach, the one of the default route first.
+def local_addresses(*, ipv6: bool = False) -> tuple[str, ...]:
+    """This machine's addresses that another machine may reach, the one of the default route first.
+
+    IPv4, and where asked for, IPv6 behind them; not those of one link only, which need the name of an interface.
 
     Addresses of containers' bridges only where there is nothing else, and loopback only where there is
     not even that. Those of VPNs such as Tailscale's (100.64.0.0/10) count; self-assigned ones come last.
@@ -163,7 +167,23 @@ def local_addresses() -> tuple[str, ...]:
             (outer or inner).index(address),
         ),
     )
+    found = found[: MAX_ADDRESSES // 2 if ipv6 else MAX_ADDRESSES] + (_ipv6_addresses(states) if ipv6 else [])
     return tuple(found[:MAX_ADDRESSES]) or ("127.0.0.1",)
+
+
+def _ipv6_addresses(states: Mapping[str, Any]) -> list[str]:
+    return [
+        entry.address
+        for name, entries in psutil.net_if_addrs().items()
+        if (name not in states or states[name].isup) and not is_inner(name)
+        for entry in entries
+        if entry.family == socket.AF_INET6 and _is_everywhere(entry.address)
+    ]
+
+
+def _is_everywhere(address: str) -> bool:
+    number = ipaddress.IPv6Address(address.partition("%")[0])
+    return not (number.is_link_local or number.is_loopback)
 
 
 def _default_route_address() -> str | None:

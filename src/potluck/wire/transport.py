@@ -10,7 +10,6 @@ pyzmq frees such memory in a thread of its own, one for the whole process, which
 from __future__ import annotations
 
 import contextlib
-import errno
 import math
 import os
 import secrets
@@ -22,7 +21,8 @@ from typing import Literal, NoReturn
 
 import zmq
 
-from potluck.errors import ConfigError, NetworkError, PortTakenError, RefusedError, WireError
+from potluck.errors import ConfigError, NetworkError, RefusedError, WireError
+from potluck.limits import usable_memory
 from potluck.wire.admitted import Admitted
 from potluck.wire.door import (
     DISCONNECTED,
@@ -35,10 +35,12 @@ from potluck.wire.door import (
     Monitor,
     SocketMaker,
 )
-from potluck.wire.files import make_room, room_for_strangers, warning_of
+from potluck.wire.files import make_room, open_now, room_at_door, warning_of
 from potluck.wire.frames import MAX_FRAME_BYTES, MAX_FRAMES, MAX_PARTS, PART_BYTES, cut, joined
+from potluck.wire.gate import listen
 from potluck.wire.keys import HostKeys, public_of
-from potluck.wire.reach import Answer, first_answering, who_answers, who_holds
+from potluck.wire.queued import WORTH_COUNTING_BYTES, Queued, budget_bytes
+from potluck.wire.reach import Answer, first_answering, who_answers
 from potluck.wire.token import Token
 from potluck.wire.waker import Waker
 
@@ -57,13 +59,6 @@ QUEUE_MESSAGES = 1024
 UNREAD_MESSAGES = 64
 """Messages of one peer kept before they are read; then its connection stops taking more."""
 
-MOST_WAITING = 1024
-"""Connections that may wait at a host's door. Holding one costs a host some 20 kB and a file; closing one that is
-opened again at once costs it time, so there is room for more than are ever honestly there."""
-
-MOST_INSIDE = 256
-"""Connections of those who hold the key: two for each guest, and as many again for guests that come back before
-their old ones are known to be dead."""
 MOST_UNREAD_BYTES = 2 * MAX_PARTS * PART_BYTES
 """What a connection may bring without a message's end: the longest message, and what the system keeps besides."""
 LOOK_S = 0.5
@@ -100,23 +95,23 @@ class HostSocket:
         if not 0 <= port < 65536:
             raise ConfigError(f"{port} is not a port", hint="ports are 1 to 65535; 0 picks a free one")
         limit = make_room()
-        room = room_for_strangers(limit, MOST_WAITING)
-        self.warning = warning_of(limit, room, MOST_WAITING)
+        room = room_at_door(limit, open_now())
+        self.warning = warning_of(limit, room)
         self._station = _Station(self)
         try:
             self._socket = self._station.socket(zmq.ROUTER)
             _set_common_options(self._socket, PART_BYTES)
             self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            # A short queue makes a guest's system try again, after whole seconds, where many connect at once; a
-            # long one lets more in at once than the door can turn out in time.
-            self._socket.setsockopt(zmq.BACKLOG, max(128, room // 4))
+            self._socket.setsockopt(zmq.BACKLOG, room.batch)
             self._socket.setsockopt(zmq.CURVE_SERVER, 1)
             self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-            inside = Admitted(most=MOST_INSIDE, most_bytes=MOST_UNREAD_BYTES)
+            inside = Admitted(most=room.inside, most_bytes=MOST_UNREAD_BYTES)
             self._door = Door(self._station.socket, self._socket, keys.guest_public, on_denied, room, inside)
             self._looked = time.monotonic()
+            self._queued = Queued(most_bytes=budget_bytes(usable_memory()[0]))
             self._station.before_closing = self._door.watch.close
-            self.port = _bind(self._socket, bind, port)
+            self.port, entrance = listen(self._socket, bind, port, room.batch)
+            self._door.watch.keep(entrance)
         except BaseException:
             self._station.close()
             raise
@@ -134,18 +129,18 @@ class HostSocket:
                 woken = self._station.waker.drain()
                 self._door.serve()
                 received = _receive(self._socket, MAX_MESSAGES_PER_CALL, MAX_PARTS)
-                messages = [(bytes(peer), joined(parts)) for peer, *parts in received if self._says(parts)]
+                messages = [(bytes(peer), joined(parts)) for peer, *parts in received if self._says(peer, parts)]
                 self._look()
                 if messages or woken or time.monotonic() >= deadline:
                     return messages
 
-    def _says(self, parts: list[memoryview]) -> bool:
+    def _says(self, peer: memoryview, parts: list[memoryview]) -> bool:
         """Whether this is more than a knock; either shows that the connection is a guest's."""
         knock = len(parts) == 1 and parts[0] == _KNOCK
         frame = parts[-1].obj if parts else None
         if isinstance(frame, zmq.Frame):
             with contextlib.suppress(zmq.ZMQError):
-                self._door.watch.heard(int(frame.get(zmq.SRCFD)))
+                self._door.watch.heard(int(frame.get(zmq.SRCFD)), bytes(peer))
         return not knock
 
     def _look(self) -> None:
@@ -153,6 +148,7 @@ class HostSocket:
         now = time.monotonic()
         if now - self._looked > LOOK_S and not self._socket.poll(0):
             self._looked = now
+            self._queued.look(now)
             self._door.watch.hang_up_on_the_endless()
 
     @staticmethod
@@ -166,8 +162,33 @@ class HostSocket:
 
     def send(self, peer: bytes, frames: Iterable[Frame]) -> bool:
         """Queue a message for a peer; never waits. False: the peer is gone or its queue is full."""
+        message = [peer, *frames]
+        sizes = [memoryview(frame).nbytes for frame in message]
         with self._station.one_thread:
-            return _send(self._socket, [peer, *frames])
+            if sum(sizes) < WORTH_COUNTING_BYTES:
+                return _send(self._socket, message)
+            # Frames leave in their order: when the largest has left, the message has.
+            largest = sizes.index(max(sizes))
+            tracked = zmq.Frame(message[largest], track=True, copy=False, copy_threshold=0)
+            if not _send(self._socket, [*message[:largest], tracked, *message[largest + 1 :]]):
+                return False
+            self._queued.sent(peer, tracked.tracker, sum(sizes), time.monotonic())
+            return True
+
+    def overfull(self) -> list[tuple[bytes, int]]:
+        """Peers that had to be hung up on because too much waited, and how many bytes did.
+
+        Of those that do not read, the ones that have not for the longest time.
+        """
+        stuck = self._queued.stuck(time.monotonic())
+        for peer, _ in stuck:
+            self._door.watch.hang_up(peer)
+        return stuck
+
+    @property
+    def queued_bytes(self) -> int:
+        """What waits for all peers together, as far as that was looked at."""
+        return self._queued.total_bytes
 
     def wake(self) -> None:
         """Make the receive() under way, or the next one, return at once; from any thread."""
@@ -290,6 +311,11 @@ class GuestSocket:
         turned_away = any(link.failure is not None for link in self._links)
         if answer is Answer.CURVE and turned_away and after_s < HANDSHAKE_S / 2:
             raise HungUpError(f"the host at {where} is not the one of this token", hint=fresh)
+        if answer is Answer.SILENT and turned_away:
+            raise HungUpError(
+                f"there is no potluck host at {where}, or strangers crowd its port: it hung up, and is silent",
+                hint="is it the right machine? If so, try again in a moment; its log names strangers",
+            )
         if answer is Answer.CURVE:
             raise NetworkError(
                 f"the host at {where} did not finish the handshake within {after_s:.1f} s",
@@ -415,34 +441,6 @@ def _set_common_options(target: zmq.Socket[bytes], most_bytes: int) -> None:
     target.setsockopt(zmq.TCP_MAXRT, 60_000)
 
 
-def _bind(target: zmq.Socket[bytes], bind: str, port: int) -> int:
-    address = {"": "0.0.0.0", "*": "0.0.0.0", "localhost": "127.0.0.1"}.get(bind, bind)
-    if ":" in address:
-        target.setsockopt(zmq.IPV6, 1)
-        address = f"[{address}]"
-    try:
-        target.bind(f"tcp://{address}:{port or '*'}")
-    except zmq.ZMQError as error:
-        if error.errno == zmq.EADDRINUSE:
-            holder = who_holds(port)
-            raise PortTakenError(
-                f"port {port} is taken" + (f" by {holder}" if holder else ""),
-                hint="choose another port, or 0 for a free one; end that process if it is an old host",
-            ) from None
-        if error.errno in (zmq.EADDRNOTAVAIL, errno.ENODEV, zmq.EINVAL):
-            raise ConfigError(
-                f"this machine has no address {bind!r} to listen on",
-                hint="0.0.0.0 listens on all addresses, 127.0.0.1 for guests on this machine only",
-            ) from None
-        raise NetworkError(
-            f"port {port} on {bind} cannot be opened: {error.strerror}",
-            hint="ports below 1024 need special rights; choose one above",
-        ) from None
-    endpoint = target.getsockopt(zmq.LAST_ENDPOINT)
-    assert isinstance(endpoint, bytes)
-    return int(endpoint.rstrip(b"\0").rpartition(b":")[2])
-
-
 def _milliseconds(deadline: float) -> int:
     return max(0, math.ceil((deadline - time.monotonic()) * 1000))
 
@@ -467,10 +465,12 @@ def _receive(source: zmq.Socket[bytes], limit: int, most_parts: int) -> list[lis
     return messages
 
 
-def _send(target: zmq.Socket[bytes], frames: Sequence[Frame]) -> bool:
+def _send(target: zmq.Socket[bytes], frames: Sequence[Frame | zmq.Frame]) -> bool:
     for frame in frames:
         # The receiver would cut the connection for it.
-        if (size := memoryview(frame).nbytes) > MAX_FRAME_BYTES:
+        if (
+            size := frame.buffer.nbytes if isinstance(frame, zmq.Frame) else memoryview(frame).nbytes
+        ) > MAX_FRAME_BYTES:
             raise WireError(f"a frame of {size} bytes, at most {MAX_FRAME_BYTES} may travel")
     try:
         target.send_multipart(frames, zmq.NOBLOCK, copy=False)

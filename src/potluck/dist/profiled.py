@@ -1,0 +1,102 @@
+"""What torch's profiler shows of a collective: owns the ranges from its call to its end, over threads.
+
+It must not know how a collective works: it is told when its turn comes, when the other ranks have come, and of its
+end.
+
+torch's profiler watches the thread that started it, and a range can begin in no other. So all of a collective's
+begin in its call. They end by a future, wherever that is completed: torch then lends that thread the profiler's
+state. gloo's ranges, made in C++, end in the same way. A profiler of all threads has no state in any: then ranges
+begin in the thread that runs the collective, where they lie one within the other.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.autograd.profiler as profiler
+from torch import Tensor
+from torch.futures import Future
+
+_never_ended: list[Any] = []
+"""Ranges whose profiler has stopped. Freed, they would end, in memory that is the profiler's no more."""
+
+
+class Ranges:
+    """Those of one collective: its own, `potluck:all_reduce`, and within it `potluck:all_reduce.queue`, until its
+    turn has come, and `potluck:all_reduce.wait`, until the ranks have come from which it gets something."""
+
+    def __init__(self, op: str, tensors: Sequence[Tensor], parts: Sequence[str], *, at_turn: bool) -> None:
+        """`at_turn`: they begin when its turn comes, in the thread that runs it."""
+        self.meetings = 1
+        """How often ranks meet until all have come."""
+        self._op, self._tensors, self._at_turn = op, tensors, at_turn
+        self._open: dict[str, _Range] = {}
+        if not at_turn:
+            self._begin(parts)
+
+    def _begin(self, parts: Sequence[str]) -> None:
+        self._open[""] = _Range(f"potluck:{self._op}", self._tensors)
+        for part in parts:
+            self._open[part] = _Range(f"potluck:{self._op}.{part}", ())
+        self._tensors = ()
+
+    def turn(self) -> None:
+        """Its turn has come, in this thread: met() tells these ranges of it from now on, until leave()."""
+        self._end("queue")
+        if self._at_turn:
+            self._begin(("wait",))
+        RUNNING.ranges = self
+
+    def met(self) -> None:
+        self.meetings -= 1
+        if self.meetings <= 0:
+            self._end("wait")
+
+    def leave(self) -> None:
+        RUNNING.ranges = None
+
+    def finish(self) -> None:
+        """Whatever came of it; also if it never began."""
+        for part in list(self._open):
+            self._end(part)
+
+    def _end(self, part: str) -> None:
+        opened = self._open.pop(part, None)
+        if opened is not None:
+            opened.end()
+
+
+class _Running(threading.local):
+    ranges: Ranges | None = None
+
+
+RUNNING = _Running()
+"""The ranges of the collective that this thread runs; None while nobody looks."""
+
+
+def begin(op: str, tensors: Sequence[Tensor], parts: Sequence[str] = ("queue", "wait")) -> Ranges | None:
+    """None where no profiler is on."""
+    if not profiler._is_profiler_enabled:
+        return None
+    kind, kinds = torch._C._autograd._profiler_type(), torch._C._profiler.ActiveProfilerType
+    if kind not in (kinds.KINETO, kinds.NONE):
+        return None  # such as NVTX: a range has to begin and end in one thread
+    return Ranges(op, tensors, parts, at_turn=bool(parts) and kind == kinds.NONE)
+
+
+class _Range:
+    __slots__ = ("_done", "_record")
+
+    def __init__(self, name: str, tensors: Sequence[Tensor]) -> None:
+        self._done: Future[Any] = Future()
+        self._record = torch._C._autograd._record_function_with_args_enter(name, *tensors)
+        torch.ops.profiler._call_end_callbacks_on_jit_fut._RecordFunction(self._record, self._done)
+
+    def end(self) -> None:
+        if profiler._is_profiler_enabled:
+            self._done.set_result(None)
+        else:
+            _never_ended.append(self._record)

@@ -1,0 +1,57 @@
+"""Why a guest sits out, or had its lease taken back, in words a person reads: always of what decided it.
+
+PURE: what is known of the guest in, a sentence's end out ("laptop " stands before it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from potluck.hub.members import Member, OpenLease
+from potluck.plan.leases import Speed
+
+TOO_LATE = "it was too late"
+
+
+def why_not(speed: Speed, step_s: float, *, guessed: bool) -> str:
+    """Why a guest has no part in a step that takes the others `step_s`.
+
+    `guessed`: it has delivered nothing yet, so what is known of its link is what its first weights took.
+    """
+    least = speed.least.lease
+    what, them = ("one sample", "it") if least == 1 else (f"{least} samples", "them")
+    least_s, computing_s = speed.lease_s(least), least * speed.sample_s
+    if least_s <= step_s:
+        take = "takes" if least == 1 else "take"
+        return f"would not make the step shorter: {what} {take} it {least_s:.2f} s, the step {step_s:.2f} s"
+    few = "" if least == 1 else "; fewer are too few for the model's batch statistics"
+    return (
+        f"cannot deliver {what} within a step: {computing_s:.2f} s to compute {them} and "
+        f"{least_s - computing_s:.2f} s to fetch the weights and deliver the gradient"
+        f"{' (by what its first weights took)' if guessed else ''}, where the step takes {step_s:.2f} s{few}"
+    )
+
+
+def why_late(member: Member, lease: OpenLease, *, silent_s: float, now: float) -> tuple[str, str]:
+    """What is known of why a lease was not fulfilled in time: with its figures, and as a clause without.
+
+    `silent_s`: for how long nothing was heard of the guest, where that decided it.
+    """
+    since_s = now - lease.started
+    if silent_s:
+        return f"sent nothing for {silent_s:.1f} s", "it sent nothing"
+    if lease.unread:
+        return f"had not been sent its samples after {since_s:.2f} s: they are still read", "its samples came late"
+    if member.feed.in_flight_bytes:
+        return f"was still receiving weights or samples after {since_s:.2f} s", "it was still receiving"
+    if lease.closing_at is not None and lease.closing_at > now:
+        return f"would have delivered only after {lease.closing_at - lease.started:.2f} s", TOO_LATE
+    return f"did not deliver within {since_s:.2f} s", TOO_LATE
+
+
+def in_a_row(misses: Sequence[str]) -> str:
+    """Why none of these leases counted, each reason once."""
+    reasons = list(dict.fromkeys(misses))
+    if reasons == [TOO_LATE]:
+        return f"was too late {len(misses)} times in a row"
+    return f"delivered nothing that counts {len(misses)} times in a row: {'; '.join(reasons)}"

@@ -1,0 +1,95 @@
+"""Before the training begins: guests that come while the host's script prepares are told to wait, and for what.
+
+Owns the host's socket until the hub takes it over, and the hellos that came meanwhile. It decides nothing about
+guests: the hub hears every hello as if it had just come. Where no training ever begins, the guests are told that.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from potluck.errors import WireError
+from potluck.wire.frames import Message, VersionError, pack, unpack
+from potluck.wire.transport import HostSocket
+
+SAY_AFTER_S = 60.0
+"""A script that has not reached its loop by then may never: the person at the host is told."""
+HEARTBEAT_S = 1.0
+MOST_WAITING = 256
+LARGEST_HELLO_BYTES = 1 << 16
+
+Early = tuple[bytes, list[Any]]
+
+
+class WaitingRoom:
+    """Open from `start` until `hand_over` or `close`; a thread of its own answers."""
+
+    def __init__(
+        self,
+        socket: HostSocket,
+        *,
+        what: str,
+        emit: Callable[[dict[str, Any]], None],
+        say_after_s: float = SAY_AFTER_S,
+    ) -> None:
+        """`what` is the name of the script that prepares."""
+        self._socket, self._what, self._emit = socket, what, emit
+        self._say_after_s = say_after_s
+        self._waiting: dict[bytes, list[Any]] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="potluck-waiting", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def hand_over(self) -> list[Early]:
+        """The training begins: what waits, for the hub. From here on the socket is the caller's."""
+        self._end()
+        waiting, self._waiting = list(self._waiting.items()), {}
+        return waiting
+
+    def close(self, reason: str) -> None:
+        """No training will begin: tell those who wait. Does nothing after `hand_over`."""
+        for peer, _ in self.hand_over():
+            self._send(peer, "bye", reason=reason)
+
+    def _end(self) -> None:
+        if not self._stop.is_set():
+            self._stop.set()
+            self._socket.wake()
+            self._thread.join(5.0)
+
+    def _run(self) -> None:
+        began = beat = time.monotonic()
+        said = False
+        while not self._stop.is_set():
+            for peer, frames in self._socket.receive(0.2):
+                self._receive(peer, frames)
+            now = time.monotonic()
+            if now - beat >= HEARTBEAT_S:
+                beat = now
+                self._waiting = {p: f for p, f in self._waiting.items() if self._send(p, "alive")}
+            if not said and now - began >= self._say_after_s:
+                said = True
+                event = {"event": "loop_awaited", "what": self._what, "guests": len(self._waiting)}
+                self._emit({**event, "seconds": round(now - began, 1)})
+
+    def _receive(self, peer: bytes, frames: list[Any]) -> None:
+        try:
+            kind = unpack(frames).kind
+        except VersionError:
+            kind = "hello"  # the hub will say what is wrong with it
+        except WireError:
+            return
+        if kind == "leave":
+            self._waiting.pop(peer, None)
+        room = len(self._waiting) < MOST_WAITING or peer in self._waiting
+        if kind == "hello" and room and sum(len(f) for f in frames) <= LARGEST_HELLO_BYTES:
+            self._waiting[peer] = frames
+            self._send(peer, "wait", reason=f"{self._what} has not reached its training loop yet")
+
+    def _send(self, peer: bytes, kind: str, **fields: Any) -> bool:
+        return self._socket.send(peer, pack(Message(kind=kind, fields=fields)))

@@ -1,0 +1,95 @@
+"""What a script gives to `run.training`, looked at before anything is built: what cannot work is said in words.
+
+Owns these checks. It knows torch's classes, and nothing of how a step goes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from potluck.errors import ConfigError, LoopError
+
+NO_SCALER = (
+    "take the GradScaler out and use torch.autocast(run.device.type, dtype=torch.bfloat16): bf16 has the range of "
+    "float32, so its gradients do not underflow and need no scaling"
+)
+ONE_OPTIMIZER = "put all parameters into one, as groups: torch.optim.AdamW([{'params': …, 'lr': …}, {'params': …}])"
+
+
+def check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise LoopError(
+            f"the model is of type {type(model).__name__}, not an nn.Module",
+            hint="run.training(model, optimizer, dataset, global_batch=…), in this order",
+        )
+
+
+def check_optimizer(optimizer: Any, trained: Iterable[nn.Parameter]) -> None:
+    if isinstance(optimizer, list | tuple | dict):
+        raise LoopError(f"run.training() takes one optimizer, not {len(optimizer)}", hint=ONE_OPTIMIZER)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise LoopError(
+            f"the optimizer is of type {type(optimizer).__name__}, not a torch.optim.Optimizer",
+            hint="run.training(model, optimizer, dataset, global_batch=…), in this order",
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise LoopError(
+            "LBFGS computes the loss several times in one update, but the samples of a step are computed once",
+            hint="use an optimizer whose step() takes no closure: AdamW, SGD, …",
+        )
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if held.isdisjoint(id(p) for p in trained):
+        raise LoopError(
+            "the optimizer holds none of the model's trained parameters: it would train nothing",
+            hint="make it of this model's parameters, after the model was moved or wrapped",
+        )
+
+
+def check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
+    if scheduler is None:
+        return
+    if not callable(getattr(scheduler, "step", None)):
+        raise ConfigError(
+            f"the scheduler is of type {type(scheduler).__name__}, which has no step()",
+            hint="several become one with torch.optim.lr_scheduler.SequentialLR or ChainedScheduler",
+        )
+    if isinstance(scheduler, LRScheduler) and getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise ConfigError("the scheduler belongs to another optimizer", hint="make it of the one that is given")
+    if takes_loss(scheduler):
+        return
+    if wanted := _required(scheduler.step):
+        raise ConfigError(
+            f"the scheduler's step() needs {', '.join(wanted)}, which Potluck cannot know",
+            hint="call its step(…) yourself after each step, and save it with also_save={'scheduler': …}",
+        )
+
+
+def check_saved(objects: Iterable[Any]) -> None:
+    if any(isinstance(each, torch.amp.GradScaler) for each in objects):
+        raise ConfigError("a GradScaler is not needed, and would scale the gradients wrongly", hint=NO_SCALER)
+
+
+def takes_loss(scheduler: Any) -> bool:
+    """Whether its step() is given the step's loss."""
+    return isinstance(scheduler, ReduceLROnPlateau)
+
+
+def called_by_scaler() -> bool:
+    """Whether a GradScaler is among the callers."""
+    return any(isinstance(frame.frame.f_locals.get("self"), torch.amp.GradScaler) for frame in inspect.stack(0))
+
+
+def _required(function: Any) -> list[str]:
+    """Parameters that must be given."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    either = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind in (*either, p.KEYWORD_ONLY)]

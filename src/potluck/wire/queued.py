@@ -1,0 +1,87 @@
+"""What is queued for a host's peers: owns how many bytes wait in all, and who has to go when they are too many.
+
+It is told what was sent, and asks whether it has left; it must not know sockets or clocks.
+
+A peer that does not read makes everything that is sent to it stay in this machine's memory. One budget holds for
+all peers together: when it is spent, those go whose queue has not moved for the longest time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Protocol
+
+WORTH_COUNTING_BYTES = 1024
+"""Smaller messages are few enough (QUEUE_MESSAGES) not to matter."""
+
+
+LEAST_QUEUED_BYTES, MOST_QUEUED_BYTES = 256 << 20, 4 << 30
+
+
+def budget_bytes(memory_bytes: int) -> int:
+    """What may wait for all peers together on a machine with this memory: a sixteenth of it, within bounds."""
+    return max(LEAST_QUEUED_BYTES, min(MOST_QUEUED_BYTES, memory_bytes // 16))
+
+
+class Tracker(Protocol):
+    """Tells whether a message has left."""
+
+    @property
+    def done(self) -> bool: ...
+
+
+@dataclass(slots=True)
+class _Queue:
+    moved: float
+    """When something of it left last, or when it was empty."""
+    messages: deque[tuple[Tracker, int]] = field(default_factory=deque)
+    total_bytes: int = 0
+
+
+class Queued:
+    """At most `most_bytes` for all peers together."""
+
+    def __init__(self, *, most_bytes: int) -> None:
+        self.most_bytes = most_bytes
+        self.total_bytes = 0
+        self._queues: dict[bytes, _Queue] = {}
+
+    def sent(self, peer: bytes, tracker: Tracker, size_bytes: int, now: float) -> None:
+        queue = self._queues.setdefault(peer, _Queue(now))
+        queue.messages.append((tracker, size_bytes))
+        queue.total_bytes += size_bytes
+        self.total_bytes += size_bytes
+        self._look_at(peer, queue, now)
+
+    def waiting_bytes(self, peer: bytes) -> int:
+        queue = self._queues.get(peer)
+        return 0 if queue is None else queue.total_bytes
+
+    def look(self, now: float) -> None:
+        """See what has left."""
+        for peer, queue in list(self._queues.items()):
+            self._look_at(peer, queue, now)
+
+    def stuck(self, now: float) -> list[tuple[bytes, int]]:
+        """Who has to go, with the bytes that wait for it. They are no longer counted: their queues go with them."""
+        if self.total_bytes <= self.most_bytes:
+            return []
+        self.look(now)
+        out: list[tuple[bytes, int]] = []
+        for peer in sorted(self._queues, key=lambda peer: self._queues[peer].moved):
+            if self.total_bytes <= self.most_bytes:
+                break
+            queue = self._queues.pop(peer)
+            self.total_bytes -= queue.total_bytes
+            out.append((peer, queue.total_bytes))
+        return out
+
+    def _look_at(self, peer: bytes, queue: _Queue, now: float) -> None:
+        while queue.messages and queue.messages[0][0].done:
+            _, size_bytes = queue.messages.popleft()
+            queue.total_bytes -= size_bytes
+            self.total_bytes -= size_bytes
+            queue.moved = now
+        if not queue.messages:
+            self._queues.pop(peer, None)

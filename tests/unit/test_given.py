@@ -1,0 +1,203 @@
+"""What a script gives to run.training: what cannot work is said in words before the first step."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
+
+from potluck.device import pick
+from potluck.errors import ConfigError, LoopError, RunFolderError
+from potluck.report.summary import read_events
+from potluck.spec.config import RunConfig
+from potluck.train.events import EventLog
+from potluck.train.folder import RunFolder, new_folder
+from potluck.train.launch import ALONE, GUEST, Launch
+from potluck.train.run import Run
+
+SAMPLES = [torch.full((2,), float(i)) for i in range(8)]
+
+
+def launched(folder: Path | None = None, *, resume: bool = False) -> Launch:
+    run_folder = RunFolder(folder) if folder is not None else None
+    log = EventLog(run_folder.events if run_folder is not None else None)
+    config = RunConfig(checkpoint_every=0)
+    return Launch(
+        role=ALONE, config=config, device=pick("cpu"), name="here", log=log, folder=run_folder, resume=resume
+    )
+
+
+def trained(model: Any, optimizer: Any, launch: Launch | None = None, **keywords: Any) -> list[float]:
+    """Train; the learning rate after each step."""
+    rates = []
+    keywords = {"global_batch": 4, "micro_batch": 4, "steps": 3, **keywords}
+    for step in Run(launch or launched()).training(model, optimizer, SAMPLES, **keywords):
+        for batch in step:
+            step.backward(model(batch).square().mean())
+        rates.append(optimizer.param_groups[0]["lr"])
+    return rates
+
+
+def sgd(model: nn.Module, lr: float = 0.0) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+class Wanting:
+    """A scheduler in the manner of another library."""
+
+    def step(self, epoch: int, metric: float | None = None) -> None:
+        raise AssertionError("called without an epoch")
+
+
+def given(what: str) -> tuple[Any, Any, dict[str, Any]]:
+    model = nn.Linear(2, 1)
+    optimizer: Any = sgd(model)
+    keywords: dict[str, Any] = {}
+    match what:
+        case "list":
+            optimizer = [optimizer, sgd(model)]
+        case "none":
+            optimizer = None
+        case "lbfgs":
+            optimizer = torch.optim.LBFGS(model.parameters())
+        case "another model's":
+            optimizer = sgd(nn.Linear(2, 1))
+        case "swapped":
+            return optimizer, model, {}
+        case "schedulers":
+            keywords["scheduler"] = [StepLR(optimizer, 1)]
+        case "another's scheduler":
+            keywords["scheduler"] = StepLR(sgd(model), 1)
+        case "wanting":
+            keywords["scheduler"] = Wanting()
+        case "saved scaler":
+            keywords["also_save"] = {"scaler": torch.amp.GradScaler("cpu")}
+        case "scaler":
+            keywords["grad_scaler"] = torch.amp.GradScaler("cpu")
+    return model, optimizer, keywords
+
+
+MISTAKES = {
+    "list": ("takes one optimizer, not 2", "groups"),
+    "none": ("the optimizer is of type NoneType", "in this order"),
+    "lbfgs": ("LBFGS computes the loss several times", "AdamW"),
+    "another model's": ("holds none of the model's trained parameters", "after the model was moved"),
+    "swapped": ("the model is of type SGD, not an nn.Module", "in this order"),
+    "schedulers": ("the scheduler is of type list, which has no step", "SequentialLR"),
+    "another's scheduler": ("belongs to another optimizer", "the one that is given"),
+    "wanting": ("needs epoch", "yourself"),
+    "saved scaler": ("a GradScaler is not needed", "bfloat16"),
+    "scaler": ("takes no grad_scaler", "bf16 has the range of float32"),
+}
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_a_mistake_is_named_before_the_first_step(what: str) -> None:
+    words, hint = MISTAKES[what]
+    model, optimizer, keywords = given(what)
+    with pytest.raises((LoopError, ConfigError), match=words) as caught:
+        Run(launched()).training(model, optimizer, SAMPLES, global_batch=4, **keywords)
+    assert hint in caught.value.hint
+
+
+def test_a_guest_needs_no_optimizer() -> None:
+    launch = launched()
+    launch.role = GUEST
+    with pytest.raises(AssertionError):  # it gets as far as its link, which this one has not
+        Run(launch).training(nn.Linear(2, 1), None, SAMPLES, global_batch=4)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("scale", "words"), [(2.0**16, "the loss was scaled"), (8.0, r"scaler\.step\(\) was")])
+def test_a_grad_scaler_in_the_loop_is_named(scale: float, words: str) -> None:
+    model = nn.Linear(2, 1)
+    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=scale)
+
+    def train() -> None:
+        for step in Run(launched()).training(model, optimizer, SAMPLES, global_batch=4, micro_batch=4, steps=1):
+            for batch in step:
+                step.backward(scaler.scale(model(batch).square().mean()))
+                scaler.step(optimizer)
+
+    with pytest.raises(LoopError, match=words) as caught:
+        train()
+    assert "bf16" in caught.value.hint
+
+
+def test_reduce_on_plateau_is_given_the_loss_of_each_step() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = sgd(model, lr=0.001)
+    scheduler = ReduceLROnPlateau(optimizer, factor=0.5, patience=1, eps=0.0)
+    seen: list[float] = []
+    step = scheduler.step
+    scheduler.step = lambda metrics, epoch=None: (seen.append(float(metrics)), step(metrics))[1]  # type: ignore[method-assign]
+    losses = []
+    for each in Run(launched()).training(
+        model, optimizer, SAMPLES, global_batch=8, micro_batch=4, steps=4, scheduler=scheduler
+    ):
+        for batch in each:
+            each.backward(model(batch).square().mean())
+        losses.append(each.loss)
+    assert seen == losses
+    assert len(seen) == 4
+
+
+def test_its_state_is_saved_and_goes_on(tmp_path: Path) -> None:
+    def make() -> tuple[nn.Module, torch.optim.Optimizer, ReduceLROnPlateau]:
+        torch.manual_seed(0)
+        model = nn.Linear(2, 1)
+        optimizer = sgd(model, lr=1e-9)  # so small that no loss is better than the first by a ten-thousandth
+        return model, optimizer, ReduceLROnPlateau(optimizer, factor=0.5, patience=2, eps=0.0)
+
+    whole, optimizer, scheduler = make()
+    expected = trained(whole, optimizer, scheduler=scheduler, steps=8, global_batch=8, micro_batch=8)
+    assert expected[0] == 1e-9
+    assert expected[-1] < 1e-9
+    folder = new_folder(tmp_path, "x").path
+    RunFolder(folder).write_manifest({"config": {}})
+    found = []
+    for steps in (3, 8):
+        model, optimizer, scheduler = make()
+        launch = launched(folder, resume=steps == 8)
+        keywords = {"scheduler": scheduler, "steps": steps, "global_batch": 8, "micro_batch": 8}
+        found += trained(model, optimizer, launch, **keywords)
+        launch.log.close()
+    assert found == expected
+
+
+def test_other_schedulers_are_stepped_without_a_word() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = sgd(model, lr=1.0)
+    assert trained(model, optimizer, scheduler=LambdaLR(optimizer, lambda n: 0.5**n)) == [0.5, 0.25, 0.125]
+
+
+def test_a_batch_that_is_larger_than_the_data_set_is_told(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path, "x").path
+    model = nn.Linear(2, 1)
+    launch = launched(folder)
+    assert len(trained(model, sgd(model), launch, global_batch=20)) == 3
+    launch.log.close()
+    (note,) = [e["text"] for e in read_events(folder) if e["event"] == "note"]
+    assert note.startswith("a step of 20 samples is more than the data set has (8)")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a file is no folder, said otherwise there")
+def test_a_folder_for_runs_below_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("")
+    with pytest.raises(RunFolderError, match=r"cannot make the folder .*notes/runs: .*notes is a file") as caught:
+        new_folder(tmp_path / "notes" / "runs", "x")
+    assert "disk is full" not in caught.value.hint
+
+
+def test_one_that_cannot_be_made_names_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(self: Path, *args: Any, **more: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", refused)
+    with pytest.raises(RunFolderError, match=r"there is no .*data, and making it failed: Perm") as caught:
+        new_folder(tmp_path / "data" / "runs", "x")
+    assert "that you may write there" in caught.value.hint

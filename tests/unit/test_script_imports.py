@@ -1,0 +1,92 @@
+"""What a guest must have installed to run the host's script: found in its text, and said before it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from potluck.cli import join
+from potluck.cli._scripts import running
+from potluck.errors import MissingModuleError, ScriptError
+from potluck.launch.script import Script, guest_hint, imports_of, missing_here, not_sent, read_script, run_received
+
+SCRIPT = """
+from __future__ import annotations
+import os, sys
+import torch.nn as nn
+import numpy
+import zmq.green
+from yaml_of_nobody import load
+from layers import Block
+from model import build
+from .near import thing
+import potluck
+try:
+    import maybe
+except ImportError:
+    maybe = None
+if potluck.start().is_host:
+    import only_there
+def later():
+    import in_a_function
+"""
+
+
+def test_only_what_always_runs_is_looked_for(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(SCRIPT)
+    (tmp_path / "model.py").write_text("import of_the_model\n")
+    (tmp_path / "layers").mkdir()
+    (tmp_path / "layers" / "__init__.py").write_text("")
+    script = read_script(tmp_path / "job.py", [tmp_path / "model.py"])
+    imports = imports_of(script, tmp_path)
+    assert imports == {
+        "torch": "torch",
+        "numpy": "numpy",
+        "zmq": "pyzmq",
+        "layers": "./layers/__init__.py",
+        "yaml_of_nobody": "",
+        "of_the_model": "",
+    }
+    assert list(missing_here(imports)) == ["yaml_of_nobody", "layers", "of_the_model"]
+    assert not_sent(imports) == ["layers/__init__.py"]
+
+
+def test_a_script_that_python_cannot_read_is_not_this_ones_affair(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text("import (")
+    assert imports_of(read_script(tmp_path / "job.py"), tmp_path) == {}
+
+
+def test_the_hint_is_one_command_with_the_packages_names_and_never_installs_a_file_of_ones_own() -> None:
+    hint = guest_hint({"sklearn": "scikit-learn", "tiktoken": "", "model": "./model.py"})
+    assert "pip install scikit-learn tiktoken   (on this machine)" in hint
+    assert '"if run.is_host:"' in hint
+    assert "--send model.py" in hint
+
+
+def test_all_that_is_missing_is_named_at_once() -> None:
+    wanted = {"torch": "torch", "no_such_a": "a-package", "no_such_b": "", "x; rm -rf /": ""}
+    with pytest.raises(MissingModuleError, match=r"lacks what job\.py imports: no_such_a, no_such_b\n") as caught:
+        join._check_modules("job.py", wanted)
+    assert caught.value.hint.startswith("pip install a-package no_such_b ")
+    for nothing in (None, {}, {"torch": "torch"}):
+        join._check_modules("job.py", nothing)
+
+
+def test_the_traceback_of_a_script_that_was_received_shows_its_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    script = Script(names=("job.py",), contents=(b"def f():\n    raise ValueError('a bug')  # here\nf()\n",))
+    with pytest.raises(ScriptError), running("job.py", guest=True):
+        run_received(script)
+    assert "raise ValueError('a bug')  # here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("guest", [False, True])
+def test_one_that_turns_up_missing_later_has_that_hint_and_none_about_data(
+    guest: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ScriptError) as caught, running("job.py", hint=lambda: "data set", guest=guest):
+        import no_such_module.part  # type: ignore[import-not-found] # noqa: F401
+    assert caught.value.hint.startswith("pip install no_such_module")
+    assert ("run.is_host" in caught.value.hint) == guest
+    assert "data set" not in caught.value.hint
+    assert "ModuleNotFoundError" in capsys.readouterr().err
