@@ -14,8 +14,13 @@ from typing import Any
 import psutil
 import pytest
 import zmq
+from hypothesis import HealthCheck, settings
 
 from support import forks
+
+# How long an example takes is a matter of what else the machine does.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 PREFIX = "POTLUCK_"
 GRACE_S = 3.0

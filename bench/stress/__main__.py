@@ -169,7 +169,7 @@ def _write(file: Path | None, results: list[dict[str, Any]]) -> None:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="make stress ARGS=…" if os.environ.get("MAKELEVEL") else "python bench/stress",
+        prog="make stress ARGS=..." if os.environ.get("MAKELEVEL") else "python bench/stress",
         description="The campaign of docs/reliability.md. Bounded: by default a twentieth of every row's count, "
         "and 30 minutes in all at most.",
         epilog='examples: make stress   make stress ARGS="--only R1,S2 --scale 1 --minutes 60 --json r1s2.json"',

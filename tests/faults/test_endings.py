@@ -221,7 +221,7 @@ def test_guests_of_another_machine_leave_and_give_up(tmp_path: Path) -> None:
         fleet.assert_nothing_left()
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_a_run_whose_reader_goes_away_is_saved_and_stopped(tmp_path: Path) -> None:
     """`potluck train | head -3`: as with Ctrl-C, and stderr says why and how to go on."""
     words = ["--guests", "0", "--depth", "1", "--sequence", "32", "--batch-tokens", "64", "--steps", "1000000"]
@@ -230,7 +230,7 @@ def test_a_run_whose_reader_goes_away_is_saved_and_stopped(tmp_path: Path) -> No
         ["bash", "-c", f"{train} | head -3; exit ${{PIPESTATUS[0]}}"],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
         env=environment(),
     )
     (folder,) = (tmp_path / "runs").iterdir()

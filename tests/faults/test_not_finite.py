@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -421,7 +422,7 @@ def test_a_script_ends_with_a_status_its_reason_and_the_way_on(tmp_path: Path) -
         assert "NonFiniteError: 5 steps in a row were not applied" in alone.stderr()
         assert host.wait(50) == 1
         (folder,) = (tmp_path / "runs").iterdir()
-        again = f"of step {newest(folder)}: potluck host '{script}' --resume {folder}"
+        again = f"of step {newest(folder)}: potluck host '{script}' --resume {shlex.quote(str(folder))}"
         assert again in host.stderr().replace("\n", " ")
         assert "not-finite" in host.stderr()
         assert "loss –" in host.stdout()

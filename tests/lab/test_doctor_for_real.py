@@ -19,7 +19,7 @@ from support.two_machines import ADDRESSES, Machine, TwoMachines, why_not
 pytestmark = [
     pytest.mark.root,
     pytest.mark.skipif(why_not() is not None, reason=why_not() or ""),
-    pytest.mark.timeout(90),
+    pytest.mark.timeout(240),
 ]
 
 PORT, BACK_PORT = 7171, 7272

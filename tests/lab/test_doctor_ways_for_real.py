@@ -17,7 +17,7 @@ from support.two_machines import ADDRESSES, COMMAND_S, TwoMachines, why_not
 pytestmark = [
     pytest.mark.root,
     pytest.mark.skipif(why_not() is not None, reason=why_not() or ""),
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(240),
 ]
 SECOND = {"alpha": "10.78.0.1", "beta": "10.78.0.2"}
 TRIES = 3

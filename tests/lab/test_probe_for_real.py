@@ -17,7 +17,7 @@ from support.two_machines import ADDRESSES, TwoMachines, why_not
 pytestmark = [
     pytest.mark.root,
     pytest.mark.skipif(why_not() is not None, reason=why_not() or ""),
-    pytest.mark.timeout(140),
+    pytest.mark.timeout(240),
 ]
 
 MBIT = 8.0

@@ -105,7 +105,7 @@ def doctor(folder: Path, *arguments: str, text: str | None = None) -> tuple[int,
         cwd=folder,
         input=text,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=LIMIT_S,
     )
     assert done.stderr == "", done.stderr

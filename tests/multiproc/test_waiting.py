@@ -88,7 +88,9 @@ def test_a_guest_that_is_asked_to_wait_does_so_as_long_as_the_host_speaks(house:
         time.sleep(0.01)
     ((peer, frames),) = house.room.hand_over()
     assert unpack(frames).kind == "hello"
-    house.socket.send(peer, pack(Message(kind="welcome", fields={})))
+    words = dict.fromkeys(("name", "host", "run", "codec", "codec_down"), "x")
+    fields = {**words, "versions": {}, "source": {"recipe": "gpt", "config": {}}}
+    house.socket.send(peer, pack(Message(kind="welcome", fields=fields)))
     while thread.is_alive() and time.monotonic() < deadline:
         house.socket.receive(0.05)  # as the hub does
     assert [type(o).__name__ for o in outcome] == ["Message"]

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Self
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
-COMMAND_S = 40.0
+COMMAND_S = 100.0
 ADDRESSES = {"alpha": "10.77.0.1", "beta": "10.77.0.2"}
 _HOSTS = "127.0.0.1 localhost\n10.77.0.1 alpha\n10.77.0.2 beta\n"
 
@@ -83,7 +83,7 @@ class Machine:
             env=environment(env),
             cwd=self.folder,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
             timeout=COMMAND_S,
         )
 
@@ -102,11 +102,11 @@ class Machine:
             )
         try:
             deadline = time.monotonic() + COMMAND_S
-            while until not in log.read_text():
-                assert process.poll() is None, log.read_text()
-                assert time.monotonic() < deadline, f"no {until!r} in: {log.read_text()}"
+            while until not in (written := log.read_text(encoding="utf-8")):
+                assert process.poll() is None, log.read_text(encoding="utf-8")
+                assert time.monotonic() < deadline, f"no {until!r} in: {written}"
                 time.sleep(0.02)
-            yield log.read_text()
+            yield written
         finally:
             # The whole group: nsenter is only the parent of what runs inside.
             with contextlib.suppress(ProcessLookupError):

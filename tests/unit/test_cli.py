@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 
 from potluck import errors
 from potluck.cli import _app
+from potluck.cli.train import show_end
 from potluck.spec.facts import Case, Disk, to_json
 from support import sample_events as sample
 from support.healthy import linux
@@ -280,3 +282,20 @@ class TestReport:
         err = capsys.readouterr().err
         assert err.startswith("error: ")
         assert "\nhint: " in err
+
+
+def test_the_end_of_a_run_is_shown_on_a_terminal_of_any_encoding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a model writes has characters that Latin-1 lacks: the run would end with an error after all its work."""
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="latin-1", write_through=True))
+    folder = tmp_path / "läufe → alle"
+    folder.mkdir()
+    (folder / "events.jsonl").write_text(
+        "".join(json.dumps(event) + "\n" for event in (sample.run_start(), sample.step(1))), encoding="utf-8"
+    )
+    show_end(folder, [1, 2], [3.0, 2.0], "\ufffdle ×", 1.5)
+    text = written.getvalue().decode("latin-1")
+    assert "?le x" in text
+    assert "läufe -> alle" in text

@@ -94,9 +94,9 @@ def test_show(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_show_as_toml_is_a_rig_file_again(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert _app.run(["lab", "show", name, "--toml"]) == 0
     path = tmp_path / "mine.toml"
-    path.write_text(capsys.readouterr().out)
+    path.write_text(capsys.readouterr().out, encoding="utf-8")
     assert rigs.load(str(path)) == rigs.load(name)
-    assert "#" in path.read_text()
+    assert "#" in path.read_text(encoding="utf-8")
 
 
 def test_show_as_toml_where_there_is_only_ascii(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from potluck.hub.tensors import ModelTensors
 from potluck.hub.work import Arrivals, Work
 from potluck.spec import layout as layouts
 from potluck.wire.frames import Message
+from potluck.wire.tree import pack_tree
 
 DEADLINE_S = 10.0
 A_WHILE_S = 0.2
@@ -303,3 +304,15 @@ def test_more_pieces_than_there_are_say_nothing() -> None:
     for number in range(3):
         arrivals.note(1, float(number))
     assert arrivals.seconds(1, 2) == 0.0
+
+
+def test_no_more_is_asked_for_at_once_than_can_be_sent(guest: Guest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("potluck.hub.guest.EASY_BATCH_BYTES", 3 * 4000)
+    work = guest.asks("check", step=0)
+    spec, frames = pack_tree(torch.zeros(1, 1000))
+    sent = Message(kind="samples", fields={"lease": work.key, "batch": 0, "tree": spec}, frames=tuple(frames))
+    guest.link.hear("data", sent)
+    guest.hub.send_sketch(work, values=memoryview(b""), loss=1.0, compute_s=0.1, random={})
+    said = dict(guest.link.said)["sketch"]
+    assert (said["micro_batch"], said["largest_micro_batch"]) == (1, 3)  # it could compute 4
+    guest.hub.leave()

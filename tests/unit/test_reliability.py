@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -88,8 +89,9 @@ def test_the_runner_says_what_it_does_not_know_and_what_it_does_not_manage() -> 
     hurried = run("--only", "R1,S4", "--minutes", "0.001")
     assert hurried.returncode == 0
     assert "not run, for lack of time: R1, S4" in hurried.stdout
-    assert "Bounded" in run("--help").stdout
+    assert "Bounded" in run("--help", MAKELEVEL="1", PYTHONIOENCODING="ascii").stdout
 
 
-def run(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(STRESS), *words], capture_output=True, text=True, timeout=30)
+def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command, env = [sys.executable, str(STRESS), *words], {**os.environ, **variables}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)

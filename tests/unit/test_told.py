@@ -33,7 +33,9 @@ GOOD: dict[str, dict[str, Any]] = {
     "resync": {"version": 0},
     "note": {"text": "judged by the spread"},
 }
-WRONG = (None, "x", -(1 << 70), 10**400, 1.5, True, [], [0], [-1], [1.0], {}, {"files": "a"}, {"recipe": 3})
+GOOD["welcome"]["source"]["imports"] = {"sklearn": "scikit-learn", "model": "./model.py"}  # type: ignore[index]
+WRONG_SOURCES = ({"files": "a"}, {"recipe": 3}, {**GOOD["welcome"]["source"], "imports": {"a": 1}})  # type: ignore[dict-item]
+WRONG = (None, "x", -(1 << 70), 10**400, 1.5, True, [], [0], [-1], [1.0], {}, *WRONG_SOURCES)
 
 
 def message(kind: str, fields: dict[str, Any]) -> Message:

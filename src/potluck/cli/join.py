@@ -209,12 +209,11 @@ def _failed(launch: Any, why: str) -> None:
     launch.link.close(launch.failure, failed=True)
 
 
-def _check_modules(script: str, imports: object) -> None:
+def _check_modules(script: str, imports: dict[str, str]) -> None:
     """Before the script runs here: all the modules that it imports and this machine lacks, at once."""
     from potluck.launch.script import guest_hint, missing_here
 
-    wanted = imports if isinstance(imports, dict) else {}
-    names = {str(m): str(p) for m, p in wanted.items() if all(_NAME.fullmatch(str(part)) for part in (m, p))}
+    names = {module: where for module, where in imports.items() if all(map(_NAME.fullmatch, (module, where)))}
     missing = missing_here(names)
     if missing:
         raise MissingModuleError(
@@ -244,7 +243,7 @@ def _run_work(launch: Any, local: Path | None, view: Any) -> None:
         return
     contents = [bytes(f) for f in launch.welcome.frames]
     script = received_script(names, contents, arguments, str(source["sha256"]))
-    _check_modules(names[0], source.get("imports"))
+    _check_modules(names[0], source.get("imports", {}))
     view.runs(f"{names[0]} from the host (sha256 {script.sha256[:16]}…)")
     with running(names[0], hint=lambda: IN_LOOP_HINT if launch.began else GUEST_HINT, guest=True):
         run_received(script)

@@ -167,7 +167,7 @@ def show_end(folder: Path, steps: list[int], values: list[float], words: str, va
     click.echo(fitted(summary_text(summarize(read_events(folder))), sys.stdout))
     if validation is not None:
         click.echo(f"\non held-out data: {validation:.4f}")
-    click.echo(f"\n{words}\n")
+    click.echo(fitted(f"\n{words}\n", sys.stdout))  # a young model writes what no alphabet has
     here = Path("runs") / folder.name
     shortest = folder.name if here.is_dir() and here.samefile(folder) else folder
-    click.echo(f"run folder: {folder}  (potluck report {shlex.quote(str(shortest))})")
+    click.echo(fitted(f"run folder: {folder}  (potluck report {shlex.quote(str(shortest))})", sys.stdout))

@@ -43,6 +43,8 @@ from potluck.wire.frames import Message, dump_json
 from potluck.wire.tree import unpack_tree
 
 MAX_BATCH_BYTES = 1 << 30
+EASY_BATCH_BYTES = 1 << 28
+"""No more is asked for at once where samples are sent, however much memory there is: half of what can be sent."""
 
 
 class RunOver(Exception):
@@ -84,6 +86,7 @@ class GuestHub:
         self._failure: BaseException | None = None
         self._arrivals = Arrivals()
         self._micro_batch: Callable[[], tuple[int, int]] = lambda: (1, 1)
+        self._sample_bytes = 0.0
         self.note: Callable[[str], None] = lambda text: None
         """Told what the host has to say to whoever sits at this machine."""
         self._worker = threading.Thread(target=self._run, name="potluck-coder", daemon=True)
@@ -202,7 +205,7 @@ class GuestHub:
                 self._tell_stopped(work, count, compute_s)
                 return
             finite = self._finite and math.isfinite(loss_sum)
-        usual, most = self._micro_batch()
+        usual, most = self._at_once()
         fields = {
             "lease": work.id,
             "count": count,
@@ -224,8 +227,14 @@ class GuestHub:
         fields: dict[str, Any] = {"check": work.id, "count": sum(work.sizes), "compute_s": compute_s}
         fields["random"] = dict(random)
         fields["loss"] = loss if math.isfinite(loss) else None
-        fields["micro_batch"], fields["largest_micro_batch"] = self._micro_batch()
+        fields["micro_batch"], fields["largest_micro_batch"] = self._at_once()
         self._link.data(Message(kind="sketch", fields=fields, frames=(values,)))
+
+    def _at_once(self) -> tuple[int, int]:
+        """How many samples this machine computes at once and could at most, as far as they can be sent."""
+        usual, most = self._micro_batch()
+        room = max(2, int(EASY_BATCH_BYTES / self._sample_bytes)) if self._sample_bytes else most
+        return min(usual, room), min(most, room)
 
     def stopped(self, work: Work, computed: int, compute_s: float) -> None:
         """Let go of work that is over."""
@@ -338,6 +347,9 @@ class GuestHub:
         for work in self._open_works():
             if work.key == lease:
                 work.batches[number] = batch
+                nbytes = sum(len(frame) for frame in message.frames)
+                if 0 <= number < len(work.sizes):
+                    self._sample_bytes = max(self._sample_bytes, nbytes / work.sizes[number])
                 return
         self._early.setdefault(lease, {})[number] = batch
 

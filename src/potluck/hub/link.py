@@ -276,7 +276,7 @@ class GuestLink:
             self._answer_by = time.monotonic() + self._patience_s
         if message.kind == "wait":
             if not self._preparing:
-                self.preparing(_words(message.fields.get("reason")))
+                self.preparing(str(message.fields.get("reason", "")))
             self._preparing = True
             return
         if message.kind == "alive":
@@ -302,7 +302,7 @@ class GuestLink:
             self._stop = True  # nobody is there to come back to
             if self._welcome is None:
                 self.failure = HostGoneError(
-                    f"the run ended before its training began: {_words(message.fields.get('reason'))}",
+                    f"the run ended before its training began: {message.fields.get('reason', '?')}",
                     hint="nothing is wrong here; the person at the host sees why, and starts it again",
                 )
                 return
@@ -347,8 +347,3 @@ class GuestLink:
                 self._tell_missing(time.monotonic())
                 time.sleep(0.1)
             backoff = min(LONGEST_BACKOFF_S, 2 * backoff)
-
-
-def _words(said: object) -> str:
-    """What a host said, as one line: it must not steer this terminal."""
-    return "".join(c if c.isprintable() else " " for c in str(said or "?")[:200]).strip()

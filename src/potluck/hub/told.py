@@ -51,6 +51,9 @@ def _source(value: Any) -> bool:
         return False
     if "recipe" in value:
         return _text(value["recipe"]) and isinstance(value.get("config"), dict)
+    imports = value.get("imports", {})
+    if not isinstance(imports, dict) or not _words(list(imports.values())):
+        return False
     return _words(value.get("files")) and _words(value.get("arguments")) and _text(value.get("sha256"))
 
 
@@ -81,6 +84,7 @@ SHOWN: Mapping[str, Mapping[str, int]] = {
     "refuse": {"reason": LONGEST_WORDS, "hint": LONGEST_WORDS},
     "note": {"text": LONGEST_WORDS},
     "bye": {"reason": LONGEST_WORDS},
+    "wait": {"reason": LONGEST_WORDS},
 }
 """Words that a person gets to see, and how long they may be."""
 _ONE_FRAME = ("tensor", "whole", "change")

@@ -6,6 +6,7 @@ by `start()`. It starts nothing.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,7 +56,7 @@ class Launch:
     """On a guest: why its script failed, for the person at the host; set before the training is ended."""
     stop_requested: Callable[[], bool] = lambda: False
     """Whether the person asked for an end (Ctrl-C): looked at between micro-batches."""
-    again: Callable[[Path], str] = lambda folder: f"--resume {folder}"
+    again: Callable[[Path], str] = lambda folder: f"--resume {shlex.quote(str(folder))}"
     """The command that goes on with the run in this folder."""
     end_training: Callable[[str], None] = lambda reason: None
     """Ends the training that is under way, with its reason; harmless when it has ended. For whoever opened this:
