@@ -26,6 +26,9 @@ TESTING  := plots,dev
 INSTALL  := $(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt
 COMPILE  := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # pip would take one core, and half a minute more
 
+# What `make quick` tests: the parts that decide.
+QUICK := tests/unit
+
 # Programs that some tests need, which are skipped without.
 PACKAGES := iproute2 nftables openssh-client procps
 
@@ -33,11 +36,13 @@ PACKAGES := iproute2 nftables openssh-client procps
 # interpreter is gone, or whose folder was moved is not taken for a sound one.
 SOUND := $(shell test "`cat $(STAMP) 2>/dev/null`" = "$(CURDIR)" && $(BIN)/python -c "" 2>/dev/null && echo yes)
 
-.PHONY: help setup train test test-elsewhere bench stress pins system-packages clean remove-unsound-venv
+.PHONY: help setup train test quick dist test-elsewhere bench stress pins system-packages clean remove-unsound-venv
 
 help:
 	@echo "make train   train a small GPT here, with one local guest (ARGS=... is passed on)"
 	@echo "make test    everything CI runs: ruff, mypy, pytest (ARGS=... goes to pytest)"
+	@echo "make quick   ruff, mypy and the tests of the pure parts, in a minute"
+	@echo "make dist    build the wheel and the sdist into dist/"
 	@echo "make test-elsewhere  the same as others would run it: another processor, locale, user, folder, a busy"
 	@echo "             machine; two passes (ARGS=\"--pass busy\"; ARGS=--help)"
 	@echo "make bench   measure the claims that the docs make"
@@ -89,6 +94,16 @@ test: $(TOOLS)
 	[ $$many = 0 ] || [ $$many = 5 ] || exit 1; \
 	[ $$lone = 0 ] || [ $$lone = 5 ] || exit 1; \
 	[ $$many = 0 ] || [ $$lone = 0 ] || { echo "error: ARGS chose no test" >&2; exit 1; }
+
+# The inner loop: what needs no second process and no network.
+quick: $(TOOLS)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -n 2 -m "not slow and not alone" $(QUICK) $(ARGS)
+
+dist: $(TOOLS)
+	rm -rf build dist
+	$(BIN)/python -m build --no-isolation
 
 bench: $(TOOLS)
 	@failed=; \
