@@ -126,7 +126,7 @@ class Feed:
         """
         self._surplus_bytes += max(0, nbytes - self.in_flight_bytes)
         if nbytes < 0 or self._surplus_bytes > max(self.window_bytes, self._largest_bytes):
-            raise WireError(f"to have taken {nbytes} bytes, where {self.in_flight_bytes} were under way")
+            raise WireError(f"word that it took {nbytes} bytes, where {self.in_flight_bytes} were under way")
         self.in_flight_bytes = max(0, self.in_flight_bytes - nbytes)
 
     def current(self, state: Sequence[PieceState]) -> bool:

@@ -40,7 +40,7 @@ _MANY_EVENTS, _MOST_EVENTS = 16, 1000
 _TURN_S = 0.01
 STAY_S = 0.1
 """A visitor has at least this long before it must make way for others: enough to show a key."""
-_LOOK_AGAIN_MS = 10
+_LOOK_AGAIN_MS, _NO_FILES_MS = 10, 250
 _MOST_UNREPORTED = 10_000
 """Strangers that a host which does not receive yet will hear of."""
 
@@ -247,7 +247,7 @@ class Watch:
         if gate.somebody_waits():
             # This process has no file left, or libzmq's thread no time.
             poller.register(gate.fileno(), 0)
-            return _LOOK_AGAIN_MS, []
+            return _NO_FILES_MS, []
         poller.register(gate.fileno(), zmq.POLLIN)
         return None, []
 

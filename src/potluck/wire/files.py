@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import psutil
 
 from potluck.errors import ConfigError
+from potluck.spec.config import MOST_GUESTS
 
 WANTED_FILES = 8192
 """Enough for every connection a host lets wait and for all the files of a training. Not all that the system would
@@ -89,7 +90,7 @@ def warning_of(limit: int | None, room: Room) -> str | None:
     if limit is None or room == most:
         return None
     return (
-        f"only {limit} files may be open at once here, so no more than {room.inside // 2} guests can take part and "
-        f"{room.waiting} connections wait to be let in; {most.inside // 2} and {most.waiting} should. "
+        f"only {limit} files may be open at once here, so no more than {min(room.inside // 2, MOST_GUESTS)} guests "
+        f"can take part and {room.waiting} connections wait to be let in; {MOST_GUESTS} and {most.waiting} should. "
         f"To raise it: ulimit -n {WANTED_FILES}, then start again"
     )
