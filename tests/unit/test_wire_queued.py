@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from potluck.wire.queued import Queued
+from potluck.wire.queued import TRACKED_BYTES, Queued
 
 
 class Sent:
@@ -53,3 +53,13 @@ def test_one_queue_that_moves_does_not_hide_one_that_does_not() -> None:
         else:
             assert out == []
         message.done = True
+
+
+def test_small_messages_are_counted_together() -> None:
+    queued = Queued(most_bytes=100)
+    assert queued.to_track(b"a", TRACKED_BYTES) == TRACKED_BYTES
+    found = [queued.to_track(b"a", TRACKED_BYTES // 4) for _ in range(8)]
+    assert found == [None, None, None, TRACKED_BYTES] * 2
+    for number in range(5000):
+        queued.to_track(number.to_bytes(4, "little"), 1)
+    assert len(queued._small) <= 1024

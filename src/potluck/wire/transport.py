@@ -39,7 +39,7 @@ from potluck.wire.files import make_room, open_now, room_at_door, warning_of
 from potluck.wire.frames import MAX_FRAME_BYTES, MAX_FRAMES, MAX_PARTS, PART_BYTES, cut, joined
 from potluck.wire.gate import listen
 from potluck.wire.keys import HostKeys, public_of
-from potluck.wire.queued import WORTH_COUNTING_BYTES, Queued, budget_bytes
+from potluck.wire.queued import Queued, budget_bytes
 from potluck.wire.reach import Answer, first_answering, who_answers
 from potluck.wire.token import Token
 from potluck.wire.waker import Waker
@@ -157,7 +157,7 @@ class HostSocket:
         for frame in frames:
             if isinstance(frame, memoryview) and isinstance(frame.obj, zmq.Frame):
                 with contextlib.suppress(zmq.ZMQError):
-                    return str(frame.obj.get("Peer-Address"))
+                    return str(frame.obj.get("Peer-Address")).removeprefix("::ffff:")  # IPv4, where both are taken
         return "unknown"
 
     def send(self, peer: bytes, frames: Iterable[Frame]) -> bool:
@@ -165,14 +165,15 @@ class HostSocket:
         message = [peer, *frames]
         sizes = [memoryview(frame).nbytes for frame in message]
         with self._station.one_thread:
-            if sum(sizes) < WORTH_COUNTING_BYTES:
+            counted_bytes = self._queued.to_track(peer, sum(sizes))
+            if counted_bytes is None:
                 return _send(self._socket, message)
             # Frames leave in their order: when the largest has left, the message has.
             largest = sizes.index(max(sizes))
             tracked = zmq.Frame(message[largest], track=True, copy=False, copy_threshold=0)
             if not _send(self._socket, [*message[:largest], tracked, *message[largest + 1 :]]):
                 return False
-            self._queued.sent(peer, tracked.tracker, sum(sizes), time.monotonic())
+            self._queued.sent(peer, tracked.tracker, counted_bytes, time.monotonic())
             return True
 
     def overfull(self) -> list[tuple[bytes, int]]:
