@@ -33,7 +33,7 @@ FROM_GUEST = ("hello", "ready", "taken", "closing", "grad", "done", "stopped", "
 """The kinds of message that a guest sends; heartbeats change nothing and are not among them."""
 FROM_HOST = (
     *("welcome", "tensor", "whole", "change", "check", "samples", "lease"),
-    *("revoke", "dropped", "hash", "resync", "refuse", "bye"),
+    *("revoke", "dropped", "hash", "resync", "note", "refuse", "bye"),
 )
 """The kinds of message that a host sends. With a "refuse" the guest ends: there is no moment after it."""
 

@@ -22,7 +22,7 @@ from potluck.device import Device, pick
 from potluck.errors import NonFiniteError
 from potluck.hub.host import HostHub
 from potluck.hub.members import SYNCING
-from potluck.hub.parity import sketch
+from potluck.hub.parity import Reference, sketch
 from potluck.launch.ranks import free_port, rank_environment
 from potluck.report.summary import read_events, summarize
 from potluck.report.summary_text import summary_text
@@ -356,7 +356,7 @@ def test_a_guest_is_not_refused_for_what_the_host_itself_could_not_compute() -> 
     hub: Any = SimpleNamespace(
         _lock=nullcontext(),
         _changed=nullcontext(),
-        _references={action.check: spoilt},
+        _references={action.check: Reference(first=spoilt)},
         _protocol=world.protocol,
     )
     HostHub._compare(hub, action)

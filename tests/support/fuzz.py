@@ -20,7 +20,7 @@ import torch
 
 from potluck import codec as codecs
 from potluck.errors import TokenError, WireError
-from potluck.hub.parity import Sketch, compare
+from potluck.hub.parity import Reference, Sketch, judge
 from potluck.hub.tensors import from_bytes
 from potluck.wire import frames as wire
 from potluck.wire.frames import Message, cut, dump_json, joined, load_json, pack, unpack
@@ -312,12 +312,18 @@ class Payloads:
 
 
 class Sketches:
-    """parity.compare: whatever a guest sends for its gradient, the answer is a number and a reason."""
+    """parity.judge: whatever a guest sends for its gradient, the answer is a number and a reason."""
 
     def __init__(self, mutator: Mutator) -> None:
         self._mutator = mutator
         values = np.linspace(0.1, 1, 50, dtype="<f4")
-        self._host = Sketch(values=values, tensors=2, loss=1.0)
+        first, second = (Sketch(values=v, tensors=2, loss=1.0) for v in (values, values[::-1].copy()))
+        random = {"cpu": "0"}
+        self._host = first
+        self._references = [
+            Reference(first=first, random=random),
+            Reference(first=first, random=random, second=second, reseeded=frozenset({"cpu"})),
+        ]
         self._names = ABOUT_NAMES
 
     def __call__(self) -> None:
@@ -328,11 +334,15 @@ class Sketches:
                 self._host.values.nbytes, chance.choice((b"\xff", b"\x7f", b"\0"))
             )
         with np.errstate(all="ignore"):
-            cosine, why_not = compare(
-                self._host, raw, chance.choice((1.0, -1e308, 0.0)), names=self._names, loose=chance.random() < 0.5
+            verdict = judge(
+                chance.choice(self._references),
+                raw,
+                chance.choice((1.0, -1e308, 0.0)),
+                random={},
+                names=self._names,
             )
-        assert isinstance(cosine, float)
-        assert why_not is None or isinstance(why_not, str)
+        assert isinstance(verdict.cosine, float)
+        assert verdict.why_not is None or isinstance(verdict.why_not, str)
 
 
 class _Named:

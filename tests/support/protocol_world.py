@@ -10,6 +10,7 @@ from typing import Any
 
 from potluck.errors import WireError
 from potluck.hub import actions as act
+from potluck.hub.checks import CommonBatch, Packed
 from potluck.hub.feed import NOTHING, Item, PieceState
 from potluck.hub.ledger import Ledger
 from potluck.hub.members import COMPUTING, Member
@@ -30,6 +31,8 @@ DONE: dict[str, Any] = {"compute_s": 0.1, "loss_sum": 1.0, "finite": True, "rece
 """What a contribution ends with, beside its lease and its count."""
 DIGESTS = bytes(8 * PIECES)
 """The host's hashes of its replica, whatever the version."""
+BATCH = Packed(tree=["x", "uint8", [6]], frames=(b"sample",))
+"""A common batch, whatever its positions."""
 ABOUT = {"fingerprint": fingerprint_to_json(MODEL), "hashes": {"b": "0"}}
 
 
@@ -72,7 +75,7 @@ class World:
         self.hashing: list[int] = []
         self.of_lease: dict[int, list[int]] = defaultdict(list)
         self.is_open = False
-        self.in_hand: tuple[tuple[int, ...], bool] | None = None
+        self.in_hand: tuple[tuple[int, ...], CommonBatch | None] | None = None
         self.by_host: list[int] = []
         self.summed: list[int] = []
         self.counted: list[int] = []
@@ -162,8 +165,9 @@ class World:
         check = self.members[guest].check
         self.say(guest, "sketch", b"\0\0\0\0", check=check, count=2, loss=1.0, compute_s=2 * seconds_a_sample)
 
-    def compare(self, why_not: str | None = None) -> None:
-        self.do(self.protocol.compared(self.comparing.pop(0).guest, 1.0, why_not))
+    def compare(self, why_not: str | None = None, **more: Any) -> None:
+        verdict = act.Verdict(cosine=1.0, why_not=why_not, **more)
+        self.do(self.protocol.checks.compared(self.comparing.pop(0).guest, verdict))
 
     def answer_hash(self, guest: str, digests: bytes = DIGESTS) -> list[act.Action]:
         return self.say(guest, "hashed", digests, version=self.members[guest].hash_awaited)
@@ -185,19 +189,19 @@ class World:
 
     def take(self) -> float | None:
         """Take what is to be computed next; None, or until when there is nothing to do."""
-        check = self.protocol.check_samples
-        take, actions = self.protocol.stepping.take(check or 2, self.now)
+        common = self.protocol.checks.due
+        take, actions = self.protocol.stepping.take(common.samples if common else 2, self.now)
         self.do(actions)
         if take.positions:
-            self.in_hand = (take.positions, bool(check))
+            self.in_hand = (take.positions, common)
         return take.wait_until
 
     def compute(self) -> None:
         assert self.in_hand is not None
-        positions, check = self.in_hand
+        positions, common = self.in_hand
         self.now += HOST_S * len(positions)
-        if check:
-            self.do(self.protocol.check_computed(positions)[1])
+        if common is not None:
+            self.do(self.protocol.checks.computed(positions, BATCH)[1])
         self.protocol.stepping.host_launched(positions)
         self.protocol.stepping.host_computed(len(positions), HOST_S * len(positions))
         self.by_host += positions
@@ -243,6 +247,7 @@ class World:
             self.compute()
         for guest, member in list(self.members.items()):
             if member.check is not None:
+                self.take_all(guest)
                 self.sketch(guest)
             if member.lease is not None:
                 self.deliver(guest)

@@ -276,7 +276,9 @@ def test_the_common_batch_has_a_lease_of_samples_and_tells_the_guests_size() -> 
     world.code()
     world.take_all("g")
     world.begin()
-    assert world.protocol.check_samples == 8
+    common = world.protocol.checks.due
+    assert common is not None
+    assert common.samples == 8
     world.take()
     world.compute()
     sizes = {"micro_batch": 32, "largest_micro_batch": 50}

@@ -97,6 +97,17 @@ def test_random_states_come_back(device: Device) -> None:
     assert torch.equal(draw(), first)
 
 
+def test_equal_seeds_draw_equal_numbers(device: Device) -> None:
+    before = device.rng_state()
+    drawn = []
+    for number in (5, 6, 5):
+        device.seed(dict.fromkeys(device.rng_state(), number))
+        drawn.append(torch.cat([torch.rand(5), device.to_host(torch.rand(5, device=device.torch_device))]))
+    device.set_rng_state(before)
+    assert torch.equal(drawn[0], drawn[2])
+    assert not torch.equal(drawn[0], drawn[1])
+
+
 def test_random_states_of_another_kind_of_device_are_left_out(device: Device) -> None:
     device.set_rng_state({**device.rng_state(), "elsewhere": torch.zeros(3, dtype=torch.uint8)})
 

@@ -312,7 +312,7 @@ def test_no_more_is_asked_for_at_once_than_can_be_sent(guest: Guest, monkeypatch
     spec, frames = pack_tree(torch.zeros(1, 1000))
     sent = Message(kind="samples", fields={"lease": work.key, "batch": 0, "tree": spec}, frames=tuple(frames))
     guest.link.hear("data", sent)
-    guest.hub.send_sketch(work, values=memoryview(b""), count=1, loss=1.0, compute_s=0.1)
+    guest.hub.send_sketch(work, values=memoryview(b""), loss=1.0, compute_s=0.1, random={})
     said = dict(guest.link.said)["sketch"]
     assert (said["micro_batch"], said["largest_micro_batch"]) == (1, 3)  # it could compute 4
     guest.hub.leave()

@@ -16,6 +16,7 @@ from potluck.wire.frames import dump_json
 from support.fuzz import of_guest
 from support.protocol_world import (
     ABOUT,
+    BATCH,
     DONE,
     GRADIENT_BYTES,
     HOST_S,
@@ -49,13 +50,18 @@ def test_a_guest_joins_is_brought_up_to_date_checked_and_counts() -> None:
     assert world.whole_step().samples == {"host": 6}  # it holds nothing yet
     world.take_all("a")
     world.begin()
-    assert world.protocol.check_samples == 2
+    common = world.protocol.checks.due
+    assert common is not None
+    assert common.samples == 2
     world.take()
     world.compute()
     (check,) = [s for s in world.sent["a"] if s.kind == "check"]
-    assert check.fields == {"check": 1, "step": 1, "sizes": [2]}
-    assert world.of_lease[-1] == [6, 7]
-    assert world.protocol.check_samples == 0
+    assert check.fields == {"check": 1, "step": 1, "sizes": [2], "seed": common.seed}
+    (samples,) = [s for s in world.sent["a"] if s.kind == "samples"]
+    assert (samples.channel, samples.fields) == (act.DATA, {"lease": -1, "batch": 0, "tree": BATCH.tree})
+    assert samples.frames == BATCH.frames
+    assert member.feed.in_flight_bytes >= len(b"sample")
+    assert world.protocol.checks.due is None
     assert member.state == CHECKING
     world.take_all("a")
     world.sketch("a")
@@ -189,11 +195,12 @@ def test_the_common_batch_suits_the_smallest_micro_batch() -> None:
     for guest in "ab":
         world.take_all(guest)
     world.begin()
-    assert world.protocol.check_samples == 3
-    world.say("b", "leave")
-    assert world.protocol.check_samples == 4
-    world.say("a", "leave")
-    assert world.protocol.check_samples == 0
+    for leaves, samples in (("b", 3), ("a", 4)):
+        common = world.protocol.checks.due
+        assert common is not None
+        assert common.samples == samples
+        world.say(leaves, "leave")
+    assert world.protocol.checks.due is None
 
 
 def test_a_check_that_came_too_late_is_made_again() -> None:
@@ -216,16 +223,15 @@ def test_a_check_that_came_too_late_is_made_again() -> None:
     assert world.members["a"].state == COMPUTING
 
 
-def test_local_data_is_named_in_lease_and_check() -> None:
-    world = World(batch=6, samples=100, local_data=True)
-    world.join("a")
-    world.code()
-    world.take_all("a")
-    world.begin()
-    world.take()
-    world.compute()
+def test_local_data_is_named_in_a_lease_and_a_random_common_batch_is_the_hosts() -> None:
+    world = joined("a", local_data=True)
+    assert [s.frames for s in world.sent["a"] if s.kind == "samples"] == [BATCH.frames]
     (check,) = [s for s in world.sent["a"] if s.kind == "check"]
-    assert struct.unpack("<2q", *check.frames) == tuple(world.ledger.samples_of([0, 1]))
+    assert check.frames == ()
+    world.begin()
+    (lease,) = [s for s in world.sent["a"] if s.kind == "lease"]
+    count = sum(lease.fields["sizes"])
+    assert struct.unpack(f"<{count}q", *lease.frames) == tuple(world.ledger.samples_of(range(12 - count, 12)))
     assert world.of_lease == {}
 
 

@@ -25,12 +25,13 @@ GOOD: dict[str, dict[str, Any]] = {
     "tensor": {"name": "b", "start": 0},
     "whole": {"piece": 0, "version": 3},
     "change": {"piece": 0, "base": -1, "version": 3},
-    "check": {"check": 1, "step": 0, "sizes": [4]},
+    "check": {"check": 1, "step": 0, "sizes": [4], "seed": 3},
     "lease": {"lease": 1, "step": 0, "sizes": [4, 2], "quota": 5, "within_s": 0.1},
     "samples": {"lease": -1, "batch": 0, "tree": ["l"]},
     "revoke": {"lease": 1},
     "hash": {"version": 0},
     "resync": {"version": 0},
+    "note": {"text": "judged by the spread"},
 }
 GOOD["welcome"]["source"]["imports"] = {"sklearn": "scikit-learn", "model": "./model.py"}  # type: ignore[index]
 WRONG_SOURCES = ({"files": "a"}, {"recipe": 3}, {**GOOD["welcome"]["source"], "imports": {"a": 1}})  # type: ignore[dict-item]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -152,3 +152,7 @@ class Device(ABC):
         """Put back what rng_state() gave. Entries of other kinds are left out: a run may resume elsewhere."""
         if "cpu" in state:
             torch.set_rng_state(state["cpu"].cpu())
+
+    def seed(self, numbers: Mapping[str, int]) -> None:
+        """Seed the generators that rng_state() names, each with its number; no other device's."""
+        torch.default_generator.manual_seed(numbers["cpu"])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -137,6 +137,11 @@ class CudaDevice(Device):
         super().set_rng_state(state)
         if "cuda" in state:
             torch.cuda.set_rng_state(state["cuda"].cpu(), self.torch_device)
+
+    def seed(self, numbers: Mapping[str, int]) -> None:
+        super().seed(numbers)
+        with torch.cuda.device(self.torch_device):
+            torch.cuda.manual_seed(numbers["cuda"])
 
 
 def _peak(name: str) -> float | None:

@@ -5,6 +5,8 @@ It must not know other vendors. What it works around is named by its issue, so t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -49,6 +51,10 @@ class MpsDevice(Device):
         super().set_rng_state(state)
         if "mps" in state:
             torch.mps.set_rng_state(state["mps"].cpu())
+
+    def seed(self, numbers: Mapping[str, int]) -> None:
+        super().seed(numbers)
+        torch.mps.manual_seed(numbers["mps"])
 
 
 def why_not() -> str | None:

@@ -66,6 +66,23 @@ class CompareSketch:
     check: int
     sketch: Any
     loss: float
+    random: Mapping[str, str] = field(default_factory=dict)
+    """Digests of the guest's random generators after it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What a comparison came to: the outside's answer to `CompareSketch`."""
+
+    cosine: float
+    why_not: str | None = None
+    """In words, why the guest's gradient cannot be trusted. None: it can."""
+    spread: float | None = None
+    """The cosine of the host's own two gradients of the batch, where the strict limits did not decide."""
+    unmatched: frozenset[str] = frozenset()
+    """Random generators that drew other numbers on the guest."""
+    again: bool = False
+    """Random numbers may be the reason: another comparison, with the host's spread, can tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,8 +24,8 @@ class AloneHub:
     def begin_step(self, head_start_s: float = 0.0) -> None:
         self._ledger.open_step()
 
-    def take(self, count: int, busy: Callable[[], bool]) -> tuple[tuple[int, ...], bool]:
-        return self._ledger.take(next_size(self._ledger.in_pool, count, self._least)), False
+    def take(self, count: int, busy: Callable[[], bool]) -> tuple[tuple[int, ...], None]:
+        return self._ledger.take(next_size(self._ledger.in_pool, count, self._least)), None
 
     def launched(self, positions: tuple[int, ...], sizes: Sequence[int]) -> None:
         self._ledger.host_counts(positions, self._name)

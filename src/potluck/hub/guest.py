@@ -15,7 +15,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -87,6 +87,8 @@ class GuestHub:
         self._arrivals = Arrivals()
         self._micro_batch: Callable[[], tuple[int, int]] = lambda: (1, 1)
         self._sample_bytes = 0.0
+        self.note: Callable[[str], None] = lambda text: None
+        """Told what the host has to say to whoever sits at this machine."""
         self._worker = threading.Thread(target=self._run, name="potluck-coder", daemon=True)
 
     # -- the training thread ----------------------------------------------------------------------------
@@ -218,8 +220,12 @@ class GuestHub:
         self._link.data(Message(kind="done", fields=fields))
         hit("guest.finished")
 
-    def send_sketch(self, work: Work, *, values: memoryview, count: int, loss: float, compute_s: float) -> None:
-        fields: dict[str, Any] = {"check": work.id, "count": count, "compute_s": compute_s}
+    def send_sketch(
+        self, work: Work, *, values: memoryview, loss: float, compute_s: float, random: Mapping[str, str]
+    ) -> None:
+        """The gradient of a common batch, and digests of the random generators after it."""
+        fields: dict[str, Any] = {"check": work.id, "count": sum(work.sizes), "compute_s": compute_s}
+        fields["random"] = dict(random)
         fields["loss"] = loss if math.isfinite(loss) else None
         fields["micro_batch"], fields["largest_micro_batch"] = self._at_once()
         self._link.data(Message(kind="sketch", fields=fields, frames=(values,)))
@@ -306,6 +312,8 @@ class GuestHub:
                 self._revoke(int(fields["lease"]))
             elif kind == "dropped":
                 self._clear_residual = True
+            elif kind == "note":
+                self.note(str(fields["text"]))
             elif kind == "bye":
                 self._over = str(fields.get("reason", "finished"))
             self._changed.notify_all()
@@ -323,6 +331,7 @@ class GuestHub:
             host_sample_s=float(fields.get("host_sample_s", 0.0)),
             transfer_s=float(fields.get("transfer_s", 0.0)),
             tail_s=float(fields.get("tail_s", 0.0)),
+            seed=int(fields["seed"]) if "seed" in fields else None,
         )
         if message.frames:
             samples = iter(struct.unpack(f"<{sum(work.sizes)}q", message.frames[0]))

@@ -18,10 +18,11 @@ from typing import Any
 from potluck.errors import GuestsMissingError, LoopError, WireError
 from potluck.failpoints import hit
 from potluck.hub import actions as act
+from potluck.hub.checks import CommonBatch, Packed
 from potluck.hub.feed import TensorPart
 from potluck.hub.host_coder import Answer, Coded, Decoded, Failed, Hashed, HostCoder
 from potluck.hub.members import CHECKING, JOINING, Member
-from potluck.hub.parity import Sketch, compare
+from potluck.hub.parity import Reference, judge
 from potluck.hub.protocol import HostProtocol
 from potluck.hub.recorder import Recorder
 from potluck.hub.standstill import Standstill
@@ -66,7 +67,7 @@ class HostHub:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._outbox: deque[tuple[bytes, list[Any]]] = deque()
-        self._references: dict[int, Sketch] = {}
+        self._references: dict[int, Reference] = {}
         self._guest_loss = 0.0
         self._bytes_up = self._bytes_down = 0
         self._hashes: dict[str, str] | None = None
@@ -122,8 +123,8 @@ class HostHub:
                 self._coder.code_change()
             hit("host.dealt")
 
-    def take(self, count: int, busy: Callable[[], bool]) -> tuple[tuple[int, ...], bool]:
-        """Positions for the host's next micro-batch (none: the step is full); whether it is a common batch.
+    def take(self, count: int, busy: Callable[[], bool]) -> tuple[tuple[int, ...], CommonBatch | None]:
+        """Positions for the host's next micro-batch (none: the step is full); how, if it is a common batch.
 
         `busy` says whether the host's own device is still computing: while it is, nobody is waited for, let alone
         given up, and when the last contribution comes the step goes on behind what the device still has, unless
@@ -141,14 +142,14 @@ class HostHub:
                 if computing and self._has_reason_to_stay():
                     self._changed.wait(LOOK_AGAIN_S)
                     continue
-                check = self._protocol.check_samples
+                common = self._protocol.checks.due
                 size = next_size(ledger.in_pool, count, self._protocol.terms.least.micro_batch) or count
-                take, actions = self._protocol.stepping.take(check or size, now)
+                take, actions = self._protocol.stepping.take(common.samples if common else size, now)
                 self._do(actions)
                 if take.full:
-                    return (), False
+                    return (), None
                 if take.positions:
-                    return take.positions, bool(check)
+                    return take.positions, common
                 assert take.wait_until is not None
                 patience_s = max(0.001, take.wait_until - now)
                 self._changed.wait(patience_s)
@@ -177,11 +178,19 @@ class HostHub:
         with self._lock:
             self._protocol.stepping.host_computed(samples, seconds)
 
-    def check_computed(self, positions: tuple[int, ...], sketch: Sketch) -> None:
+    def pack_common(self, batch: Any) -> Packed:
+        """A copy of the common batch as all who are checked on it will get it."""
+        try:
+            tree, frames = pack_tree(batch)
+        except LoopError as error:
+            return Packed(why_not=str(error))
+        return Packed(tree=tree, frames=tuple(bytes(frame) for frame in frames))
+
+    def check_computed(self, positions: tuple[int, ...], reference: Reference, batch: Packed) -> None:
         """The host's gradient of the common batch: guests are measured against it."""
         with self._lock:
-            check, actions = self._protocol.check_computed(positions)
-            self._references = {**dict(list(self._references.items())[-3:]), check: sketch}
+            check, actions = self._protocol.checks.computed(positions, batch)
+            self._references = {**dict(list(self._references.items())[-3:]), check: reference}
             self._do(actions)
 
     def end_step(self) -> tuple[StepResult, float]:
@@ -431,7 +440,7 @@ class HostHub:
     def _load(self, action: act.SendSamples) -> None:
         with self._lock:
             member = self._protocol.members.get(action.guest)
-            if member is None or (action.lease > 0 and not member.holds(action.lease)):
+            if member is None or not member.holds(action.lease):
                 return  # nobody waits for these any more
             samples = self._protocol.ledger.samples_of(action.positions)
         batch = self._parts.fetch(samples)
@@ -492,19 +501,21 @@ class HostHub:
             reference = self._references.get(action.check)
         if reference is None:
             with self._changed:
-                self._protocol.check_void(action.guest, action.check, "its gradient came steps after the host's")
+                reason = "its gradient came steps after the host's"
+                self._protocol.checks.void(action.guest, action.check, reason)
             return
         if not reference.finite:
             with self._changed:
-                self._protocol.check_void(action.guest, action.check, "the host's own gradient was not finite")
+                reason = "the host's own gradient was not finite"
+                self._protocol.checks.void(action.guest, action.check, reason)
             return
-        cosine, why_not = compare(
+        verdict = judge(
             reference,
             action.sketch,
             action.loss,
+            random=action.random,
             names=self._parts.tensors.layout.tensors,
-            loose=reference.random,
         )
         with self._changed:
-            self._do(self._protocol.compared(action.guest, cosine, why_not))
+            self._do(self._protocol.checks.compared(action.guest, verdict))
         hit("host.compared")

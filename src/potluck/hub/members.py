@@ -79,6 +79,12 @@ class Member:
     check: int | None = None
     checking_since: float | None = None
     cosine: float | None = None
+    doubts: int = 0
+    """Parity checks in a row in which its gradient differed from the host's."""
+    unmatched: frozenset[str] | None = None
+    """Random generators that drew other numbers there; not None: it is compared with the host's spread."""
+    by_spread: bool = False
+    """It was let in by the host's spread, and everybody was told."""
     # A wrong speed is mended within the step (leases are lent generously and cut short), so the newest counts most.
     rate: Estimate = field(default_factory=lambda: Estimate(weight=0.7, jumps=True))
     overhead: Estimate = field(default_factory=lambda: Estimate(doubts=True))

@@ -15,32 +15,29 @@ from potluck.errors import WireError
 from potluck.hub.actions import (
     CONTROL,
     Action,
-    CompareSketch,
     Decode,
     Emit,
     Forget,
     Pump,
     Send,
     SendReplica,
-    SendSamples,
     Wake,
     Welcome,
 )
+from potluck.hub.checks import Checks
 from potluck.hub.feed import Feed, PieceState
 from potluck.hub.guard import ReplicaGuard
 from potluck.hub.ledger import Ledger
-from potluck.hub.members import CHECKING, COMPUTING, JOINING, LONGEST_BENCH_STEPS, SYNCING, Member
+from potluck.hub.members import JOINING, SYNCING, Member
 from potluck.hub.norms import Norms
 from potluck.hub.said import LARGEST_NUMBER, micro_batches, real, seconds, whole
-from potluck.hub.stepping import Stepping, pack_samples
+from potluck.hub.stepping import Stepping
 from potluck.plan.leases import Least
 from potluck.spec.config import MOST_GUESTS
 from potluck.spec.layout import TensorSpec, fingerprint_from_json, fingerprint_to_json, first_difference
 from potluck.units import printable
 from potluck.wire.frames import dump_json, load_json
 
-CHECK_SAMPLES = 4
-"""At most this many samples in the common batch of the parity check."""
 ABOUT_BYTES = 1 << 20
 """What a guest may say of its model, beside four times of what the host would say of its own."""
 LONGEST_REASON = 500
@@ -85,16 +82,6 @@ class HostTerms:
         return len(self.piece_bytes)
 
 
-@dataclass(slots=True)
-class _Check:
-    """A common batch: which positions, and once computed, that they can be sent out."""
-
-    id: int
-    step: int
-    positions: tuple[int, ...] = ()
-    guests: list[str] = field(default_factory=list)
-
-
 class HostProtocol:
     """Everything the host decides about its guests."""
 
@@ -110,11 +97,16 @@ class HostProtocol:
             least=terms.least,
         )
         self.guard = ReplicaGuard(every=terms.check_replica_every, members=self.members, stepping=self.stepping)
+        self.checks = Checks(
+            ledger=ledger,
+            members=self.members,
+            local_data=terms.local_data,
+            least=terms.least,
+            put_out=self.put_out,
+        )
         self.norms = Norms(terms.guest_bound)
         self._most_about_bytes = ABOUT_BYTES + 4 * len(dump_json(fingerprint_to_json(terms.fingerprint)))
         self._last_alive = 0.0
-        self._check: _Check | None = None
-        self._checks = 0
         self._handlers: dict[str, Callable[[Member, dict[str, Any], Sequence[Any], float], list[Action]]] = {
             "alive": lambda member, fields, frames, now: [],
             "ready": self._ready,
@@ -330,7 +322,7 @@ class HostProtocol:
     def _stopped(self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float) -> list[Action]:
         lease = whole(fields, "lease", least=-LARGEST_NUMBER)
         if lease < 0:  # a check: its weights had gone on before the guest could begin
-            self.check_void(member.id, -lease)
+            self.checks.void(member.id, -lease)
             return [Wake()]
         self.stepping.stopped(
             member,
@@ -341,55 +333,21 @@ class HostProtocol:
         )
         return [Wake()]
 
-    # -- the parity check -------------------------------------------------------------------------------
+    # -- steps --------------------------------------------------------------------------------------------
 
     def begin_step(
         self, now: float, pieces: Sequence[PieceState], host_keeps: int, head_start_s: float = 0.0
     ) -> list[Action]:
         """Open the step: leases for those who count, a common batch for those to be checked."""
-        self._check = None
-        new = [
-            m
-            for m in self.members.values()
-            if m.state == SYNCING and m.feed.current(pieces) and self.ledger.step >= m.rests_until_step
-        ]
-        if new:
-            self._checks += 1
-            self._check = _Check(id=self._checks, step=self.ledger.step, guests=[m.id for m in new])
+        self.checks.begin_step(pieces)
         leases = self.stepping.begin(now, pieces, host_keeps, head_start_s)
         return [*leases, *self.guard.begin_step(self.ledger.step)]
 
-    @property
-    def check_samples(self) -> int:
-        """How many samples the host's first micro-batch of this step must have, or 0: no check is due."""
-        if self._check is None or self._check.positions:
-            return 0
-        sizes = [self.members[g].micro_batch for g in self._check.guests if g in self.members]
-        # It is part of the step: where few samples train badly, it has no fewer than a lease.
-        return min([max(CHECK_SAMPLES, self.terms.least.lease), *sizes]) if sizes else 0
-
-    def check_computed(self, positions: tuple[int, ...]) -> tuple[int, list[Action]]:
-        """The host has its gradient of the common batch: send the batch to those who are to be checked."""
-        check = self._check
-        assert check is not None
-        check.positions = positions
-        actions: list[Action] = []
-        for guest in check.guests:
-            member = self.members.get(guest)
-            if member is None or member.state != SYNCING:
-                continue
-            member.state, member.check = CHECKING, check.id
-            fields: dict[str, Any] = {"check": check.id, "step": check.step, "sizes": [len(positions)]}
-            frames = (pack_samples(self.ledger.samples_of(positions)),) if self.terms.local_data else ()
-            actions.append(Send(guest=guest, channel=CONTROL, kind="check", fields=fields, frames=frames))
-            if not self.terms.local_data:
-                actions.append(SendSamples(guest=guest, lease=-check.id, batch=0, positions=positions))
-        return check.id, actions
-
     def _sketch(self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float) -> list[Action]:
-        if member.check is None or whole(fields, "check") != member.check or len(frames) != 1:
-            raise WireError("a gradient sketch that nobody asked for")
         count, compute_s = whole(fields, "count"), seconds(fields, "compute_s")
+        # A loss that is not finite cannot be said in a header: it comes as null.
+        loss = float("nan") if fields["loss"] is None else real(fields, "loss")
+        actions = self.checks.answered(member, fields, frames, loss)
         if "micro_batch" in fields:
             micro_batches(member, fields)
         # First guesses, until leases and the weights' changes tell; of one who is checked again more is known.
@@ -398,55 +356,12 @@ class HostProtocol:
         synced_s = member.sync_ended - member.sync_started
         if member.sync_bytes and not member.joined:
             member.transfer.add(sum(self.terms.piece_bytes) * synced_s / member.sync_bytes)
-        # A loss that is not finite cannot be said in a header: it comes as null.
-        loss = float("nan") if fields["loss"] is None else real(fields, "loss")
-        check, member.check = member.check, None
-        return [CompareSketch(guest=member.id, check=check, sketch=frames[0], loss=loss)]
+        return actions
 
     def _hashed(self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float) -> list[Action]:
         if len(frames) != 1:
             raise WireError("hashes in more frames than one")
         return self.guard.answered(member, whole(fields, "version"), bytes(frames[0]), now)
-
-    def check_void(
-        self, guest: str, check: int, reason: str = "a step is over before its weights are there"
-    ) -> None:
-        """The weights or the reference of a check were of no use: check again, less and less often."""
-        member = self.members.get(guest)
-        if member is not None and member.state == CHECKING and member.check in (check, None):
-            member.state, member.check = SYNCING, None
-            member.reason = reason
-            member.rests_until_step = self.ledger.step + min(2**member.rests, LONGEST_BENCH_STEPS)
-            member.rests += 1
-
-    def compared(self, guest: str, cosine: float, why_not: str | None) -> list[Action]:
-        """The outcome of a parity check."""
-        member = self.members.get(guest)
-        if member is None:
-            return []
-        member.check, member.cosine = None, cosine
-        if why_not is not None and member.joined:
-            return self.put_out(
-                member, f"computed a gradient that differs from the host's on the same batch: {why_not}"
-            )
-        if why_not is not None:
-            return self.put_out(
-                member, f"its gradient differs from the host's on the same batch: {why_not}", refused=True
-            )
-        member.state, member.reason, member.rests = COMPUTING, "", 0
-        if member.joined:
-            return []
-        member.joined = True
-        return [
-            _event(
-                "guest_joined",
-                machine=member.name,
-                address=member.address,
-                device=member.device,
-                parity=round(cosine, 6),
-                rate=member.rate.value,
-            )
-        ]
 
     # -- time -------------------------------------------------------------------------------------------
 
@@ -493,11 +408,11 @@ class HostProtocol:
 
     # -- leaving ----------------------------------------------------------------------------------------
 
-    def put_out(self, member: Member, reason: str, *, refused: bool = False) -> list[Action]:
+    def put_out(self, member: Member, reason: str, *, refused: bool = False, hint: str = "") -> list[Action]:
         """End a guest's part in the run, and tell it why."""
         kind, reason = "guest_refused" if refused else "guest_lost", reason[:LONGEST_REASON]
         member.put_out = True
-        fields = {"reason": reason, "joined": member.joined}
+        fields: dict[str, Any] = {"reason": reason, "joined": member.joined, **({"hint": hint} if hint else {})}
         bye = Send(guest=member.id, channel=CONTROL, kind="refuse", fields=fields)
         return [bye, *self._remove(member, kind, reason)]
 

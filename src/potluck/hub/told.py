@@ -72,14 +72,17 @@ NEEDED: Mapping[str, Mapping[str, Check]] = {
     "revoke": {"lease": _whole},
     "hash": {"version": _count},
     "resync": {"version": _count},
+    "note": {"text": _text},
 }
 ALLOWED: Mapping[str, Mapping[str, Check]] = {
+    "check": {"seed": _count},
     "lease": {"quota": _count, **dict.fromkeys(("within_s", "host_sample_s", "transfer_s", "tail_s"), _real)},
 }
 """Fields that may be missing."""
 SHOWN: Mapping[str, Mapping[str, int]] = {
     "welcome": dict.fromkeys(("name", "host", "run", "codec", "codec_down"), LONGEST_NAME),
     "refuse": {"reason": LONGEST_WORDS, "hint": LONGEST_WORDS},
+    "note": {"text": LONGEST_WORDS},
     "bye": {"reason": LONGEST_WORDS},
     "wait": {"reason": LONGEST_WORDS},
 }

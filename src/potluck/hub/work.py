@@ -27,6 +27,8 @@ class Work:
     """What a coded message takes on this machine's link, each way."""
     tail_s: float = 0.0
     """What it takes from the last backward to the arrival at the host, as the host has measured it."""
+    seed: int | None = None
+    """Of a check: what the random generators are seeded with before the loop's body computes it."""
     samples: list[list[int]] | None = None
     batches: dict[int, Any] = field(default_factory=dict)
     over: bool = False

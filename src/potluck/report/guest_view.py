@@ -83,6 +83,8 @@ class GuestView:
         if self._json:
             self._json_line(event)
             return
+        if event.get("event") == "note":
+            self._say(clean(event.get("text")))
         if event.get("event") != "delivered":
             return
         self._samples = integer(event, "total_samples")

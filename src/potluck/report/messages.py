@@ -97,7 +97,9 @@ def _because(event: Event) -> str:
 
 def _joined(event: Event) -> str:
     parity = number(event, "parity")
-    facts = [f"gradients agree (cosine {parity:.5f})"] if parity is not None else []
+    spread = number(event, "spread")
+    of_host = f", the host's own {spread:.5f}" if spread is not None else ""
+    facts = [f"gradients agree (cosine {parity:.5f}{of_host})"] if parity is not None else []
     if event.get("device"):
         facts.append(clean(event.get("device")))
     return f"{_who(event)} joined" + (f": {', '.join(facts)}" if facts else "")

@@ -5,14 +5,11 @@ Owns random numbers and buffers; weights and optimizer state do not change befor
 
 from __future__ import annotations
 
-import random
-from typing import Any
-
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from potluck.device import Device
+from potluck.train.randomness import RandomState
 
 MOST_BUFFER_BYTES = 4 << 20
 """Larger buffers (masks, tables) are constants; a copy in every step would only cost time."""
@@ -42,13 +39,8 @@ class Beginning:
     """Taken when a step begins; `undo` puts everything back."""
 
     def __init__(self, device: Device, buffers: Buffers) -> None:
-        self._device, self._buffers = device, buffers
-        self._device_rng = device.rng_state()
-        self._python: Any = random.getstate()
-        self._numpy: Any = np.random.get_state()
+        self._random, self._buffers = RandomState(device), buffers
 
     def undo(self) -> None:
-        self._device.set_rng_state(self._device_rng)
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
+        self._random.restore()
         self._buffers.put_back()

@@ -6,7 +6,8 @@ Owns access to the data set (one thread at a time) and collating. It knows no le
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,12 @@ class Loader:
                 items = [self._dataset[i] for i in numbers]
             return self._collate(list(items))
 
+    @contextmanager
+    def nobody_reads(self) -> Iterator[None]:
+        """Inside, other threads wait before they read: samples may be made with random numbers."""
+        with self._lock:
+            yield
+
 
 def _length(dataset: Any) -> int:
     """How many samples there are; what has no numbered samples is named, with what to give instead."""
@@ -77,12 +84,21 @@ def _length(dataset: Any) -> int:
 
 def to_device(batch: Any, device: Device) -> Any:
     """The same batch with its tensors on `device`."""
+    return _mapped(batch, device.from_host)
+
+
+def cloned(batch: Any) -> Any:
+    """The same batch with tensors of its own, which the loop's body may change in place."""
+    return _mapped(batch, Tensor.clone)
+
+
+def _mapped(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(batch, Tensor):
-        return device.from_host(batch)
+        return function(batch)
     if isinstance(batch, dict):
-        return {key: to_device(value, device) for key, value in batch.items()}
+        return {key: _mapped(value, function) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device) for value in batch))
+        return type(batch)(*(_mapped(value, function) for value in batch))
     if isinstance(batch, list | tuple):
-        return type(batch)(to_device(value, device) for value in batch)
+        return type(batch)(_mapped(value, function) for value in batch)
     return batch

@@ -18,11 +18,12 @@ from potluck.hub.overlap import Overlap
 from potluck.hub.parity import sketch
 from potluck.hub.tensors import ModelTensors
 from potluck.hub.work import Work
-from potluck.train.data import Loader, to_device
+from potluck.train.data import Loader, cloned, to_device
 from potluck.train.ending import Ending
 from potluck.train.launch import GuestDone, Launch
 from potluck.train.microbatch import MicroBatch
 from potluck.train.options import Options
+from potluck.train.randomness import RandomState, digests, seed
 from potluck.train.step import SavedBytes, Step
 
 
@@ -59,6 +60,8 @@ class GuestTrainer:
         parts.launch.end_training = self._ending.now
 
     def steps(self) -> Iterator[Step]:
+        log = self._p.launch.log
+        self._hub.note = lambda text: log.emit({"event": "note", "text": text})
         self._hub.open(lambda: (self._p.micro.size(), self._p.micro.most()))
         step: Step | None = None
         try:
@@ -199,7 +202,14 @@ class GuestTrainer:
             self._hub.stopped(work, 0, 0.0)  # the host went on before its weights were here: another time
             return
         self._overlap.watch()
-        yield from self._compute(step, work, batch, size, last=False)
+        own = RandomState(self._device)
+        try:
+            if work.seed is not None:
+                seed(self._device, work.seed)
+            yield from self._compute(step, work, cloned(batch), size, last=False)
+            random = digests(self._device)
+        finally:
+            own.restore()
         self._overlap.conclude(self._p.model)
         trained = self._p.tensors.trained
         loss = step.loss_sum() / size
@@ -208,7 +218,7 @@ class GuestTrainer:
         yield from self._compute(step, work, batch, size, last=False)
         if not work.over:
             values = memoryview(result.values.view("u1"))  # type: ignore[arg-type]
-            self._hub.send_sketch(work, values=values, count=size, loss=loss, compute_s=self._last_s)
+            self._hub.send_sketch(work, values=values, loss=loss, compute_s=self._last_s, random=random)
 
     def _zero_gradients(self) -> None:
         for parameter in self._p.tensors.trained:

@@ -10,8 +10,8 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from potluck.errors import CheckpointError, ConfigError, LoopError, NonFiniteError, RunFolderError
 from potluck.failpoints import hit
 from potluck.hub.alone import AloneHub
+from potluck.hub.checks import CommonBatch
 from potluck.hub.host import HostHub
 from potluck.hub.ledger import Ledger
-from potluck.hub.parity import sketch
+from potluck.hub.parity import Reference, Sketch, sketch
 from potluck.hub.tensors import ModelTensors
 from potluck.plan.leases import Least
 from potluck.train import checkpoint_folder, given
@@ -30,7 +31,7 @@ from potluck.train.bad_steps import BadSteps, Facts
 from potluck.train.batch_statistics import BatchStatistics
 from potluck.train.beginning import MOST_BUFFER_BYTES, Beginning, Buffers
 from potluck.train.checkpoint import CheckpointWriter, Loaded, Snapshot, can_be_checked, load_latest
-from potluck.train.data import Loader, to_device
+from potluck.train.data import Loader, cloned, to_device
 from potluck.train.ending import Ending
 from potluck.train.events import events_in
 from potluck.train.flight import Flight
@@ -38,6 +39,7 @@ from potluck.train.folder import RunFolder
 from potluck.train.launch import Interrupted, Launch
 from potluck.train.microbatch import MicroBatch
 from potluck.train.options import Options
+from potluck.train.randomness import RandomState, digests, seed
 from potluck.train.ranks import RoundMark, shares
 from potluck.train.step import SavedBytes, Step
 from potluck.train.telemetry import Telemetry
@@ -107,6 +109,8 @@ class HostTrainer:
         self._beginning: Beginning | None = None
         self._checkpoint_due = False
         self._comparing = False
+        self._alike = contextlib.ExitStack()
+        """Open while a common batch is computed: what this thread has to put back and to let go of."""
         self._loss: float | None = None
         self._done = parts.ledger.step
         """The last step that is finished: in the update the ledger has closed one that may still fail."""
@@ -165,6 +169,7 @@ class HostTrainer:
 
     def _end(self, reason: str) -> None:
         """Save, send everybody home and close the log's last line."""
+        self._alike.close()  # where the loop's body failed in a common batch, somebody may still wait to read
         if self._interrupted:
             reason = "interrupted"
         try:
@@ -228,23 +233,18 @@ class HostTrainer:
         while True:
             self._stop_if_asked()
             self._stop_if_bad()
-            positions, check = self._hub.take(self._p.micro.size() * self._width, self._busy)
+            positions, common = self._hub.take(self._p.micro.size() * self._width, self._busy)
             if not positions:
                 break
             began = time.monotonic()
-            own = positions if self._ranks is None else self._dealt(positions, check)
-            batch = to_device(self._p.loader.fetch(self._hub.samples_of(own)), self._device)
-            loss_before = step.loss_sum() if check else 0.0
-            chances = self._device.rng_state() if check else {}
-            step.hand_out(len(own))
+            own = positions if self._ranks is None else self._dealt(positions, common is not None)
             self._own_samples += len(own)
-            self._begin(len(own))
-            yield batch
-            step.check_done()
-            if check:
-                loss = (step.loss_sum() - loss_before) / len(positions)
-                self._check_computed(positions, loss, random=_differ(chances, self._device.rng_state()))
-            self._hub.launched(positions, self._sizes(positions, check))
+            if common is None:
+                batch = to_device(self._p.loader.fetch(self._hub.samples_of(own)), self._device)
+                yield from self._hand_out(step, batch, len(own))
+            else:
+                began = yield from self._common(step, own, common)
+            self._hub.launched(positions, self._sizes(positions, common is not None))
             self._flight.launched(len(positions), began)
             if self._measuring:
                 self._finish()
@@ -309,11 +309,70 @@ class HostTrainer:
         self._saved_bytes = None
         self._p.micro.record(samples, seconds, saved)
 
-    def _check_computed(self, positions: tuple[int, ...], loss: float, *, random: bool) -> None:
-        """The step's first micro-batch is the one on which newcomers are checked."""
-        assert isinstance(self._hub, HostHub)
+    def _hand_out(self, step: Step, batch: Any, samples: int) -> Iterator[Any]:
+        """One micro-batch in the user's hands."""
+        step.hand_out(samples)
+        self._begin(samples)
+        yield batch
+        step.check_done()
+
+    # -- a parity check ---------------------------------------------------------------------------------
+
+    def _common(self, step: Step, positions: tuple[int, ...], common: CommonBatch) -> Generator[Any, None, float]:
+        """The step's first micro-batch is the one on which guests are checked; returns when it began.
+
+        Its random numbers are those that the guests will draw, and this machine's own stream goes on after it as if
+        there had been none. They are drawn by this thread alone: where reading samples draws some, nobody reads.
+        """
+        assert not isinstance(self._hub, AloneHub)
+        before = digests(self._device)
+        batch = self._p.loader.fetch(self._hub.samples_of(positions))
+        reading_draws = digests(self._device) != before
+        packed = self._hub.pack_common(batch)  # before the loop's body, which may change the batch in place
+        if self._p.options.data == "local" and not packed.why_not:
+            own = RandomState(self._device)
+            again = self._hub.pack_common(self._p.loader.fetch(self._hub.samples_of(positions)))
+            own.restore()
+            packed = replace(packed, same_again=again == packed)
+        second = None
+        with self._alike:
+            if reading_draws:
+                self._alike.enter_context(self._p.loader.nobody_reads())
+            if common.twice is not None:
+                second = yield from self._uncounted(step, cloned(batch), len(positions), common)
+            began = time.monotonic()
+            self._alike.callback(RandomState(self._device).restore)
+            seed(self._device, common.seed)
+            yield from self._hand_out(step, to_device(batch, self._device), len(positions))
+            random = digests(self._device)
+        reference = Reference(
+            first=self._sketch(step, len(positions)),
+            random=random,
+            second=second,
+            reseeded=common.twice or frozenset(),
+        )
+        self._hub.check_computed(positions, reference, packed)
+        return began
+
+    def _uncounted(self, step: Step, batch: Any, samples: int, common: CommonBatch) -> Generator[Any, None, Sketch]:
+        """The common batch with other random numbers: how far this machine is from itself. It leaves no trace."""
+        self._finish()
+        beginning = Beginning(self._device, Buffers(self._p.model))
+        seed(self._device, common.seed, otherwise=common.twice or frozenset())
+        yield from self._hand_out(step, to_device(batch, self._device), samples)
+        made = self._sketch(step, samples)
+        for parameter in self._trained:
+            parameter.grad = None
+        step.reset_loss()
+        beginning.undo()
+        return made
+
+    def _sketch(self, step: Step, samples: int) -> Sketch:
+        """Of the step's first micro-batch: all that has been summed so far is its gradient and its loss."""
         gradients, sizes = [p.grad for p in self._trained], [p.numel() for p in self._trained]
-        self._hub.check_computed(positions, sketch(gradients, sizes, loss, random=random))
+        return sketch(gradients, sizes, step.loss_sum() / samples)
+
+    # -- the update -------------------------------------------------------------------------------------
 
     def _update(self, step: Step) -> None:
         """The weights' update, behind what the device has been given; what it came to is told when it is done."""
@@ -491,11 +550,6 @@ class HostTrainer:
         self._p.launch.log.emit(
             {"event": "checkpoint", "step": step, "path": str(path), "seconds": round(seconds, 3)}
         )
-
-
-def _differ(before: dict[str, Tensor], after: dict[str, Tensor]) -> bool:
-    """Whether random numbers were drawn between the two states."""
-    return any(not torch.equal(before[kind], after[kind]) for kind in before)
 
 
 def finite_state(model: nn.Module) -> Iterator[str]:

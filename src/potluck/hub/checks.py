@@ -1,0 +1,222 @@
+"""The parity check: who computes which common batch, and what the outcome means for a guest.
+
+PURE: gradients are compared and random numbers drawn elsewhere.
+
+The host computes a common batch as part of its step and sends the very same tensors, with a seed for the random
+numbers of the loop's body, to all who are checked on it. Where the gradients differ all the same, the host computes
+the next common batch twice: its distance from itself then says how far a guest may be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from potluck.errors import WireError
+from potluck.hub.actions import CONTROL, DATA, Action, CompareSketch, Emit, Send, Verdict
+from potluck.hub.feed import PieceState
+from potluck.hub.ledger import Ledger
+from potluck.hub.members import CHECKING, COMPUTING, LONGEST_BENCH_STEPS, SYNCING, Member
+from potluck.hub.said import whole
+from potluck.hub.stepping import pack_samples
+from potluck.plan.leases import Least
+
+CHECK_SAMPLES = 4
+"""At most this many samples in a common batch, unless the model needs more at once."""
+ATTEMPTS = 3
+"""Comparisons with the host's spread before a refusal: where a gradient is mostly noise, one tells little."""
+HINT = (
+    "this device may compute something else (update torch, or try --device cpu), or its random numbers are not the "
+    "host's: draw them from random, numpy.random or torch, not from your own generators"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommonBatch:
+    """What the host's training thread has to compute for a check."""
+
+    samples: int
+    seed: int
+    """Every machine seeds its random generators with it before the loop's body computes the batch."""
+    twice: frozenset[str] | None = None
+    """Compute the batch a second time, with another seed for these generators. None: once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packed:
+    """A common batch as it travels, copied before anybody computed with it."""
+
+    tree: Any = None
+    frames: tuple[bytes, ...] = ()
+    why_not: str = ""
+    """Why such a batch cannot be sent; empty where it can."""
+    same_again: bool = False
+    """Read a second time it was the same: a guest that reads it itself shows that it has the same data."""
+
+
+@dataclass(slots=True)
+class _Check:
+    """A common batch: for whom, and once the host has computed it, which positions."""
+
+    id: int
+    step: int
+    guests: list[str]
+    twice: frozenset[str] | None
+    positions: tuple[int, ...] = ()
+
+    @property
+    def seed(self) -> int:
+        return self.step + 1
+
+
+@dataclass(slots=True, kw_only=True)
+class Checks:
+    """The common batches of one run, one a step at most."""
+
+    ledger: Ledger
+    members: dict[str, Member]
+    local_data: bool
+    least: Least
+    put_out: Callable[..., list[Action]]
+    _now: _Check | None = None
+    _count: int = 0
+    _told_unpacked: bool = False
+
+    def begin_step(self, pieces: Sequence[PieceState]) -> None:
+        """A common batch for those who hold the weights and are not trusted yet, or not any more."""
+        self._now = None
+        new = [
+            m
+            for m in self.members.values()
+            if m.state == SYNCING and m.feed.current(pieces) and self.ledger.step >= m.rests_until_step
+        ]
+        if not new:
+            return
+        self._count += 1
+        doubted = [m.unmatched for m in new if m.unmatched is not None]
+        twice = frozenset().union(*doubted) if doubted else None
+        self._now = _Check(id=self._count, step=self.ledger.step, guests=[m.id for m in new], twice=twice)
+
+    @property
+    def due(self) -> CommonBatch | None:
+        """What the host's first micro-batch of this step must be, if a check is due."""
+        check = self._now
+        if check is None or check.positions:
+            return None
+        sizes = [self.members[g].micro_batch for g in check.guests if g in self.members]
+        if not sizes:
+            return None
+        # It is part of the step: where few samples train badly, it has no fewer than a lease.
+        samples = min([max(CHECK_SAMPLES, self.least.lease), *sizes])
+        return CommonBatch(samples=samples, seed=check.seed, twice=check.twice)
+
+    def computed(self, positions: tuple[int, ...], batch: Packed) -> tuple[int, list[Action]]:
+        """The host has its gradient of the common batch: send the batch to those who are to be checked."""
+        check = self._now
+        assert check is not None
+        check.positions = positions
+        actions: list[Action] = []
+        frames: tuple[bytes, ...] = ()
+        by_index = self.local_data and (batch.same_again or bool(batch.why_not))
+        if by_index:
+            frames = (pack_samples(self.ledger.samples_of(positions)),)
+        if by_index and batch.why_not:
+            actions += self._tell_unpacked(batch.why_not)
+        for guest in check.guests:
+            member = self.members.get(guest)
+            if member is None or member.state != SYNCING:
+                continue
+            if batch.why_not and not by_index:
+                # It cannot help with such batches; the training itself is fine.
+                actions += self.put_out(member, f"the samples cannot be sent: {batch.why_not}", refused=True)
+                continue
+            member.state, member.check = CHECKING, check.id
+            fields: dict[str, Any] = {"check": check.id, "step": check.step, "sizes": [len(positions)]}
+            fields["seed"] = check.seed
+            actions.append(Send(guest=guest, channel=CONTROL, kind="check", fields=fields, frames=frames))
+            if not by_index:
+                member.feed.extra(sum(len(frame) for frame in batch.frames))
+                fields = {"lease": -check.id, "batch": 0, "tree": batch.tree}
+                actions.append(Send(guest=guest, channel=DATA, kind="samples", fields=fields, frames=batch.frames))
+        return check.id, actions
+
+    def _tell_unpacked(self, why_not: str) -> list[Action]:
+        if self._told_unpacked:
+            return []
+        self._told_unpacked = True
+        text = (
+            f"the parity check's batch cannot be sent ({why_not}): guests read its samples themselves, and random "
+            "numbers in the data set can make their gradients differ"
+        )
+        return [Emit(event={"event": "note", "text": text})]
+
+    def answered(self, member: Member, fields: dict[str, Any], frames: Sequence[Any], loss: float) -> list[Action]:
+        """A guest's gradient of the common batch is here."""
+        if member.check is None or whole(fields, "check") != member.check or len(frames) != 1:
+            raise WireError("a gradient sketch that nobody asked for")
+        random = {str(name): str(digest) for name, digest in dict(fields.get("random", {})).items()}
+        check, member.check = member.check, None
+        return [CompareSketch(guest=member.id, check=check, sketch=frames[0], loss=loss, random=random)]
+
+    def void(self, guest: str, check: int, reason: str = "a step is over before its weights are there") -> None:
+        """The weights or the reference of a check were of no use: check again, less and less often."""
+        member = self.members.get(guest)
+        if member is not None and member.state == CHECKING and member.check in (check, None):
+            member.state, member.check = SYNCING, None
+            member.reason = reason
+            member.rests_until_step = self.ledger.step + min(2**member.rests, LONGEST_BENCH_STEPS)
+            member.rests += 1
+
+    def compared(self, guest: str, verdict: Verdict) -> list[Action]:
+        """The outcome of a parity check."""
+        member = self.members.get(guest)
+        if member is None:
+            return []
+        member.check, member.cosine = None, verdict.cosine
+        if verdict.why_not is None:
+            return self._passed(member, verdict)
+        if verdict.again and member.doubts < ATTEMPTS:
+            member.doubts += 1
+            member.unmatched = verdict.unmatched
+            member.state, member.reason = SYNCING, "its gradient differs: it is compared with the host's spread"
+            return []
+        if member.joined:
+            reason = f"computed a gradient that differs from the host's on the same batch: {verdict.why_not}"
+        else:
+            reason = f"its gradient differs from the host's on the same batch: {verdict.why_not}"
+        return self.put_out(member, reason, refused=not member.joined, hint=HINT)
+
+    def _passed(self, member: Member, verdict: Verdict) -> list[Action]:
+        member.state, member.reason, member.rests, member.doubts = COMPUTING, "", 0, 0
+        # One that is known to draw other random numbers is compared by the spread at once the next time.
+        member.unmatched = verdict.unmatched if verdict.spread is not None else None
+        actions: list[Action] = []
+        if verdict.spread is not None and not member.by_spread:
+            actions += self._tell_spread(member, verdict.cosine, verdict.spread)
+        member.by_spread = verdict.spread is not None
+        if not member.joined:
+            member.joined = True
+            event: dict[str, Any] = {
+                "event": "guest_joined",
+                "machine": member.name,
+                "address": member.address,
+                "device": member.device,
+                "parity": round(verdict.cosine, 6),
+                "rate": member.rate.value,
+            }
+            if verdict.spread is not None:
+                event["spread"] = round(verdict.spread, 6)
+            actions.append(Emit(event=event))
+        return actions
+
+    def _tell_spread(self, member: Member, cosine: float, spread: float) -> list[Action]:
+        text = (
+            f"the loop draws random numbers that differ between the host and {member.name}: its gradient (cosine "
+            f"{cosine:.2f}) is judged by how far apart the host's own two of one batch are ({spread:.2f}), so only "
+            "gross errors are seen"
+        )
+        return [
+            Emit(event={"event": "note", "machine": member.name, "text": text}),
+            Send(guest=member.id, channel=CONTROL, kind="note", fields={"text": text}),
+        ]

@@ -1,0 +1,61 @@
+"""The random numbers that a loop's body draws: their generators' states, seeding them alike, and comparing them.
+
+Owns Python's and numpy's global generators and, through the device, torch's. A generator that the script makes
+itself is out of reach.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import random
+from typing import Any
+
+import numpy as np
+
+from potluck.device import Device
+
+PYTHON, NUMPY = "python", "numpy"
+OTHER_SEED = 0x5EED0000
+"""What a seed becomes, by exclusive or, for generators that are to draw other numbers."""
+
+
+class RandomState:
+    """The generators' states when this was made; `restore` brings them back."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._of_device = device.rng_state()
+        self._python: Any = random.getstate()
+        self._numpy: Any = np.random.get_state()
+
+    def restore(self) -> None:
+        self._device.set_rng_state(self._of_device)
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+
+
+def seed(device: Device, number: int, otherwise: frozenset[str] = frozenset()) -> None:
+    """Seed all generators from one number; those named in `otherwise` from another."""
+
+    def of(name: str) -> int:
+        return (number ^ OTHER_SEED if name in otherwise else number) % 2**32
+
+    random.seed(of(PYTHON))
+    with contextlib.suppress(TypeError):  # the script gave numpy a bit generator that takes no seed
+        np.random.seed(of(NUMPY))
+    device.seed({name: of(name) for name in device.rng_state()})
+
+
+def digests(device: Device) -> dict[str, str]:
+    """A short hash of each generator's state: equal on two machines that drew the same numbers since one seed."""
+    states = {name: state.cpu().numpy().tobytes() for name, state in device.rng_state().items()}
+    states[PYTHON] = repr(random.getstate()).encode()
+    states[NUMPY] = _flat(np.random.get_state(legacy=False))
+    return {name: hashlib.blake2b(state, digest_size=8).hexdigest() for name, state in states.items()}
+
+
+def _flat(state: Any) -> bytes:
+    if isinstance(state, dict):
+        return b"|".join(_flat(state[key]) for key in sorted(state))
+    return state.tobytes() if isinstance(state, np.ndarray) else repr(state).encode()

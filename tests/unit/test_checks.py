@@ -1,0 +1,196 @@
+"""What follows from a parity check: another one with the host's spread, a place at the table, or the door."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+
+import pytest
+
+from potluck.hub.checks import ATTEMPTS, HINT, CommonBatch, Packed
+from potluck.hub.members import COMPUTING, SYNCING
+from support.protocol_world import BATCH, World, joined, of_kind, refusals
+
+CPU = frozenset({"cpu"})
+
+
+def entered(*guests: str, **terms: object) -> World:
+    """Guests that hold the weights and have not been checked."""
+    world = World(samples=100, **terms)
+    for guest in guests:
+        world.join(guest)
+    world.code()
+    for guest in guests:
+        world.take_all(guest)
+    return world
+
+
+def due(world: World) -> CommonBatch:
+    """Open a step with a check, which the host and the guests compute."""
+    world.begin()
+    common = world.protocol.checks.due
+    assert common is not None
+    world.take()
+    world.compute()
+    for guest, member in list(world.members.items()):
+        world.take_all(guest)
+        if member.check is not None:
+            world.sketch(guest)
+    return common
+
+
+def test_a_gradient_that_differs_is_compared_once_more_with_the_hosts_spread() -> None:
+    world = entered("a")
+    assert due(world).twice is None, "once, as a rule"
+    world.compare("the cosine of the two is 0.5", again=True, unmatched=CPU)
+    assert world.members["a"].state == SYNCING
+    assert refusals(world, "a") == []
+    world.finish()
+    world.take_all("a")
+    assert due(world).twice == CPU
+    world.compare(spread=0.4, unmatched=CPU)
+    assert world.members["a"].state == COMPUTING
+    (event,) = of_kind(world, "guest_joined")
+    assert event["spread"] == 0.4
+    (note,) = of_kind(world, "note")
+    (told,) = [s for s in world.sent["a"] if s.kind == "note"]
+    assert told.fields == {"text": note["text"]}
+    assert "random numbers that differ between the host and a" in note["text"]
+
+
+def test_one_that_passes_at_once_is_not_computed_twice_for() -> None:
+    world = joined("a")
+    assert "spread" not in of_kind(world, "guest_joined")[0]
+    assert of_kind(world, "note") == []
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_one_that_differs_by_the_spread_as_well_is_refused_with_a_hint(again: bool) -> None:
+    """Where the host's spread is none, at once; else after a few comparisons, for one by luck tells little."""
+    world = entered("a")
+    due(world)
+    world.compare("the cosine of the two is 0.5", again=True)
+    for _ in range(ATTEMPTS if again else 1):
+        assert refusals(world, "a") == []
+        world.finish()
+        world.take_all("a")
+        assert due(world).twice == frozenset()
+        world.compare("the cosine of the two is -0.5", spread=0.9, again=again)
+    assert refusals(world, "a") == [
+        "its gradient differs from the host's on the same batch: the cosine of the two is -0.5"
+    ]
+    (refusal,) = [s for s in world.sent["a"] if s.kind == "refuse"]
+    assert refusal.fields["hint"] == HINT
+    assert "random numbers" in HINT
+    assert len(HINT) <= 200, "a guest shows no more of it"
+
+
+def test_what_is_certainly_wrong_is_refused_at_once() -> None:
+    world = entered("a")
+    due(world)
+    world.compare("it is not finite (NaN or infinity)")
+    assert "not finite" in refusals(world, "a")[0]
+
+
+def test_one_that_is_checked_again_later_is_judged_by_the_spread_at_once_and_nobody_is_told_twice() -> None:
+    world = entered("a")
+    due(world)
+    world.compare("the cosine of the two is 0.5", again=True, unmatched=CPU)
+    for _ in range(2):
+        world.finish()
+        world.take_all("a")
+        assert due(world).twice == CPU
+        world.compare(spread=0.4, unmatched=CPU)
+        world.members["a"].state = SYNCING  # as the guard does every now and then
+    assert len(of_kind(world, "note")) == 1
+    assert len(of_kind(world, "guest_joined")) == 1
+
+
+def test_one_that_has_helped_is_put_out_only_after_the_comparison_with_the_spread() -> None:
+    world = joined("a")
+    world.members["a"].state = SYNCING
+    world.code()
+    world.take_all("a")
+    due(world)
+    world.compare("the cosine of the two is 0.5", again=True)
+    assert "a" in world.members
+    world.finish()
+    world.take_all("a")
+    due(world)
+    world.compare("the cosine of the two is 0.5", spread=1.0)
+    assert refusals(world, "a")[0].startswith("computed a gradient that differs from the host's")
+    assert len(of_kind(world, "guest_lost")) == 1
+
+
+def test_everybody_in_a_check_gets_the_same_batch_and_seed() -> None:
+    world = entered("a", "b")
+    common = due(world)
+    for guest in "ab":
+        (check,) = [s for s in world.sent[guest] if s.kind == "check"]
+        (samples,) = [s for s in world.sent[guest] if s.kind == "samples"]
+        assert check.fields["seed"] == common.seed
+        assert samples.frames == BATCH.frames
+
+
+def test_the_digests_of_a_guests_random_numbers_are_handed_on() -> None:
+    world = entered("a")
+    world.begin()
+    world.take()
+    world.compute()
+    world.say("a", "sketch", b"", check=1, count=2, loss=1.0, compute_s=0.1, random={"cpu": "12", "numpy": 3})
+    assert world.comparing[0].random == {"cpu": "12", "numpy": "3"}
+
+
+def test_random_digests_that_make_no_sense_put_a_guest_out() -> None:
+    world = entered("a")
+    world.begin()
+    world.take()
+    world.compute()
+    world.say("a", "sketch", b"", check=1, count=2, loss=1.0, compute_s=0.1, random=[1, 2])
+    assert "a malformed 'sketch' message" in refusals(world, "a")[0]
+
+
+# -- batches that do not travel
+
+
+def compute(world: World, batch: Packed) -> None:
+    world.begin()
+    world.take()
+    assert world.in_hand is not None
+    world.do(world.protocol.checks.computed(world.in_hand[0], batch)[1])
+
+
+def compute_unsendable(world: World) -> None:
+    compute(world, Packed(why_not="batch[0] is a PIL.Image"))
+
+
+@pytest.mark.parametrize("same_again", [False, True])
+def test_local_data_is_read_by_the_guest_where_reading_it_twice_gives_the_same(same_again: bool) -> None:
+    """Then another data set shows in the gradient; where reading is random, the host's own tensors travel."""
+    world = entered("a", local_data=True)
+    compute(world, replace(BATCH, same_again=same_again))
+    (check,) = [s for s in world.sent["a"] if s.kind == "check"]
+    sent = [s.frames for s in world.sent["a"] if s.kind == "samples"]
+    assert sent == ([] if same_again else [BATCH.frames])
+    if same_again:
+        assert struct.unpack("<2q", *check.frames) == tuple(world.ledger.samples_of([0, 1]))
+    else:
+        assert check.frames == ()
+    assert of_kind(world, "note") == []
+
+
+def test_a_batch_that_cannot_be_sent_refuses_the_guest() -> None:
+    world = entered("a")
+    compute_unsendable(world)
+    assert refusals(world, "a") == ["the samples cannot be sent: batch[0] is a PIL.Image"]
+
+
+def test_with_local_data_guests_then_read_the_samples_themselves_and_the_host_says_so() -> None:
+    world = entered("a", local_data=True)
+    compute_unsendable(world)
+    (check,) = [s for s in world.sent["a"] if s.kind == "check"]
+    assert struct.unpack("<2q", *check.frames) == tuple(world.ledger.samples_of([0, 1]))
+    assert [s for s in world.sent["a"] if s.kind == "samples"] == []
+    (note,) = of_kind(world, "note")
+    assert "batch[0] is a PIL.Image" in note["text"]
+    assert "random numbers in the data set" in note["text"]
