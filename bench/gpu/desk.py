@@ -19,8 +19,8 @@ from typing import Any
 
 from _runs import GLOBAL_BATCH, GPT2, HERE, SEQUENCE, Event, Run, mean_step_s, say
 
-from potluck.wire.proxy import ProxyProcess
-from potluck.wire.shaping import LinkSpec
+from potluck.lab.proxy import ProxyProcess
+from potluck.lab.shaping import LinkSpec
 from potluck.wire.token import Token, decode, encode
 
 HOST_S = SEQUENCE / 40_000

@@ -135,7 +135,7 @@ def import_everything() -> None:
     import potluck.cli.host
     import potluck.cli.join
     import potluck.cli.train
-    import potluck.launch.script
+    import potluck.fleet.script
     import potluck.report.guest_view
     import potluck.train.recipes.gpt
     import potluck.train.run  # noqa: F401

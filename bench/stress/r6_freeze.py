@@ -23,8 +23,8 @@ from _campaign import begin
 from _forks import ROOT, Process, Trouble
 from _scene import BATCH, Scene
 
-from potluck.wire.proxy import ProxyProcess
-from potluck.wire.shaping import Fault, LinkSpec
+from potluck.lab.proxy import ProxyProcess
+from potluck.lab.shaping import Fault, LinkSpec
 from potluck.wire.token import decode, encode
 
 LIMIT_S = 5.0

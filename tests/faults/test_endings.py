@@ -18,7 +18,7 @@ import pytest
 
 from potluck.cli import _scripts
 from potluck.errors import ScriptError
-from potluck.launch import life
+from potluck.fleet import life
 from potluck.train.launch import Interrupted
 from support.fleet import JOB, Fleet, descendants, port_is_open, still_running
 from support.processes import SOURCE
@@ -40,8 +40,8 @@ ORPHANS_S = 10.0
 # A process that does nothing but live; told to, it catches the interruption and goes on, as a stuck one does.
 LIVES = """
 import sys, time
-from potluck.launch import life
-from potluck.launch.life import leased
+from potluck.fleet import life
+from potluck.fleet.life import leased
 life.GRACE_S = 1.5
 parent = int(sys.argv[1]) if sys.argv[1] != "-" else None
 try:

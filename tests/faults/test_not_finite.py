@@ -20,10 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import potluck
 from potluck.device import Device, pick
 from potluck.errors import NonFiniteError
+from potluck.fleet.ranks import free_port, rank_environment
 from potluck.hub.host import HostHub
 from potluck.hub.members import SYNCING
 from potluck.hub.parity import Reference, sketch
-from potluck.launch.ranks import free_port, rank_environment
 from potluck.report.summary import read_events, summarize
 from potluck.report.summary_text import summary_text
 from potluck.spec.config import RunConfig

@@ -125,7 +125,7 @@ def test_a_backend_that_is_not_here_is_refused_once_and_with_a_hint_that_fits(
 ) -> None:
     if arguments[-1] == "ucc" and torch.distributed.is_ucc_available():
         pytest.skip("this torch has it")
-    monkeypatch.setattr("potluck.launch.ranks.run_ranks", lambda *a, **k: pytest.fail("ranks were started"))
+    monkeypatch.setattr("potluck.fleet.ranks.run_ranks", lambda *a, **k: pytest.fail("ranks were started"))
     monkeypatch.delenv("RANK", raising=False)
     assert run(["bench", *arguments]) == 2
     error, told, page = capsys.readouterr().err.splitlines()
@@ -159,7 +159,7 @@ WRONG = {
 def test_a_wrong_variable_of_the_backend_is_said_once_and_before_anything_starts(
     verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("potluck.launch.ranks.run_ranks", lambda *a, **k: pytest.fail("ranks were started"))
+    monkeypatch.setattr("potluck.fleet.ranks.run_ranks", lambda *a, **k: pytest.fail("ranks were started"))
     monkeypatch.delenv("RANK", raising=False)
     assert {PREFIX + name for name in WRONG} == set(DIST_VARIABLES)
     for name, value in WRONG.items():

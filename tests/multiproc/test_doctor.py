@@ -19,12 +19,13 @@ from zmq.utils import garbage
 
 from potluck.cli._app import READER_GONE
 from potluck.doctor import examine
+from potluck.doctor.facts import names
+from potluck.doctor.facts.system import System
 from potluck.errors import RefusedError
 from potluck.hub.link import GuestLink
-from potluck.probe import names, ways
+from potluck.probe import ways
 from potluck.probe.link_server import LinkServer
 from potluck.probe.meeting import meet
-from potluck.probe.system import System
 from potluck.spec.facts import Case, Facts, Torch
 from potluck.spec.probed import DeviceSpeed, Probed
 from potluck.train import checkpoint_folder
@@ -273,7 +274,8 @@ def test_pains_of_one_machine_made_for_real(tmp_path: Path) -> None:
 
 def test_facts_are_collected_without_importing_torch(tmp_path: Path) -> None:
     """It must work where torch is broken, and be quick."""
-    code = "import sys\nfrom potluck.probe.host import *\ncollect(Wanted())\nprint('torch' in sys.modules)"
+    code = "import sys\nfrom potluck.doctor.facts.machine import *\ncollect(Wanted())\n"
+    code += "print('torch' in sys.modules)"
     source = str(Path(__file__).resolve().parents[2] / "src")
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import potluck
-from potluck.launch.ranks import free_port, rank_environment
+from potluck.fleet.ranks import free_port, rank_environment
 from support import job
 from support.fleet import JOB, Fleet, descendants, still_running
 from support.processes import SOURCE, Processes, TestProcess

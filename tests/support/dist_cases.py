@@ -538,8 +538,7 @@ def run_all(
         options: of Config; "machines": on how many the ranks seem to be; "share": (k, n), every n-th case from k.
     """
     import potluck
-    from potluck.dist import Config
-    from potluck.wire import shm
+    from potluck.dist import Config, shm
 
     assert potluck.__version__
     device = devices[rank] if devices else "cpu"

@@ -42,7 +42,7 @@ def _group(backend: str, **options: Any) -> None:
 
 def straggler(rank: int, world: int, backend: str, later: bool, way: str) -> Seen:
     """One all-reduce, to which rank 1 comes late. "both": shared memory between rank 0 and 2, TCP to rank 1."""
-    from potluck.wire import shm
+    from potluck.dist import shm
 
     own = shm.neighbourhood
     if way == "both":

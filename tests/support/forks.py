@@ -35,7 +35,7 @@ IMPORTED = (
     "potluck.cli.host",
     "potluck.cli.join",
     "potluck.cli.train",
-    "potluck.launch.script",
+    "potluck.fleet.script",
     "potluck.report.guest_view",
     "potluck.train.recipes.gpt",
     "potluck.train.run",

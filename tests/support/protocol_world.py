@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
+from potluck.balance.ledger import Ledger
 from potluck.errors import WireError
 from potluck.hub import actions as act
 from potluck.hub.checks import CommonBatch, Packed
 from potluck.hub.feed import NOTHING, Item, PieceState
-from potluck.hub.ledger import Ledger
 from potluck.hub.members import COMPUTING, Member
 from potluck.hub.protocol import HostProtocol, HostTerms
 from potluck.hub.stepping import StepResult

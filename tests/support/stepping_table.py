@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from potluck.balance.leases import Least
+from potluck.balance.ledger import Ledger
+from potluck.balance.quota import Estimate
 from potluck.hub.actions import Action, Emit, Send
 from potluck.hub.feed import Feed, PieceState
-from potluck.hub.ledger import Ledger
 from potluck.hub.members import COMPUTING, Member
-from potluck.hub.quota import Estimate
 from potluck.hub.stepping import Stepping, Take
-from potluck.plan.leases import Least
 from potluck.train.data import epoch_order
 
 HOST_S = 0.1

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from potluck.balance.leases import Least, Speed, lease_sizes, next_size, quotas, split_evenly, takeable
+from potluck.balance.ledger import Ledger
 from potluck.errors import LoopError
 from potluck.hub.alone import AloneHub
-from potluck.hub.ledger import Ledger
-from potluck.plan.leases import Least, Speed, lease_sizes, next_size, quotas, split_evenly, takeable
 from potluck.report.messages import describe
 from potluck.train.batch_statistics import StatisticsNotice, batch_statistics, least_samples
 from potluck.train.data import epoch_order

@@ -14,8 +14,8 @@ import pytest
 
 from potluck.cli._doctor_view import lines_of
 from potluck.doctor import examine
+from potluck.doctor.facts.machine import VARIABLES
 from potluck.errors import UserError
-from potluck.probe.host import VARIABLES
 from potluck.spec.facts import FORMAT, Case, from_json, to_json
 from support.healthy import linux, mac, pair, unreached
 

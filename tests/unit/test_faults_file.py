@@ -17,6 +17,7 @@ from potluck.errors import ConfigError
 from potluck.lab import detour
 from potluck.lab import faults as built_in
 from potluck.lab.box import Box
+from potluck.lab.shaping import Fault
 from potluck.lab.stage import Actor
 from potluck.lab.striker import Striker
 from potluck.report.lab_table import results_text
@@ -26,7 +27,6 @@ from potluck.spec.faults import LINK_KINDS, FaultPlan, PlannedFault, loads
 from potluck.spec.figures import Results, results, to_json
 from potluck.spec.outcome import FaultDone, Incident, Outcome
 from potluck.spec.rig import Rig, parse
-from potluck.wire.shaping import Fault
 from support import lab_outcomes
 from support.rigs import wait_until
 

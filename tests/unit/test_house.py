@@ -29,24 +29,25 @@ LAYERS = (
     ("units", "env", "failpoints", "limits", "sinks"),
     ("durable",),
     ("spec",),
-    ("plan", "doctor"),
+    ("balance",),
+    ("plan",),
     ("device",),
     ("wire", "codec"),
     ("hub", "dist"),
     ("train",),
-    ("report", "lab", "launch", "probe"),
+    ("doctor",),
+    ("report", "lab", "fleet", "probe"),
     ("cli",),
     ("__init__", "__main__"),
 )
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 
 PURE = [
-    *(path for part in ("spec", "plan", "doctor") for path in sorted((SOURCE / part).rglob("*.py"))),
-    *(SOURCE / "hub" / name for name in ("ledger.py", "norms.py", "quota.py", "protocol.py", "reasons.py")),
+    *(path for part in ("spec", "balance", "plan", "doctor") for path in sorted((SOURCE / part).glob("*.py"))),
+    *(SOURCE / "hub" / name for name in ("checks.py", "norms.py", "protocol.py", "reasons.py", "said.py", "stepping.py")),
     *(SOURCE / "dist" / name for name in ("schedules.py", "config.py")),
-    SOURCE / "wire" / "shaping.py",
     SOURCE / "probe" / "stream.py",
-    *(SOURCE / "lab" / name for name in ("network.py", "shares.py")),
+    *(SOURCE / "lab" / name for name in ("network.py", "shaping.py", "shares.py")),
 ]
 IMPURE = {"torch", "time", "random", "secrets", "socket", "zmq", "threading", "asyncio", "subprocess"}
 
@@ -138,7 +139,7 @@ def test_the_layer_test_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sys.modules[__name__], "SOURCE", source)
     file = source / "wire" / "x.py"
     for text, part in (
-        ("from potluck.hub.ledger import Ledger", "hub"),
+        ("from potluck.hub.protocol import HostProtocol", "hub"),
         ("import potluck.cli", "cli"),
         ("from potluck import start", "__init__"),
         ("import potluck", "__init__"),

@@ -11,8 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from potluck.balance.ledger import Ledger, LedgerError
 from potluck.errors import ConfigError
-from potluck.hub.ledger import Ledger, LedgerError
 from potluck.train.data import epoch_order
 
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from potluck.balance.quota import EXTRA_PART
 from potluck.hub.guest import Work
 from potluck.hub.members import Member
-from potluck.hub.quota import EXTRA_PART
 from potluck.hub.stepping import MOST_MICRO_BATCHES
 from potluck.train import guest_loop
 from support.stepping_table import HOST_S, Table, freeze, sends

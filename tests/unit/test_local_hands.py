@@ -20,7 +20,7 @@ from potluck.dist import formation, reduction
 from potluck.dist.counting import SPENT
 from potluck.dist.local import LocalGroup
 from potluck.dist.local_hands import Hands, number_of
-from potluck.wire.shm import Segment
+from potluck.dist.shm import Segment
 
 PART = 512
 """Bytes: so that small tensors have several parts."""

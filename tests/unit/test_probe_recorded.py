@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from potluck.doctor.facts import firewalls, interfaces, leftovers, names, software, ssh
+from potluck.doctor.facts.system import Said, System
 from potluck.errors import ConfigError
-from potluck.probe import firewalls, interfaces, leftovers, names, software, ssh
-from potluck.probe.system import Said, System
 from potluck.spec.facts import CONTAINER, ETHERNET, LOOPBACK, OTHER, THUNDERBOLT, VPN, WIFI, Gpu, Torch
 
 

@@ -19,10 +19,10 @@ import psutil
 import pytest
 
 from potluck.errors import ConfigError, NetworkError
-from potluck.wire import flow as flow_module
-from potluck.wire import proxy as proxy_module
-from potluck.wire.proxy import Proxy, ProxyProcess
-from potluck.wire.shaping import (
+from potluck.lab import flow as flow_module
+from potluck.lab import proxy as proxy_module
+from potluck.lab.proxy import Proxy, ProxyProcess
+from potluck.lab.shaping import (
     CATCH_UP_S,
     IDLE_CREDIT_S,
     LEAST_ROOM_BYTES,
@@ -549,8 +549,8 @@ def test_a_proxy_process_that_is_gone_says_so(tmp_path: Path) -> None:
 OWNER = """
 import sys, time
 from pathlib import Path
-from potluck.wire.proxy import ProxyProcess
-from potluck.wire.shaping import LinkSpec
+from potluck.lab.proxy import ProxyProcess
+from potluck.lab.shaping import LinkSpec
 proxy = ProxyProcess([LinkSpec(name="a")], folder=Path(sys.argv[1]))
 print(proxy.pid, flush=True)
 time.sleep(60)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from potluck.hub.quota import Estimate
-from potluck.plan.leases import Quotas, Speed, ideal, lease_sizes, next_size, quotas, split_evenly
+from potluck.balance.leases import Quotas, Speed, ideal, lease_sizes, next_size, quotas, split_evenly
+from potluck.balance.quota import Estimate
 
 rates = st.floats(1e-3, 1e4)
 overheads = st.floats(0, 100)

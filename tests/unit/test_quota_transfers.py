@@ -12,8 +12,8 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from potluck.hub.quota import EXTRA_PART, extra_samples
-from potluck.plan.leases import Quotas, Speed, ideal, lease_sizes, quotas, split_evenly
+from potluck.balance.leases import Quotas, Speed, ideal, lease_sizes, quotas, split_evenly
+from potluck.balance.quota import EXTRA_PART, extra_samples
 
 CLOSE = 1 + 1e-9
 quick = settings(max_examples=150, deadline=None)

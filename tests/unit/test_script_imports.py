@@ -9,7 +9,7 @@ import pytest
 from potluck.cli import join
 from potluck.cli._scripts import running
 from potluck.errors import MissingModuleError, ScriptError
-from potluck.launch.script import Script, guest_hint, imports_of, missing_here, not_sent, read_script, run_received
+from potluck.fleet.script import Script, guest_hint, imports_of, missing_here, not_sent, read_script, run_received
 
 SCRIPT = """
 from __future__ import annotations

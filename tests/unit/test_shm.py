@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from potluck.dist import shm
 from potluck.errors import NetworkError
-from potluck.wire import shm
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no POSIX shared memory")
 KINDS = [pytest.param(True, marks=pytest.mark.skipif(sys.platform != "linux", reason="memfd")), False]

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from potluck.balance.ledger import Ledger
 from potluck.hub.actions import Action, SendSamples, Wake
-from potluck.hub.ledger import Ledger
 from potluck.hub.members import COMPUTING, GAIN_WINDOW, LATE, QUOTA_RETRY_STEPS, SITTING_OUT, SYNCING
 from potluck.hub.stepping import SILENT_S, Stepping
 from potluck.train.data import epoch_order

@@ -66,7 +66,7 @@ def _until_the_reader_left() -> Iterator[None]:
     try:
         yield
     except (BrokenPipeError, KeyboardInterrupt) as error:
-        from potluck.launch.life import ReaderGone, reader_is_gone  # slow to import, and only needed here
+        from potluck.fleet.life import ReaderGone, reader_is_gone  # slow to import, and only needed here
 
         if isinstance(error, ReaderGone) or (isinstance(error, BrokenPipeError) and reader_is_gone()):
             raise _ReaderLeft from error

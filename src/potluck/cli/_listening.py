@@ -15,7 +15,7 @@ from typing import Self
 import click
 
 from potluck.cli._options import checked_bind
-from potluck.launch.life import leased
+from potluck.fleet.life import leased
 from potluck.report.text import clean
 from potluck.wire.keys import new_keys
 from potluck.wire.token import Token, encode, local_addresses

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from potluck.errors import PotluckError, ScriptError
-from potluck.launch.life import reader_is_gone
-from potluck.launch.script import guest_hint
+from potluck.fleet.life import reader_is_gone
+from potluck.fleet.script import guest_hint
 from potluck.train.launch import Interrupted
 
 HINT = "the traceback above is the script's own"

@@ -24,9 +24,9 @@ from potluck.cli._app import Settings
 from potluck.cli._options import LOOPBACK, checked_bind
 from potluck.device import Device
 from potluck.errors import LoopError
+from potluck.fleet.life import reader_watched
+from potluck.fleet.local import LocalGuests
 from potluck.hub.waiting import WaitingRoom
-from potluck.launch.life import reader_watched
-from potluck.launch.local import LocalGuests
 from potluck.limits import usable_cores
 from potluck.report.view import View, make_view
 from potluck.sinks import guarded

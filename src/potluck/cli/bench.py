@@ -204,8 +204,8 @@ def is_rank() -> bool:
 
 def start_ranks(arguments: list[str], processes: int, threads: int) -> None:
     """This very command, as several ranks; Ctrl-C ends them all."""
-    from potluck.launch.life import leased, reader_is_gone
-    from potluck.launch.ranks import run_ranks
+    from potluck.fleet.life import leased, reader_is_gone
+    from potluck.fleet.ranks import run_ranks
 
     own = [sys.executable, "-m", "potluck", "bench", *arguments, "--parent", str(os.getpid())]
     with leased():
@@ -224,7 +224,7 @@ def joined(names: list[str], parent: int | None) -> Iterator[tuple[dict[str, Any
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _get_default_store
 
-    from potluck.launch.life import GRACE_S, leased, reader_is_gone
+    from potluck.fleet.life import GRACE_S, leased, reader_is_gone
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     try:

@@ -19,8 +19,8 @@ from potluck.cli._app import Settings
 from potluck.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
+    from potluck.doctor.facts.machine import Wanted
     from potluck.doctor.log_text import Part
-    from potluck.probe.host import Wanted
     from potluck.spec.facts import Case, Facts
     from potluck.spec.finding import Diagnosis, LogReading
 
@@ -133,7 +133,7 @@ def _check_target(target: str, flags: dict[str, Any]) -> None:
 
 
 def _wanted(settings: Settings, flags: dict[str, Any]) -> Wanted:
-    from potluck.probe.host import Wanted
+    from potluck.doctor.facts.machine import Wanted
 
     run = flags["run"]
     if run is not None and not run.is_dir():
@@ -167,9 +167,9 @@ def _count(text: str | None) -> int | None:
 
 def _look(target: str | None, flags: dict[str, Any], wanted: Wanted, say: Callable[[str], None]) -> Case:
     from potluck.cli._target import address_of, token_text
-    from potluck.probe.host import collect
+    from potluck.doctor.facts.machine import collect
+    from potluck.doctor.facts.system import System
     from potluck.probe.meeting import meet, try_address
-    from potluck.probe.system import System
     from potluck.spec.facts import Case
     from potluck.wire.token import decode
 

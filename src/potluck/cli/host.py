@@ -61,7 +61,7 @@ def run_script(
 ) -> None:
     from potluck.cli import _session
     from potluck.cli._scripts import running
-    from potluck.launch.script import imports_of, not_sent, read_script, run_file
+    from potluck.fleet.script import imports_of, not_sent, read_script, run_file
     from potluck.train.folder import open_folder
     from potluck.train.launch import HOST, Interrupted
 

@@ -69,7 +69,7 @@ def join(settings: Settings, /, token: str | None, token_file: Path | None, **fl
       potluck join potluck2-…
       potluck join --token-file token.txt --device cpu --threads 4
     """
-    from potluck.launch.life import leased
+    from potluck.fleet.life import leased
     from potluck.wire.token import decode
 
     # Before anything slow: whatever this process waits for, it must not outlive who started it.
@@ -211,7 +211,7 @@ def _failed(launch: Any, why: str) -> None:
 
 def _check_modules(script: str, imports: dict[str, str]) -> None:
     """Before the script runs here: all the modules that it imports and this machine lacks, at once."""
-    from potluck.launch.script import guest_hint, missing_here
+    from potluck.fleet.script import guest_hint, missing_here
 
     names = {module: where for module, where in imports.items() if all(map(_NAME.fullmatch, (module, where)))}
     missing = missing_here(names)
@@ -223,7 +223,7 @@ def _check_modules(script: str, imports: dict[str, str]) -> None:
 
 def _run_work(launch: Any, local: Path | None, view: Any) -> None:
     from potluck.cli._scripts import GUEST_HINT, HINT, IN_LOOP_HINT, running
-    from potluck.launch.script import read_script, received_script, run_file, run_received
+    from potluck.fleet.script import read_script, received_script, run_file, run_received
     from potluck.spec.config import build
     from potluck.train import recipes
     from potluck.train.recipes.job import train as train_recipe

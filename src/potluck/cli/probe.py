@@ -90,7 +90,7 @@ def probe(settings: Settings, /, target: str | None, **flags: Any) -> None:
     if flags["listen"]:
         _listen(work, flags)
         return
-    from potluck.launch.life import leased
+    from potluck.fleet.life import leased
 
     with leased(), _progress(flags["seconds"]) as say:
         probed = work.measure(say)

@@ -16,6 +16,7 @@ from dataclasses import replace
 from multiprocessing.util import Finalize
 from typing import Any
 
+from potluck.dist import shm
 from potluck.dist.compression import Compressor
 from potluck.dist.config import LOG_LEVELS, TRACE, Config, Resolved, ranks_text, resolve
 from potluck.dist.engine import Engine
@@ -31,7 +32,6 @@ from potluck.dist.paths import LocalPath, MeshPath, Path
 from potluck.dist.record import Header, Record
 from potluck.dist.rendezvous import Card, Meeting, all_ready, meet
 from potluck.errors import CollectiveError, CollectiveTimeoutError, ConfigError, PotluckError
-from potluck.wire import shm
 
 _DRAIN_S = 2.0
 

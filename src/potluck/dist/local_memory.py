@@ -17,8 +17,8 @@ import torch
 from potluck.dist.local_chain import Chain
 from potluck.dist.mailbox import Mailbox
 from potluck.dist.rings import Ring, Shape
+from potluck.dist.shm import LINE_BYTES, Processes, Segment, Words, available
 from potluck.errors import CollectiveError, NetworkError
-from potluck.wire.shm import LINE_BYTES, Processes, Segment, Words, available
 
 MAX_MEMBERS = 64
 _PAGE = 4096

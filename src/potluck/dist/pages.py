@@ -19,8 +19,8 @@ from typing import Any
 import psutil
 from torch._C._distributed_c10d import PrefixStore
 
+from potluck.dist import shm
 from potluck.errors import CollectiveError, GuestsMissingError
-from potluck.wire import shm
 
 _LOOK_S = 0.01
 _NEWEST, _COMPLETE = "newest", "complete"

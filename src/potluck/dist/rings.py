@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from potluck.wire.shm import Words
+from potluck.dist.shm import Words
 
 NOTE_BYTES = 512
 _LENGTH = struct.Struct("<I")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from potluck.hub.ledger import Ledger
+from potluck.balance.leases import Least, next_size
+from potluck.balance.ledger import Ledger
+from potluck.balance.quota import Estimate
 from potluck.hub.members import Member
-from potluck.hub.quota import Estimate
 from potluck.hub.stepping import StepResult
-from potluck.plan.leases import Least, next_size
 
 
 class AloneHub:

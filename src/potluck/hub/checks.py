@@ -13,14 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from potluck.balance.leases import Least
+from potluck.balance.ledger import Ledger
 from potluck.errors import WireError
 from potluck.hub.actions import CONTROL, DATA, Action, CompareSketch, Emit, Send, Verdict
 from potluck.hub.feed import PieceState
-from potluck.hub.ledger import Ledger
 from potluck.hub.members import CHECKING, COMPUTING, LONGEST_BENCH_STEPS, SYNCING, Member
 from potluck.hub.said import whole
 from potluck.hub.stepping import pack_samples
-from potluck.plan.leases import Least
 
 CHECK_SAMPLES = 4
 """At most this many samples in a common batch, unless the model needs more at once."""

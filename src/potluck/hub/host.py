@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+from potluck.balance.leases import next_size
 from potluck.errors import GuestsMissingError, LoopError, WireError
 from potluck.failpoints import hit
 from potluck.hub import actions as act
@@ -28,7 +29,6 @@ from potluck.hub.recorder import Recorder
 from potluck.hub.standstill import Standstill
 from potluck.hub.stepping import StepResult
 from potluck.hub.tensors import ModelTensors
-from potluck.plan.leases import next_size
 from potluck.wire.frames import Message, VersionError, pack, unpack
 from potluck.wire.transport import HostSocket
 from potluck.wire.tree import pack_tree

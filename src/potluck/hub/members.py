@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from potluck.balance.leases import Least, Speed
+from potluck.balance.quota import Estimate
 from potluck.hub.feed import Feed
-from potluck.hub.quota import Estimate
-from potluck.plan.leases import Least, Speed
 
 JOINING = "joining"
 SYNCING = "syncing"

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from potluck.balance.leases import Least
+from potluck.balance.ledger import Ledger
 from potluck.errors import WireError
 from potluck.hub.actions import (
     CONTROL,
@@ -27,12 +29,10 @@ from potluck.hub.actions import (
 from potluck.hub.checks import Checks
 from potluck.hub.feed import Feed, PieceState
 from potluck.hub.guard import ReplicaGuard
-from potluck.hub.ledger import Ledger
 from potluck.hub.members import JOINING, SYNCING, Member
 from potluck.hub.norms import Norms
 from potluck.hub.said import LARGEST_NUMBER, micro_batches, real, seconds, whole
 from potluck.hub.stepping import Stepping
-from potluck.plan.leases import Least
 from potluck.spec.config import MOST_GUESTS
 from potluck.spec.layout import TensorSpec, fingerprint_from_json, fingerprint_to_json, first_difference
 from potluck.units import printable

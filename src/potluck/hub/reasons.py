@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from potluck.balance.leases import Speed
 from potluck.hub.members import Member, OpenLease
-from potluck.plan.leases import Speed
 
 TOO_LATE = "it was too late"
 

@@ -15,9 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from potluck.balance.leases import Least, Quotas, Speed, lease_sizes, quotas, split_evenly, takeable
+from potluck.balance.ledger import Ledger
+from potluck.balance.quota import Estimate, extra_samples
 from potluck.hub.actions import CONTROL, Action, Emit, Send, SendSamples, Wake
 from potluck.hub.feed import PieceState
-from potluck.hub.ledger import Ledger
 from potluck.hub.members import (
     COMPUTING,
     GAIN_WINDOW,
@@ -29,9 +31,7 @@ from potluck.hub.members import (
     Member,
     OpenLease,
 )
-from potluck.hub.quota import Estimate, extra_samples
 from potluck.hub.reasons import in_a_row, why_late, why_not
-from potluck.plan.leases import Least, Quotas, Speed, lease_sizes, quotas, split_evenly, takeable
 
 FIRST_TAIL_S = 0.05
 """A guess of what it takes a guest to deliver the end of its gradient, until its first contribution tells."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-from potluck.wire.shaping import Fault
+from potluck.lab.shaping import Fault
 
 
 class Box(Protocol):

@@ -29,10 +29,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from potluck import env
+from potluck.balance.leases import split_evenly
+from potluck.balance.ledger import Ledger
 from potluck.device import Device, pick
 from potluck.errors import ConfigError, NetworkError, PotluckError
-from potluck.hub.ledger import Ledger
-from potluck.plan.leases import split_evenly
 from potluck.spec.config import build
 from potluck.train import recipes
 from potluck.train.data import Loader, epoch_order, to_device

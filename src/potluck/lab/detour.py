@@ -18,9 +18,9 @@ from pathlib import Path
 import psutil
 
 from potluck.errors import TokenError
+from potluck.lab.proxy import ProxyProcess
+from potluck.lab.shaping import Fault, LinkSpec
 from potluck.spec.rig import Machine
-from potluck.wire.proxy import ProxyProcess
-from potluck.wire.shaping import Fault, LinkSpec
 from potluck.wire.token import Token, decode, encode
 
 ADDRESS = "127.0.0.1"

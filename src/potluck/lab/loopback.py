@@ -26,10 +26,10 @@ import psutil
 from potluck.errors import PotluckError
 from potluck.lab import detour
 from potluck.lab.detour import read_token, write_token
+from potluck.lab.proxy import ProxyProcess
+from potluck.lab.shaping import Fault, LinkSpec
 from potluck.lab.warden import end
 from potluck.spec.rig import HOST, Machine, Rig
-from potluck.wire.proxy import ProxyProcess
-from potluck.wire.shaping import Fault, LinkSpec
 
 ADDRESS = "127.0.0.1"
 PREFIX = "potluck-loopback-"

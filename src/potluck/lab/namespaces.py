@@ -26,9 +26,9 @@ from potluck.lab import enter, permission, state
 from potluck.lab.box import Box
 from potluck.lab.network import needs_netem, wiring
 from potluck.lab.permission import why_not
+from potluck.lab.shaping import Fault
 from potluck.lab.supervisor import Request
 from potluck.spec.rig import HOST, Rig
-from potluck.wire.shaping import Fault
 
 if TYPE_CHECKING:
     from potluck.lab.detour import Detours

@@ -21,9 +21,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from potluck.balance.ledger import Ledger
 from potluck.device import pick
 from potluck.errors import GuestsMissingError, HostGoneError, PotluckError
-from potluck.hub.ledger import Ledger
 from potluck.lab.ddp_worker import Member, Spec, read_spec
 from potluck.spec.config import build
 from potluck.train import recipes

@@ -14,11 +14,11 @@ from typing import Any, Protocol
 import psutil
 
 from potluck.lab.box import Box
+from potluck.lab.shaping import Fault
 from potluck.lab.stage import Actor
 from potluck.spec.aftermath import BACK, LOST
 from potluck.spec.faults import LINK_KINDS, PlannedFault
 from potluck.spec.outcome import FaultDone, Incident
-from potluck.wire.shaping import Fault
 
 _TOLD = (*LOST, BACK, "lease_taken_back")
 

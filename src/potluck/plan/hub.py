@@ -21,8 +21,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from potluck.balance.leases import Quotas, Speed, quotas
 from potluck.plan.collectives import shared_nic_bytes_per_s
-from potluck.plan.leases import Quotas, Speed, quotas
 from potluck.plan.strategies import WAIT_WORTH_S, alone_s, fastest_alone_s, prediction
 from potluck.spec import about
 from potluck.spec.config import MOST_GUESTS

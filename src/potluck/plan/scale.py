@@ -24,10 +24,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from potluck.balance.leases import Speed
 from potluck.errors import ConfigError
 from potluck.plan.collectives import ring_all_reduce_s, slowest_link
 from potluck.plan.hub import HUB_BYTES_PER_S, speed_of
-from potluck.plan.leases import Speed
 from potluck.plan.strategies import RING_PART, fastest_alone_s
 from potluck.spec import about
 from potluck.spec.config import MOST_GUESTS

@@ -18,9 +18,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from potluck.balance.leases import split_evenly
 from potluck.errors import ConfigError
 from potluck.plan import collectives
-from potluck.plan.leases import split_evenly
 from potluck.plan.memory import memory_of
 from potluck.spec import about
 from potluck.spec.fleet import (

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from potluck.dist.shm import neighbourhood
 from potluck.probe import tcp
-from potluck.wire.shm import neighbourhood
 
 MEMORY, TCP = "memory", "tcp"
 

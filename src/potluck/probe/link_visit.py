@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from potluck.doctor.facts.interfaces import route_to
+from potluck.doctor.facts.system import System
 from potluck.errors import NetworkError, PotluckError, WireError
 from potluck.probe import bare, iperf
-from potluck.probe.interfaces import route_to
 from potluck.probe.reach import number_of, tried_all
 from potluck.probe.stream import MOST_PIECE, Meter, Shares, Window, round_trips
-from potluck.probe.system import System
 from potluck.spec.facts import CONNECTED, from_plain
 from potluck.spec.probed import DeviceSpeed, Path, Rate, Way
 from potluck.wire.door import HANDSHAKE_S

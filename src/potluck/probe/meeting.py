@@ -25,12 +25,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
+from potluck.doctor.facts.interfaces import family_of, route_to
+from potluck.doctor.facts.system import System
 from potluck.errors import PotluckError, WireError
 from potluck.probe import ways
-from potluck.probe.interfaces import family_of, route_to
 from potluck.probe.link_server import GUEST_HELLO, LinkServer, no_host
 from potluck.probe.reach import COMMON_PORTS, TRY_S, number_of, tried, tried_all
-from potluck.probe.system import System
 from potluck.spec.facts import (
     CONNECTED,
     Between,

@@ -8,11 +8,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from potluck.doctor.facts.interfaces import route_to
+from potluck.doctor.facts.system import System
 from potluck.errors import NetworkError
-from potluck.probe.interfaces import route_to
 from potluck.probe.reach import COMMON_PORTS, tried, tried_all
 from potluck.probe.stream import round_trips
-from potluck.probe.system import System
 from potluck.spec.facts import CONNECTED, REFUSED
 from potluck.spec.probed import Path
 

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from potluck.probe.interfaces import route_to
-from potluck.probe.names import lookups
-from potluck.probe.system import System
+from potluck.doctor.facts.interfaces import route_to
+from potluck.doctor.facts.names import lookups
+from potluck.doctor.facts.system import System
 from potluck.spec.facts import CONNECTED, DENIED, FAILED, NO_ROUTE, REFUSED, TIMEOUT, UNKNOWN_NAME, Reach
 
 TRY_S = 3.0

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from potluck.doctor.facts.system import System
 from potluck.errors import PotluckError
 from potluck.probe.link_visit import Visit
-from potluck.probe.system import System
 from potluck.spec.probed import Path, Way
 from potluck.wire.token import Token
 

@@ -1,6 +1,6 @@
 """Layers that normalise over the batch (BatchNorm): which a model has, how few samples they bear, what is told.
 
-Owns the rule and the event. How samples are dealt by it is `plan/leases.py`'s affair.
+Owns the rule and the event. How samples are dealt by it is `balance/leases.py`'s affair.
 
 What counts is the number of micro-batches in a step, not how equal they are: K of them in a step of B samples train
 as micro-batches of B ÷ K do. See docs/log.md for the measurement.
@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from potluck.plan.leases import Least
+from potluck.balance.leases import Least
 
 LEAST_LEASE = 8
 """Every lease is a micro-batch more. With four of 8 samples beside 32 on the host a CNN's validation loss was

@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from potluck.balance.leases import Least
+from potluck.balance.ledger import Ledger
 from potluck.errors import CheckpointError, ConfigError, LoopError, NonFiniteError, RunFolderError
 from potluck.failpoints import hit
 from potluck.hub.alone import AloneHub
 from potluck.hub.checks import CommonBatch
 from potluck.hub.host import HostHub
-from potluck.hub.ledger import Ledger
 from potluck.hub.parity import Reference, Sketch, sketch
 from potluck.hub.tensors import ModelTensors
-from potluck.plan.leases import Least
 from potluck.train import checkpoint_folder, given
 from potluck.train.bad_steps import BadSteps, Facts
 from potluck.train.batch_statistics import BatchStatistics

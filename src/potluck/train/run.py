@@ -17,13 +17,13 @@ from torch import nn
 
 from potluck import codec as codecs
 from potluck import env, failpoints
+from potluck.balance.ledger import Ledger
 from potluck.device import Device, pick, pick_for_rank
 from potluck.errors import ConfigError, LoopError
 from potluck.hub.alone import AloneHub
 from potluck.hub.guest import GuestHub
 from potluck.hub.host import HostHub, HubParts
 from potluck.hub.host_coder import HostCoder
-from potluck.hub.ledger import Ledger
 from potluck.hub.protocol import HostProtocol, HostTerms
 from potluck.hub.recorder import Recorder
 from potluck.hub.tensors import ModelTensors

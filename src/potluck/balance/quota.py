@@ -1,7 +1,7 @@
 """What the host knows of a guest's speed, and what it lends beyond the quota.
 
 PURE: numbers in, numbers out. It knows no machine beyond its speed. How many samples a guest gets is
-`plan/leases.py`'s affair, so that a prediction and the host count with one formula.
+`balance/leases.py`'s affair, so that a prediction and the host count with one formula.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from potluck.plan.leases import Speed, lease_sizes, split_evenly
+from potluck.balance.leases import Speed, lease_sizes, split_evenly
 
 EXTRA_PART = 0.5
 DOUBT_SPREADS = 4.0

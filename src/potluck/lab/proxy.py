@@ -4,7 +4,7 @@ It owns where connections come in and where they lead, and its life as a process
 not know what they mean. One thread, one selector, the standard library: it works wherever Python does, without any
 rights. `Proxy` runs in a thread of the caller's; `ProxyProcess` is one in a process of its own:
 
-    python -m potluck.wire.proxy SPEC.json
+    python -m potluck.lab.proxy SPEC.json
 
     {"links": [{"name": "laptop", "rate_bytes_per_s": 5e6, "latency_s": 0.005}], "shared": null, "counters": PATH,
      "routes": [{"link": "laptop", "host": "127.0.0.1", "port": 5555}]}
@@ -32,8 +32,8 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from potluck.errors import ConfigError, NetworkError, PotluckError
-from potluck.wire.flow import Connection, Flow, hang_up, prepare
-from potluck.wire.shaping import Bucket, Direction, Fault, Link, LinkSpec, faults_from, link_from
+from potluck.lab.flow import Connection, Flow, hang_up, prepare
+from potluck.lab.shaping import Bucket, Direction, Fault, Link, LinkSpec, faults_from, link_from
 
 MOST_CONNECTIONS = 200
 """Two sockets each: Windows lets select() look at 512."""
@@ -220,7 +220,7 @@ class ProxyProcess:
             self._counters: mmap.mmap | bytes = mmap.mmap(file.fileno(), 0)
         with open(self._log, "wb") as log:
             self._process = subprocess.Popen(
-                wrap([sys.executable, "-m", "potluck.wire.proxy", str(spec)]),
+                wrap([sys.executable, "-m", "potluck.lab.proxy", str(spec)]),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

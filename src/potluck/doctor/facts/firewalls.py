@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from potluck.probe.system import System
+from potluck.doctor.facts.system import System
 from potluck.spec.facts import Firewall
 
 COMMAND_S = 2.0

@@ -19,9 +19,9 @@ from typing import Any
 import psutil
 
 from potluck._version import __version__
+from potluck.doctor.facts import firewalls, interfaces, leftovers, names, software, ssh
+from potluck.doctor.facts.system import System
 from potluck.limits import cpu_name, usable_cores, usable_memory
-from potluck.probe import firewalls, interfaces, leftovers, names, software, ssh
-from potluck.probe.system import System
 from potluck.spec.facts import Cpu, Disk, Facts
 from potluck.wire.frames import PROTOCOL
 from potluck.wire.token import local_addresses

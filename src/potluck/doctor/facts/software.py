@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from potluck.probe.system import System
+from potluck.doctor.facts.system import System
 from potluck.spec.facts import Gpu, Power, Torch
 
 IMPORT_S = 7.0

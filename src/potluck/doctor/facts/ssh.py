@@ -13,8 +13,8 @@ import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from potluck.doctor.facts.system import System
 from potluck.errors import ConfigError
-from potluck.probe.system import System
 from potluck.spec.facts import SshHost
 
 CONNECT_S = 4

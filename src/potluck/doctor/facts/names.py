@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from potluck.probe.system import System
+from potluck.doctor.facts.system import System
 from potluck.spec.facts import HostsLine, Lookup, Port
 from potluck.wire.reach import who_holds
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import psutil
 
-from potluck.probe.system import System
+from potluck.doctor.facts.system import System
 from potluck.spec.facts import CONTAINER, ETHERNET, LOOPBACK, OTHER, THUNDERBOLT, VPN, WIFI, Interface, Ipv6, Route
 from potluck.wire.token import is_inner
 

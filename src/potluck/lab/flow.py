@@ -19,7 +19,7 @@ import struct
 from collections import deque
 from collections.abc import Callable
 
-from potluck.wire.shaping import Direction, Link
+from potluck.lab.shaping import Direction, Link
 
 MOST_CHUNKS = 16_384
 """In one pipe: chunks can be of one byte each, and each has its own overhead."""

@@ -1,0 +1,1 @@
+"""The facts of this machine, looked up for the doctor's checks."""
