@@ -116,6 +116,9 @@ class HostTrainer:
         self._loss: float | None = None
         self._done = parts.ledger.step
         """The last step that is finished: in the update the ledger has closed one that may still fail."""
+        self._returned = time.monotonic()
+        """When the script was given the last step back."""
+        self._outside = self._returned, self._returned
         self._interrupted = False
         self._saved_step = parts.restored.step if parts.restored is not None else None
         self._saving_last = False
@@ -217,6 +220,7 @@ class HostTrainer:
 
     def _batches(self, step: Step) -> Iterator[Any]:
         """This machine's micro-batches of the step; then the update."""
+        self._outside = self._returned, time.monotonic()
         if self._checkpoint_due:
             # Not at the end of the last step: between steps the user's code may have other weights in the model.
             # One that is still being written puts this one off to the next step.
@@ -251,6 +255,7 @@ class HostTrainer:
             if self._measuring:
                 self._finish()
         self._update(step)
+        self._returned = time.monotonic()
 
     def _head_start_s(self) -> float:
         """What guests have beyond the time of this machine's own samples: see `Stepping.begin`.
@@ -408,7 +413,7 @@ class HostTrainer:
         every = self._p.launch.config.checkpoint_every
         if self._writer is not None and every > 0 and self._p.ledger.step % every == 0:
             self._checkpoint_due = True
-        number = self._p.ledger.step
+        number, outside = self._p.ledger.step, self._outside
 
         def updated(now: float, update_s: float) -> None:
             loss_sum = float(losses[0]) + (guests_loss if total is None else 0.0)
@@ -424,7 +429,9 @@ class HostTrainer:
                 bad_ranks=[rank for rank, bad in enumerate(losses[1:].tolist()) if bad],
             )
             self._judge(facts, samples, applied=bool(applied))
-            self._telemetry.step_ended(number, self._loss, result, update_s, now, applied=bool(applied))
+            self._telemetry.step_ended(
+                number, self._loss, result, update_s, now, applied=bool(applied), outside=outside
+            )
 
         step.loss_when_known(self._flight.finish)
         self._flight.follows(computed, updated)
