@@ -39,9 +39,9 @@ _COUNT = struct.Struct("<q")
 class LocalGroup(Rounds):
     """`size` processes of one machine; all of them call the same collectives in the same order.
 
-    One thread at a time may run collectives; `send` and `recv` may run beside them. Tensors are flat, contiguous
-    and in host memory. `note` says what a caller believes to be doing: where the notes of two members differ, all
-    of them raise CollectiveError with both. After any error the group is of no use.
+    One thread at a time may run collectives. Tensors are flat, contiguous and in host memory. `note` says what a
+    caller believes to be doing: where the notes of two members differ, all of them raise CollectiveError with both.
+    After any error the group is of no use.
     """
 
     @classmethod
@@ -362,32 +362,6 @@ class LocalGroup(Rounds):
                 )
             largest = max(largest, *(count for other, count in enumerate(theirs) if other != member))
         return largest
-
-    # From one to one
-
-    def send(self, values: Tensor, to: int, tag: int = 0, *, timeout_s: float) -> None:
-        """Give `values` [n] to one member; returns when the last piece is in its mailbox, read or not."""
-        self._memory.outbox(to).send(values, tag, self._waiting(timeout_s))
-
-    def recv(self, values: Tensor, source: int | None, tag: int = 0, *, timeout_s: float) -> int:
-        """Take `values` [n] that were sent with `tag` by `source`, or by anybody where it is None; says by whom."""
-        patience = self._waiting(timeout_s)
-        if source is None:
-            source = self._anybody(tag, patience)
-        self._memory.inbox(source).receive(values, tag, patience)
-        return source
-
-    def _anybody(self, tag: int, patience: Patience) -> int:
-        pause_s = 0.00001
-        while True:
-            for member in self._others:
-                if self._memory.inbox(member).has(tag):
-                    return member
-            patience.check(lambda: self._others)
-            if time.monotonic() > patience.deadline:
-                raise patience.late(self._others)
-            time.sleep(pause_s)
-            pause_s = min(pause_s * 1.5, 0.001)
 
 
 def _multiplied(values: Tensor, op: Any) -> tuple[Tensor, Any]:

@@ -28,9 +28,6 @@ _ALIGN = 16
 _DISAGREE = "the ranks are not doing the same thing"
 _AGREE = "every rank must call the same collectives in the same order, with the same sizes and types"
 
-Differ = Callable[[dict[int, bytes]], Exception | None]
-"""Given every member's note, of which some differ: what is wrong about it, or None if that is as it should be."""
-
 
 class Call:
     """One collective: within it waits have a deadline, and an error ends the group for all its members."""
@@ -95,7 +92,6 @@ class Rounds:
         self,
         memory: Memory,
         names: Sequence[str] | None = None,
-        differ: Differ | None = None,
         hands: Hands | None = None,
     ) -> None:
         """`hands`: who copies and adds up what is long; None: as many as there are cores for each member."""
@@ -107,7 +103,6 @@ class Rounds:
         self._scratch: dict[torch.dtype, Tensor] = {}
         self._broken = ""
         self._hands = hands or Hands(number_of(0, usable_cores(), self.size))
-        self._differ = differ or self._disagreement
 
     def abort(self, reason: str) -> None:
         """End every wait of every member within moments; `reason` is what they are told. From any thread."""
@@ -199,16 +194,9 @@ class Rounds:
         found = {other: ring.note(other, number).partition(SEPARATOR)[0] for other in self._others}
         mine = note.partition(SEPARATOR)[0]
         if any(theirs != mine for theirs in found.values()):
-            error = self._differ(dict(sorted({**found, self.rank: mine}.items())))
-            if error is not None:
-                raise error
-
-    def _disagreement(self, notes: dict[int, bytes]) -> Exception | None:
-        told = "; ".join(f"{self.names[member]}: {note.decode(errors='replace')}" for member, note in notes.items())
-        return CollectiveError(
-            f"{_DISAGREE}: {told}",
-            hint=_AGREE,
-        )
+            notes = sorted({**found, self.rank: mine}.items())
+            told = "; ".join(f"{self.names[member]}: {text.decode(errors='replace')}" for member, text in notes)
+            raise CollectiveError(f"{_DISAGREE}: {told}", hint=_AGREE)
 
     def _put(self, number: int, piece: Tensor, at: int = 0) -> None:
         """Copy a piece into this member's slot of a round."""
@@ -221,10 +209,8 @@ class Rounds:
     def _begin(self, timeout_s: float) -> Call:
         if self._broken:
             raise RankGoneError(f"this group of processes is of no use any more: {self._broken}")
-        return Call(self, self._waiting(timeout_s))
-
-    def _waiting(self, timeout_s: float) -> Patience:
-        return Patience(time.monotonic() + timeout_s, self._check, lambda late: self._late(late, timeout_s))
+        deadline = time.monotonic() + timeout_s
+        return Call(self, Patience(deadline, self._check, lambda late: self._late(late, timeout_s)))
 
     def _check(self, missing: Callable[[], list[int]]) -> None:
         told = self._memory.told()
