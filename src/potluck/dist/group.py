@@ -135,12 +135,12 @@ class PotluckGroup(DescribedGroup):
                             ranges.leave()
             except BaseException as raised:
                 error = arguments.worded(header, raised)
-                entry.fail(error)
+                entry.end(failed=True)
                 formation.failed(header, error)
                 if error is raised:
                     raise
                 raise error from None
-            entry.finish()
+            entry.end()
 
         formation.engine.submit(job, work, at_once=not getattr(opts, "asyncOp", True))
         return work
