@@ -137,7 +137,12 @@ def test_round_trips_have_a_middle_a_tail_and_a_jitter() -> None:
 @pytest.mark.parametrize("paths", [1, 2, 4])
 def test_the_shares_of_time_make_up_the_whole(paths: int) -> None:
     shares = Shares(30.0, paths)
-    assert shares.path_s(used=True) + (paths - 1) * shares.path_s(used=False) == pytest.approx(30.0)
+
+    def path_s(*, used: bool) -> float:
+        directions = shares.of("ours", used=used) + shares.of("bare", used=used)
+        return shares.of("idle", used=used) + Shares.DIRECTIONS * directions
+
+    assert path_s(used=True) + (paths - 1) * path_s(used=False) == pytest.approx(30.0)
     assert Shares(1.0, 4).of("bare", used=False) == Shares.LEAST_S
 
 

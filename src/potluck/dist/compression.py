@@ -70,10 +70,6 @@ class Residuals:
                 self._kept.popitem(last=False)
             return found
 
-    def clear(self) -> None:
-        with self._lock:
-            self._kept.clear()
-
     def __len__(self) -> int:
         with self._lock:
             return len(self._kept)
@@ -82,17 +78,16 @@ class Residuals:
 class Compressor:
     """Compressed all-reduces with one codec; keeps the residuals between them."""
 
-    def __init__(self, codec: str, *, feedback: bool = True, most_tensors: int = _MOST_TENSORS) -> None:
+    def __init__(self, codec: str, *, feedback: bool = True) -> None:
         """
         Args:
             codec: fp16, bf16, int8, int4, topk or topk:RATIO.
             feedback: False only to see what it is good for.
-            most_tensors: of how many tensors the residuals are kept; those used longest ago are forgotten.
         """
         self.codec: Codec = get(codec)
         # Of what goes to the owners, and of what owners hand out.
-        self._up = Residuals(most_tensors) if feedback else None
-        self._down = Residuals(most_tensors) if feedback else None
+        self._up = Residuals() if feedback else None
+        self._down = Residuals() if feedback else None
         self._room = Room()
 
     @staticmethod
@@ -133,12 +128,6 @@ class Compressor:
         """An all-reduce of `flat`, [n], contiguous and in host memory, in place, between two ranks."""
         up = self._up.get(identity, flat.numel(), flat.device) if self._up is not None else None
         return PairExchange(self.codec, flat, up, average=average, room=self._room)
-
-    def forget(self) -> None:
-        """Drop every residual, as after loading a checkpoint."""
-        for kept in (self._up, self._down):
-            if kept is not None:
-                kept.clear()
 
 
 class Exchange:

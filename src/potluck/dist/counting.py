@@ -160,11 +160,6 @@ class Metrics:
         """`with metrics.op("all_reduce", 4096) as op: ...`, inside of it `with op.phase("network"): ...`."""
         return Measured(self, name, nbytes)
 
-    def error(self, name: str) -> None:
-        """A collective failed that never began."""
-        with self._lock:
-            self._kind(name).errors += 1
-
     def snapshot(self) -> dict[str, Any]:
         """All figures, ready for JSON: `total`, and `by_op` with the same figures for each kind of collective."""
         with self._lock:

@@ -52,11 +52,6 @@ def show_results(results: Results, stream: TextIO) -> None:
     show(results_lines(results, columns()), stream)
 
 
-def results_text(results: Results, width: int = 80) -> str:
-    """The table as plain text."""
-    return "\n".join(line.plain.rstrip() for line in results_lines(results, width))
-
-
 def results_lines(results: Results, width: int) -> list[Line]:
     """The table and what a reader of it should know."""
     cells = [[column.text(row) for column in _COLUMNS] for row in results.rows]
@@ -80,19 +75,6 @@ def best_row(rows: Sequence[Row]) -> Row | None:
     """The one with the largest speed-up; None where nobody was faster than another."""
     known = [row for row in rows if row.speedup is not None]
     return max(known, key=lambda row: row.speedup or 0.0) if len(known) > 1 else None
-
-
-def results_markdown(results: Results) -> str:
-    """The table in markdown, the best row in bold."""
-    best = best_row(results.rows)
-    lines = ["| " + " | ".join(c.header for c in _COLUMNS) + " |"]
-    lines.append("|" + "|".join("---:" if c.right else "---" for c in _COLUMNS) + "|")
-    for row in results.rows:
-        texts = [column.text(row) for column in _COLUMNS]
-        texts = [f"**{text}**" if row is best and text != UNKNOWN else text for text in texts]
-        lines.append("| " + " | ".join(texts) + " |")
-    facts = [f"*{label}* {text}" for label, text in _below(results, None)]
-    return "\n".join([*lines, "", f"`{clean(results.rig.name)}`: " + "; ".join(facts) + "."])
 
 
 def _title(results: Results, width: int) -> Line:

@@ -20,7 +20,6 @@ BUS: Mapping[str, str] = {
     "reduce": "1",
 }
 """What of the tensor's bytes has to leave each rank, at the least, in each collective; as nccl-tests counts it."""
-DEFAULT_SIZES = "4K:256M"
 MAX_BYTES = 4 << 30
 _SIZE = re.compile(r"(\d+)\s*([kmg]?)(i?b)?", re.IGNORECASE)
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
