@@ -41,7 +41,7 @@ UP_S = 60.0
 DOWN_S = 10.0
 PATIENCE_S = 3.0
 _MOST_NAME = 40
-_SOURCE = str(Path(__file__).resolve().parents[2])
+SOURCE = str(Path(__file__).resolve().parents[2])
 
 
 class NamespaceBox(Box):
@@ -211,7 +211,7 @@ class NamespaceBox(Box):
         try:
             self._supervisor = subprocess.Popen(
                 [*before, sys.executable, "-S", "-m", "potluck.lab.supervisor"],
-                env={**permission.environment(), "PYTHONPATH": _SOURCE},
+                env={**permission.environment(), "PYTHONPATH": SOURCE},
                 cwd="/",
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

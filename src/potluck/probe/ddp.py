@@ -116,10 +116,10 @@ def _backward(model: nn.Module, samples: Tensor) -> Tensor:
     return loss.detach()
 
 
-def _reduce_alone(nbytes: int, group: Any, repeats: int = 5) -> float:
+def _reduce_alone(nbytes: int, group: Any) -> float:
     values = torch.zeros(nbytes // 4)
     times = []
-    for _ in range(repeats + 1):
+    for _ in range(6):
         dist.barrier(group)
         began = time.perf_counter()
         dist.all_reduce(values, group=group)

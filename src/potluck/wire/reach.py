@@ -22,7 +22,7 @@ _GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"CURVE".ljust(20, b"\0
 
 _REFUSED = {errno.ECONNREFUSED, getattr(errno, "WSAECONNREFUSED", -1)}
 _NO_ROUTE = {errno.EHOSTUNREACH, errno.ENETUNREACH, getattr(errno, "WSAEHOSTUNREACH", -1)}
-_UNDER_WAY = {0, errno.EINPROGRESS, errno.EWOULDBLOCK, getattr(errno, "WSAEWOULDBLOCK", -1)}
+UNDER_WAY = {0, errno.EINPROGRESS, errno.EWOULDBLOCK, getattr(errno, "WSAEWOULDBLOCK", -1)}
 
 
 class Answer(Enum):
@@ -78,7 +78,7 @@ def _begin(selector: selectors.BaseSelector, address: str, port: int, outcomes: 
     probe = socket.socket(family, kind, protocol)
     probe.setblocking(False)
     code = probe.connect_ex(where)
-    if code in _UNDER_WAY:
+    if code in UNDER_WAY:
         selector.register(probe, selectors.EVENT_WRITE, (address, str(where[0])))
     else:
         probe.close()

@@ -25,6 +25,7 @@ from potluck.errors import ConfigError, NetworkError, RefusedError, WireError
 from potluck.limits import usable_memory
 from potluck.wire.admitted import Admitted
 from potluck.wire.door import (
+    CURVE_OVERHEAD_BYTES,
     DISCONNECTED,
     FAILED_AUTH,
     FAILED_NO_DETAIL,
@@ -67,8 +68,6 @@ LOOK_S = 0.5
 _GREETING_S = 1.0
 _KNOCK = b""
 """What a guest says first on each connection, so that the host knows which of them are guests'."""
-_CURVE_OVERHEAD_BYTES = 1024
-"""Encryption adds some 40 bytes to a frame, and MAXMSGSIZE counts them."""
 
 _NEVER_MS = 24 * 3600 * 1000
 """As reconnect interval. -1, "do not reconnect", would throw away what came before the disconnect unread."""
@@ -432,7 +431,7 @@ class _OneThread:
 def _set_common_options(target: zmq.Socket[bytes], most_bytes: int) -> None:
     target.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
     target.setsockopt(zmq.RCVHWM, UNREAD_MESSAGES)
-    target.setsockopt(zmq.MAXMSGSIZE, most_bytes + _CURVE_OVERHEAD_BYTES)
+    target.setsockopt(zmq.MAXMSGSIZE, most_bytes + CURVE_OVERHEAD_BYTES)
     target.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000))
     # A machine that lost its power or its cable says nothing: let the system find out, and free what it held.
     target.setsockopt(zmq.TCP_KEEPALIVE, 1)
