@@ -21,7 +21,7 @@ from torch import Tensor
 from potluck.dist import reduction
 from potluck.dist.local import LocalGroup
 from potluck.dist.local_hands import Hands
-from potluck.dist.local_memory import Memory, Sizes
+from potluck.dist.local_memory import GroupMemory, Sizes
 from potluck.errors import CollectiveError, NetworkError, RankGoneError
 
 SLOT = 4096
@@ -36,7 +36,7 @@ Store = dist.Store
 
 def make(store: Store, name: str, rank: int, size: int, threads: int = 1) -> LocalGroup:
     sizes = Sizes(slot_bytes=SLOT, long_bytes=4 * SLOT, depth=3, small_bytes=1024)
-    memory = Memory.meet(store, name, rank, size, sizes=sizes, timeout_s=T)
+    memory = GroupMemory.meet(store, name, rank, size, sizes=sizes, timeout_s=T)
     return LocalGroup(memory, hands=Hands(threads, part_bytes=PART))
 
 

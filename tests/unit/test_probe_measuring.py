@@ -19,7 +19,7 @@ from potluck.probe.speed import Training, busy_note, largest, measure, spread
 from potluck.probe.stream import FIRST_WINDOW, MOST_WINDOW, Meter, Shares, Window, round_trips
 from potluck.report.probe_table import probe_lines, summary
 from potluck.spec.facts import from_plain
-from potluck.spec.probed import DeviceSpeed, Path, Probed, Rate, RoundTrips, Way
+from potluck.spec.probed import DeviceSpeed, Probed, ProbedPath, Rate, RoundTrips, Way
 from potluck.train import recipes
 from potluck.wire.frames import Message
 from support import fake_device
@@ -288,7 +288,7 @@ def way(ours: float, bare_: float) -> Way:
 
 
 TRIPS = RoundTrips(count=100, p50_s=0.0004, p99_s=0.002, jitter_s=0.0001)
-LINK = Path(
+LINK = ProbedPath(
     address="192.168.1.20",
     source="192.168.1.5",
     interface="eth0",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from potluck.lab.bench import Measured
+    from potluck.lab.bench import BenchOutcome
     from potluck.lab.stage import Progress, Report
     from potluck.spec.faults import FaultPlan
     from potluck.spec.rig import Rig
@@ -158,13 +158,13 @@ def make_box(fleet: Any, *, loopback: bool, detours: bool = False) -> Any:
     return NamespaceBox(fleet, detours=detours)
 
 
-def show(measured: Measured) -> None:
+def show(measured: BenchOutcome) -> None:
     from potluck.report.lab_table import show_results
 
     show_results(measured.results, sys.stdout)
 
 
-def write_plots(folder: Path, measured: Measured) -> list[Path]:
+def write_plots(folder: Path, measured: BenchOutcome) -> list[Path]:
     from potluck.errors import UserError
     from potluck.report import lab_plots
 

@@ -88,7 +88,7 @@ class Compressor:
         # Of what goes to the owners, and of what owners hand out.
         self._up = Residuals() if feedback else None
         self._down = Residuals() if feedback else None
-        self._room = Room()
+        self._room = SendBuffer()
 
     @staticmethod
     def suits(reduction: str, dtype: torch.dtype) -> bool:
@@ -217,7 +217,7 @@ class PairExchange:
     they get the same bits. What is sent is cut into messages of some pieces, and what is left of the last one.
     """
 
-    def __init__(self, codec: Codec, flat: Tensor, up: Tensor | None, *, average: bool, room: Room) -> None:
+    def __init__(self, codec: Codec, flat: Tensor, up: Tensor | None, *, average: bool, room: SendBuffer) -> None:
         self._codec, self._flat, self._up, self._divide_by = codec, flat.detach(), up, 2 if average else 1
         self._spans = _messages(flat.numel())
         self._whole = flat.numel() // CACHED * CACHED if in_blocks(codec) else 0
@@ -294,7 +294,7 @@ def _messages(count: int) -> list[Span]:
     return [*itertools.pairwise(itertools.accumulate(sizes + rest, initial=0))]
 
 
-class Room:
+class SendBuffer:
     """Memory for what a rank sends; kept, because new memory costs a fault for each page."""
 
     def __init__(self) -> None:

@@ -72,7 +72,9 @@ class PotluckGroup(DescribedGroup):
             opts: a potluck.dist.Config; None: this group's.
             device_types: of no meaning here: every group takes all.
         """
-        wanted = splitting.Wanted(new_ranks, timeout or self._timeout, opts, group_name or "", group_desc or "")
+        wanted = splitting.SplitRequest(
+            new_ranks, timeout or self._timeout, opts, group_name or "", group_desc or ""
+        )
         group: PotluckGroup | None = splitting.split(self, self._origin, self._global_ranks, wanted)
         return group
 

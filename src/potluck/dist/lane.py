@@ -23,7 +23,7 @@ from potluck.dist.mesh import Aborted, DeadlinePassed, Kind, Mesh, Parcel, PeerG
 from potluck.dist.profiled import RUNNING
 from potluck.dist.record import Header, timeout_error
 from potluck.dist.sealing import RENEWED_BYTES, SECRET_BYTES
-from potluck.dist.streams import CONNECT_S, Closed, Door, Stream, follow
+from potluck.dist.streams import CONNECT_S, Closed, Stream, StreamListener, follow
 from potluck.errors import CollectiveError, CollectiveTimeoutError, RankGoneError
 
 log = logging.getLogger("potluck.dist")
@@ -217,7 +217,7 @@ class Trip:
     def _invite(self, other: int, sealed: bool) -> Stream | None:
         with contextlib.ExitStack() as stack:
             address, port = self.lane.endpoints[0].address, self.lane.mesh.links.door_port
-            door = Door.open(address, secrets.token_bytes(SECRET_BYTES), port)
+            door = StreamListener.open(address, secrets.token_bytes(SECRET_BYTES), port)
             if door is not None:
                 stack.callback(door.close)
             self.send_part(other, memoryview(b"" if door is None else door.invitation))

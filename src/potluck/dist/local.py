@@ -24,7 +24,7 @@ from potluck.dist import reduction
 from potluck.dist.counting import SPENT
 from potluck.dist.local_chain import part_of
 from potluck.dist.local_hands import Hands, number_of
-from potluck.dist.local_memory import Memory, Sizes
+from potluck.dist.local_memory import GroupMemory, Sizes
 from potluck.dist.local_rounds import NOTE_LIMIT, SEPARATOR, Rounds, note_of
 from potluck.dist.rings import Patience
 from potluck.errors import CollectiveError
@@ -59,9 +59,9 @@ class LocalGroup(Rounds):
         """Meet the other members through `store` (torch's); every member raises where one of them cannot attach.
 
         `copy_threads`: how many copy for this member; 0: as many as there are cores for each, at most four.
-        For other sizes than the usual ones: `LocalGroup(Memory.meet(..., sizes=Sizes(...)))`.
+        For other sizes than the usual ones: `LocalGroup(GroupMemory.meet(..., sizes=Sizes(...)))`.
         """
-        memory = Memory.meet(store, prefix, rank, size, sizes=Sizes(), timeout_s=timeout_s)
+        memory = GroupMemory.meet(store, prefix, rank, size, sizes=Sizes(), timeout_s=timeout_s)
         return cls(memory, names, hands=Hands(number_of(copy_threads, usable_cores(), size)))
 
     # Reductions

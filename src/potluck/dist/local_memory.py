@@ -49,7 +49,7 @@ class Sizes:
             raise ValueError("two slots at least: one is read while the next is filled")
 
 
-class Memory:
+class GroupMemory:
     """One member's view of the group's memory."""
 
     def __init__(self, segment: Segment, rank: int, size: int, sizes: Sizes) -> None:
@@ -71,7 +71,7 @@ class Memory:
     @classmethod
     def meet(
         cls, store: Any, prefix: str, rank: int, size: int, *, sizes: Sizes, timeout_s: float = 60.0
-    ) -> Memory:
+    ) -> GroupMemory:
         """Member 0 makes the memory, the others attach; its name is gone before this returns.
 
         Raises:

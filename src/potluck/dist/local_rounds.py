@@ -16,7 +16,7 @@ from torch import Tensor
 
 from potluck.dist import reduction
 from potluck.dist.local_hands import Hands, number_of
-from potluck.dist.local_memory import Memory
+from potluck.dist.local_memory import GroupMemory
 from potluck.dist.profiled import RUNNING
 from potluck.dist.rings import Patience
 from potluck.errors import CollectiveError, CollectiveTimeoutError, RankGoneError
@@ -29,7 +29,7 @@ _DISAGREE = "the ranks are not doing the same thing"
 _AGREE = "every rank must call the same collectives in the same order, with the same sizes and types"
 
 
-class Call:
+class LocalCall:
     """One collective: within it waits have a deadline, and an error ends the group for all its members."""
 
     __slots__ = ("_rounds", "patience")
@@ -49,7 +49,7 @@ class Call:
 
 
 @dataclass(slots=True)
-class Stage:
+class PieceStage:
     """One of the things that every piece goes through, piece after piece."""
 
     ready: Callable[[], bool]
@@ -61,7 +61,7 @@ class Stage:
     """Pieces done."""
 
 
-def run_stages(stages: Sequence[Stage], count: int) -> None:
+def run_stages(stages: Sequence[PieceStage], count: int) -> None:
     """Take `count` pieces through all stages, each piece as far as it can go before the next one is begun.
 
     So a piece is still in the cache when it is needed again; and where another process is slow or not running, this
@@ -90,7 +90,7 @@ class Rounds:
 
     def __init__(
         self,
-        memory: Memory,
+        memory: GroupMemory,
         names: Sequence[str] | None = None,
         hands: Hands | None = None,
     ) -> None:
@@ -118,7 +118,7 @@ class Rounds:
 
     def _run(
         self,
-        call: Call,
+        call: LocalCall,
         note: bytes,
         count: int,
         fill: Callable[[int, int], None],
@@ -144,7 +144,7 @@ class Rounds:
             filling = self._filling(note, fill, patience)
             run_stages((filling, self._draining(note, drain, patience, writers)), count)
 
-    def _filling(self, note: bytes, fill: Callable[[int, int], None], patience: Patience) -> Stage:
+    def _filling(self, note: bytes, fill: Callable[[int, int], None], patience: Patience) -> PieceStage:
         """Put pieces into slots, as far ahead as there are free ones."""
         ring = self._pieces
 
@@ -154,7 +154,7 @@ class Rounds:
                 ring.write_note(self.rank, ring.round, note)
             ring.post(self.rank)
 
-        return Stage(
+        return PieceStage(
             ready=lambda: ring.is_free(self._others), wait=lambda k: ring.free(self._others, patience), do=do
         )
 
@@ -164,7 +164,7 @@ class Rounds:
         drain: Callable[[int, int], None],
         patience: Patience,
         writers: Sequence[int] | None = None,
-    ) -> Stage:
+    ) -> PieceStage:
         """Read the others' slots as they come."""
         ring = self._pieces
         needed = self._others if writers is None else writers
@@ -181,7 +181,7 @@ class Rounds:
             drain(k, ring.read_round)
             ring.done(self.rank)
 
-        return Stage(ready=lambda: ring.has(needed, ring.read_round), wait=wait, do=do)
+        return PieceStage(ready=lambda: ring.has(needed, ring.read_round), wait=wait, do=do)
 
     def _compare(self, number: int, note: bytes, patience: Patience) -> None:
         """Wait for everybody's first round, and see that all are doing the same."""
@@ -206,11 +206,11 @@ class Rounds:
         """What a member has put into its slot, as long as `like` and of its type; to be read, not to be kept."""
         return self._pieces.slot(member, number, like.dtype)[at : at + like.numel()]
 
-    def _begin(self, timeout_s: float) -> Call:
+    def _begin(self, timeout_s: float) -> LocalCall:
         if self._broken:
             raise RankGoneError(f"this group of processes is of no use any more: {self._broken}")
         deadline = time.monotonic() + timeout_s
-        return Call(self, Patience(deadline, self._check, lambda late: self._late(late, timeout_s)))
+        return LocalCall(self, Patience(deadline, self._check, lambda late: self._late(late, timeout_s)))
 
     def _check(self, missing: Callable[[], list[int]]) -> None:
         told = self._memory.told()

@@ -41,7 +41,7 @@ PATIENCE = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class BenchOutcome:
     """What a bench has found."""
 
     results: Results
@@ -76,7 +76,7 @@ def bench(
     folder: Path,
     report: Report,
     faults: FaultPlan | None = None,
-) -> Measured:
+) -> BenchOutcome:
     """Run the strategies on a box that is up; faults strike potluck alone."""
     planned = faults.on(rig).faults if faults is not None else ()
     arena = Arena(rig=rig, box=box, folder=folder, report=report)
@@ -106,7 +106,7 @@ def bench(
         except PotluckError as error:
             failed[name] = str(error)
             outcomes.append(Outcome(strategy=name, started_at=0.0, steps=[], note=f"failed: {error}"))
-    return Measured(
+    return BenchOutcome(
         results=results(
             rig, outcomes, alone, host_step_s, warm_up, box.kind, _predicted(rig, outcomes, warm_up, alone)
         ),
@@ -126,4 +126,4 @@ def _predicted(rig: Rig, outcomes: Sequence[Outcome], warm_up: int, alone: Mappi
     return found
 
 
-__all__ = ["DDP", "DDP_BALANCED", "POTLUCK", "SOLO", "Measured", "bench", "check_strategies", "warm_up_of"]
+__all__ = ["DDP", "DDP_BALANCED", "POTLUCK", "SOLO", "BenchOutcome", "bench", "check_strategies", "warm_up_of"]

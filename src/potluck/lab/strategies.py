@@ -16,7 +16,7 @@ from typing import Any
 from potluck.errors import PotluckError
 from potluck.lab import peers
 from potluck.lab.box import Box
-from potluck.lab.meter import Meter
+from potluck.lab.meter import StageMeter
 from potluck.lab.shares import balanced_shares, equal_shares
 from potluck.lab.stage import Actor, Progress, Report, Stage
 from potluck.lab.striker import Striker
@@ -129,7 +129,7 @@ def potluck(arena: Arena) -> Outcome:
     """The fleet as `potluck host` and `potluck join` make it; guests come and go as the rig says."""
     rig = arena.rig
     names = [m.name for m in rig.machines]
-    with Stage(arena.box, arena.folder / POTLUCK) as stage, Meter(arena.box, names, rig.host.name) as meter:
+    with Stage(arena.box, arena.folder / POTLUCK) as stage, StageMeter(arena.box, names, rig.host.name) as meter:
         host = stage.start(rig.host.name, _host(arena, stage.folder))
         guests = _Guests(arena, stage, stage.wait_for_file("*/token", START_S))
         guests.before_step(1)
@@ -232,7 +232,7 @@ def distributed(arena: Arena, strategy: str) -> Outcome:
         notes.append("without the machines that come and go: it stops when one is lost")
     with Stage(arena.box, arena.folder / strategy) as stage:
         spec, out = _worker_spec(arena, strategy, staying, shares, steps)
-        with Meter(arena.box, [m.name for m in staying], rig.host.name) as meter:
+        with StageMeter(arena.box, [m.name for m in staying], rig.host.name) as meter:
             for rank, machine in enumerate(staying):
                 stage.start(machine.name, _worker(strategy, spec, rank))
             first = stage.actors[0]

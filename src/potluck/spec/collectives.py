@@ -26,7 +26,7 @@ _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class CollectiveRow:
     """One size on one backend."""
 
     backend: str
@@ -104,7 +104,7 @@ def header() -> list[str]:
     return [columns.format(*names), columns.format(*units).rstrip()]
 
 
-def line(row: Row) -> str:
+def line(row: CollectiveRow) -> str:
     """A row in the columns of nccl-tests, and beside it how long a perfect ring would take."""
     bound = (
         f"{row.bound_s * 1e6:9.1f} {100 * row.bound_s / row.time_s:6.0f}" if row.bound_s else f"{'-':>9} {'-':>6}"
@@ -114,7 +114,7 @@ def line(row: Row) -> str:
     return f"{what} |{numbers} |{bound} | {row.backend}"
 
 
-def table(rows: Sequence[Row], width: int = 120) -> list[str]:
+def table(rows: Sequence[CollectiveRow], width: int = 120) -> list[str]:
     """All of it; where there is no room for everything, without what is the same in every row."""
     if width >= len(header()[0]) or not rows:
         return [*header(), *(line(row) for row in rows)]
@@ -136,7 +136,7 @@ def _us(seconds: float) -> str:
     return f"{seconds * 1e6:.1f}" if seconds < 0.1 else f"{seconds * 1e6:.0f}"
 
 
-def comparison(rows: Sequence[Row], backend: str, against: str) -> list[str]:
+def comparison(rows: Sequence[CollectiveRow], backend: str, against: str) -> list[str]:
     """How much faster one backend was than another, size by size."""
     times = {(row.backend, row.size_bytes): row.time_s for row in rows}
     found = []

@@ -27,7 +27,7 @@ from potluck.hub.host import HostHub
 from potluck.hub.parity import Reference, Sketch, sketch
 from potluck.hub.tensors import ModelTensors
 from potluck.train import checkpoint_folder, given
-from potluck.train.bad_steps import BadSteps, Facts
+from potluck.train.bad_steps import BadSteps, StepFacts
 from potluck.train.batch_statistics import BatchStatistics
 from potluck.train.beginning import MOST_BUFFER_BYTES, Beginning, Buffers
 from potluck.train.checkpoint import CheckpointWriter, Loaded, Snapshot, can_be_checked, load_latest
@@ -413,7 +413,7 @@ class HostTrainer:
             self._done, self._loss = number, loss_sum / options.global_batch
             step.loss = self._loss
             whole, ours, applied = norms.tolist()
-            facts = Facts(
+            facts = StepFacts(
                 step=number,
                 norm=whole,
                 own_norm=None if own is None else ours,
@@ -432,7 +432,7 @@ class HostTrainer:
                 options.scheduler.step(self._loss)
             self._stop_if_bad()
 
-    def _judge(self, facts: Facts, samples: int, *, applied: bool) -> None:
+    def _judge(self, facts: StepFacts, samples: int, *, applied: bool) -> None:
         """What became of a step's update: in the log if it was not made. `samples`: of this machine's own part."""
         if applied:
             self._bad.good()

@@ -41,7 +41,7 @@ from potluck.wire.frames import MAX_FRAME_BYTES, MAX_FRAMES, MAX_PARTS, PART_BYT
 from potluck.wire.gate import listen
 from potluck.wire.keys import HostKeys, public_of
 from potluck.wire.queued import Queued, budget_bytes
-from potluck.wire.reach import Answer, first_answering, who_answers
+from potluck.wire.reach import PortAnswer, first_answering, who_answers
 from potluck.wire.token import Token
 from potluck.wire.waker import Waker
 
@@ -309,19 +309,19 @@ class GuestSocket:
             raise RefusedError(f"the host at {where} refused this token", hint=fresh)
         answer = who_answers(self._number, self._port, timeout_s=_GREETING_S)
         turned_away = any(link.failure is not None for link in self._links)
-        if answer is Answer.CURVE and turned_away and after_s < HANDSHAKE_S / 2:
+        if answer is PortAnswer.CURVE and turned_away and after_s < HANDSHAKE_S / 2:
             raise HungUpError(f"the host at {where} is not the one of this token", hint=fresh)
-        if answer is Answer.SILENT and turned_away:
+        if answer is PortAnswer.SILENT and turned_away:
             raise HungUpError(
                 f"there is no potluck host at {where}, or strangers crowd its port: it hung up, and is silent",
                 hint="is it the right machine? If so, try again in a moment; its log names strangers",
             )
-        if answer is Answer.CURVE:
+        if answer is PortAnswer.CURVE:
             raise NetworkError(
                 f"the host at {where} did not finish the handshake within {after_s:.1f} s",
                 hint="is the host suspended or overloaded? Try again in a moment",
             )
-        if answer is Answer.NOTHING:
+        if answer is PortAnswer.NOTHING:
             raise NetworkError(
                 f"the host at {where} closed the connection",
                 hint="is the host still running? Try again in a moment",
