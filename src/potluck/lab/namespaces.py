@@ -25,7 +25,6 @@ from potluck.errors import UserError
 from potluck.lab import enter, permission, state
 from potluck.lab.box import Box
 from potluck.lab.network import needs_netem, wiring
-from potluck.lab.permission import why_not
 from potluck.lab.shaping import Fault
 from potluck.lab.supervisor import Request
 from potluck.spec.rig import HOST, Rig
@@ -33,7 +32,6 @@ from potluck.spec.rig import HOST, Rig
 if TYPE_CHECKING:
     from potluck.lab.detour import Detours
 
-__all__ = ["NamespaceBox", "why_not"]
 
 GRACE_S = 1.5
 """A shared rig stays this long after its last user, so that one `exec` after another finds it up."""

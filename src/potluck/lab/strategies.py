@@ -23,15 +23,11 @@ from potluck.lab.striker import Striker
 from potluck.lab.workload import device_name, recipe_flags, recipe_settings
 from potluck.spec import about
 from potluck.spec.faults import PlannedFault
+from potluck.spec.fleet import DDP, DDP_BALANCED, POTLUCK, SOLO
 from potluck.spec.outcome import Outcome, StepDone
 from potluck.spec.rig import Machine, Rig
 
-SOLO = "solo"
-DDP = "ddp"
-DDP_BALANCED = "ddp-balanced"
-POTLUCK = "potluck"
 STRATEGIES = (SOLO, DDP, DDP_BALANCED, POTLUCK)
-PEERS = ("hivemind", "torchft")
 
 START_S = 90.0
 """For a process to start: importing torch on a busy box, connecting over a thin link."""
@@ -224,7 +220,7 @@ def distributed(arena: Arena, strategy: str) -> Outcome:
     shares = _shares(rig, staying, strategy)
     steps = _affordable_steps(arena, staying, shares)
     notes = [f"made {steps} of {rig.workload.steps} steps (each takes long)"] if steps < rig.workload.steps else []
-    if strategy in PEERS and (word := peers.note(strategy)):
+    if strategy in peers.NAMES and (word := peers.note(strategy)):
         notes.append(word)
     if arena.faults:
         notes.append("without the faults, which strike potluck alone")
@@ -258,7 +254,7 @@ def distributed(arena: Arena, strategy: str) -> Outcome:
 
 
 def _worker(strategy: str, spec: Path, rank: int) -> list[str]:
-    if strategy in PEERS:
+    if strategy in peers.NAMES:
         return peers.command(strategy, spec, rank)
     return ["-m", "potluck.lab.ddp_worker", "--spec", str(spec), "--rank", str(rank)]
 

@@ -99,7 +99,6 @@ class HostTrainer:
         self._flight = Flight(self._device, self._computed, mark)
         self._measuring = True
         """Whether the micro-batch under way is timed by itself, and not as one of several in flight."""
-        self._waited_on_disk_s = 0.0
         self._step_update = Update(parts.optimizer, queues=bool(self._device.ahead))
         self._bad = BadSteps(parts.launch.name, most=parts.launch.config.max_bad_steps)
         self._finite_at_first = frozenset(finite_state(parts.model))
@@ -387,7 +386,7 @@ class HostTrainer:
         norm = prepare_gradients(step.index, self._trained, options, self._p.model)
         finite = norm.isfinite() if self._ranks is None else self._ranks.agree(norm.isfinite())
         if self._writer is not None:
-            self._waited_on_disk_s = self._writer.before_update()
+            self._writer.before_update()
         with self._hub.updating():
             hit("host.before-update")
             self._updating = True
