@@ -251,7 +251,7 @@ class Trip:
         if reason is not None:
             self._gone(other, reason)
         if time.monotonic() > self.deadline:
-            self._late([other])
+            self._late()
 
     def _streaming(self, what: Callable[..., None], *arguments: Any) -> None:
         try:
@@ -297,7 +297,7 @@ class Trip:
                     if reason is not None:
                         self._gone(rank, reason)
                     if time.monotonic() > self.deadline:
-                        self._late([rank])
+                        self._late()
         self._trackers.clear()
         if self._stream is not None:
             self._streaming(self._stream.flush, self._ask)
@@ -318,7 +318,7 @@ class Trip:
         except PeerGone as gone:
             self._gone(rank, gone.reason)
         except DeadlinePassed:
-            self._late([rank])
+            self._late()
         if parcel.about != self.about:
             self._mismatch(parcel)
         if self._unheard is not None:
@@ -375,7 +375,7 @@ class Trip:
         self.lane.fail(text)
         raise RankGoneError(text, hint=what_to_do(reason)) from None
 
-    def _late(self, ranks: list[int]) -> NoReturn:
+    def _late(self) -> NoReturn:
         lane, waited_s = self.lane, time.monotonic() - self.call.began
         stand = lane.where_others_stand()
         missing: dict[int, str] = {}

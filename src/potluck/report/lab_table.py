@@ -57,7 +57,7 @@ def results_lines(results: Results, width: int) -> list[Line]:
     cells = [[column.text(row) for column in _COLUMNS] for row in results.rows]
     widths = [max([len(c.header), *(len(row[i]) for row in cells)]) for i, c in enumerate(_COLUMNS)]
     best = best_row(results.rows)
-    lines = [_title(results, width), Line()]
+    lines = [_title(results), Line()]
     lines.append(_row([c.header for c in _COLUMNS], widths, _LABEL))
     lines.append(Line("─" * (sum(widths) + _GAP * (len(widths) - 1)), _LABEL))
     for row, texts in zip(results.rows, cells):
@@ -77,7 +77,7 @@ def best_row(rows: Sequence[Row]) -> Row | None:
     return max(known, key=lambda row: row.speedup or 0.0) if len(known) > 1 else None
 
 
-def _title(results: Results, width: int) -> Line:
+def _title(results: Results) -> Line:
     rig = results.rig
     title = Line(clean(rig.name, 40), "bold").add(f"   {rig.workload.steps} steps of {rig.workload.global_batch}")
     title.add(f" samples on {len(rig.machines)} machines")
