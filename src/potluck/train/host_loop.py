@@ -27,7 +27,7 @@ from potluck.hub.host import HostHub
 from potluck.hub.parity import Reference, Sketch, sketch
 from potluck.hub.tensors import ModelTensors
 from potluck.train import checkpoint_folder, given
-from potluck.train.bad_steps import BadSteps, Facts
+from potluck.train.bad_steps import BadSteps, StepFacts
 from potluck.train.batch_statistics import BatchStatistics
 from potluck.train.beginning import MOST_BUFFER_BYTES, Beginning, Buffers
 from potluck.train.checkpoint import CheckpointWriter, Loaded, Snapshot, can_be_checked, load_latest
@@ -100,7 +100,6 @@ class HostTrainer:
         self._flight = Flight(self._device, self._computed, mark)
         self._measuring = True
         """Whether the micro-batch under way is timed by itself, and not as one of several in flight."""
-        self._waited_on_disk_s = 0.0
         self._scheduling = Scheduling(parts.options.scheduler)
         self._step_update = Update(parts.optimizer, queues=bool(self._device.ahead))
         self._bad = BadSteps(parts.launch.name, most=parts.launch.config.max_bad_steps)
@@ -394,7 +393,7 @@ class HostTrainer:
         norm = prepare_gradients(step.index, self._trained, options, self._p.model)
         finite = norm.isfinite() if self._ranks is None else self._ranks.agree(norm.isfinite())
         if self._writer is not None:
-            self._waited_on_disk_s = self._writer.before_update()
+            self._writer.before_update()
         with self._hub.updating():
             hit("host.before-update")
             self._updating = True
@@ -420,7 +419,7 @@ class HostTrainer:
             self._done, self._loss = number, loss_sum / options.global_batch
             step.loss = self._loss
             whole, ours, applied = norms.tolist()
-            facts = Facts(
+            facts = StepFacts(
                 step=number,
                 norm=whole,
                 own_norm=None if own is None else ours,
@@ -441,7 +440,7 @@ class HostTrainer:
                 self._scheduling.step(self._loss)
             self._stop_if_bad()
 
-    def _judge(self, facts: Facts, samples: int, *, applied: bool) -> None:
+    def _judge(self, facts: StepFacts, samples: int, *, applied: bool) -> None:
         """What became of a step's update: in the log if it was not made. `samples`: of this machine's own part."""
         if applied:
             self._bad.good()
