@@ -137,7 +137,7 @@ def test_one_that_does_not_exist_or_cannot_be_read(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["--faults", "sleepy"], "did you mean sleepy-laptop"),
-        (["--faults", "bad-wifi", "--strategy", "ddp"], "strikes potluck alone"),
+        (["--faults", "bad-wifi", "--strategy", "ddp"], "affects only potluck"),
         (["--faults", "bad-wifi", "--steps", "4"], "bad-wifi: a fault at step 5, but the run makes 4 steps"),
     ],
 )
