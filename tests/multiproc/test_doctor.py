@@ -329,7 +329,7 @@ def test_bad_input_is_an_error_without_a_traceback(tmp_path: Path) -> None:
         (["--run", "none"], "no run folder"),
         (["--run", "."], "is no run folder: it has none of manifest.json"),
         (["--run", "runs"], "potluck doctor --run runs/b"),
-        (["--facts", "probe.json"], "this file is a probe's"),
+        (["--facts", "probe.json"], "this file was saved by potluck probe"),
         (["run.log"], "potluck doctor --error run.log"),
         (["--error", "run.log", "bad.json"], "--error takes one log"),
         ([""], "the address is empty"),

@@ -1,7 +1,4 @@
-"""What a benchmark of collectives is asked and finds: sizes, rows, and the arithmetic of bandwidths. Pure.
-
-It knows nothing of processes or clocks: times come in as numbers.
-"""
+"""Sizes, result rows and bandwidth arithmetic of a benchmark of collectives. PURE."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ BUS: Mapping[str, str] = {
     "broadcast": "1",
     "reduce": "1",
 }
-"""What of the tensor's bytes has to leave each rank, at the least, in each collective; as nccl-tests counts it."""
+"""The least share of the tensor's bytes that each rank must send in each collective, as nccl-tests counts it."""
 DEFAULT_SIZES = "4K:256M"
 MAX_BYTES = 4 << 30
 _SIZE = re.compile(r"(\d+)\s*([kmg]?)(i?b)?", re.IGNORECASE)
@@ -36,14 +33,14 @@ class Row:
     count: int
     dtype: str
     redop: str
-    """What is reduced by, or nothing."""
+    """The reduction, such as sum; empty for collectives without one."""
     world: int
     time_s: float
-    """The median over repetitions, of the slowest rank."""
+    """Median over the repetitions of the slowest rank's time."""
     wrong: int
-    """Elements that are not what they should be, over all ranks."""
+    """Number of wrong elements, over all ranks."""
     link_bytes_per_s: float | None = None
-    """What the slowest link between two ranks carries, where it is known."""
+    """Rate of the slowest link between two ranks, if known."""
 
     @property
     def algbw(self) -> float:
@@ -52,12 +49,12 @@ class Row:
 
     @property
     def busbw(self) -> float:
-        """Bytes per second that each rank must have sent at the least: to be compared with a link's."""
+        """The least bytes per second that each rank must have sent; compare it with the rate of a link."""
         return self.algbw * bus_factor(self.op, self.world)
 
     @property
     def bound_s(self) -> float | None:
-        """How long a perfect ring over this link would take."""
+        """Time of a perfect ring over this link."""
         if not self.link_bytes_per_s:
             return None
         return self.size_bytes * bus_factor(self.op, self.world) / self.link_bytes_per_s
@@ -92,13 +89,13 @@ def _bytes(text: str, whole: str) -> int:
     size = int(match[1]) * _UNITS[match[2].lower()] if match else 0
     if not 4 <= size <= MAX_BYTES:
         raise UserError(
-            f"--sizes {whole}: {text!r} is no size from 4 bytes to 4G", hint="for example 4K:256M, or 4K,1M,64M"
+            f"--sizes {whole}: {text!r} is not a size from 4 bytes to 4G", hint="for example 4K:256M, or 4K,1M,64M"
         )
     return size
 
 
 def header() -> list[str]:
-    """What the columns of `line` are."""
+    """The header of the columns of `line`."""
     columns = "{:<10} {:>9} {:>7} {:>5} |{:>9} {:>7} {:>7} {:>6} |{:>9} {:>6} | {}"
     names = ("#size", "count", "type", "redop", "time", "algbw", "busbw", "#wrong", "bound", "share", "backend")
     units = ("#(B)", "(elem.)", "", "", "(us)", "(GB/s)", "(GB/s)", "", "(us)", "(%)", "")
@@ -106,7 +103,7 @@ def header() -> list[str]:
 
 
 def line(row: Row) -> str:
-    """A row in the columns of nccl-tests, and beside it how long a perfect ring would take."""
+    """A row in the columns of nccl-tests, plus the time of a perfect ring."""
     bound = (
         f"{row.bound_s * 1e6:9.1f} {100 * row.bound_s / row.time_s:6.0f}" if row.bound_s else f"{'-':>9} {'-':>6}"
     )
@@ -116,7 +113,7 @@ def line(row: Row) -> str:
 
 
 def table(rows: Sequence[Row], width: int = 120) -> list[str]:
-    """All of it; where there is no room for everything, without what is the same in every row."""
+    """The whole table; if the width is too small, without the columns that are the same in every row."""
     if width >= len(header()[0]) or not rows:
         return [*header(), *(line(row) for row in rows)]
     columns = "{:<10} {:>9} {:>7} {:>7} {:>6} {:>8} {:>5}"
