@@ -1,7 +1,4 @@
-"""Reaching a host: owns finding the address that answers, and saying what answers there.
-
-It speaks plain TCP and must not know keys, messages or what a socket is used for afterwards.
-"""
+"""Finds the address of a host that answers, over plain TCP, and what kind of program answers there."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ _UNDER_WAY = {0, errno.EINPROGRESS, errno.EWOULDBLOCK, getattr(errno, "WSAEWOULD
 
 
 class Answer(Enum):
-    """What speaks at a port."""
+    """What kind of program listens on a port."""
 
     CURVE = "a ZeroMQ socket that wants CURVE keys, as a potluck host does"
     OTHER = "something that is not a potluck host"
@@ -35,7 +32,7 @@ class Answer(Enum):
 
 
 def first_answering(addresses: Sequence[str], port: int, timeout_s: float) -> tuple[str, str]:
-    """The first of the addresses to take a TCP connection, as given and as a number; all are tried at once.
+    """The first address that accepts a TCP connection, as given and as a number; all are tried at once.
 
     NetworkError names each address and what happened there.
     """
@@ -105,7 +102,7 @@ def _hint(outcomes: dict[str, str], port: int) -> str:
 
 
 def who_answers(number: str, port: int, timeout_s: float) -> Answer:
-    """Greet as a CURVE client would and look at the greeting that comes back."""
+    """Send the greeting of a CURVE client and check the answer."""
     deadline = time.monotonic() + timeout_s
     received = b""
     try:
@@ -128,7 +125,7 @@ def who_answers(number: str, port: int, timeout_s: float) -> Answer:
 
 
 def who_holds(port: int) -> str | None:
-    """The process that listens on a port of this machine, in words, where the system tells."""
+    """A description of the process that listens on a port of this machine, if the system tells."""
     try:
         connections = psutil.net_connections(kind="tcp")
         entries = [(entry.laddr, entry.status, entry.pid) for entry in connections]
