@@ -327,7 +327,7 @@ def test_bad_input_is_an_error_without_a_traceback(tmp_path: Path) -> None:
         (["tower:99999"], "not a port"),
         (["--parameters", "many"], "not a number of parameters"),
         (["--run", "none"], "no run folder"),
-        (["--run", "."], "is no run folder: it has none of manifest.json"),
+        (["--run", "."], "is not a run folder: it has none of manifest.json"),
         (["--run", "runs"], "potluck doctor --run runs/b"),
         (["--facts", "probe.json"], "this file was saved by potluck probe"),
         (["run.log"], "potluck doctor --error run.log"),

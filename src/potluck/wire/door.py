@@ -227,7 +227,7 @@ class Watch:
                 time.sleep(_TURN_S)
 
     def _admit(self, poller: zmq.Poller) -> tuple[int | None, list[Visitor]]:
-        """Admit what waits at the gate if there is room; when to look again (None: at an event), and whom to close."""
+        """Admit those at the gate if there is room; when to look again (None: at an event) and whom to close."""
         gate = self._gate
         if gate is None:
             return None, []
