@@ -457,7 +457,7 @@ def test_one_whose_trial_shows_nothing_sits_out_by_its_first_weights_and_says_so
     assert member.misses == ["it was too late"]
     member.lease = None
     (event,) = events(table.begin(), "guest_sits_out")
-    assert "s to fetch the weights and deliver the gradient (by what its first weights took)" in event["reason"]
+    assert "and deliver the gradient (by what its first weights took)" in event["reason"]
 
 
 def test_one_on_time_clears_the_record() -> None:

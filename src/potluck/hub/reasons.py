@@ -27,7 +27,7 @@ def why_not(speed: Speed, step_s: float, *, guessed: bool) -> str:
     few = "" if least == 1 else "; fewer are too few for the model's batch statistics"
     return (
         f"cannot deliver {what} within a step: {computing_s:.2f} s to compute {them} and "
-        f"{least_s - computing_s:.2f} s to fetch the weights and deliver the gradient"
+        f"{least_s - computing_s:.2f} s to get its samples and the weights and deliver the gradient"
         f"{' (by what its first weights took)' if guessed else ''}, where the step takes {step_s:.2f} s{few}"
     )
 

@@ -41,6 +41,7 @@ from potluck.train.microbatch import MicroBatch
 from potluck.train.options import Options
 from potluck.train.randomness import RandomState, digests, seed
 from potluck.train.ranks import RoundMark, shares
+from potluck.train.scheduling import Scheduling
 from potluck.train.step import SavedBytes, Step
 from potluck.train.telemetry import Telemetry
 from potluck.train.update import Update, own_norm, prepare_gradients
@@ -100,6 +101,7 @@ class HostTrainer:
         self._measuring = True
         """Whether the micro-batch under way is timed by itself, and not as one of several in flight."""
         self._waited_on_disk_s = 0.0
+        self._scheduling = Scheduling(parts.options.scheduler)
         self._step_update = Update(parts.optimizer, queues=bool(self._device.ahead))
         self._bad = BadSteps(parts.launch.name, most=parts.launch.config.max_bad_steps)
         self._finite_at_first = frozenset(finite_state(parts.model))
@@ -114,6 +116,9 @@ class HostTrainer:
         self._loss: float | None = None
         self._done = parts.ledger.step
         """The last step that is finished: in the update the ledger has closed one that may still fail."""
+        self._returned = time.monotonic()
+        """When the script was given the last step back."""
+        self._outside = self._returned, self._returned
         self._interrupted = False
         self._saved_step = parts.restored.step if parts.restored is not None else None
         self._saving_last = False
@@ -137,7 +142,7 @@ class HostTrainer:
             self._p.launch.log.emit({"event": "note", "text": text})
         try:
             while options.steps is None or ledger.step < options.steps:
-                step = Step(ledger.step, self._batches, self._after_backward, options.loss_is)
+                step = Step(ledger.step, self._batches, self._after_backward, options.loss_is, self._trained)
                 yield step
                 if not step.finished:
                     raise LoopError(
@@ -215,6 +220,7 @@ class HostTrainer:
 
     def _batches(self, step: Step) -> Iterator[Any]:
         """This machine's micro-batches of the step; then the update."""
+        self._outside = self._returned, time.monotonic()
         if self._checkpoint_due:
             # Not at the end of the last step: between steps the user's code may have other weights in the model.
             # One that is still being written puts this one off to the next step.
@@ -249,6 +255,7 @@ class HostTrainer:
             if self._measuring:
                 self._finish()
         self._update(step)
+        self._returned = time.monotonic()
 
     def _head_start_s(self) -> float:
         """What guests have beyond the time of this machine's own samples: see `Stepping.begin`.
@@ -395,9 +402,9 @@ class HostTrainer:
             self._step_update.make(finite, self._buffers)
             self._updating = False
             hit("host.updated")
-        takes_loss = given.takes_loss(options.scheduler)
-        if options.scheduler is not None and not takes_loss:
-            options.scheduler.step()  # whether the update was made or not: a schedule goes by steps
+        takes_loss = self._scheduling.takes_loss
+        if not takes_loss:
+            self._scheduling.step()
         later = self._device.to_host_later
         losses = later(torch.as_tensor(step.loss_so_far() if total is None else total).reshape(-1))
         norms = later(torch.stack([norm.float(), (norm if own is None else own).float(), finite.float()]))
@@ -406,7 +413,7 @@ class HostTrainer:
         every = self._p.launch.config.checkpoint_every
         if self._writer is not None and every > 0 and self._p.ledger.step % every == 0:
             self._checkpoint_due = True
-        number = self._p.ledger.step
+        number, outside = self._p.ledger.step, self._outside
 
         def updated(now: float, update_s: float) -> None:
             loss_sum = float(losses[0]) + (guests_loss if total is None else 0.0)
@@ -422,14 +429,16 @@ class HostTrainer:
                 bad_ranks=[rank for rank, bad in enumerate(losses[1:].tolist()) if bad],
             )
             self._judge(facts, samples, applied=bool(applied))
-            self._telemetry.step_ended(number, self._loss, result, update_s, now, applied=bool(applied))
+            self._telemetry.step_ended(
+                number, self._loss, result, update_s, now, applied=bool(applied), outside=outside
+            )
 
         step.loss_when_known(self._flight.finish)
         self._flight.follows(computed, updated)
         if not self._device.ahead or self._ranks is not None or takes_loss:
             self._flight.finish()
-            if takes_loss and self._loss is not None and math.isfinite(self._loss):  # NaN is no metric
-                options.scheduler.step(self._loss)
+            if takes_loss:
+                self._scheduling.step(self._loss)
             self._stop_if_bad()
 
     def _judge(self, facts: Facts, samples: int, *, applied: bool) -> None:
