@@ -1,7 +1,7 @@
 """Writes the parts of the docs that are made from the source: the list of files in architecture.md.
 
-    python docs/generate.py          write them
-    python docs/generate.py --check  say what is out of date, and end with status 1 if anything is
+python docs/generate.py          write them
+python docs/generate.py --check  say what is out of date, and end with status 1 if anything is
 """
 
 from __future__ import annotations

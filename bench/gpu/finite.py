@@ -122,14 +122,10 @@ def waits_for_nothing(loop: Loop) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="What it costs to look at every gradient.")
     parser.add_argument("--micro-batch", type=int, default=16)
-    parser.add_argument(
-        "--micro-batches", type=int, default=4, help="a step; the fewer, the more an update counts"
-    )
+    parser.add_argument("--micro-batches", type=int, default=4, help="a step; the fewer, the more an update counts")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=10, help="of each way in a round")
-    parser.add_argument(
-        "--no-clip", action="store_true", help="then the norm is computed for this alone"
-    )
+    parser.add_argument("--no-clip", action="store_true", help="then the norm is computed for this alone")
     options = parser.parse_args()
     loop = Loop(options.micro_batch, options.micro_batches, None if options.no_clip else 1.0)
     for way in WAYS:

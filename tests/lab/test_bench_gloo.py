@@ -41,7 +41,7 @@ def said(code: str, interface: str, folder: Path) -> list[str]:
 def test_where_gloo_cannot_connect_every_rank_says_so_soon(tmp_path: Path) -> None:
     """As where gloo takes 127.0.0.1 for a machine's address. One rank is refused at once, the other one waits."""
     for text in said(VERB, "lo", tmp_path):
-        assert "error: the ranks cannot be joined by gloo: Gloo connectFullMesh failed" in text
+        assert "error: the ranks cannot form a gloo group: Gloo connectFullMesh failed" in text
         assert "GLOO_SOCKET_IFNAME" in text
         assert "Traceback" not in text
         assert text.splitlines()[-1] == "status 2"

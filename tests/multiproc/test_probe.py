@@ -248,8 +248,8 @@ def test_iperf3_is_asked_where_both_have_it(tmp_path: Path, monkeypatch: pytest.
     ("arguments", "status", "words"),
     [
         (("--listen", "somewhere"), 2, "--listen takes no address"),
-        (("--bind", "127.0.0.1"), 2, "--bind belongs to --listen"),
-        (("--for", "5"), 2, "--for belongs to --listen"),
+        (("--bind", "127.0.0.1"), 2, "--bind needs --listen"),
+        (("--for", "5"), 2, "--for needs --listen"),
         (("--no-device",), 2, "nothing to measure"),
         (("potluck2-AAAA",), 2, "this token is damaged"),
         (("not an address",), 2, "neither an address nor a token"),

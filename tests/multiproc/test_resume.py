@@ -1,4 +1,4 @@
-"""Stop and go on: Ctrl-C saves and ends all, a resumed run continues at the very sample, tokens stay valid."""
+"""Stop and go on: Ctrl-C saves and ends all, a run resumes at exactly the next sample, tokens stay valid."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def test_show_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         (["show", "home-pear"], "did you mean home-pair"),
         (["show", "nowhere.toml"], "nowhere.toml"),
         (["show", "broken.toml"], "link_mbit"),
-        (["show", "home-pair", "--toml", "--json"], "not both"),
+        (["show", "home-pair", "--toml", "--json"], "cannot be combined"),
         (["show"], "RIG"),
     ],
 )

@@ -192,4 +192,4 @@ class TestReport:
     def test_what_is_no_plan(self, run: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
         (run / "plan.json").write_text(text)
         assert _app.run(["report", str(run)]) == 2
-        assert "is no plan" in capsys.readouterr().err
+        assert "is not a plan file" in capsys.readouterr().err

@@ -231,8 +231,8 @@ def test_without_a_route_the_first_that_is_up() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (Config(address="10.1.1.1"), "10.1.1.1 is no address"),
-        (Config(address="0.0.0.0"), "0.0.0.0 is no address"),
+        (Config(address="10.1.1.1"), "10.1.1.1 is not an address"),
+        (Config(address="0.0.0.0"), "0.0.0.0 is not an address"),
         (Config(interface="eth7"), "no interface 'eth7'"),
         (Config(interface="eth1"), "'eth1' is down"),
     ],

@@ -407,9 +407,9 @@ def test_what_potluck_lived_through_did_not_end_its_run() -> None:
 
 # (the log, the status, what is said of it)
 STATUSES: dict[str, tuple[str | None, int, str]] = {
-    "of a healthy host": (HOST, 0, "nothing in this log is known as a failure, and that run ended well"),
-    "of a healthy torchrun": (HEALTHY["torchrun"], 0, "nothing in this log is known as a failure (5 lines)"),
-    "with a known failure": (f"{C10D} 192.0.0.1:1234\n", 1, "a known trouble"),
+    "of a healthy host": (HOST, 0, "no known failure in this log, and that run ended well"),
+    "of a healthy torchrun": (HEALTHY["torchrun"], 0, "no known failure in this log (5 lines)"),
+    "with a known failure": (f"{C10D} 192.0.0.1:1234\n", 1, "a known failure"),
     "with an unknown traceback": (
         trace("", "ValueError: no such colour"),
         2,
@@ -418,7 +418,7 @@ STATUSES: dict[str, tuple[str | None, int, str]] = {
     "with an unknown traceback under torchrun": (
         trace("", "ValueError: no such colour") + summary((0, -15), (1, 1)),
         2,
-        "a failure that is not known here",
+        "an unknown failure",
     ),
     "with an unknown traceback from which others suffered": (
         trace("[rank0]: ", GONE) + trace("[rank1]: ", "ValueError: no such colour") + summary((0, 1), (1, 1)),
@@ -427,8 +427,8 @@ STATUSES: dict[str, tuple[str | None, int, str]] = {
     ),
     "with a crash": (summary((0, -15), (1, -11)), 2, "failed first, by SIGSEGV"),
     "with a rank that was killed": (trace("[rank0]: ", GONE) + summary((0, 1), (1, -9)), 1, "killed from outside"),
-    "with a lost rank alone": (trace("[rank0]: ", GONE) + summary((1, -15), (0, 1)), 1, "known troubles in"),
-    "with an exit status": ("step 1\nexit status 3\n", 2, "a failure that is not known here"),
+    "with a lost rank alone": (trace("[rank0]: ", GONE) + summary((1, -15), (0, 1)), 1, "known failures in"),
+    "with an exit status": ("step 1\nexit status 3\n", 2, "an unknown failure"),
     "empty": ("", 2, "is empty"),
     "missing": (None, 2, "No such file"),
 }
@@ -583,7 +583,7 @@ def test_what_is_no_log_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("none", "No such file"),
         (".", "is a folder"),
         ("empty", "is empty"),
-        ("model.bin", "no text"),
+        ("model.bin", "not a text file"),
     ):
         with pytest.raises(UserError, match=words) as caught:
             read_parts(tmp_path / name)
@@ -616,6 +616,6 @@ def test_a_log_is_shown_within_the_width_and_its_commands_in_one_line(width: int
 
 def test_flags_that_exclude_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["doctor", "--listen", "--error", "x"]) == 2
-    assert "exclude each other" in capsys.readouterr().err
+    assert "cannot be combined" in capsys.readouterr().err
     assert run(["doctor", "--error", str(tmp_path)]) == 2
     assert "is a folder" in capsys.readouterr().err

@@ -125,7 +125,7 @@ def test_the_summary_goes_through_json() -> None:
 
 
 def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
-    with pytest.raises(RunFolderError, match="no run folder") as caught:
+    with pytest.raises(RunFolderError, match="not a run folder") as caught:
         read_events(tmp_path)
     assert caught.value.hint
     with pytest.raises(RunFolderError):

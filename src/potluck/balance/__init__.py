@@ -1,1 +1,1 @@
-"""Who computes what: the ledger of samples, quotas and leases. PURE: hub and plan count with it."""
+"""Who computes what: the ledger of samples, quotas and leases. PURE; hub and plan use the same formulas."""

@@ -1,6 +1,6 @@
 """How many samples each guest gets: as many as it can compute and deliver before the host is done with the rest.
 
-PURE: numbers in, numbers out. It knows no machine beyond its speed.
+PURE.
 
 The cost model. In a step of B samples the host computes at rate r_h; guest i computes q_i samples at rate r_i
 and spends o_i seconds fetching the weights' change and delivering its gradient, as far as that is not hidden
@@ -34,32 +34,32 @@ from dataclasses import dataclass
 
 HALVINGS = 100
 CLOSE = 1e-12
-"""The step's time is found to this part of it."""
+"""Relative precision of the step time."""
 ABSURD = 1e12
-"""Rates and seconds from here on are no measurements, and their products would not be finite."""
+"""Larger rates and durations are not real measurements, and their products could overflow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Least:
-    """How few samples a model can bear; 1 unless it has batch statistics."""
+    """The fewest samples that a model can train on at once; 1 unless it has batch statistics."""
 
     micro_batch: int = 1
-    """No micro-batch is cut smaller: one sample has no variance."""
+    """The smallest micro-batch: one sample has no variance."""
     lease: int = 1
-    """No lease is smaller."""
+    """The smallest lease."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """What a guest can do: samples a second while computing, and what a step costs it beside that."""
+    """A guest's speed: samples per second while computing, and the fixed costs of a step."""
 
     rate_samples_per_s: float
     overhead_s: float
-    """Seconds a step that no computing hides."""
+    """Time per step that no computing hides."""
     transfer_s: float = 0.0
-    """Seconds that a coded message takes to cross its link, each way."""
+    """Time to send a coded message over its link, each way."""
     usual: int = 1
-    """Its micro-batch when nothing is to be hidden."""
+    """Its micro-batch if there is no transfer to hide."""
     most: int = 1
     """The largest micro-batch that it can compute."""
     least: Least = Least()
@@ -82,7 +82,7 @@ class Speed:
         return math.ceil(max(0.0, min(seconds * self.rate_samples_per_s, self.most)))
 
     def unhidden_s(self, count: float) -> float:
-        """Seconds of both transfers that a lease of so many samples does not hide."""
+        """Time of both transfers that a lease of this many samples does not hide."""
         first: float = self.first
         last: float = self.last
         if count < first + last:
@@ -92,11 +92,11 @@ class Speed:
         return max(0.0, down_s) + max(0.0, up_s)
 
     def lease_s(self, count: int) -> float:
-        """From the start of the step to the arrival of the contribution."""
+        """Time from the start of the step to the arrival of the contribution."""
         return count * self.sample_s + self.unhidden_s(count) + self.overhead_s if count else 0.0
 
     def quota(self, step_s: float) -> float:
-        """The largest (real) number of samples that is delivered within a step of so many seconds."""
+        """The largest (real) number of samples that can be delivered within a step of this duration."""
         left_s, way_s, sample_s = step_s - self.overhead_s, self.transfer_s, self.sample_s
         if left_s < 2 * way_s:
             return 0.0  # a single sample would take this long, however fast it is computed
@@ -229,10 +229,10 @@ def split_evenly(count: int, largest: int, least: int = 1) -> tuple[int, ...]:
 def next_size(left: int, most: int, least: int = 1) -> int:
     """The host's next micro-batch where `left` samples are still to be computed, at most `most` at a time.
 
-    Full ones as far as possible: a GPU may be a percent slower on 61 samples than on the 64 that fill it. What
-    fills none comes first, so that the last one is long: the next step is made ready behind it. What is too little
-    for half a micro-batch is shared with a full one: on a short one a GPU runs dry before it has the next.
-    Fewer than `least` samples (2 where one has no variance) are neither taken nor left.
+    Full micro-batches as far as possible: a GPU may be a percent slower on 61 samples than on the 64 that fill it.
+    The remainder comes first, so that the last micro-batch is long and hides the preparation of the next step. A
+    remainder of less than half a micro-batch is shared with a full one: on a short one a GPU would run idle before
+    it gets the next. Never takes or leaves fewer than `least` samples (2 if one has no variance).
     """
     most = max(1, least, most)
     rest = left % most
@@ -245,7 +245,7 @@ def next_size(left: int, most: int, least: int = 1) -> int:
 
 
 def takeable(left: int, wanted: int, least: int = 1) -> int:
-    """About `wanted` of the `left` samples in the pool: neither fewer than `least` are taken nor left there."""
+    """About `wanted` of the `left` samples in the pool; never takes or leaves fewer than `least`."""
     size = min(left, max(wanted, least))
     if 0 < left - size < least:
         size = left - least if left >= 2 * least else left

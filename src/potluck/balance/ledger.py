@@ -1,6 +1,6 @@
 """Which samples belong to which step, and who has them: every sample of an epoch counted exactly once.
 
-PURE: it is given the order of each epoch and knows no clock, no socket and no tensor.
+PURE.
 
 Positions number the samples of the whole run: position p is sample `order(p // samples)[p % samples]`, and
 step s owns the positions s·B … (s+1)·B − 1, whoever computes them. Inside a step a position is in exactly one
@@ -31,7 +31,7 @@ class Lease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerState:
-    """All that a checkpoint needs: the next step continues at the very sample."""
+    """What a checkpoint saves of the ledger, so that a run resumes at exactly the next sample."""
 
     samples: int
     global_batch: int
@@ -48,11 +48,11 @@ class _Step:
 
 
 class LedgerError(AssertionError):
-    """The caller broke the rules of the ledger: a fault of the program, never of a user."""
+    """A call that breaks the rules of the ledger: a bug in Potluck, never a user's mistake."""
 
 
 class Ledger:
-    """Deals the samples of one step at a time and refuses to close a step that is not exactly full."""
+    """Hands out the samples of one step at a time. A step can be closed only when each is counted exactly once."""
 
     def __init__(self, *, samples: int, global_batch: int, order: Order, step: int = 0) -> None:
         if samples < 1:
@@ -76,7 +76,7 @@ class Ledger:
         self._now = _Step(pool=deque(range(first, first + self.global_batch)))
 
     def close_step(self) -> dict[str, int]:
-        """End the step; the samples counted for each machine. Only a full step can be closed."""
+        """End the step and return the samples counted for each machine. Only a complete step can be closed."""
         now = self._open()
         if len(now.counted) != self.global_batch or now.pool or now.with_host or now.leases:
             raise LedgerError(
@@ -129,7 +129,7 @@ class Ledger:
         return lease
 
     def trim(self, lease_id: int, keep: int) -> int:
-        """The guest will deliver only the first `keep` of a lease; the others go back. Returns how many."""
+        """Keep only the first `keep` samples of a lease and return the others to the pool. Returns how many."""
         lease = self.leases.get(lease_id)
         if lease is None or not 0 < keep < len(lease.positions):
             return 0
@@ -139,7 +139,7 @@ class Ledger:
         return len(back)
 
     def take_back(self, lease_id: int) -> int:
-        """End a lease without its contribution: its samples go back to the pool. Returns how many."""
+        """End a lease without its contribution and return its samples to the pool. Returns how many."""
         now = self._open() if self._now is not None else None
         lease = now.leases.pop(lease_id, None) if now is not None else None
         if now is None or lease is None:
@@ -148,7 +148,7 @@ class Ledger:
         return len(lease.positions)
 
     def deliver(self, lease_id: int, count: int) -> bool:
-        """Count a contribution. False (and nothing counted) if the lease is no longer open or differs."""
+        """Count a contribution. Returns False and counts nothing if the lease is no longer open or differs."""
         lease = self.leases.get(lease_id)
         if lease is None or len(lease.positions) != count:
             return False

@@ -1,7 +1,6 @@
 """What the host knows of a guest's speed, and what it lends beyond the quota.
 
-PURE: numbers in, numbers out. It knows no machine beyond its speed. How many samples a guest gets is
-`balance/leases.py`'s affair, so that a prediction and the host count with one formula.
+PURE. `balance/leases.py` decides how many samples a guest gets, so that predictions and the host use one formula.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from potluck.balance.leases import Speed, lease_sizes, split_evenly
 EXTRA_PART = 0.5
 DOUBT_SPREADS = 4.0
 DOUBT_PART = 0.25
-"""A measurement this far off (in spreads, and as a part of the value) may be a hiccup."""
+"""A measurement this far off (in spreads, and as a share of the value) may be an outlier."""
 
 
 @dataclass(slots=True)
@@ -24,11 +23,11 @@ class Estimate:
     value: float | None = None
     spread: float = 0.0
     weight: float = 0.4
-    """How much the newest measurement counts."""
+    """Weight of the newest measurement."""
     doubts: bool = False
-    """One measurement far off changes nothing; a second one like it is the new truth."""
+    """Ignore one outlier; accept the value if a second measurement is like it."""
     jumps: bool = False
-    """One measurement far off is the new truth at once."""
+    """Accept an outlier at once."""
     _doubted: float | None = None
     _hiccup: float = 0.0
 

@@ -1,4 +1,4 @@
-"""The command line: one file per verb, each parses, calls and renders. Nothing here trains or talks."""
+"""The command line: one file per verb. Each parses its arguments, calls the library and prints the result."""
 
 from potluck.cli._app import main
 

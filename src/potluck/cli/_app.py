@@ -1,6 +1,6 @@
-"""The `potluck` command: its verbs, loaded only when used, and what a person sees when something fails.
+"""The `potluck` command: its verbs, each imported only when used, and how errors are printed.
 
-It knows the verbs' names, not what they do; help and version import neither torch nor rich.
+`--help` and `--version` import neither torch nor rich, so that help is shown within 150 ms.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from potluck.errors import PotluckError
 
 INTERRUPTED = 130
 READER_GONE = 141
-"""As a shell has it of a program that the system ends for writing to a closed pipe (128 + SIGPIPE)."""
-_DEBUG_HELP = "Show the traceback of an error."
+"""What a shell reports for a program that was ended by SIGPIPE (128 + 13)."""
+_DEBUG_HELP = "Show the full traceback if an error occurs."
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,34 +35,36 @@ class Verb:
 
 # In the order in which a person meets them.
 VERBS: dict[str, Verb] = {
-    "train": Verb("potluck.cli.train:train", "Train here, now, with defaults that need no download."),
-    "host": Verb("potluck.cli.host:host", "Start a run that guests can join; prints the token."),
-    "join": Verb("potluck.cli.join:join", "Bring this machine to a run."),
-    "doctor": Verb("potluck.cli.doctor:doctor", "What will go wrong, and how to fix it."),
-    "probe": Verb("potluck.cli.probe:probe", "How fast this device and this link really are."),
-    "plan": Verb("potluck.cli.plan:plan", "Is it worth it? Predicted before anything runs."),
-    "explain": Verb("potluck.cli.explain:explain", "What an error means, and what to do about it."),
-    "report": Verb("potluck.cli.report:report", "What happened in a run."),
-    "lab": Verb("potluck.cli.lab:lab", "A whole fleet on one box, strategies side by side."),
-    "bench": Verb("potluck.cli.bench:bench", "How fast collectives and DDP are here, beside other backends."),
+    "train": Verb("potluck.cli.train:train", "Train a built-in recipe on this machine. Needs no download."),
+    "host": Verb("potluck.cli.host:host", "Start a run that other machines can join, and print the token."),
+    "join": Verb("potluck.cli.join:join", "Join a run with this machine."),
+    "doctor": Verb(
+        "potluck.cli.doctor:doctor", "Find problems on this machine or between two, and how to fix them."
+    ),
+    "probe": Verb("potluck.cli.probe:probe", "Measure the speed of this device and of a link."),
+    "plan": Verb("potluck.cli.plan:plan", "Predict whether a set of machines is worth it, before running."),
+    "explain": Verb("potluck.cli.explain:explain", "Explain an error code and how to fix it."),
+    "report": Verb("potluck.cli.report:report", "Summarize a run."),
+    "lab": Verb("potluck.cli.lab:lab", "Emulate several machines on one box and compare strategies."),
+    "bench": Verb("potluck.cli.bench:bench", "Measure collectives and DDP against other backends."),
 }
 
 
 @dataclass(slots=True)
 class Settings:
-    """What holds for every verb; a verb gets it with `@click.pass_obj`."""
+    """Settings common to all verbs; a verb receives them with `@click.pass_obj`."""
 
     debug: bool = False
     environment: env.Environment = field(default_factory=env.Environment)
 
 
 class _ReaderLeft(Exception):
-    """Whoever read the output (`| head`) has seen enough."""
+    """The reader of our output (`| head`) closed the pipe."""
 
 
 @contextlib.contextmanager
 def _until_the_reader_left() -> Iterator[None]:
-    """Around what prints: click ends it with status 1 and without a word, whatever pipe or connection broke."""
+    """Raise `_ReaderLeft` for a closed output pipe. click would exit silently with status 1 on any broken pipe."""
     try:
         yield
     except (BrokenPipeError, KeyboardInterrupt) as error:
@@ -130,7 +132,7 @@ def _debug_option() -> click.Option:
 @click.option("--debug", is_flag=True, expose_value=False, help=_DEBUG_HELP)
 @click.pass_context
 def app(ctx: click.Context) -> None:
-    """Train one PyTorch model on every machine you own. Every machine brings what it has."""
+    """Train one PyTorch model on all the machines you own, however unequal they are."""
     settings = ctx.ensure_object(Settings)
     settings.environment = env.read()
     failpoints.arm(settings.environment.failpoint)
@@ -143,7 +145,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def run(args: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status, having said on stderr what went wrong."""
+    """Run the command line and return its exit status. Errors are printed to stderr."""
     arguments = sys.argv[1:] if args is None else list(args)
     settings = Settings(debug="--debug" in arguments)
     try:

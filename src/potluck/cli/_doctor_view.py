@@ -1,6 +1,6 @@
 """A diagnosis as lines for a terminal: findings, the worst first, then green lines for what is fine.
 
-It must not know how facts were collected. Text of other machines is cleaned before it reaches this terminal.
+Text from other machines is stripped of control characters before it reaches this terminal.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _TRY = (
     "export TORCH_DISTRIBUTED_DEBUG=DETAIL NCCL_DEBUG=INFO   (then run it again)",
     "potluck doctor --listen   (and its line on the other machine)",
 )
-_NO_FAILURE = "nothing in this log is known as a failure"
-_ALL_OF_IT = "if that run failed all the same: errors go to stderr, and 2>&1 brings them into the log"
+_NO_FAILURE = "no known failure in this log"
+_ALL_OF_IT = "if that run failed anyway: errors go to stderr, and 2>&1 adds them to the log"
 
 
 def lines_of(case: Case, diagnosis: Diagnosis, width: int, stream: object) -> Iterator[Line]:
@@ -50,21 +50,21 @@ def lines_of(case: Case, diagnosis: Diagnosis, width: int, stream: object) -> It
 
 
 def _log(log: LogReading, width: int, utf8: bool) -> Iterator[Line]:
-    """What the log tells, before what the machine is like."""
+    """What was found in the log; the state of the machine follows."""
     name, much = clean(log.name, 60), f"{log.lines:,} line{'s' if log.lines != 1 else ''}"
     if log.left_out_bytes:
         much += f", {bytes_text(log.left_out_bytes)} in the middle not read"
     count = sum(finding.severity == BLOCKER for finding in log.findings)
     interrupted = next((f.what for f in log.findings if f.code == "interrupted"), "")
     if not count:
-        told = "a failure that is not known here" if log.first_error else interrupted or _NO_FAILURE
+        told = "an unknown failure" if log.first_error else interrupted or _NO_FAILURE
         told += (", and that run ended well" if log.ended_well else "") + f" ({much})"
     elif not log.explained:
-        told = f"a failure that is not known here ({much}); the log tells this of it:"
+        told = f"an unknown failure ({much}); the log says:"
     elif count > 1:
-        told = f"{count} known troubles in {much}; the first is the likeliest cause, others may follow from it"
+        told = f"{count} known failures in {much}; the first is the likeliest cause, the others may follow from it"
     else:
-        told = f"a known trouble in {much}"
+        told = f"a known failure in {much}"
     yield from paragraph(f"{name}: {told}", width, "bold")
     if log.first_error:
         yield from paragraph(clean(log.first_error), width, "", label="  first error", indent=_INDENT + 3)
@@ -95,7 +95,7 @@ def _finding(finding: Finding, width: int, utf8: bool, label: str) -> Iterator[L
 
 
 def _way(text: str, label: str, width: int) -> Iterator[Line]:
-    """A command in one line, however long: it must survive being copied. Words on it, where there is room."""
+    """A command on one line, however long, so that it can be copied. Its comment goes below if there is no room."""
     command, _, words = text.partition("   (")
     if not words or len(text) <= width - _INDENT:
         yield Line().cell(label, _INDENT, "dim").add(text, "bold")
@@ -143,7 +143,7 @@ def _verdict(diagnosis: Diagnosis) -> Iterator[Line]:
     counts = {s: sum(f.severity == s for f in diagnosis.findings) for s in _STYLES}
     told = ", ".join(f"{n} {s}{'s' if n > 1 else ''}" for s, n in counts.items() if n)
     if counts[BLOCKER]:
-        yield Line(f"{where}{told}: Potluck will not work before the first is mended", "bold red")
+        yield Line(f"{where}{told}: Potluck will not work until the first is fixed", "bold red")
     elif counts[WARNING]:
         yield Line(f"{where}{told}: Potluck works here", "yellow")
     else:

@@ -1,6 +1,6 @@
-"""The other side of `potluck doctor` and `potluck probe`: a door with a token, printed, until somebody ends it.
+"""`--listen` of `potluck doctor` and `potluck probe`: a listening socket and its token, for a limited time.
 
-Owns the door and what is said about it. What is done for those who come is a function it is given.
+What is done for a peer that connects is a function given by the verb.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _POLL_S = 0.5
 
 
 class Listening:
-    """A door that only holders of a fresh token can enter; closed at the end of its context."""
+    """A socket that admits only peers with a newly made token; closed at the end of its context."""
 
     def __init__(self, verb: str, bind: str | None, port: int | None) -> None:
         self._verb = verb
@@ -42,7 +42,7 @@ class Listening:
         self.socket.close()
 
     def serve(self, turn: Callable[[float], None], for_s: float, *, token_on_stderr: bool) -> None:
-        """Print the line for the other machine and take turns until time or Ctrl-C ends it."""
+        """Print the command for the other machine, then call `turn` until `for_s` or Ctrl-C ends it."""
         addresses = local_addresses() if self.bind == "0.0.0.0" else (self.bind,)
         token = Token(
             addresses=addresses,
@@ -61,5 +61,5 @@ class Listening:
 
     @staticmethod
     def visited(words: str) -> Callable[[str, str], None]:
-        """What to call when somebody comes."""
+        """A callback that reports a peer on stderr."""
         return lambda name, address: click.echo(f"{clean(name)} ({address}) {words}", err=True)

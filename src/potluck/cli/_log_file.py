@@ -1,7 +1,4 @@
-"""The log that a person names, as text: bounded, whatever its size and encoding.
-
-Owns how it is read and what is said of a file that is no log. It must not know what is looked for in it.
-"""
+"""Reads a log file as text, bounded whatever its size and encoding, and refuses a file that is not a log."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from potluck.doctor.log_text import Part, decoded, is_text
 from potluck.errors import UserError
 
 HEAD_BYTES, TAIL_BYTES = 2 << 20, 6 << 20
-"""Of a long log the beginning and the end are read: how it was started, and how it ended."""
+"""Of a longer log only the beginning (how it was started) and the end (how it ended) are read."""
 MOST_BYTES = 1 << 30
 _PIECE = 1 << 20
 _HINT = "give the log of a failed run, for example: torchrun train.py 2>&1 | tee run.log"
@@ -63,6 +60,6 @@ def _parts(file: IO[bytes], name: str) -> tuple[list[Part], int]:
 
 def _check(text: str, name: str) -> None:
     if not text.strip():
-        raise UserError(f"{name} is empty", hint=_HINT + " (what goes wrong is on stderr: 2>&1)")
+        raise UserError(f"{name} is empty", hint=_HINT + " (errors go to stderr: 2>&1 captures them)")
     if not is_text(text):
-        raise UserError(f"{name} is no text, so no log", hint=_HINT)
+        raise UserError(f"{name} is not a text file", hint=_HINT)

@@ -1,7 +1,4 @@
-"""The options that several verbs share, and how flags, a TOML file and defaults become one config.
-
-Owns the words on the command line; it starts nothing.
-"""
+"""Options shared by several verbs, and how defaults, a TOML file and flags become one config."""
 
 from __future__ import annotations
 
@@ -25,24 +22,30 @@ LOOPBACK = "127.0.0.1"
 
 
 def recipe_options(command: Command) -> Command:
-    """What is trained."""
+    """Options of a recipe: model, data, steps."""
     for option in reversed(
         [
-            click.option("--depth", type=int, help="gpt: the size of the model, in one number."),
-            click.option("--sequence", type=int, help="gpt: bytes in a sample."),
-            click.option("--batch-tokens", type=int, help="gpt: bytes in a step, over all machines."),
-            click.option("--steps", type=int, help="Updates to train in all."),
+            click.option("--depth", type=int, help="gpt: number of blocks; sets the size of the model."),
+            click.option("--sequence", type=int, help="gpt: bytes per sample."),
+            click.option("--batch-tokens", type=int, help="gpt: bytes per step, over all machines."),
+            click.option("--steps", type=int, help="Total number of optimizer steps."),
             click.option("--lr", type=float, help="Peak learning rate."),
-            click.option("--data", metavar="PATH", help="Your own text (gpt) or IDX files (cnn)."),
-            click.option("--seed", type=int, help="Of the weights and of the samples' order."),
             click.option(
-                "--set", "more", multiple=True, metavar="KEY=VALUE", help="Any other setting of the recipe."
+                "--data", metavar="PATH", help="Train on your own data: text (gpt) or MNIST IDX files (cnn)."
+            ),
+            click.option("--seed", type=int, help="Random seed for the weights and the sample order."),
+            click.option(
+                "--set",
+                "more",
+                multiple=True,
+                metavar="KEY=VALUE",
+                help="Set any other recipe setting. May be repeated.",
             ),
             click.option(
                 "--config",
                 "config_file",
                 type=click.Path(path_type=Path),
-                help="A TOML file: [run] and [gpt] or [cnn].",
+                help="TOML file with settings in [run] and [gpt] or [cnn].",
             ),
         ]
     ):
@@ -51,37 +54,39 @@ def recipe_options(command: Command) -> Command:
 
 
 def run_options(command: Command) -> Command:
-    """How it is carried out."""
+    """Options of a run: device, codec, checkpoints, view."""
     for option in reversed(
         [
             click.option(
                 "--device",
-                help="cpu, cuda, cuda:1, mps, paced:SECONDS (a sample); default: the best there is.",
+                help="cpu, cuda, cuda:1, mps or paced:SECONDS_PER_SAMPLE (default: CUDA, else MPS, else CPU).",
             ),
-            click.option("--threads", type=click.IntRange(1), help="CPU threads; default: the physical cores."),
-            click.option("--name", help="What this machine is called; default: its host name."),
+            click.option(
+                "--threads", type=click.IntRange(1), help="Number of CPU threads (default: physical cores)."
+            ),
+            click.option("--name", help="Name of this machine in logs and tables (default: its host name)."),
             click.option(
                 "--micro-batch",
                 type=click.IntRange(1),
-                help="Samples computed at once; default: found by trying.",
+                help="Samples computed at once (default: found by measuring).",
             ),
-            click.option("--codec", help="none, fp16, bf16, int8, int4 (default), topk:RATIO."),
+            click.option("--codec", help="Compression: none, fp16, bf16, int8, int4 (default) or topk:RATIO."),
             click.option(
                 "--checkpoint-every",
                 type=click.IntRange(0),
-                help="Steps between checkpoints (default 50; 0: only at the end).",
+                help="Save a checkpoint every N steps (default 50; 0: only at the end).",
             ),
             click.option(
                 "--max-bad-steps",
                 type=click.IntRange(0),
-                help="Stop after so many steps in a row whose gradient is NaN or infinite (default 5; 0: never).",
+                help="Stop after N steps in a row with a NaN or infinite gradient (default 5; 0: never).",
             ),
-            click.option("--runs", type=click.Path(path_type=Path), help="Where run folders go (default: runs)."),
+            click.option("--runs", type=click.Path(path_type=Path), help="Folder for run folders (default: runs)."),
             click.option(
                 "--resume",
                 type=click.Path(path_type=Path),
                 metavar="RUN",
-                help="Go on with a run, at the very sample.",
+                help="Resume a run at exactly the next sample.",
             ),
             view_option,
         ]
@@ -91,30 +96,28 @@ def run_options(command: Command) -> Command:
 
 
 def view_option(command: Command) -> Command:
-    as_json = click.option("--json", "view", flag_value="json", help="The same as --view json.")
+    as_json = click.option("--json", "view", flag_value="json", help="Same as --view json.")
     view = click.option(
         "--view",
         type=click.Choice(["auto", "live", "plain", "json", "quiet"]),
         default="auto",
-        help="auto: live on a terminal, plain lines in a pipe. json: events, one a line.",
+        help="auto: live on a terminal, plain lines in a pipe. json: one event per line.",
     )
     return view(as_json(command))
 
 
 def host_options(command: Command) -> Command:
-    """Where guests come in."""
+    """Options of a host: where to listen, how many guests to wait for."""
     for option in reversed(
         [
             click.option(
                 "--bind",
                 metavar="ADDRESS",
-                help="Listen here only (default: the address of the default route; 0.0.0.0: all; :: IPv6 too).",
+                help="Address to listen on (default: the default route's; 0.0.0.0: all of IPv4; '::': IPv6 too).",
             ),
-            click.option(
-                "--port", type=click.IntRange(0, 65535), help="Listen on this port (default: a free one)."
-            ),
-            click.option("--wait-for", type=click.IntRange(0), help="Guests to wait for before the first step."),
-            click.option("--wait-s", type=float, help="How long to wait for them (default 120)."),
+            click.option("--port", type=click.IntRange(0, 65535), help="Port to listen on (default: a free one)."),
+            click.option("--wait-for", type=click.IntRange(0), help="Wait for N guests before the first step."),
+            click.option("--wait-s", type=float, help="Seconds to wait for these guests (default 120)."),
         ]
     ):
         command = option(command)
@@ -122,12 +125,12 @@ def host_options(command: Command) -> Command:
 
 
 def given(flags: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Those of the flags that were given."""
+    """The flags in `names` that were given."""
     return {name: flags[name] for name in names if flags.get(name) is not None}
 
 
 def pairs(more: Sequence[str]) -> dict[str, str]:
-    """KEY=VALUE words as a table."""
+    """A table from KEY=VALUE words."""
     table = {}
     for word in more:
         key, equals, value = word.partition("=")
@@ -154,7 +157,7 @@ def read_config_file(path: Path | None, recipe: str | None) -> tuple[dict[str, A
         ) from error
     for name, table in tables.items():
         if name not in ("run", recipe) or not isinstance(table, dict):
-            raise ConfigError(f"{path} has {name!r}, which means nothing here", hint=f"tables: {means}")
+            raise ConfigError(f"{path} has an unknown table or key {name!r}", hint=f"valid tables: {means}")
     return tables.get("run", {}), tables.get(recipe or "", {})
 
 
@@ -170,7 +173,7 @@ def run_config(table: dict[str, Any], flags: dict[str, Any]) -> RunConfig:
 
 
 def checked_bind(bind: str | None, *, ipv6: bool = True) -> str | None:
-    """The address to listen on, as a number; None where none was given. `ipv6`: whether it may be one of those."""
+    """The numeric address to listen on; None if none was given. `ipv6`: whether IPv6 is allowed."""
     if bind is None:
         return None
     try:
@@ -184,16 +187,16 @@ def checked_bind(bind: str | None, *, ipv6: bool = True) -> str | None:
     raise ConfigError(
         f"--bind takes an {'' if ipv6 else 'IPv4 '}address of this machine, not {bind!r}",
         hint=f"this machine has: {', '.join((*local_addresses(ipv6=ipv6), LOOPBACK))}; 0.0.0.0 listens on all"
-        + (", :: on those of IPv6 too" if ipv6 else "; only `potluck host` listens on IPv6"),
+        + ("; :: also on IPv6" if ipv6 else "; only `potluck host` listens on IPv6"),
     )
 
 
 def listen_options(*, listen: str, port: str) -> Callable[[Command], Command]:
-    """--listen, --bind, --port, --for and --token-file; what two of them mean is the verb's affair."""
+    """--listen, --bind, --port, --for and --token-file; the verb gives the help of --listen and --port."""
     options = (
         click.option("--listen", is_flag=True, help=listen),
         click.option(
-            "--bind", metavar="ADDRESS", help="With --listen: listen here only (default: as `potluck host`)."
+            "--bind", metavar="ADDRESS", help="With --listen: address to listen on (default: as `potluck host`)."
         ),
         click.option("--port", type=click.IntRange(1, 65535), help=port),
         click.option(
@@ -203,7 +206,7 @@ def listen_options(*, listen: str, port: str) -> Callable[[Command], Command]:
             default=900.0,
             show_default=True,
             metavar="SECONDS",
-            help="With --listen: how long.",
+            help="With --listen: how long to listen.",
         ),
         click.option("--token-file", type=click.Path(path_type=Path), help="Read the token from a file."),
     )
@@ -217,9 +220,9 @@ def listen_options(*, listen: str, port: str) -> Callable[[Command], Command]:
 
 
 def check_listening(verb: str, flags: Mapping[str, Any], *names: str) -> None:
-    """Refuse those of the options above that do nothing where nobody listens."""
+    """Refuse options that have no effect without --listen."""
     context = click.get_current_context()
     for name in names if not flags["listen"] else ():
         source = context.get_parameter_source("for_s" if name == "for" else name)
         if source is click.core.ParameterSource.COMMANDLINE:
-            raise ConfigError(f"--{name} belongs to --listen", hint=f"potluck {verb} --listen --{name} …")
+            raise ConfigError(f"--{name} needs --listen", hint=f"potluck {verb} --listen --{name} …")

@@ -1,4 +1,4 @@
-"""Which run a person means: by its folder, or by its id in the folder of runs. It reads nothing but names."""
+"""Finds a run folder by its path or by the run's id."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def runs_folder(settings: Settings, given: Path | None = None) -> Path:
 
 
 def find_run(run: str | None, runs: Path) -> Path:
-    """The run's folder, by path or by its id inside `runs`; the newest one where none is named."""
+    """The run's folder, by path or by its id inside `runs`; the newest run if `run` is None."""
     known = sorted(
         (p.parent for p in runs.glob("*/events.jsonl")), key=lambda p: (p / "events.jsonl").stat().st_mtime
     )

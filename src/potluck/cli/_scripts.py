@@ -1,4 +1,4 @@
-"""Running a user's script: its own bugs are shown as Python shows them, without our frames around them."""
+"""Runs a user's script and shows its exceptions as Python does, without Potluck's frames."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from potluck.fleet.life import reader_is_gone
 from potluck.fleet.script import guest_hint
 from potluck.train.launch import Interrupted
 
-HINT = "the traceback above is the script's own"
+HINT = "the traceback above is from the script"
 IN_LOOP_HINT = f"{HINT}; the host has been told"
 GUEST_HINT = (
     "the script runs here up to its loop: give the data set as a function (it is not called on guests), "
@@ -22,7 +22,7 @@ GUEST_HINT = (
 
 @contextmanager
 def running(name: str, *, hint: Callable[[], str] = lambda: HINT, guest: bool = False) -> Iterator[None]:
-    """Around a script: what it raises is told as the script's, with its traceback. `hint` is asked afterwards."""
+    """Print the traceback of what the script raises and raise ScriptError. `hint` is called after the failure."""
     try:
         yield
     except (PotluckError, KeyboardInterrupt, SystemExit):

@@ -1,7 +1,4 @@
-"""What `train` and `host` have in common: the run's folder, its door, its signals, and its end.
-
-Owns the order in which these are opened and closed. What is trained is a function it is given.
-"""
+"""The life of a run under `train` and `host`: opens and closes its folder, socket, view and signal handlers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What a person types to name another machine: a token, a file that holds one, or an address.
-
-Owns those words and what is said of wrong ones; it connects to nothing.
-"""
+"""Parses how a user names another machine: a token, a file that holds one, or an address."""
 
 from __future__ import annotations
 
@@ -20,12 +17,14 @@ def token_text(target: str | None, file: Path | None) -> str | None:
     if file is None:
         return target if target and _TOKEN.search(target) else None
     if target:
-        raise ConfigError("--token-file and an argument exclude each other", hint="give one of them")
+        raise ConfigError("--token-file cannot be combined with an argument", hint="give one of them")
     try:
         with open(file, encoding="utf-8") as opened:
             return opened.read(_MOST_BYTES)
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read a token from {file}: {error}", hint="the host's run folder has it") from None
+        raise UserError(
+            f"cannot read a token from {file}: {error}", hint="the host's run folder has it in the file `token`"
+        ) from None
 
 
 def address_of(target: str, verb: str) -> tuple[str, int | None]:
@@ -45,7 +44,7 @@ def address_of(target: str, verb: str) -> tuple[str, int | None]:
 
 
 def _misspelt(host: str) -> bool:
-    """Four numbers that are no address; as a name they would be looked up, and found nowhere."""
+    """Whether it looks like an IPv4 address but is not one. As a name it would be looked up in vain."""
     if re.fullmatch(r"\d{1,20}(?:\.\d{1,20}){3}", host) is None:
         return False
     try:

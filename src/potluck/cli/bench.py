@@ -1,4 +1,4 @@
-"""`potluck bench`: how fast collectives and DDP are here. Parses, starts ranks where nobody has, and renders."""
+"""`potluck bench` and its verb `collectives`: starts ranks unless torchrun did, measures and prints a table."""
 
 from __future__ import annotations
 
@@ -21,65 +21,85 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 VERBS: dict[str, Verb] = {
-    "collectives": Verb("potluck.cli.bench:collectives", "all_reduce and its kin, size by size, each row checked."),
-    "ddp": Verb("potluck.cli.bench_ddp:ddp", "A small GPT under stock DDP: 1, 2, 4 processes, two machines."),
+    "collectives": Verb(
+        "potluck.cli.bench:collectives", "Time a collective over many sizes and check every result."
+    ),
+    "ddp": Verb("potluck.cli.bench_ddp:ddp", "Train a small GPT under DDP with 1, 2 and 4 processes."),
 }
 MOST_PROCESSES = 64
 GLOO_TIMEOUT_S = 12.0
-"""Gloo awaits its connections five times as long as it is told: a minute. By its own 30 minutes it would be 150."""
+"""Gloo waits for connections five times as long as its timeout: a minute with this one, 150 with its default."""
 _GLOO_HINT = (
-    "gloo takes this machine's name for its address: export GLOO_SOCKET_IFNAME=eth0 (the interface between the "
-    "machines; `potluck doctor` shows them)"
+    "gloo looks up this machine's own name for its address: export GLOO_SOCKET_IFNAME=eth0 (the interface between "
+    "the machines; `potluck doctor` lists them)"
 )
 _OF_TORCH_ITSELF = ("undefined", "fake")
-"""Names in torch's list that nobody measures by."""
+"""Names in torch's list of backends that cannot be measured."""
 
 
 @click.group(cls=LazyGroup, verbs=VERBS)
 def bench() -> None:
-    """How fast the torch.distributed backend is here, beside others.
+    """Measure Potluck's torch.distributed backend against other backends.
 
     \b
     Examples:
-      potluck bench collectives --against gloo          both, in turn, on this machine
+      potluck bench collectives --against gloo          both backends in turn, on this machine
       torchrun --nproc-per-node 4 -m potluck bench collectives
-      potluck bench ddp                                 a small GPT, tokens/s
+      potluck bench ddp                                 tokens/s of a small GPT
     """
 
 
 @click.command()
+@click.option("--backend", default="potluck", show_default=True, help="torch.distributed backend to measure.")
+@click.option("--against", metavar="BACKEND", help="Second backend, measured in turn with the first, such as gloo.")
 @click.option(
-    "--backend", default="potluck", show_default=True, help="The backend of torch.distributed to measure."
+    "--sizes", default="4K:256M", show_default=True, help="FROM:TO, each 4 times the one before, or a list A,B,C."
 )
-@click.option("--against", metavar="BACKEND", help="Another one, measured in turn with it: gloo.")
-@click.option("--sizes", default="4K:256M", show_default=True, help="FROM:TO, each 4 times the last, or A,B,C.")
 @click.option(
-    "--processes", type=click.IntRange(2, MOST_PROCESSES), default=2, show_default=True, help="Ranks to start."
+    "--processes",
+    type=click.IntRange(2, MOST_PROCESSES),
+    default=2,
+    show_default=True,
+    help="Number of ranks to start.",
 )
 @click.option(
     "--op",
     type=click.Choice(["all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce"]),
     default="all_reduce",
     show_default=True,
-    help="The collective.",
+    help="Collective to measure.",
 )
 @click.option(
-    "--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), default="float32", show_default=True
+    "--dtype",
+    type=click.Choice(["float32", "float16", "bfloat16"]),
+    default="float32",
+    show_default=True,
+    help="Type of the tensors.",
 )
-@click.option("--repeats", type=click.IntRange(1), help="Of each size (default: 5 to 200, fewer of what is large).")
+@click.option(
+    "--repeats", type=click.IntRange(1), help="Repetitions of each size (default: 5 to 200, fewer for large sizes)."
+)
 @click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="CPU threads of each rank.")
-@click.option("--tolerance", type=click.FloatRange(0, 1), default=0.0, help="How far off an element may be.")
 @click.option(
-    "--json", "json_file", metavar="FILE", help="Write the rows here; - for stdout, instead of the table."
+    "--tolerance",
+    type=click.FloatRange(0, 1),
+    default=0.0,
+    help="Largest error allowed, relative to the largest element (default 0).",
+)
+@click.option(
+    "--json",
+    "json_file",
+    metavar="FILE",
+    help="Write the rows to FILE as JSON (-: standard output, instead of the table).",
 )
 @click.option("--parent", type=int, hidden=True)
 def collectives(**flags: Any) -> None:
     """Time a collective over many sizes, in the columns of nccl-tests, and check every element of every result.
 
-    Alone it starts its ranks on this machine; under torchrun it is one of them. algbw is bytes of the tensor per
-    second, busbw what each rank must have sent at the least, to be held against a link. bound is the time of a
-    perfect ring over the slowest link between the ranks, which is measured first: memory within a machine, a bare
-    TCP connection between machines. A compressed all-reduce is not exact: give it a --tolerance.
+    Starts its own ranks on this machine, or runs as one of the ranks under torchrun. algbw is the tensor's bytes
+    per second. busbw is the least that each rank must have sent per second; compare it with the link's rate. bound
+    is the time of a perfect ring over the slowest link between the ranks, which is measured first: memory within a
+    machine, a plain TCP connection between machines. A compressed all-reduce is not exact and needs --tolerance.
 
     \b
     Examples:
@@ -145,14 +165,14 @@ def _measure(
         write_json(json_file, [row.to_dict() for row in rows])
     wrong = sum(row.wrong for row in rows)
     if wrong:
-        raise PotluckError(f"{wrong} elements are not what they should be", hint="please report it, with the table")
+        raise PotluckError(f"{wrong} elements of the results are wrong", hint="please report it, with the table")
 
 
 # -- backends -------------------------------------------------------------------------------------------
 
 
 def check_backends(flags: dict[str, Any]) -> None:
-    """Say of --backend and --against, once and before any rank is started, that they name no backend of here."""
+    """Refuse an unknown --backend or --against once, before any rank is started."""
     given = {flag: flags[flag] for flag in ("backend", "against") if flags[flag] is not None}
     if set(given.values()) <= {"potluck"}:
         return  # what is always there needs no torch to be imported in this process
@@ -171,9 +191,9 @@ def check_backends(flags: dict[str, Any]) -> None:
 
 
 def check_settings(flags: dict[str, Any], processes: int) -> None:
-    """Say of the backend's own variables, once and before any rank is started, that one does not fit this machine.
+    """Refuse POTLUCK_DIST_* settings that do not fit this machine once, before any rank is started.
 
-    A rank of somebody else's says so itself: others may be on other machines.
+    Under torchrun each rank checks its own, since ranks may be on different machines.
     """
     if is_rank() or "potluck" not in (flags["backend"].lower(), (flags["against"] or "").lower()):
         return
@@ -184,26 +204,26 @@ def check_settings(flags: dict[str, Any], processes: int) -> None:
 
 
 def _unfit(name: str) -> str:
-    """Why a backend that torch knows by name cannot be measured here; empty: it can."""
+    """Why a backend known to torch cannot be measured here; empty if it can."""
     import torch.distributed as dist
 
     if not dist.is_backend_available(name):
-        return "the torch that is installed here was built without it"
+        return "the installed torch was built without it"
     if "cpu" not in dist.Backend.backend_capability.get(name, ["cpu"]):
-        return "it does not take tensors in the memory of the CPU, and those are what is measured"
-    return "" if name != "undefined" else "that is no backend"
+        return "it does not take CPU tensors, which are what is measured"
+    return "" if name != "undefined" else "it is not a backend"
 
 
 # -- ranks ----------------------------------------------------------------------------------------------
 
 
 def is_rank() -> bool:
-    """Whether torchrun, or we, have started this process as one of many."""
+    """Whether this process was started as one of several ranks, by torchrun or by us."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def start_ranks(arguments: list[str], processes: int, threads: int) -> None:
-    """This very command, as several ranks; Ctrl-C ends them all."""
+    """Run this command as several ranks; Ctrl-C ends all of them."""
     from potluck.fleet.life import leased, reader_is_gone
     from potluck.fleet.ranks import run_ranks
 
@@ -219,7 +239,7 @@ def start_ranks(arguments: list[str], processes: int, threads: int) -> None:
 
 @contextmanager
 def joined(names: list[str], parent: int | None) -> Iterator[tuple[dict[str, Any], Any]]:
-    """The groups by name, the first of them the default one, and the store behind them."""
+    """The process groups by backend, the first of them the default group, and their store."""
     import torch
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _get_default_store
@@ -249,7 +269,7 @@ def joined(names: list[str], parent: int | None) -> Iterator[tuple[dict[str, Any
 
 
 def _joined_by(name: str, *, first: bool) -> Any:
-    """The group of all ranks on this backend; an error names the backend."""
+    """The group of all ranks on this backend."""
     import torch.distributed as dist
 
     from potluck.errors import PotluckError
@@ -264,18 +284,18 @@ def _joined_by(name: str, *, first: bool) -> Any:
     except RuntimeError as error:
         words = " ".join(str(error).split())[:300]
         raise UserError(
-            f"the ranks cannot be joined by {name}: {words}",
-            hint=_GLOO_HINT + ("" if first else ", or leave --against away")
+            f"the ranks cannot form a {name} group: {words}",
+            hint=_GLOO_HINT + ("" if first else ", or leave --against out")
             if name.lower() == "gloo"
-            else "`potluck doctor` shows what is in between",
+            else "`potluck doctor ADDRESS` shows what blocks the connection",
         ) from error
     except (ValueError, AssertionError) as error:
         words = " ".join(str(error).split())[:300]
-        raise UserError(f"no group with {name}: {words}", hint="for example --backend gloo") from error
+        raise UserError(f"cannot make a {name} group: {words}", hint="for example --backend gloo") from error
 
 
 def _bounded_gloo() -> Any:
-    """A group of gloo's that gives up soon where it cannot connect, and else has all the time for its work."""
+    """A gloo group that soon gives up connecting, but has the default timeout for its collectives."""
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _set_pg_timeout, default_pg_timeout
 
@@ -289,7 +309,7 @@ def _bounded_gloo() -> Any:
 
 
 def writable(json_file: str | None) -> None:
-    """Find out now, not after minutes, that results cannot be written."""
+    """Check that results can be written, before minutes of measuring."""
     if json_file in (None, "-"):
         return
     try:
@@ -297,7 +317,7 @@ def writable(json_file: str | None) -> None:
             pass
     except OSError as error:
         raise UserError(
-            f"cannot write {json_file}: {error.strerror or error}", hint="give --json a file"
+            f"cannot write {json_file}: {error.strerror or error}", hint="give --json a file that can be written"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""`potluck bench ddp`: a small GPT under stock DDP, in several settings. Parses, starts the ranks and renders."""
+"""`potluck bench ddp`: trains a small GPT under DDP with several numbers of processes and prints a table."""
 
 from __future__ import annotations
 
@@ -15,28 +15,39 @@ from potluck.cli.bench import check_backends, check_settings, is_rank, joined, s
 
 
 @click.command()
-@click.option("--backend", default="potluck", show_default=True, help="The backend to train on.")
-@click.option("--against", metavar="BACKEND", help="Train on this one, too: gloo.")
-@click.option("--processes", default="1,2,4", show_default=True, help="How many processes on this machine, a list.")
-@click.option("--lab", "lab_mbit", type=float, metavar="MBIT", help="Also two lab machines with this link (Linux).")
-@click.option("--depth", type=click.IntRange(1, 48), default=4, show_default=True, help="The size of the GPT.")
-@click.option("--sequence", type=click.IntRange(8, 4096), default=128, show_default=True, help="Bytes in a sample.")
-@click.option("--batch", type=click.IntRange(1), default=4, show_default=True, help="Samples a process a step.")
-@click.option("--steps", type=click.IntRange(1), default=8, show_default=True, help="Measured steps.")
-@click.option("--json", "json_file", metavar="FILE", help="Write the rows here; - for stdout.")
+@click.option("--backend", default="potluck", show_default=True, help="torch.distributed backend to train with.")
+@click.option("--against", metavar="BACKEND", help="Second backend to train with, such as gloo.")
+@click.option(
+    "--processes", default="1,2,4", show_default=True, help="List of process counts to measure on this machine."
+)
+@click.option(
+    "--lab",
+    "lab_mbit",
+    type=float,
+    metavar="MBIT",
+    help="Also measure two emulated machines with this link (Linux only).",
+)
+@click.option(
+    "--depth", type=click.IntRange(1, 48), default=4, show_default=True, help="Number of blocks of the GPT."
+)
+@click.option("--sequence", type=click.IntRange(8, 4096), default=128, show_default=True, help="Bytes per sample.")
+@click.option("--batch", type=click.IntRange(1), default=4, show_default=True, help="Samples per process and step.")
+@click.option("--steps", type=click.IntRange(1), default=8, show_default=True, help="Steps to measure.")
+@click.option("--json", "json_file", metavar="FILE", help="Write the rows to FILE as JSON (-: standard output).")
 @click.option("--parent", type=int, hidden=True)
 def ddp(**flags: Any) -> None:
-    """Train a small GPT under stock DistributedDataParallel and show what the exchange of gradients costs.
+    """Train a small GPT under DistributedDataParallel and show what exchanging the gradients costs.
 
-    Each process computes its own samples, so twice the processes are twice the work. all-reduce is the time to
-    reduce as many bytes as there are gradients, alone; computed is 2(N-1)/N times those bytes over the measured
-    rate of the link; exposed is what of it a step really waits for. Under torchrun it is one of the ranks.
+    Each process computes its own samples, so twice the processes do twice the work. all-reduce is the time to
+    reduce the gradients' bytes while nothing else runs. computed is 2(N-1)/N times those bytes, divided by the
+    measured rate of the link. exposed is the part that a step really waits for. Under torchrun, this process is one
+    of the ranks.
 
     \b
     Examples:
       potluck bench ddp                             1, 2 and 4 processes
       potluck bench ddp --against gloo --processes 2
-      potluck bench ddp --lab 1000                  and two emulated machines, 1 Gbit/s between them
+      potluck bench ddp --lab 1000                  also two emulated machines with 1 Gbit/s between them
     """
     job, json_file = {name: flags[name] for name in ("depth", "sequence", "batch", "steps")}, flags["json_file"]
     check_backends(flags)
@@ -64,7 +75,7 @@ def _add(rows: list[dict[str, Any]], more: list[dict[str, Any]], json_file: str 
 
 
 def _train(names: list[str], job: dict[str, int], parent: int | None, json_file: str | None) -> None:
-    """As one of the ranks: on one backend after the other."""
+    """Train as one of the ranks, on one backend after the other."""
     import torch.distributed as dist
 
     from potluck.probe import link
@@ -112,7 +123,7 @@ def _counts(text: str) -> list[int]:
 
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdigit() and 1 <= int(part) <= 64 for part in parts):
-        raise UserError(f"--processes {text}: not a list of numbers from 1 to 64", hint="for example 1,2,4")
+        raise UserError(f"--processes {text!r} is not a list of numbers from 1 to 64", hint="for example 1,2,4")
     return [int(part) for part in parts]
 
 

@@ -1,4 +1,4 @@
-"""`potluck doctor`: what will go wrong, and how to fix it. Parses, collects facts, renders the diagnosis."""
+"""`potluck doctor`: collects facts about this machine, a pair of machines or a log, and prints the diagnosis."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 _MOST_FACTS_BYTES = 16 << 20
 LIMIT_S = 20.0
-"""For everything, as the help and the docs promise."""
+"""Time limit of one `potluck doctor`, as the docs promise."""
 _LAST_S = 2.0
-"""Of that, for starting, for the last word of a failed handshake, and for showing what was found."""
+"""The part of LIMIT_S kept for starting, for the end of a failed handshake and for printing."""
 UNKNOWN_FAILURE = 2
-"""The exit status where a log shows a failure that is not known; the same as of a file that is no log."""
+"""Exit status for a log with an unknown failure; the same as for a file that is not a log."""
 _OF_A_RUN = ("manifest.json", "events.jsonl", "checkpoints")
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}
 
@@ -38,43 +38,49 @@ _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}
 @click.command()
 @click.argument("target", metavar="[ADDRESS|TOKEN]", required=False)
 @options.listen_options(
-    listen="Be the other side: print a token, and answer whoever comes with it.",
-    port="The port that you mean to use (default: a free one).",
+    listen="Wait for the other machine: print a token and answer whoever connects with it.",
+    port="Port that you plan to use (default: a free one).",
 )
 @click.option(
     "--error",
     "log",
     type=click.Path(path_type=Path, allow_dash=True),
     metavar="FILE",
-    help="A run's log: what failed in it? - for stdin.",
+    help="Find what failed in this log of a run (-: standard input).",
 )
-@click.option("--runs", type=click.Path(path_type=Path), help="The folder for runs (default: runs).")
-@click.option("--run", type=click.Path(path_type=Path), help="Look at the checkpoints of this run folder, too.")
-@click.option("--cluster", type=click.Path(path_type=Path), help="A cluster file: try ssh to its machines.")
-@click.option("--parameters", metavar="N", help="Of the model you mean to train (124M, 1.5B): does it fit?")
-@click.option("--save", type=click.Path(path_type=Path, dir_okay=False), help="Write the facts to FILE.")
-@click.option("--facts", type=click.Path(path_type=Path), help="Look at recorded facts instead of this machine.")
-@click.option("--json", "as_json", is_flag=True, help="The diagnosis as JSON, for programs.")
+@click.option("--runs", type=click.Path(path_type=Path), help="Folder for run folders (default: runs).")
+@click.option("--run", type=click.Path(path_type=Path), help="Also check the checkpoints of this run folder.")
+@click.option(
+    "--cluster", type=click.Path(path_type=Path), help="Also try ssh to the machines of this cluster file."
+)
+@click.option("--parameters", metavar="N", help="Also check whether a model of N parameters fits (124M, 1.5B).")
+@click.option(
+    "--save", type=click.Path(path_type=Path, dir_okay=False), help="Write the collected facts to FILE as JSON."
+)
+@click.option(
+    "--facts", type=click.Path(path_type=Path), help="Diagnose facts saved with --save instead of this machine."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the diagnosis as JSON.")
 @click.pass_obj
 def doctor(settings: Settings, /, target: str | None, **flags: Any) -> int:
-    """What will go wrong on this machine, or between two, and how to fix it.
+    """Find problems on this machine or between two machines, and say how to fix them.
 
-    Without an argument it looks at this machine. With the TOKEN of `potluck doctor --listen`, or of a running
-    host, it also tries the way to that machine and back, and how fast each address is. With an ADDRESS it tries the
-    way there only. With --error it reads the log, or the pasted message, of a run (torchrun, gloo,
-    NCCL, accelerate, DeepSpeed, Potluck) and says what failed first.
+    Without an argument, check this machine. With the TOKEN of `potluck doctor --listen` or of a running host, also
+    check the connection to that machine in both directions and the speed of each of its addresses. With an
+    ADDRESS, check only the connection to it. With --error, read the log or the pasted error message of a run
+    (torchrun, gloo, NCCL, accelerate, DeepSpeed, Potluck) and say what failed first.
 
-    The exit status is 1 where something stops Potluck, else 0. Warnings cost speed or safety; notes matter to other
-    tools, not to Potluck. With --error it is of the log alone, whatever this machine is like: 0 where nothing in it
-    is a failure, 1 where a known failure is, 2 where a failure is not known or the file is no log.
+    A blocker stops Potluck. A warning costs speed or safety. A note matters to other tools, not to Potluck. The
+    exit status is 1 if there is a blocker, else 0. With --error the exit status depends only on the log: 0 if it
+    shows no failure, 1 for a known failure, 2 for an unknown failure or a file that is not a log.
 
     \b
     Examples:
       potluck doctor
-      potluck doctor --listen               on one machine; it prints the line for the other
+      potluck doctor --listen               on one machine; prints the command for the other
       potluck doctor potluck2-…             on the other
       potluck doctor 192.168.1.20:7171
-      potluck doctor --error run.log        what went wrong in that run?
+      potluck doctor --error run.log        what failed in that run
       torchrun train.py 2>&1 | tee run.log; potluck doctor --error run.log
       potluck doctor --parameters 124M --cluster cluster.toml --save facts.json
     """
@@ -101,15 +107,15 @@ def _check_flags(target: str | None, flags: dict[str, Any]) -> None:
             raise ConfigError(f"{name} takes no address and no token", hint="potluck doctor --help shows examples")
     if flags["listen"] and flags["facts"]:
         raise ConfigError(
-            "--listen and --facts exclude each other", hint="--facts looks at a file, not at machines"
+            "--listen cannot be combined with --facts", hint="--facts reads a file instead of this machine"
         )
     if flags["listen"] and flags["log"]:
-        raise ConfigError("--listen and --error exclude each other", hint="read the log first, then listen")
+        raise ConfigError("--listen cannot be combined with --error", hint="read the log first, then listen")
     options.check_listening("doctor", flags, "bind", "for")
 
 
 def _check_target(target: str, flags: dict[str, Any]) -> None:
-    """Words that are no address, though they could be taken for one."""
+    """Refuse an empty target or one that names a file."""
     if not target.strip():
         raise ConfigError(
             "the address is empty", hint="is a variable not set? potluck doctor --help shows examples"
@@ -141,7 +147,7 @@ def _wanted(settings: Settings, flags: dict[str, Any]) -> Wanted:
     if run is not None and not any((run / name).exists() for name in _OF_A_RUN):
         inside = sorted(path.parent for path in run.glob("*/manifest.json"))
         raise UserError(
-            f"{run} is no run folder: it has none of {', '.join(_OF_A_RUN)}",
+            f"{run} is not a run folder: it has none of {', '.join(_OF_A_RUN)}",
             hint=f"it holds runs: potluck doctor --run {shlex.quote(str(inside[-1]))}"
             if inside
             else "see your run folders with: ls runs",
@@ -161,7 +167,7 @@ def _count(text: str | None) -> int | None:
     match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?)([kmgbKMGB]?)", text.strip())
     count = int(float(match[1]) * _UNITS[match[2].lower()]) if match else 0
     if not 0 < count < 10**15:
-        raise ConfigError(f"--parameters {text!r} is no number of parameters", hint="for example 124M or 1.5B")
+        raise ConfigError(f"--parameters {text!r} is not a number of parameters", hint="for example 124M or 1.5B")
     return count
 
 
@@ -192,11 +198,13 @@ def _recorded(path: Path) -> Case:
 
     try:
         if path.stat().st_size > _MOST_FACTS_BYTES:
-            raise UserError(f"{path} is too large for facts", hint="potluck doctor --save FILE makes such a file")
+            raise UserError(
+                f"{path} is too large to be a facts file", hint="make one with: potluck doctor --save FILE"
+            )
         return from_json(path.read_bytes())
     except OSError as error:
         raise UserError(
-            f"cannot read {path}: {error.strerror or error}", hint="potluck doctor --save FILE makes such a file"
+            f"cannot read {path}: {error.strerror or error}", hint="make one with: potluck doctor --save FILE"
         ) from None
 
 
@@ -208,7 +216,7 @@ def _log_parts(path: Path) -> tuple[list[Part], int]:
 
 
 def _reading(case: Case, flags: dict[str, Any]) -> LogReading | None:
-    """What the log of a failed run tells."""
+    """What was found in the log, if one was given."""
     from potluck.doctor.log import read_log
 
     if flags["read"] is None:
@@ -240,7 +248,7 @@ def _show(case: Case, diagnosis: Diagnosis, as_json: bool) -> None:
 
 
 def _status(diagnosis: Diagnosis) -> int:
-    """Of the log alone, where one was given: the same log has the same status on every machine."""
+    """The exit status. With a log it depends on the log alone, so that it is the same on every machine."""
     log = diagnosis.log
     if log is None:
         return 0 if diagnosis.healthy else 1
@@ -261,7 +269,7 @@ def _save(path: Path, case: Case) -> None:
 
 
 def _listen(here: Facts, flags: dict[str, Any]) -> int:
-    """Be the other side until somebody ends it."""
+    """Answer the other machine until time or Ctrl-C ends it."""
     from potluck.cli._listening import Listening
     from potluck.probe.meeting import Listener
     from potluck.spec.facts import Case
@@ -279,7 +287,7 @@ def _listen(here: Facts, flags: dict[str, Any]) -> int:
 
 @contextlib.contextmanager
 def _progress() -> Any:
-    """One line on a terminal, rewritten; nothing in a pipe."""
+    """A status line that is rewritten on a terminal; nothing in a pipe."""
     if not sys.stderr.isatty():
         yield lambda words: None
         return

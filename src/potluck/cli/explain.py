@@ -1,4 +1,4 @@
-"""`potluck explain CODE`: the page about an error, out of the installed package. Reads and renders."""
+"""`potluck explain CODE`: prints the troubleshooting page of an error from the installed package."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _WIDEST = 100
 @click.command()
 @click.argument("code", required=False)
 def explain(code: str | None) -> None:
-    """What an error means, why it happens and what to do. CODE is what the error's last line names.
+    """Explain an error: what it means, why it happens and what to do. CODE is in the error's last line.
 
     \b
     Examples:
-      potluck explain                list all codes, one line each
-      potluck explain bad-token      the page about one of them
-      potluck explain doctor         everything that `potluck doctor` can find
+      potluck explain                list all codes
+      potluck explain bad-token      show the page of one code
+      potluck explain doctor         list all findings of `potluck doctor`
     """
     pages = _pages()
     if code is None:
         width = max(map(len, pages))
         for name, text in pages.items():
             click.echo(f"{name:<{width}}  {_about(text)}")
-        click.echo("\npotluck explain CODE shows what to do about one.", err=True)
+        click.echo("\n`potluck explain CODE` shows one page.", err=True)
         return
     wanted = code.strip().lower().removesuffix(".md").rpartition("/")[2]
     if wanted not in pages:
@@ -48,12 +48,12 @@ def _pages() -> dict[str, str]:
 
 
 def _about(text: str) -> str:
-    """A page's title without its code."""
+    """The page's title without its code."""
     return text.partition("\n")[0].partition(": ")[2]
 
 
 def _without_links(text: str, pages: dict[str, str]) -> str:
-    """Links to other pages become their command; others lead to files that are not installed."""
+    """Turn links to other pages into their command, and drop links to files that are not installed."""
 
     def words(match: re.Match[str]) -> str:
         page = match[2].removesuffix(".md")
@@ -63,7 +63,7 @@ def _without_links(text: str, pages: dict[str, str]) -> str:
 
 
 def _show(text: str) -> None:
-    """Rendered on a terminal, as it is in a pipe."""
+    """Print Markdown rendered on a terminal, and unchanged in a pipe."""
     if not sys.stdout.isatty():
         from potluck.report.text import fitted
 

@@ -1,4 +1,4 @@
-"""`potluck host`: a run that guests can join, of a recipe or of a user's own script. Parses and renders."""
+"""`potluck host`: a run of a recipe or of a user's script that guests can join."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from potluck.errors import UserError
     multiple=True,
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="A module the script imports: it travels with the script. May be repeated.",
+    help="Also send this file to guests, such as a module that the script imports. May be repeated.",
 )
 @options.recipe_options
 @options.run_options
@@ -31,17 +31,17 @@ from potluck.errors import UserError
 def host(
     settings: Settings, /, what: str, arguments: tuple[str, ...], send: tuple[Path, ...], **flags: Any
 ) -> None:
-    """Start a run that guests can join; prints what to type on the other machines.
+    """Start a run that other machines can join, and print the command to type on them.
 
-    WHAT is a recipe (gpt, cnn) or your own script; ARGUMENTS after -- go to the script.
+    WHAT is a recipe (gpt or cnn) or your own script. ARGUMENTS after -- are passed to the script.
 
     \b
     Examples:
-      potluck host                          the recipe gpt
-      potluck host my_train.py              your own loop (see the README)
+      potluck host                          train the recipe gpt
+      potluck host my_train.py              train with your own loop (see the README)
       potluck host my_train.py --send model.py -- --epochs 3
-      potluck host --wait-for 2             start when two guests are ready
-      potluck host --resume runs/ID         go on; the same token still works
+      potluck host --wait-for 2             start as soon as two guests are ready
+      potluck host --resume runs/ID         resume; the same token still works
 
     \b
     Several GPUs in this machine, one process each:
@@ -51,7 +51,7 @@ def host(
         run_script(settings, Path(what), arguments, send, flags)
         return
     if arguments:
-        raise UserError("arguments are for scripts; a recipe has settings", hint="for example --set warmup=50")
+        raise UserError("a recipe takes no arguments", hint="use settings instead, for example --set warmup=50")
     plan = recipe_plan(settings, what, flags, command="host")
     run_recipe(settings, plan)
 
@@ -70,7 +70,7 @@ def run_script(
     unused = options.given(flags, options.RECIPE_FLAGS)
     if unused or flags["more"]:
         names = ", ".join(f"--{n.replace('_', '-')}" for n in unused) or "--set"
-        raise UserError(f"{names} is for recipes", hint="what your script trains is said in the script")
+        raise UserError(f"{names} works only with a recipe", hint="set these in your script instead")
     runs = runs_folder(settings, flags["runs"])
     resume = find_run(str(flags["resume"]), runs) if flags["resume"] is not None else None
     in_run, _ = options.read_config_file(flags["config_file"], None)

@@ -1,4 +1,4 @@
-"""`potluck join TOKEN`: bring this machine to a run. Parses, connects, runs what the host sends."""
+"""`potluck join TOKEN`: connect to a host, run the script it sends and compute for it."""
 
 from __future__ import annotations
 
@@ -16,18 +16,22 @@ from potluck.cli._options import view_option
 from potluck.errors import LoopError, MissingModuleError, NetworkError, PotluckError, ScriptError, TokenError
 
 _NAME = re.compile(r"[A-Za-z0-9._/-]{0,80}")
-"""Of a module, a package or a file; anything else that a host says is not repeated in a command."""
+"""A valid name of a module, package or file. Other names from a host are not repeated in a suggested command."""
 RUN_FAILED = "failed"
-"""The host's last word to its guests where its training ended with an error."""
+"""The reason a host gives its guests when its training ended with an error."""
 
 
 @click.command()
 @click.argument("token", required=False)
 @click.option("--token-file", type=click.Path(path_type=Path), help="Read the token from a file.")
-@click.option("--device", help="cpu, cuda, cuda:1, mps, paced:SECONDS (a sample); default: the best there is.")
-@click.option("--threads", type=click.IntRange(1), help="CPU threads; default: the physical cores.")
-@click.option("--name", help="What this machine is called; default: its host name.")
-@click.option("--micro-batch", type=click.IntRange(1), help="Samples computed at once; default: found by trying.")
+@click.option(
+    "--device", help="cpu, cuda, cuda:1, mps or paced:SECONDS_PER_SAMPLE (default: CUDA, else MPS, else CPU)."
+)
+@click.option("--threads", type=click.IntRange(1), help="Number of CPU threads (default: physical cores).")
+@click.option("--name", help="Name of this machine in logs and tables (default: its host name).")
+@click.option(
+    "--micro-batch", type=click.IntRange(1), help="Samples computed at once (default: found by measuring)."
+)
 @click.option(
     "--script",
     type=click.Path(path_type=Path),
@@ -48,21 +52,21 @@ RUN_FAILED = "failed"
     default=600.0,
     show_default=True,
     metavar="SECONDS",
-    help="Leave when the host has been gone for so long.",
+    help="Leave after the host has been unreachable for this long.",
 )
 @click.option(
     "--runs",
     type=click.Path(path_type=Path),
-    help="Where the record of a fault is written (default: the folder for temporary files).",
+    help="Folder for flight records after a fault (default: the temporary folder).",
 )
 @click.option("--parent", type=int, hidden=True, help="End when this process is gone.")
 @view_option
 @click.pass_obj
 def join(settings: Settings, /, token: str | None, token_file: Path | None, **flags: Any) -> int:
-    """Bring this machine to a run. TOKEN is what the host printed.
+    """Join a run with this machine. TOKEN is the text that the host printed.
 
-    The host's script runs on this machine: join only runs of people you trust. The token may also come from
-    --token-file, from POTLUCK_TOKEN, or be typed when asked for.
+    The host's script runs on this machine: join only runs of people you trust. Without TOKEN, the token is read
+    from --token-file, then from the variable POTLUCK_TOKEN, then asked for.
 
     \b
     Examples:
@@ -94,11 +98,11 @@ def _find_token(token: str | None, token_file: Path | None, settings: Settings) 
     if sys.stdin.isatty():
         answer: str = click.prompt("token", hide_input=True)
         return answer
-    raise TokenError("no token was given", hint="type the line that the host printed: potluck join TOKEN")
+    raise TokenError("no token was given", hint="type the command that the host printed: potluck join TOKEN")
 
 
 def _serve(settings: Settings, token: Any, flags: dict[str, Any]) -> int:
-    """Connect, build what the host trains, and compute for it until the run is over; the exit status."""
+    """Connect, build the host's model and compute until the run is over; returns the exit status."""
     from potluck.cli._session import machine_name
     from potluck.device import pick
     from potluck.hub.link import GuestLink
@@ -145,7 +149,7 @@ def _serve(settings: Settings, token: Any, flags: dict[str, Any]) -> int:
 
 
 def _recorder(name: str, runs: Path | None, view: Any) -> Any:
-    """A guest has no run folder: where its record goes is said when there is one."""
+    """The flight recorder. A guest has no run folder, so the path is printed when a record is written."""
     from potluck.hub.recorder import Recorder
     from potluck.sinks import guarded
 
@@ -155,7 +159,7 @@ def _recorder(name: str, runs: Path | None, view: Any) -> Any:
 
 
 def _compute(launch: Any, script: Path | None, view: Any) -> int:
-    """Run what the host sends until the run is over, and go in order, whatever ends it; the exit status."""
+    """Run the host's script until the run is over, then leave in order; returns the exit status."""
     from potluck.train.launch import GuestDone, set_launch
 
     link = launch.link
@@ -168,7 +172,7 @@ def _compute(launch: Any, script: Path | None, view: Any) -> int:
     except GuestDone as done:
         view.ended(f"the run is over: {done}")
         if str(done) == RUN_FAILED:
-            click.echo("the run failed on its host; why, the host says", err=True)
+            click.echo("the run failed on its host; see the host's terminal for the reason", err=True)
             return 1
         link.recorder.discard()
     except KeyboardInterrupt:
@@ -193,7 +197,7 @@ def _compute(launch: Any, script: Path | None, view: Any) -> int:
 
 
 def _why(error: Exception) -> str:
-    """In the host's words: whose script, and its own exception rather than ours about it."""
+    """The failure as the host reports it: the script's own exception, not the ScriptError around it."""
     cause = error.__cause__ if isinstance(error, ScriptError) and error.__cause__ is not None else error
     words = " ".join(str(cause).split())
     if isinstance(cause, PotluckError):
@@ -202,7 +206,7 @@ def _why(error: Exception) -> str:
 
 
 def _failed(launch: Any, why: str) -> None:
-    """Tell the host, whose person may be the one who can mend it, and keep a record here."""
+    """Tell the host, whose user may be able to fix it, and write a flight record here."""
     launch.failure = why[:200]
     launch.link.recorder.fault(launch.failure)
     launch.end_training(launch.failure)
@@ -210,7 +214,7 @@ def _failed(launch: Any, why: str) -> None:
 
 
 def _check_modules(script: str, imports: dict[str, str]) -> None:
-    """Before the script runs here: all the modules that it imports and this machine lacks, at once."""
+    """Before the script runs: list all modules at once that it imports and this machine lacks."""
     from potluck.fleet.script import guest_hint, missing_here
 
     names = {module: where for module, where in imports.items() if all(map(_NAME.fullmatch, (module, where)))}

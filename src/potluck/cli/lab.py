@@ -1,4 +1,4 @@
-"""`potluck lab`: its verbs, of which `list` and `show` are here. Parses and renders; runs nothing on a rig."""
+"""`potluck lab` and its verbs `list` and `show`."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ import click
 from potluck.cli._app import LazyGroup, Verb
 
 VERBS: dict[str, Verb] = {
-    "list": Verb("potluck.cli.lab:list_", "The rigs that come with Potluck."),
-    "show": Verb("potluck.cli.lab:show", "A picture of a rig, and what to expect of it."),
-    "bench": Verb("potluck.cli.lab_bench:bench", "Run strategies on a rig, side by side."),
-    "shell": Verb("potluck.cli.lab_machines:shell", "A shell on one of a rig's machines."),
-    "exec": Verb("potluck.cli.lab_machines:exec_", "Run a command on one of a rig's machines."),
+    "list": Verb("potluck.cli.lab:list_", "List the built-in rigs."),
+    "show": Verb("potluck.cli.lab:show", "Draw a rig and show what it can gain."),
+    "bench": Verb("potluck.cli.lab_bench:bench", "Run strategies on a rig and compare them."),
+    "shell": Verb("potluck.cli.lab_machines:shell", "Open a shell on a machine of a rig."),
+    "exec": Verb("potluck.cli.lab_machines:exec_", "Run a command on a machine of a rig."),
 }
 
 
 @click.group(cls=LazyGroup, verbs=VERBS)
 def lab() -> None:
-    """A whole fleet on one Linux box: emulated machines and links, strategies side by side.
+    """Emulate machines and the links between them on one Linux box, and compare training strategies.
 
-    RIG is the name of a built-in rig or the path of a TOML file.
+    A rig describes the machines. RIG is the name of a built-in rig or the path of a TOML file.
 
     \b
     Examples:
-      potluck lab list                                 what there is
-      potluck lab show home-pair                       a picture of it
-      potluck lab bench home-pair                      solo, ddp, ddp-balanced and potluck on it
-      potluck lab show home-pair --toml > mine.toml    a start for your own rig
+      potluck lab list                                 list the built-in rigs
+      potluck lab show home-pair                       draw one of them
+      potluck lab bench home-pair                      run solo, ddp, ddp-balanced and potluck on it
+      potluck lab show home-pair --toml > mine.toml    start your own rig file
       potluck lab bench mine.toml --strategy potluck
-      potluck lab exec home-pair laptop -- ip addr     use an emulated machine by hand
+      potluck lab exec home-pair laptop -- ip addr     run a command on an emulated machine
     """
 
 
 @click.command("list")
-@click.option("--json", "as_json", is_flag=True, help="The same as JSON, for programs.")
+@click.option("--json", "as_json", is_flag=True, help="Print the list as JSON.")
 def list_(as_json: bool) -> None:
-    """The rigs that come with Potluck: machines, ideal speed-up, and what each is about.
+    """List the built-in rigs with their machines, ideal speed-up and a description.
 
-    grad/step is the time that fp32 gradients take over the slowest guest's link, divided by the time of a step of
-    the host alone: the higher, the more a fleet loses to its network.
+    grad/step is the time to send fp32 gradients over the slowest guest's link, divided by the step time of the
+    host alone. The higher it is, the more the network costs.
 
     \b
     Examples:
@@ -62,10 +62,10 @@ def list_(as_json: bool) -> None:
 
 @click.command()
 @click.argument("rig")
-@click.option("--toml", "as_toml", is_flag=True, help="The rig as a TOML file: a start for your own.")
-@click.option("--json", "as_json", is_flag=True, help="The rig and its facts as JSON, for programs.")
+@click.option("--toml", "as_toml", is_flag=True, help="Print the rig as a TOML file, to start your own from.")
+@click.option("--json", "as_json", is_flag=True, help="Print the rig and its figures as JSON.")
 def show(rig: str, as_toml: bool, as_json: bool) -> None:
-    """A picture of RIG: machines, speeds, links, and what to expect before anything runs.
+    """Draw RIG: its machines, speeds and links, and the speed-up to expect. Runs nothing.
 
     \b
     Examples:
@@ -79,7 +79,7 @@ def show(rig: str, as_toml: bool, as_json: bool) -> None:
     from potluck.spec.rig import to_table
 
     if as_toml and as_json:
-        raise click.UsageError("--toml or --json, not both")
+        raise click.UsageError("--toml cannot be combined with --json")
     found = rigs.load(rig)
     if as_toml:
         # As it was written, not as it was understood: the comments say why the numbers are what they are.

@@ -1,4 +1,4 @@
-"""`potluck lab bench`: the strategies on a rig, side by side. Parses, runs the bench and renders what it found."""
+"""`potluck lab bench`: runs strategies on a rig and prints the comparison."""
 
 from __future__ import annotations
 
@@ -26,21 +26,25 @@ if TYPE_CHECKING:
     "strategies",
     multiple=True,
     metavar="S",
-    help="solo, ddp, ddp-balanced, potluck, hivemind, torchft; may be repeated. Default: the first four.",
+    help="solo, ddp, ddp-balanced, potluck, hivemind or torchft (default: the first four). May be repeated.",
 )
-@click.option("--steps", type=click.IntRange(2), help="Updates that each strategy makes (default: the rig's).")
-@click.option("--json", "json_file", metavar="FILE", help="Write the figures here; - for stdout.")
+@click.option(
+    "--steps", type=click.IntRange(2), help="Steps that each strategy trains (default: those of the rig)."
+)
+@click.option("--json", "json_file", metavar="FILE", help="Write the results to FILE as JSON (-: standard output).")
 @click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Folder for plots, figures and logs (default: runs/lab/RIG-TIME).",
+    help="Folder for results, plots and logs (default: runs/lab/RIG-TIME).",
 )
-@click.option("--loopback", is_flag=True, help="127.0.0.1 and a shaping proxy: no root, any system.")
-@click.option("--no-plots", is_flag=True, help="Write no pictures.")
+@click.option(
+    "--loopback", is_flag=True, help="Use 127.0.0.1 and a shaping proxy instead of namespaces: no root, any system."
+)
+@click.option("--no-plots", is_flag=True, help="Do not draw plots.")
 @click.option(
     "--faults",
     metavar="FILE",
-    help="What goes wrong meanwhile: sleepy-laptop, bad-wifi, power-cut, or a TOML file. Strikes potluck alone.",
+    help="Inject faults: sleepy-laptop, bad-wifi, power-cut or a TOML file. Only potluck is affected.",
 )
 def bench(
     rig: str,
@@ -52,7 +56,7 @@ def bench(
     no_plots: bool,
     faults: str | None,
 ) -> None:
-    """Run each strategy on the same RIG, a built-in name or a TOML file, and compare them.
+    """Run each strategy on the same RIG (a built-in name or a TOML file) and compare them.
 
     \b
     Examples:
@@ -98,7 +102,7 @@ def bench(
 
 
 def on_loopback(strategies: tuple[str, ...]) -> list[str]:
-    """What can run behind a proxy: machines of the other strategies connect to each other directly, past it."""
+    """The strategies that can run behind a proxy. In the others, machines connect to each other, past it."""
     from potluck.errors import UserError
     from potluck.lab.bench import check_strategies
     from potluck.spec.fleet import POTLUCK, SOLO
@@ -115,7 +119,7 @@ def on_loopback(strategies: tuple[str, ...]) -> list[str]:
 
 
 def faults_for(fleet: Rig, name_or_path: str, strategies: tuple[str, ...]) -> FaultPlan:
-    """The faults, if the rig has the machines that they strike; they strike potluck alone, and that is said."""
+    """The fault plan, checked against the rig. A message says which strategies run without faults."""
     from potluck.errors import ConfigError, UserError
     from potluck.lab import faults
     from potluck.lab.bench import check_strategies
@@ -128,14 +132,16 @@ def faults_for(fleet: Rig, name_or_path: str, strategies: tuple[str, ...]) -> Fa
         raise ConfigError(f"{name_or_path}: {error.what}", hint=error.hint) from error
     chosen = check_strategies(strategies) if strategies else [POTLUCK]
     if POTLUCK not in chosen:
-        raise UserError("--faults strikes potluck alone, which is not to run", hint="add --strategy potluck")
+        raise UserError(
+            "--faults affects only potluck, which is not among the strategies", hint="add --strategy potluck"
+        )
     if others := [name for name in chosen if name not in (POTLUCK, SOLO)]:
-        click.echo(f"faults apply to potluck alone: {', '.join(others)} without them", err=True)
+        click.echo(f"faults affect only potluck; these run without faults: {', '.join(others)}", err=True)
     return plan
 
 
 def prepare(folder: Path, json_file: str | None) -> None:
-    """Find out now, not after ten minutes, that results cannot be written."""
+    """Check that results can be written, before ten minutes of measuring."""
     from potluck.errors import UserError
 
     try:
@@ -147,7 +153,7 @@ def prepare(folder: Path, json_file: str | None) -> None:
             raise UserError(f"{folder} is not empty", hint="give --out a new folder, so that logs do not mix")
     except OSError as error:
         what = f"cannot write {error.filename or folder}: {error.strerror or error}"
-        raise UserError(what, hint="give --out and --json places that you may write to") from error
+        raise UserError(what, hint="give --out and --json paths that you can write to") from error
 
 
 def make_box(fleet: Any, *, loopback: bool, detours: bool = False) -> Any:

@@ -1,6 +1,6 @@
-"""`potluck lab shell` and `potluck lab exec`: a rig's emulated machines, used by hand. Parses, calls and renders.
+"""`potluck lab shell` and `potluck lab exec`: run a shell or a command on an emulated machine.
 
-It does not know how a machine is emulated. While a command runs, others find the same rig up.
+Commands that run at the same time share one rig.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _MOST_NAME = 64
 @click.argument("machine")
 @click.pass_context
 def shell(ctx: click.Context, rig: str, machine: str) -> None:
-    """A shell on MACHINE, one of the emulated machines of RIG, with its link and its speed.
+    """Open a shell on MACHINE, an emulated machine of RIG, with its link and its speed.
 
-    The rig is up as long as somebody uses it, and the same for all: open a second shell on another machine, and
-    the two reach each other. What is started in it ends with the rig.
+    The rig is up as long as a shell or command uses it, and all of them share it: open a second shell on another
+    machine, and the two can reach each other. Processes started in the rig end with it.
 
     \b
     Examples:
-      potluck lab shell home-pair desk        then, there: potluck host
-      potluck lab shell home-pair laptop      then, there: potluck join TOKEN
+      potluck lab shell home-pair desk        then type: potluck host
+      potluck lab shell home-pair laptop      then type: potluck join TOKEN
     """
     from potluck.lab import rigs
     from potluck.lab.namespaces import NamespaceBox
@@ -51,9 +51,9 @@ def shell(ctx: click.Context, rig: str, machine: str) -> None:
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.pass_context
 def exec_(ctx: click.Context, rig: str, machine: str, command: tuple[str, ...]) -> None:
-    """Run COMMAND on MACHINE, one of the emulated machines of RIG, and end with its exit status.
+    """Run COMMAND on MACHINE, an emulated machine of RIG, and exit with its status.
 
-    Commands that run at the same time are on the same rig and reach each other.
+    Commands that run at the same time share the rig and can reach each other.
 
     \b
     Examples:
@@ -76,7 +76,7 @@ def exec_(ctx: click.Context, rig: str, machine: str, command: tuple[str, ...]) 
 
 
 def environment(machine: Machine) -> dict[str, str]:
-    """Ours, and what makes Potluck be this machine."""
+    """Our environment, plus the variables that give Potluck this machine's name, speed and threads."""
     variables = {**os.environ, "POTLUCK_NAME": machine.name[:_MOST_NAME]}
     # One core each, as in a bench: emulated machines that took all of them would not keep their pace.
     variables |= {"POTLUCK_THREADS": "1", "OMP_NUM_THREADS": "1"}
@@ -88,7 +88,7 @@ def environment(machine: Machine) -> dict[str, str]:
 
 
 def welcome(rig: Rig, machine: Machine, box: NamespaceBox) -> list[str]:
-    """Where one is, and who else is there."""
+    """The lines shown when a shell opens: this machine and the others."""
     address = box.address(machine.name)
     lines = [
         f"this is {machine.name}, {_article(machine.role)} of the rig {rig.name}, at {address}; leave it with exit"
@@ -138,7 +138,7 @@ def _run_shell(box: NamespaceBox, machine: Machine) -> int:
 
 
 def _bash_start(name: str) -> int:
-    """What bash reads first: the user's own file, then a prompt that says where one is. It lies nowhere on disk."""
+    """An in-memory startup file for bash: the user's ~/.bashrc, then a prompt with the machine's name."""
     file = os.memfd_create("potluck-lab-shell")
     words = f"[ -r ~/.bashrc ] && . ~/.bashrc\nPS1='({name}) '\"$PS1\"\nexec {file}<&-\n"
     os.write(file, words.encode())

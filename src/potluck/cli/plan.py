@@ -1,4 +1,4 @@
-"""`potluck plan`: is it worth it? Parses, asks the model and renders; it runs and measures nothing."""
+"""`potluck plan`: predicts step times and speed-up for a fleet. Runs and measures nothing."""
 
 from __future__ import annotations
 
@@ -26,51 +26,63 @@ _MOST_FACTS_BYTES = 64 << 20
     "machines",
     multiple=True,
     metavar="NAME=DEVICE[,link=LINK]",
-    help='"mac=M2,link=1GbE"; a speed instead of a device: 0.6s/sample, 20TFLOPS, 103GFLOPS. May be repeated.',
+    help='A machine, such as "mac=M2,link=1GbE". DEVICE may be a speed: 0.6s/sample, 20TFLOPS. May be repeated.',
 )
 @click.option(
     "--facts",
     multiple=True,
     type=click.Path(path_type=Path),
-    help="Machines as `potluck probe` or `potluck doctor --save` found them. May be repeated.",
+    help="Machines saved by `potluck probe --save` or `potluck doctor --save`. May be repeated.",
 )
-@click.option("--model", help="gpt2-124m (default), -350m, -760m, -1.5b, gpt:DEPTH, cnn, or parameters: 350M, 7e9.")
-@click.option("--batch-tokens", type=click.IntRange(1), help="Tokens in a step, on all machines (default 524288).")
-@click.option("--batch", type=click.IntRange(1), help="The same in samples.")
-@click.option("--sequence", type=click.IntRange(1), help="Tokens in a sample (default: the model's).")
 @click.option(
-    "--bytes", "bytes_", type=click.FloatRange(0.01, 16), help="A gradient's bytes a parameter (default 4)."
+    "--model", help="gpt2-124m (default), -350m, -760m, -1.5b, gpt:DEPTH, cnn, or a parameter count: 350M, 7e9."
 )
-@click.option("--codec", help="none, fp16, bf16, int8, int4 (default), topk:RATIO.")
+@click.option("--batch-tokens", type=click.IntRange(1), help="Tokens per step, over all machines (default 524288).")
+@click.option("--batch", type=click.IntRange(1), help="Samples per step, instead of --batch-tokens.")
+@click.option("--sequence", type=click.IntRange(1), help="Tokens per sample (default: the model's).")
+@click.option(
+    "--bytes",
+    "bytes_",
+    type=click.FloatRange(0.01, 16),
+    help="Bytes per parameter of an uncompressed gradient (default 4).",
+)
+@click.option("--codec", help="Compression: none, fp16, bf16, int8, int4 (default) or topk:RATIO.")
 @click.option(
     "--precision",
     type=click.Choice(["bf16", "fp32"]),
     default="bf16",
-    help="Of the products, where a device has it.",
+    help="Precision of the matrix products, where the device supports it (default bf16).",
 )
-@click.option("--strategy", "strategies", multiple=True, metavar="S", help="Only this one; may be repeated.")
-@click.option("--sweep", metavar="NAME=A:B", help="link_mbit, guests, batch_tokens or parameters, in log steps.")
 @click.option(
-    "--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw the sweep: FILE.png or FILE.svg."
+    "--strategy", "strategies", multiple=True, metavar="S", help="Predict only this strategy. May be repeated."
+)
+@click.option(
+    "--sweep",
+    metavar="NAME=A:B",
+    help="Vary link_mbit, guests, batch_tokens or parameters from A to B, in logarithmic steps.",
+)
+@click.option(
+    "--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw the sweep to FILE (.png or .svg)."
 )
 @click.option(
     "--guests",
     type=click.IntRange(1, 65_536),
     metavar="N",
-    help="More of the same guests, up to N.",
+    help="Predict for more guests of the same kind, up to N.",
 )
 @click.option(
     "--save",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Keep the plan as JSON: `potluck report RUN --plan FILE` compares.",
+    help="Write the plan to FILE as JSON, for `potluck report RUN --plan FILE`.",
 )
-@click.option("--catalogue", is_flag=True, help="The devices, links and models that are known by name.")
-@click.option("--json", "as_json", is_flag=True, help="The same as JSON, for programs.")
+@click.option("--catalogue", is_flag=True, help="List the devices, links and models known by name.")
+@click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 def plan(rig: str | None, sweep: str | None, plot: Path | None, guests: int | None, **flags: Any) -> None:
-    """Predict what each strategy makes of a fleet: step time, who waits for whom, speed-up, memory; and a verdict.
+    """Predict step time, speed-up, waiting and memory of each training strategy on a fleet, and give a verdict.
 
-    The fleet is a RIG (a built-in name or a TOML file), or machines by name, facts that were measured, or both.
-    Nothing is run. Figures of the catalogue are data sheets × an assumed utilisation: `potluck probe` measures.
+    The fleet is a RIG (a built-in name or a TOML file), or machines given with --machine, --facts or both. Nothing
+    is run. Speeds of named devices are data-sheet values times an assumed utilisation; `potluck probe` measures
+    real ones.
 
     \b
     Examples:
@@ -80,7 +92,7 @@ def plan(rig: str | None, sweep: str | None, plot: Path | None, guests: int | No
       potluck plan desk-and-mac --sweep link_mbit=10:10000 --plot pays.png
       potluck plan --machine a=H100,link=10GbE --machine b=H100,link=10GbE --guests 1024
       potluck plan --facts facts.json --json
-      potluck plan --facts desk.json --machine "mac=M2,link=1GbE"     before you fetch the Mac
+      potluck plan --facts desk.json --machine "mac=M2,link=1GbE"     before the Mac is measured
     """
     if flags["catalogue"]:
         _catalogue(flags["as_json"])
@@ -91,7 +103,7 @@ def plan(rig: str | None, sweep: str | None, plot: Path | None, guests: int | No
         _check_plot(plot, sweep)
     given, job = _given(rig, flags)
     if sweep is not None and guests is not None:
-        raise ConfigError("both --sweep and --guests", hint="ask one question at a time")
+        raise ConfigError("--sweep cannot be combined with --guests", hint="use one of them")
     if sweep is not None:
         table, lines = _sweep(given, job, sweep, flags["strategies"], plot)
     elif guests is not None:
@@ -156,7 +168,7 @@ def _check_plot(plot: Path, sweep: str | None) -> None:
     from potluck.report import plan_plot
 
     if sweep is None:
-        raise ConfigError("--plot draws a sweep", hint="for example --sweep link_mbit=10:10000")
+        raise ConfigError("--plot needs --sweep", hint="for example --sweep link_mbit=10:10000")
     plan_plot.check(plot)
 
 
@@ -187,7 +199,9 @@ def _of_rig(name: str, flags: dict[str, Any]) -> tuple[Given, Job]:
 
     for flag in ("model", "sequence"):
         if flags[flag] is not None:
-            raise ConfigError(f"--{flag} with a rig", hint="a rig has its own model: change its file")
+            raise ConfigError(
+                f"--{flag} cannot be combined with a RIG", hint="a rig has its own model: change its file"
+            )
     rig = rigs.load(name)
     job = job_of(rig)
     if flags["batch"] is not None and flags["batch_tokens"] is not None:
@@ -214,15 +228,15 @@ def _of_machines(flags: dict[str, Any]) -> tuple[Given, Job]:
 
 
 def _read(path: Path) -> Any:
-    hint = "make it with: potluck probe, or potluck doctor --save FILE"
+    hint = "make one with: potluck probe --save FILE, or potluck doctor --save FILE"
     try:
         if path.stat().st_size > _MOST_FACTS_BYTES:
-            raise UserError(f"{path} is too large for facts", hint=hint)
+            raise UserError(f"{path} is too large to be a facts file", hint=hint)
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}", hint=hint) from error
     except (ValueError, RecursionError):
-        raise UserError(f"{path} is no JSON file", hint=hint) from None
+        raise UserError(f"{path} is not a JSON file", hint=hint) from None
 
 
 def _catalogue(as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""`potluck probe`: how fast this device and this link really are. Parses, has it measured, renders and keeps it."""
+"""`potluck probe`: measures this device and a link, prints the figures and saves them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 DEVICE_PART = 1 / 3
-"""Of the seconds, where a link is measured, too."""
+"""The share of --seconds for the device if a link is measured too."""
 LINK_S = 1.0
 _RECIPE_FLAGS = ("depth", "sequence", "data")
 _RUN_FLAGS = ("device", "threads", "name", "micro_batch")
@@ -32,55 +32,64 @@ _RUN_FLAGS = ("device", "threads", "name", "micro_batch")
 @click.command()
 @click.argument("target", metavar="[ADDRESS|TOKEN]", required=False)
 @options.listen_options(
-    listen="Be the other side: measure this device, print a token, answer.",
-    port="With --listen: on this port (default: a free one).",
+    listen="Wait for the other machine: measure this device, print a token and answer.",
+    port="With --listen: port to listen on (default: a free one).",
 )
 @click.option(
-    "--seconds", type=click.FloatRange(1.0, 120.0), default=10.0, show_default=True, help="To measure in all."
+    "--seconds", type=click.FloatRange(1.0, 120.0), default=10.0, show_default=True, help="Total time to measure."
 )
-@click.option("--recipe", default="gpt", show_default=True, help="What is trained for a moment: gpt or cnn.")
-@click.option("--depth", type=int, help="gpt: the size of the model, in one number.")
-@click.option("--sequence", type=int, help="gpt: bytes in a sample.")
-@click.option("--data", metavar="PATH", help="Your own text (gpt) or IDX files (cnn).")
-@click.option("--set", "more", multiple=True, metavar="KEY=VALUE", help="Any other setting of the recipe.")
+@click.option("--recipe", default="gpt", show_default=True, help="Recipe to train for the measurement: gpt or cnn.")
+@click.option("--depth", type=int, help="gpt: number of blocks; sets the size of the model.")
+@click.option("--sequence", type=int, help="gpt: bytes per sample.")
+@click.option("--data", metavar="PATH", help="Use your own data: text (gpt) or MNIST IDX files (cnn).")
 @click.option(
-    "--config", "config_file", type=click.Path(path_type=Path), help="A TOML file: [run] and [gpt] or [cnn]."
+    "--set", "more", multiple=True, metavar="KEY=VALUE", help="Set any other recipe setting. May be repeated."
 )
-@click.option("--device", help="cpu, cuda, cuda:1, mps; default: the best there is.")
-@click.option("--threads", type=click.IntRange(1), help="CPU threads; default: the physical cores.")
-@click.option("--micro-batch", type=click.IntRange(1), help="Samples computed at once; default: found by trying.")
-@click.option("--name", help="What this machine is called; default: its host name.")
-@click.option("--no-device", is_flag=True, help="Only the link: nothing is computed.")
-@click.option("--no-iperf3", is_flag=True, help="Leave iperf3 alone, where both machines have it.")
 @click.option(
-    "--save", type=click.Path(path_type=Path, dir_okay=False), help="Write FILE, for `potluck plan --facts FILE`."
+    "--config",
+    "config_file",
+    type=click.Path(path_type=Path),
+    help="TOML file with settings in [run] and [gpt] or [cnn].",
 )
-@click.option("--json", "as_json", is_flag=True, help="The same as JSON, for programs.")
+@click.option("--device", help="cpu, cuda, cuda:1 or mps (default: CUDA, else MPS, else CPU).")
+@click.option("--threads", type=click.IntRange(1), help="Number of CPU threads (default: physical cores).")
+@click.option(
+    "--micro-batch", type=click.IntRange(1), help="Samples computed at once (default: found by measuring)."
+)
+@click.option("--name", help="Name of this machine in logs and tables (default: its host name).")
+@click.option("--no-device", is_flag=True, help="Measure only the link, not the device.")
+@click.option("--no-iperf3", is_flag=True, help="Do not run iperf3, even if both machines have it.")
+@click.option(
+    "--save",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write the figures to FILE, for `potluck plan --facts FILE`.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 @click.pass_obj
 def probe(settings: Settings, /, target: str | None, **flags: Any) -> None:
-    """Measure this device, and the link to another machine: ten seconds, no run.
+    """Measure this device and the link to another machine in ten seconds.
 
-    Without an argument: samples/s of a recipe, matrix products by number format, memory, copies. With the TOKEN of
-    `potluck probe --listen` also the link to that machine, encrypted as in a run: round trips and their jitter, the
-    rate in each direction and both at once, beside what one bare TCP connection carries at the same time of day,
-    for each address of that machine that answers. With an ADDRESS alone only the round trip: the rest needs the
-    other side. As ranks of torchrun they measure what they can do together: a short `potluck bench collectives`.
+    Without an argument, measure this device: samples/s of a recipe, matrix products by number format, memory and
+    copies. With the TOKEN of `potluck probe --listen`, also measure the link to that machine, encrypted as in a
+    run: round trips, jitter, and the rate in each direction and in both at once, next to a plain TCP connection.
+    Each address of that machine that answers is measured. With an ADDRESS, measure only the round trip: the rest
+    needs potluck on the other machine. Under torchrun, measure collectives between the ranks.
 
     \b
     Examples:
       potluck probe
-      potluck probe --depth 12 --sequence 1024 --seconds 30     GPT-2's size
-      potluck probe --listen                on one machine; it prints the line for the other
+      potluck probe --depth 12 --sequence 1024 --seconds 30     as large as GPT-2
+      potluck probe --listen                on one machine; prints the command for the other
       potluck probe potluck2-… --save facts.json
-      potluck plan --facts facts.json       is it worth it?
-      potluck probe 192.168.1.20            the round trip to a machine without potluck
+      potluck plan --facts facts.json       then plan with the figures
+      potluck probe 192.168.1.20            round trip to a machine without potluck
       torchrun --nproc-per-node 2 -m potluck probe              collectives between these two
     """
     _check_flags(target, flags)
     ranks = _ranks()
     if ranks > 1 and (flags["listen"] or target or flags["token_file"]):
         raise ConfigError(
-            "under torchrun there is no other side: the ranks measure each other",
+            "under torchrun, --listen, a token and an address are not used: the ranks measure each other",
             hint="torchrun --nproc-per-node 2 -m potluck probe, or potluck probe without torchrun",
         )
     work = _Work.of(settings, target, flags)
@@ -102,15 +111,19 @@ def _check_flags(target: str | None, flags: dict[str, Any]) -> None:
         raise ConfigError("--listen takes no address and no token", hint="potluck probe --help shows examples")
     options.check_listening("probe", flags, "bind", "port", "for")
     if flags["no_device"] and not (flags["listen"] or target or flags["token_file"] or _ranks() > 1):
-        raise ConfigError("--no-device leaves nothing to measure", hint="give a token, or leave it out")
+        raise ConfigError(
+            "--no-device without a link leaves nothing to measure", hint="give a token, or leave --no-device out"
+        )
     if flags["listen"] and flags["save"]:
-        raise ConfigError("--save belongs to the other side", hint="the machine that comes with the token saves")
+        raise ConfigError(
+            "--save cannot be combined with --listen", hint="use --save on the machine that connects with the token"
+        )
     if flags["save"] is not None:
         _check_place(flags["save"])
 
 
 def _check_place(path: Path) -> None:
-    """Find out now, not after the measurement, that it cannot be kept."""
+    """Check that the file can be written, before measuring."""
     import os
 
     folder = path.parent
@@ -130,7 +143,7 @@ def _check_place(path: Path) -> None:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _Work:
-    """What is to be measured, checked as far as that can be done at once."""
+    """What to measure. Its settings are checked before anything slow starts."""
 
     flags: dict[str, Any]
     name: str
@@ -217,7 +230,7 @@ class _Work:
 
 
 def _ranks() -> int:
-    """As how many processes torchrun, or a cluster's manager, has started this; 1: nobody has."""
+    """The number of ranks that torchrun or a cluster manager started; 1 without one."""
     import os
 
     given = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")]
@@ -225,7 +238,7 @@ def _ranks() -> int:
 
 
 def _in_group(work: _Work, flags: dict[str, Any]) -> None:
-    """As one of several ranks: the first measures its device while the others wait, then all of them together."""
+    """Measure as one of several ranks: rank 0 its device while the others wait, then all of them collectives."""
     import os
 
     from potluck.cli.bench import joined
@@ -252,15 +265,15 @@ def _in_group(work: _Work, flags: dict[str, Any]) -> None:
 
     _finish(Probed(here=here, collectives=tuple(rows), link_kind=kind), flags)
     if wrong := sum(row.wrong for row in rows):
-        raise PotluckError(f"{wrong} elements are not what they should be", hint="please report it, with the table")
+        raise PotluckError(f"{wrong} elements of the results are wrong", hint="please report it, with the table")
 
 
 def _quiet(words: str) -> None:
-    """Only the first rank speaks."""
+    """Progress of ranks other than rank 0 is not shown."""
 
 
 def _listen(work: _Work, flags: dict[str, Any]) -> None:
-    """Be the other side until somebody ends it."""
+    """Answer the other machine until time or Ctrl-C ends it."""
     from potluck.cli._listening import Listening
     from potluck.probe.link_server import LinkServer
     from potluck.report.probe_table import device_lines
@@ -307,22 +320,22 @@ def _finish(probed: Probed, flags: dict[str, Any]) -> None:
 
 
 def _next(probed: Probed, saved: Path | None) -> str:
-    """The one command that follows."""
+    """The command to suggest next."""
     if probed.collectives:
         return "potluck bench collectives --against gloo   (every size, beside gloo)"
     if probed.link is not None and probed.there is None:
-        return "potluck probe --listen on that machine, for the rates"
+        return "potluck probe --listen on that machine, to measure the rates"
     if not probed.here.device or (probed.there is not None and not probed.there.device):
-        return "the same without --no-device on both sides, for potluck plan"
+        return "run both sides without --no-device, for potluck plan"
     model = f" --model {probed.here.model}" if probed.here.model else ""
     sequence = f" --sequence {probed.here.sequence}" if model and probed.here.sequence else ""
     file = shlex.quote(str(saved)) if saved is not None else "facts.json"
     command = f"potluck plan --facts {file}{model}{sequence}"
-    return command if saved is not None else f"the same with --save facts.json, then {command}"
+    return command if saved is not None else f"run it again with --save facts.json, then {command}"
 
 
 class _Clock:
-    """How much of the measuring is over: getting ready does not count."""
+    """Time spent measuring so far, without preparation."""
 
     _READYING = ("starting", "preparing", "looking")
 
@@ -340,7 +353,7 @@ class _Clock:
 
 @contextlib.contextmanager
 def _progress(seconds: float) -> Iterator[Say]:
-    """A bar on a terminal, which the clock moves; nothing in a pipe."""
+    """A progress bar by elapsed time on a terminal; nothing in a pipe."""
     if not sys.stderr.isatty():
         yield lambda words: None
         return

@@ -1,4 +1,4 @@
-"""`potluck report RUN`: summary and loss curve of a run. It reads a run folder and changes nothing in it."""
+"""`potluck report RUN`: prints the summary and the loss curve of a run. Reads the run folder only."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ PLAN_FILE = "plan.json"
 
 @click.command()
 @click.argument("run", required=False)
-@click.option("--png", type=click.Path(dir_okay=False, path_type=Path), help="Draw the loss curve to FILE.")
+@click.option("--png", type=click.Path(dir_okay=False, path_type=Path), help="Draw the loss curve to FILE as PNG.")
 @click.option(
     "--plan",
     "plan_file",
     type=click.Path(path_type=Path),
-    help="What `potluck plan --save` promised (default: plan.json in the run's folder, if it is there).",
+    help="Compare with the plan saved by `potluck plan --save` (default: plan.json in the run folder, if any).",
 )
-@click.option("--json", "as_json", is_flag=True, help="The summary as JSON, for programs.")
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 @click.pass_obj
 def report(settings: Settings, run: str | None, png: Path | None, plan_file: Path | None, as_json: bool) -> None:
-    """What happened in a run: steps, speed, who computed how much, and the loss curve.
+    """Summarize a run: steps, speed, samples computed by each machine, and the loss curve.
 
-    RUN is a run folder or a run's id; without it, the newest run is taken.
+    RUN is a run folder or a run's id (default: the newest run).
 
     \b
     Examples:
       potluck report                        the newest run
       potluck report runs/ID --png curve.png
-      potluck report ID --plan plan.json    beside what `potluck plan --save plan.json` promised
+      potluck report ID --plan plan.json    compare with `potluck plan --save plan.json`
     """
     folder = find_run(run, runs_folder(settings))
     events = read_events(folder)
@@ -61,7 +61,7 @@ def report(settings: Settings, run: str | None, png: Path | None, plan_file: Pat
 
 
 def planned_step_s(file: Path | None, folder: Path, *, alone: bool) -> float | None:
-    """Seconds a step that a plan promised for such a run; None where nobody made one."""
+    """Seconds per step that the saved plan predicted; None if there is no plan."""
     path = file or folder / PLAN_FILE
     if file is None and not path.exists():
         return None
@@ -69,9 +69,12 @@ def planned_step_s(file: Path | None, folder: Path, *, alone: bool) -> float | N
         plan = Plan.from_dict(json.loads(path.read_text(encoding="utf-8")))
         return next(row.step_s for row in plan.rows if row.strategy == (SOLO if alone else POTLUCK))
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}", hint="--plan takes a file") from error
+        raise UserError(
+            f"cannot read {path}: {error.strerror or error}",
+            hint="--plan takes a file made by: potluck plan … --save FILE",
+        ) from error
     except (KeyError, TypeError, ValueError, StopIteration):
-        raise UserError(f"{path} is no plan", hint="make it with: potluck plan … --save FILE") from None
+        raise UserError(f"{path} is not a plan file", hint="make it with: potluck plan … --save FILE") from None
 
 
 def _write_png(path: Path, steps: list[int], values: list[float], title: str) -> None:

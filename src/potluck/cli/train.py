@@ -1,4 +1,4 @@
-"""`potluck train`: a recipe on this machine, with guests on it so that the idea is visible. Parses and renders."""
+"""`potluck train`: trains a recipe with a host and guests as processes on this machine."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from potluck.spec.config import RunConfig, build
     "--guests",
     type=click.IntRange(0, 16),
     default=None,
-    help="Guest processes on this machine (default 1; 0: plain training alone).",
+    help="Guest processes to start on this machine (default 1; 0: train without guests).",
 )
 @options.recipe_options
 @options.run_options
 @click.pass_obj
 def train(settings: Settings, /, recipe: str, **flags: Any) -> None:
-    """Train a RECIPE (gpt or cnn) here, now: a host and one guest, two processes on this machine.
+    """Train a RECIPE (gpt or cnn) on this machine, with one host and one guest process.
 
     \b
     Examples:
-      potluck train                        a byte-level GPT on the Python standard library, about 2 minutes
-      potluck train --guests 0             the same, alone
-      potluck train --depth 6 --steps 500  a larger model, for longer
-      potluck train --data mytexts/        on your own text
-      potluck train cnn                    handwritten digits
-      potluck train --resume runs/ID       go on where it stopped
+      potluck train                        a byte-level GPT on Python's standard library; about 2 minutes
+      potluck train --guests 0             the same without a guest
+      potluck train --depth 6 --steps 500  a larger model, more steps
+      potluck train --data mytexts/        train on your own text
+      potluck train cnn                    a small CNN on handwritten digits
+      potluck train --resume runs/ID       resume a run
     """
     from potluck.train.launch import ALONE, HOST
 
@@ -92,13 +92,15 @@ def resumed_plan(settings: Settings, flags: dict[str, Any], command: str) -> Any
         names = ", ".join(
             "--" + {"config_file": "config", "more": "set"}.get(n, n.replace("_", "-")) for n in fixed
         )
-        raise UserError(f"{names} cannot change in a run that goes on", hint="only --steps can; or start a new run")
+        raise UserError(
+            f"{names} cannot change in a resumed run", hint="only --steps can change; or start a new run"
+        )
     folder = open_folder(find_run(str(flags["resume"]), runs_folder(settings, flags["runs"])))
     manifest = folder.read_manifest()
     recipe = manifest.get("recipe") or {}
     if not recipe:
         raise RunFolderError(
-            f"{folder.path} is the run of a script",
+            f"{folder.path} is the run of a script, not of a recipe",
             hint=f"potluck host SCRIPT --resume {shlex.quote(str(folder.path))}",
         )
     if flags.get("steps") is not None:
@@ -153,7 +155,7 @@ def run_recipe(settings: Settings, plan: Any) -> None:
 
 
 def show_end(folder: Path, steps: list[int], values: list[float], words: str, validation: float | None) -> None:
-    """The loss curve, what the model can do now, and where everything lies."""
+    """Print the loss curve, the summary, a sample of the model's output and the path of the run folder."""
     from potluck.report.curve import loss_curve_text
     from potluck.report.summary import read_events, summarize
     from potluck.report.summary_text import summary_text

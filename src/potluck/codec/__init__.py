@@ -1,17 +1,17 @@
-"""Codecs: how a piece of float32 values is packed for the wire. They must not know of links or steps.
+"""Codecs: how a piece of float32 values is compressed for sending.
 
     __init__.py    the public names, lazily: NAMES can be read without importing torch
-    names.py       the names of the codecs, and what to say to a wrong one
+    names.py       the names of the codecs, and the error for an unknown one
     registry.py    from a name to a codec
     interface.py   the contract that every codec keeps
-    tensors.py     what the codecs share: checks, bytes seen as numbers, work in parts that fit the cache
-    none.py        float32 as it is, 4 bytes per value
+    tensors.py     what the codecs share: checks, views of bytes as numbers, work in parts that fit the cache
+    none.py        float32 unchanged, 4 bytes per value
     half.py        fp16 and bf16, 2 bytes per value
     block.py       int8 and int4 with a scale for every 128 values, 1.016 and 0.516 bytes per value
-    fused.py       the same on a GPU in one pass, where Triton is there; kernels.py is what it runs
-    topk.py        the largest few by magnitude, 6 bytes for each one kept
+    fused.py       int8 and int4 on a GPU in one pass, with the Triton kernels of kernels.py
+    topk.py        the largest values by magnitude, 6 bytes for each one kept
     cached.py      int8 and int4 for a sum of two on a CPU, in the fewest passes over memory
-    feedback.py    what a codec loses now is sent later: error feedback, and a replica that follows its target
+    feedback.py    error feedback, and a replica that follows its target
 
 Every codec is stateless, takes tensors of any device, and runs on the calling thread alone.
 """

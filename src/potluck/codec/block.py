@@ -1,7 +1,5 @@
 """The codecs "int8" and "int4": small integers with one scale for every 128 values.
 
-It must not know what the values are: gradients and changes of weights look alike from here.
-
 The payload of `count` values, in ceil(count / 128) blocks, is
 
     scales   one bf16 for each block

@@ -1,6 +1,6 @@
-"""Packing and adding up on a CPU in the fewest passes: owns the rooms for it, which stay in a core's cache.
+"""Encodes and sums on a CPU in the fewest passes over memory, with buffers that stay in a core's cache.
 
-It must not know who sends the payloads, and changes nothing about them: the bits are those of the codecs.
+The payloads have the same bits as those of the codecs.
 
 What two ranks send each other is packed in pieces of 65,536 values. A piece goes through some ten operations while
 it is in the cache. A view costs as much as a tenth of such an operation, and a plain number, which is made into a

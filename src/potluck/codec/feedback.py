@@ -1,7 +1,4 @@
-"""What a codec loses now is sent later: error feedback, a replica that follows its target, sums of payloads.
-
-It must not know how any codec packs its values.
-"""
+"""Error feedback (what a codec loses now is sent later), a replica that follows its target, sums of payloads."""
 
 from __future__ import annotations
 
@@ -98,7 +95,7 @@ def add_decoded(
 
 
 def rehearse(codec: Codec, counts: Iterable[int], device: torch.device) -> None:
-    """Have what is compiled at its first use compiled now, for pieces of so many values; nothing else happens."""
+    """Compile now what would be compiled at its first use, for pieces of this many values."""
     if not (isinstance(codec, BlockCodec) and fused.usable(device)):
         return
     for count in set(counts):

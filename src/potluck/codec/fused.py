@@ -1,6 +1,6 @@
-"""Where the block codecs run as fused kernels: on a GPU with Triton that passed its trial, and nowhere else.
+"""Runs the block codecs as fused kernels on a GPU, if Triton works there and its results pass a test.
 
-It must not know what is coded or why. Each function does what its counterpart in plain torch does, to the bit.
+Each function gives the same bits as its counterpart in plain torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The codecs "fp16" and "bf16": each value rounded to a 16-bit float. It must not know any other family."""
+"""The codecs "fp16" and "bf16": each value rounded to a 16-bit float."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The contract that every codec keeps; tests/unit/test_codec_conformance.py holds each one to it.
-
-It must not know any particular codec.
-"""
+"""The interface of a codec and its contract, which tests/unit/test_codec_conformance.py checks for every codec."""
 
 from __future__ import annotations
 

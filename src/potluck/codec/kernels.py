@@ -1,7 +1,7 @@
 """The block codecs' arithmetic as Triton kernels: one pass over the values where plain torch makes ten.
 
-It must not know tensors or devices, only addresses; `fused.py` decides where these may run. Every result is that of
-`block.py` to the bit, as long as the compiler does not fuse a product and a sum (launch with fp fusion off).
+`fused.py` decides where these may run. Every result equals that of `block.py` to the bit, as long as the compiler
+does not fuse a product and a sum (launch with fp fusion off).
 
 A program handles ROWS blocks of 128 values as two halves of 64, which is how int4 packs them. The grid's second
 axis counts pieces that lie one after the other, each with its scales before its codes.

@@ -1,7 +1,4 @@
-"""The names of the codecs, and what to say to a wrong one.
-
-It must not import torch: the command line reads it.
-"""
+"""The names of the codecs, and the error for an unknown one. Imports no torch, because the command line uses it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The codec "none": float32 as it is. It must not know why anyone would want less."""
+"""The codec "none": float32 unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a codec's name to the codec. It must not know how any codec packs its values."""
+"""Finds a codec by its name."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What the codecs share: checks, bytes seen as numbers, and work done in parts that fit the cache.
-
-It must not know any particular codec.
-"""
+"""What the codecs share: checks, views of bytes as numbers, and work in parts that fit the cache."""
 
 from __future__ import annotations
 

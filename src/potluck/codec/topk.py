@@ -1,11 +1,11 @@
-"""The codec "topk": the largest few values, and where they are. It must not know any other family.
+"""The codec "topk": the largest values and their indices.
 
 The payload of `count` values, of which k = ceil(ratio * count) are kept, is
 
     indices   k int32, strictly increasing
     values    k bf16, in the order of the indices
 
-and every other value is zero. It loses most of what it is given, so that it is of use with feedback only.
+and every other value is zero. It loses most of its input, so it is useful only with error feedback.
 """
 
 from __future__ import annotations

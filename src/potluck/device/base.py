@@ -1,8 +1,4 @@
-"""What a device is to the rest of Potluck: stage tensors through host memory, and time micro-batches.
-
-It must not know any vendor: each has a file of its own beside this one, and nothing outside this folder
-asks which.
-"""
+"""The interface of a device: staging tensors through host memory, and timing micro-batches."""
 
 from __future__ import annotations
 
@@ -20,61 +16,61 @@ from potluck.device.trace import Trace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """What the device could hold in all, and what it could still take now."""
+    """The device's memory in total, and what is free now."""
 
     total_bytes: int
     free_bytes: int
 
 
 class Mark:
-    """A point in the work that a device was given. This one has been passed: some devices work at once."""
+    """A point in the work queued on a device. This base class is always passed, for devices without a queue."""
 
     def wait(self) -> None:
-        """Until the device has passed it; other threads go on meanwhile."""
+        """Wait until the device has passed it; other threads keep running."""
 
     def passed(self) -> bool:
-        """Whether the device has passed it; nobody waits."""
+        """Whether the device has passed it. Does not wait."""
         return True
 
     def seconds_since(self, earlier: Mark) -> float | None:
-        """By the device's own clock, when both have been passed; None where it has none."""
+        """Seconds between two passed marks by the device's own clock; None if it has none."""
         return None
 
 
 class Device(ABC):
-    """What computes on this machine. Used by one training thread; to_host and from_host by any thread."""
+    """A device. Used by one training thread; to_host and from_host may be called from any thread."""
 
     kind: str
-    """What a person types, less what follows the colon: cpu, cuda, mps, paced."""
+    """The name that users type, without what follows the colon: cpu, cuda, mps, paced."""
 
     ahead: int = 0
-    """Micro-batches that may be queued behind the one that computes; 0: each is done before the next is given."""
+    """Micro-batches that may be queued behind the running one; 0: each ends before the next is queued."""
 
     parts_at_once: int = 1
-    """How many tensors `joined` should be given: where each copy costs a fixed time, more than one."""
+    """How many tensors to pass to `joined`; more than one if each copy has a fixed cost."""
 
     peak_flops: float | None = None
-    """What its matrix units could do at most in bf16, where that is known."""
+    """Peak bf16 FLOP/s of its matrix units, if known."""
 
     def __init__(self, torch_device: torch.device, label: str) -> None:
         self.torch_device = torch_device
         self.label = label
-        """For people, such as NVIDIA GeForce RTX 4070 12 GB."""
+        """A name for display, such as NVIDIA GeForce RTX 4070 12 GB."""
         self.reason = "asked for by name"
-        """Why this one was chosen."""
+        """Why this device was chosen."""
         self.trace: Trace | None = None
-        """Where the intervals of computing are written, if anybody wants them."""
+        """Where the intervals of computing are written, if they are traced."""
         self._began_s: float | None = None
         self._waited_s = 0.0
 
     def synchronize(self) -> None:  # noqa: B027 - nothing to wait for where work is done when the call returns
-        """Wait until all work given to the device is done."""
+        """Wait until all work queued on the device is done."""
 
     @abstractmethod
     def to_host(self, tensor: Tensor) -> Tensor:
-        """A contiguous CPU tensor with the values of now, safe to read when this returns.
+        """A contiguous CPU tensor with the current values, safe to read when this returns.
 
-        On the CPU it may be the same tensor: whoever keeps it past the next change of the original copies it.
+        On the CPU it may be the same tensor: copy it to keep it past the next change of the original.
         """
 
     @abstractmethod
@@ -82,7 +78,7 @@ class Device(ABC):
         """A CPU tensor brought to this device (on the CPU: itself)."""
 
     def to_host_later(self, tensor: Tensor) -> Tensor:
-        """A CPU tensor that holds these values once a mark that is made next has been passed."""
+        """A CPU tensor that holds these values once the next mark has been passed."""
         return self.to_host(tensor)
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
@@ -94,16 +90,16 @@ class Device(ABC):
         return torch.empty(count)
 
     def mark(self) -> Mark:
-        """The point up to which this thread has given the device work."""
+        """A mark after all work that this thread has queued so far."""
         return Mark()
 
     def after(self, mark: Mark) -> None:  # noqa: B027 - nothing is ever unfinished where work is done at once
-        """What this thread gives the device from now on starts after `mark`. Nobody waits for that here."""
+        """Work that this thread queues from now on starts after `mark`. Does not wait."""
 
     def beside(self) -> AbstractContextManager[None]:
-        """What this thread gives the device inside runs beside the training's work, in no order with it.
+        """Work queued inside runs concurrently with the training's work, in no order with it.
 
-        What must come after a point in the training's work says so with `after`.
+        Use `after` for work that must follow a point in the training's work.
         """
         return nullcontext()
 
@@ -111,13 +107,13 @@ class Device(ABC):
     def memory(self) -> Memory: ...
 
     def attach(self, model: nn.Module) -> None:  # noqa: B027 - only the paced device needs to see the model
-        """Called once with the model to be trained, before anyone else hooks its parameters."""
+        """Called once with the model to be trained, before any other code hooks its parameters."""
 
     def at_step(self, step: int) -> None:  # noqa: B027 - only the paced device changes with the steps
         """The work that follows belongs to this step, counted from 1."""
 
     def begin(self, samples: int) -> None:
-        """A micro-batch of so many samples starts: call before the forward. One not ended is forgotten."""
+        """A micro-batch of this many samples starts. Call before the forward; an unfinished one is discarded."""
         self.synchronize()  # what was queued before is not this micro-batch's work
         self._waited_s = 0.0
         self._began_s = time.perf_counter()
@@ -125,7 +121,7 @@ class Device(ABC):
             self.trace.begin(samples)
 
     def waited(self, seconds: float) -> None:
-        """The last so many seconds were spent waiting for the network: they are not computing.
+        """The last seconds were spent waiting for the network and do not count as computing.
 
         Called right after the waiting, between begin() and end(). A device that works on while its thread waits
         is credited with too little; what end() returns is then a lower bound.
@@ -135,7 +131,7 @@ class Device(ABC):
             self.trace.waited(seconds)
 
     def end(self) -> float:
-        """The micro-batch's backward is over: wait for the device; returns the seconds of computing."""
+        """The micro-batch's backward is over: wait for the device and return the seconds of computing."""
         assert self._began_s is not None, "end() without begin()"
         self.synchronize()
         computed_s = time.perf_counter() - self._began_s - self._waited_s
@@ -149,7 +145,7 @@ class Device(ABC):
         return {"cpu": torch.get_rng_state()}
 
     def set_rng_state(self, state: dict[str, Tensor]) -> None:
-        """Put back what rng_state() gave. Entries of other kinds are left out: a run may resume elsewhere."""
+        """Restore what rng_state() returned. Ignores entries of other devices: a run may resume elsewhere."""
         if "cpu" in state:
             torch.set_rng_state(state["cpu"].cpu())
 

@@ -1,7 +1,4 @@
-"""The CPU as a device: host memory is its memory, so that staging costs nothing.
-
-It must not know how many threads are wise: whoever picks the device has set them.
-"""
+"""The CPU as a device. Its memory is host memory, so staging costs nothing."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""One CUDA GPU (or an AMD one: ROCm builds of torch call it CUDA too) as a device.
+"""A CUDA GPU as a device, or an AMD one, which ROCm builds of torch also call CUDA.
 
-It must not know other vendors, and it does nothing with CUDA before a device is made.
+CUDA is not initialized before a device is made.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The GPU of an Apple computer (Metal Performance Shaders) as a device.
 
-It must not know other vendors. What it works around is named by its issue, so that it can go when that does.
+Each workaround names its issue, so that it can be removed when the issue is fixed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A device of a chosen speed: real mathematics on the CPU or a GPU, then sleep until the emulated time has passed.
 
-It must not know what is trained or what else hooks the model. It exists to measure fleets on one machine, so
-its one duty is honesty: no gradient may be there before the emulated device could have computed it.
+It exists to measure fleets on one machine, so it must be honest: no gradient may be available before the emulated
+device could have computed it.
 
 The micro-batch's emulated time is a line that starts at begin(): a third for the forward, two thirds for
 the backward, spread over the layers by their numbers of elements. Hooks on the layers hold the computation
@@ -44,7 +44,7 @@ class Pacing(Device):
         super().__init__()  # type: ignore[call-arg]  # the other base class's
         self.peak_flops = None
         self.seconds_per_sample = seconds_per_sample
-        """Of the step under way."""
+        """Seconds per sample in the step under way."""
         self._speeds = [(1, seconds_per_sample), *changes]
         self.label = f"paced {seconds_per_sample:g} s/sample on {self.torch_device.type}"
         self.label += ", changing" if changes else ""

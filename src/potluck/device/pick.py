@@ -1,7 +1,4 @@
-"""Which device this process uses: from a name to a Device, with the reason in words.
-
-It must not know what a device does: each kind is a factory in a table, and tests add theirs.
-"""
+"""Chooses the device of this process by its name, with the reason. Each kind has a factory in a table."""
 
 from __future__ import annotations
 

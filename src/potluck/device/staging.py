@@ -1,7 +1,5 @@
 """Tensors of any device, through host memory and back: owns the order between the device's own queue and a thread
 that copies.
-
-It must not know what the copies are for. Where a vendor needs something of its own, it is a branch here.
 """
 
 from __future__ import annotations

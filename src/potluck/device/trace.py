@@ -1,7 +1,5 @@
 """When this process computed: one JSON line for each interval, in the file that POTLUCK_TRACE names.
 
-It must not know any device or the network: it is told when computing begins, pauses and ends.
-
     {"start": 812.40, "end": 812.95, "samples": 4}
 
 Times are `time.monotonic()`'s seconds, which all processes of one Linux box share. A micro-batch that waited for

@@ -1,6 +1,4 @@
-"""Owns the settings of the backend: their names, their variables, their limits, and how they become one choice.
-
-It must not open a socket or look at the machine: `resolve` is given the facts, and is pure.
+"""The settings of the backend: their names, environment variables and limits, and how they are resolved. PURE.
 
 A setting comes from the `Config` object, else from its POTLUCK_DIST_* variable, else it has its default.
 """
@@ -22,11 +20,11 @@ ALGORITHMS = ("auto", "direct", "owners", "ring")
 TRACE = 5
 """The level, below DEBUG, at which every collective is logged."""
 LOG_LEVELS = {"trace": TRACE, "debug": 10, "info": 20, "warning": 30, "error": 40, "off": 100}
-"""As `logging` counts them."""
+"""Levels of `logging`."""
 SHARED = (
     "transport", "chunk_bytes", "small_bytes", "algorithm", "compression", "checksum", "encryption", "heartbeat_s",
 )  # fmt: skip
-"""What all ranks of a group must agree on."""
+"""Settings that must be the same on all ranks of a group."""
 
 _KIB = 1024
 _UNITS = {"": 1, "b": 1, "kib": _KIB, "mib": _KIB**2, "k": _KIB, "m": _KIB**2}
@@ -35,7 +33,7 @@ _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """Settings of the backend; what is None is taken from its variable, else from the default.
+    """Settings of the backend. A setting that is None comes from its environment variable, else it has its default.
 
     Example:
         options = potluck.dist.Config(compression="int8", interface="eth0")
@@ -46,41 +44,42 @@ class Config:
     """auto: shared memory between ranks of one machine, TCP between machines. tcp: TCP everywhere. shm: refuse
     ranks on another machine."""
     address: str | None = None
-    """The address of this machine at which other machines reach it; None: chosen, with a reason in the log."""
+    """The numeric address of this machine at which others reach it; None: chosen, with the reason in the log."""
     interface: str | None = None
-    """The network interface whose address is taken; `address` wins."""
+    """The network interface whose address is used; `address` takes precedence."""
     port_base: int | None = None
-    """Rank r listens at this port + r, leaving out MASTER_PORT; 0, the default: any free port."""
+    """Rank r listens on this port + r, skipping MASTER_PORT; 0, the default: any free port."""
     chunk_bytes: int | None = None
-    """How much is sent at once, so that sending, receiving and reducing overlap; default 512 KiB."""
+    """Tensors are sent in chunks of this size, so that sending, receiving and reducing overlap; default 512 KiB."""
     small_bytes: int | None = None
-    """Up to this size a collective has the fewest latencies, above it the fewest bytes; default 32 KiB."""
+    """Up to this size a collective uses the fewest round trips, above it the fewest bytes; default 32 KiB."""
     algorithm: str | None = None
-    """How an all-reduce above `small_bytes` goes between machines. direct: all to everybody. owners: each rank adds
-    up one part and hands it out. ring: parts go round, from neighbour to neighbour. auto: what measured best."""
+    """All-reduce algorithm between machines above `small_bytes`. direct: each rank sends its tensor to all others.
+    owners: each rank reduces one part and sends it to the others. ring: parts go from neighbour to neighbour.
+    auto: the fastest one as measured."""
     compression: str | None = None
-    """How the floats of an all-reduce are packed: none, fp16, bf16, int8, int4, topk, topk:0.05."""
+    """Compression of the floats of an all-reduce: none, fp16, bf16, int8, int4, topk, topk:0.05."""
     checksum: bool | None = None
-    """Whether each chunk carries a checksum; default off, for encryption has its own."""
+    """Whether each chunk carries a checksum; default off, because encryption has its own."""
     encryption: bool | None = None
-    """Whether what goes between machines is encrypted and authenticated; default on."""
+    """Whether traffic between machines is encrypted and authenticated; default on."""
     copy_threads: int | None = None
-    """Threads of this rank that copy and add up long tensors between ranks of one machine, where torch has one; 0,
-    the default: as many as there are cores for each of these ranks, at most 4. 1: the caller alone."""
+    """Threads of this rank that copy and reduce large tensors between ranks of one machine, if torch has one.
+    0, the default: the cores available per rank, at most 4. 1: only the calling thread."""
     timeout_s: float | None = None
-    """For a collective; None: the timeout that the group was made with."""
+    """Timeout of a collective; None: the timeout of the group."""
     connect_timeout_s: float | None = None
-    """For all ranks to reach each other; default 60 s."""
+    """Timeout for all ranks to connect to each other; default 60 s."""
     heartbeat_s: float | None = None
-    """Between two signs of life; default 1 s."""
+    """Time between two heartbeats; default 1 s."""
     heartbeat_timeout_s: float | None = None
-    """Silence after which a rank is gone; default 5 s."""
+    """A rank counts as gone after this much silence; default 5 s."""
     log_level: str | None = None
-    """What the logger `potluck.dist` lets through: trace (every collective), debug, info, warning, error or off;
-    default warning."""
+    """Level of the logger `potluck.dist`: trace (every collective), debug, info, warning, error or off; default
+    warning."""
 
     def __new__(cls, **settings: Any) -> Config:
-        """Only to refuse what is no setting in words of our own; the rest is the dataclass's."""
+        """Refuse an unknown setting with a ConfigError instead of the dataclass's TypeError."""
         for name in settings:
             if name not in _RULES:
                 raise ConfigError(
@@ -102,7 +101,7 @@ class LocalAddress:
 
     name: str
     address: str
-    """As a number, without a zone or a mask."""
+    """The numeric address, without zone or mask."""
     up: bool = True
     loopback: bool = False
 
@@ -115,26 +114,26 @@ class ConfigContext:
     world: int
     interfaces: tuple[LocalAddress, ...] = ()
     master_address: str | None = None
-    """As the user gave it."""
+    """MASTER_ADDR as the user gave it."""
     master_port: int | None = None
     source_address: str | None = None
-    """This machine's address on the way to MASTER_ADDR, as the routing table has it; None: there is no way."""
+    """This machine's address on the route to MASTER_ADDR; None: there is no route."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
-    """Every setting, decided."""
+    """The resolved settings."""
 
     rank: int
     transport: str
     address: str
     interface: str
     reason: str
-    """Why this address."""
+    """Why this address was chosen."""
     port: int
-    """Where this rank listens; 0: any free port."""
+    """The port on which this rank listens; 0: any free port."""
     door_port: int
-    """Where it awaits another for large tensors; 0: any free port."""
+    """The port on which it listens for large tensors; 0: any free port."""
     chunk_bytes: int
     small_bytes: int
     algorithm: str
@@ -148,14 +147,14 @@ class Resolved:
     heartbeat_timeout_s: float
     log_level: str
     said_by: Mapping[str, str] = field(default_factory=dict)
-    """By whom each setting was given: Config, the variable's name, or default."""
+    """The source of each setting: Config, the variable's name, or default."""
 
     def shared(self) -> dict[str, Any]:
-        """What the other ranks must have too; for the rendezvous."""
+        """The settings that must be the same on all ranks, for the rendezvous."""
         return {name: getattr(self, name) for name in SHARED}
 
     def describe(self) -> str:
-        """For the log: a line for each setting, with who said so."""
+        """For the log: a line for each setting, with its source."""
         shown = {item.name: _shown(item.name, getattr(self, item.name, None)) for item in fields(Config)}
         shown["address"] += f": {self.reason}"
         shown["port_base"] = _shown("port_base", self.port) + (f" and {self.door_port}" if self.door_port else "")
@@ -167,7 +166,7 @@ def resolve(config: Config | None, environ: Mapping[str, str], facts: ConfigCont
     """Settle every setting.
 
     Raises:
-        ConfigError: a variable that does not exist or has a wrong value, or an address that this machine has not.
+        ConfigError: an unknown variable, an invalid value, or an address that this machine does not have.
     """
     settings, said_by = _merged(config or Config(), environ)
     given = {name: _as_given(name, value, said_by[name]) for name, value in settings.items()}
@@ -192,7 +191,7 @@ def resolve(config: Config | None, environ: Mapping[str, str], facts: ConfigCont
 
 
 def disagreement(by_rank: Mapping[int, Mapping[str, Any]]) -> CollectiveError | None:
-    """What to raise where ranks came with different settings (`shared()` of each); None where they agree."""
+    """The error to raise if ranks have different settings (`shared()` of each); None if they agree."""
     ranks = sorted(by_rank)
     for name in SHARED:
         values: dict[Any, list[int]] = {}
@@ -367,7 +366,7 @@ def _address(
         found = [i for i in usable if i.address == address]
         if not found:
             raise ConfigError(
-                f"{given['address']} is not valid: {address} is no address of this machine",
+                f"{given['address']} is not valid: {address} is not an address of this machine",
                 hint=f"{there}; name one of them",
             )
         return found[0], "it was asked for"

@@ -6,7 +6,7 @@ No thread stands between a parcel and who waits for it: whoever waits reads the 
 others into their boxes. One thread of our own, the pulse, reads when nobody waits, so that questions are answered
 and the end of a peer is seen.
 
-Who ends says farewell: that goes behind all that was sent, by the same way, and when it is answered, all has come.
+On close, FAREWELL is sent after all queued data. Its acknowledgement proves that everything before it arrived.
 Only then are the doors closed. A peer that reads nothing cannot hold that up for long.
 """
 

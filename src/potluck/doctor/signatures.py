@@ -321,8 +321,8 @@ RUNNING: tuple[Signature, ...] = (
         what="a torchrun agent was ended, and the rendezvous closed for all: --nnodes 1:N did not carry on",
         breaks="all machines; --max-restarts counts ends of workers, not of agents",
         fix="torchrun …   (again, on every machine, from the last checkpoint)",
-        potluck="cannot happen: guests come and go at any moment, and only the host must stay (it resumes at the "
-        "very sample)",
+        potluck="cannot happen: guests come and go at any moment, and only the host must stay (it resumes at "
+        "exactly the next sample)",
         pains=(18,),
     ),
     Signature(
@@ -333,7 +333,7 @@ RUNNING: tuple[Signature, ...] = (
         breaks="all machines, though --nnodes 1:N lets any of them leave: this one kept what the others need",
         fix="torchrun …   (again, on every machine, from the last checkpoint)\n"
         "torchrun --rdzv-endpoint HOST:29400 …   (HOST: the machine that stays, started first)",
-        potluck="guests come and go at any moment; only the host must stay, and it resumes at the very sample",
+        potluck="guests come and go at any moment; only the host must stay, and it resumes at the next sample",
         pains=(18,),
         hides=("rendezvous-unreached",),
     ),

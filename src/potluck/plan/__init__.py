@@ -1,1 +1,1 @@
-"""Cost models of the ways to train on a fleet, pure. It runs nothing and measures nothing."""
+"""Cost models of the strategies to train on a fleet. PURE."""

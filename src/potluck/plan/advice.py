@@ -1,6 +1,6 @@
-"""A plan in words: the verdict, and the levers in the order of their worth.
+"""The verdict of a plan, and the levers, the most useful first.
 
-PURE. Each lever is the same model run again with one change; none is a rule of thumb.
+PURE. Each lever is the same cost model evaluated again with one change; none is a rule of thumb.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ NOTHING_TO_SHARE = (
     "`potluck probe` there"
 )
 WORTH = 1.02
-"""Below this nobody should bother."""
+"""A smaller speed-up is not worth it."""
 LEVER_WORTH = 1.005
 RUNGS = 2
-"""Faster links that are tried: the next one and the one after it."""
+"""How many faster links are tried for each machine."""
 MOST_LEVERS = 6
 CODECS = ("int8", "int4", "topk:0.01")
 BATCHES = (2, 4)
 MOST_TRIED = 16
-"""Machines that are tried one by one: of a large fleet, the first."""
+"""How many machines are tried one by one; of a larger fleet, the first."""
 
 
 def plan(job: Job, fleet: Fleet, strategies: Sequence[str] = (), assumptions: Sequence[str] = ()) -> Plan:
-    """Every strategy, what to think of it, and what would help."""
+    """The predictions of all strategies, a verdict and the levers."""
     rows = tuple(predict(job, fleet, name) for name in check_strategies(tuple(strategies)))
     ours = next((row for row in rows if row.strategy == POTLUCK), None) or potluck(job, fleet)
     found = levers(job, fleet, ours)
@@ -66,7 +66,7 @@ def plan(job: Job, fleet: Fleet, strategies: Sequence[str] = (), assumptions: Se
 
 
 def levers(job: Job, fleet: Fleet, now: Prediction) -> tuple[Lever, ...]:
-    """What would make a step shorter, the best first; what brings under half a percent is left out."""
+    """Changes that make a step shorter, the best first; those that gain less than half a percent are left out."""
     if not fleet.guests:
         return ()
     base_s = fastest_alone_s(job, fleet)
@@ -146,7 +146,7 @@ def _batch(job: Job, times: int) -> str:
 
 
 def verdict(job: Job, fleet: Fleet, rows: Sequence[Prediction], ours: Prediction, found: Sequence[Lever]) -> str:
-    """Is it worth it? In one or two sentences."""
+    """Whether it is worth it, in one or two sentences."""
     if not fleet.guests:
         return NOTHING_TO_SHARE
     helping = [g.name for g in fleet.guests if ours.shares[g.name]]
@@ -170,7 +170,7 @@ def verdict(job: Job, fleet: Fleet, rows: Sequence[Prediction], ours: Prediction
 
 
 def _packed(rows: Sequence[Prediction], balanced: Prediction) -> str:
-    """The DDP that comes nearest, where that is not the balanced one."""
+    """The best DDP variant, if that is not the balanced one."""
     near = [row for row in rows if row.strategy in (DDP_OVERLAP, DDP_BF16, DDP_INT8) and row.fits]
     best = max(near, key=lambda row: row.speedup, default=balanced)
     return (

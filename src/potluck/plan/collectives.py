@@ -1,6 +1,6 @@
 """How long collectives take: closed forms of the α–β model, in seconds.
 
-PURE: numbers in, numbers out. It knows no strategy, no machine and no codec.
+PURE.
 
 S bytes on N ranks, each of whose links carries `bytes_per_s` (1/β) in each direction at once, α seconds for a
 message to begin to arrive. In a ring every rank sends to the next and receives from the one before, all at the same
@@ -30,7 +30,7 @@ def reduce_scatter_s(size_bytes: float, ranks: int, bytes_per_s: float, latency_
 
 
 def all_gather_s(size_bytes: float, ranks: int, bytes_per_s: float, latency_s: float = 0.0) -> float:
-    """(N−1)·(α + S/(N·bw)), S being what everybody has at the end: the same way as reduce-scatter's."""
+    """(N−1)·(α + S/(N·bw)), where S is the size of the result: the same time as reduce-scatter."""
     return reduce_scatter_s(size_bytes, ranks, bytes_per_s, latency_s)
 
 
@@ -41,9 +41,9 @@ def ring_all_reduce_s(size_bytes: float, ranks: int, bytes_per_s: float, latency
 
 
 def shared_nic_bytes_per_s(own: float, shared: float, users: int) -> float:
-    """min(own, shared/k): what one of k peers gets who send or receive at once through one machine's link."""
+    """min(own, shared/k): the rate of each of k peers that use one machine's link at the same time."""
     if users < 1:
-        raise ConfigError(f"a link is shared by {users}", hint="at least one uses it")
+        raise ConfigError(f"a link is shared by {users} machines", hint="it must be at least 1")
     return min(own, shared / users)
 
 
@@ -55,7 +55,7 @@ def slowest_link(bytes_per_s: Iterable[float]) -> float:
 def overlapped_end_s(
     ends_s: Sequence[float], backwards_s: Sequence[float], exchange_s: float, pieces: int
 ) -> float:
-    """When the gradients are exchanged everywhere, of which the first leave while the last are computed.
+    """The time at which all ranks have exchanged the gradients, if sending overlaps the backward.
 
     Rank i's last backward ends at e_i and takes b_i; it makes k pieces of the gradient, one after the other, and a
     piece is exchanged (C/k seconds) when all ranks have it:
@@ -66,7 +66,7 @@ def overlapped_end_s(
     piece nothing overlaps: max e_i + C.
     """
     if pieces < 1:
-        raise ConfigError(f"gradients in {pieces} pieces", hint="at least one")
+        raise ConfigError(f"gradients in {pieces} pieces", hint="it must be at least 1")
     last_s = max(ends_s, default=0.0)
     first_s = max((e - b * (1 - 1 / pieces) for e, b in zip(ends_s, backwards_s, strict=True)), default=0.0)
     return max(last_s + exchange_s / pieces, first_s + exchange_s)
@@ -74,10 +74,10 @@ def overlapped_end_s(
 
 def _check(size_bytes: float, ranks: int, bytes_per_s: float, latency_s: float) -> None:
     if ranks < 1:
-        raise ConfigError(f"a collective of {ranks} ranks", hint="at least one")
+        raise ConfigError(f"a collective of {ranks} ranks", hint="it must be at least 1")
     if not (size_bytes >= 0 and latency_s >= 0 and math.isfinite(size_bytes) and math.isfinite(latency_s)):
         raise ConfigError(
-            f"a collective of {size_bytes:g} bytes and a latency of {latency_s:g} s", hint="0 or more"
+            f"a collective of {size_bytes:g} bytes and a latency of {latency_s:g} s", hint="both must be 0 or more"
         )
     if not bytes_per_s > 0:
         raise ConfigError(f"a link of {bytes_per_s:g} bytes/s", hint="it must be above 0")

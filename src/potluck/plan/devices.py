@@ -1,6 +1,6 @@
 """Known devices by name, and how fast each should train: a peak from its data sheet × an assumed utilisation.
 
-PURE data. Nothing here was measured by us, and nothing may be shown as if it were: `potluck probe` measures.
+PURE data. Nothing here was measured, and nothing may be shown as if it were: `potluck probe` measures.
 
 Peaks are dense (no sparsity), in TFLOP/s: `bf16` of the matrix units with fp32 sums, `fp32` of the plain units.
 Where a maker publishes no figure it is `derived`: units × lanes × 2 × clock. A device without bf16 units trains at
@@ -19,7 +19,7 @@ from potluck.spec.config import did_you_mean
 SHEET = "the maker's data sheet"
 DERIVED = "derived: units × lanes × 2 × clock"
 DATA_CENTRE, CONSUMER, APPLE, CPU = 0.40, 0.50, 0.50, 0.50
-"""Assumed utilisation, by kind."""
+"""Assumed utilisation by kind of device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,18 +30,18 @@ class DeviceSheet:
     bf16_tflops: float | None
     fp32_tflops: float
     memory_gb: float
-    """What the usual model has; of a CPU or an Apple chip the machine's memory, assumed."""
+    """Memory of the usual model; for a CPU or an Apple chip, the assumed memory of the machine."""
     bandwidth_gb_per_s: float
     utilisation: float
     source: str = SHEET
 
     def flops_per_s(self, precision: str = "bf16") -> float:
-        """Effective, while training: peak × utilisation."""
+        """Effective FLOP/s while training: peak × utilisation."""
         peak = self.bf16_tflops if precision == "bf16" and self.bf16_tflops is not None else self.fp32_tflops
         return peak * 1e12 * self.utilisation
 
     def about(self, precision: str = "bf16") -> str:
-        """The figure and its origin, in words."""
+        """A description of the figure and its source."""
         used = "bf16" if precision == "bf16" and self.bf16_tflops is not None else "fp32"
         peak = self.bf16_tflops if used == "bf16" else self.fp32_tflops
         return f"{self.name}: {peak:g} TFLOP/s {used} ({self.source}) × {self.utilisation:g} assumed, not measured"
@@ -130,7 +130,7 @@ DEVICES: dict[str, DeviceSheet] = {sheet.name: sheet for sheet in _ALL}
 
 
 def find(name: str) -> DeviceSheet:
-    """The device of this name, however it is spaced and cased, with its maker ("Apple M2") or without."""
+    """The device of this name, ignoring spaces and case, with or without its maker ("Apple M2")."""
     wanted = _plain(name)
     by_plain = {_plain(known): known for known in DEVICES}
     if wanted in by_plain:
@@ -146,5 +146,5 @@ _MAKERS = r"nvidia|geforce|amd|instinct|intel|core|apple|\(r\)|\(tm\)|cpu|gpu|\b
 
 
 def _plain(name: str) -> str:
-    """What is left of a name without makers, blanks and signs."""
+    """A name without makers, spaces and punctuation."""
     return re.sub(r"[^a-z0-9]", "", re.sub(_MAKERS, " ", name.lower().split("@")[0]))

@@ -1,6 +1,6 @@
-"""What a step takes with a host that never waits and guests that bring what they can.
+"""The step time of potluck: a host that never waits, and guests that compute what they can deliver in time.
 
-PURE. It counts with the host's own formula (`leases.py`); what the host measures, it works out.
+PURE. It uses the host's own formula (`balance/leases.py`), with predicted instead of measured times.
 
 A coded message of b·P bytes takes W seconds each way, over the slower of the guest's link and its part of what
 the host carries, which all guests that help use at the same times (the change leaves for all when the step
@@ -30,22 +30,22 @@ from potluck.spec.fleet import POTLUCK, Fleet, FleetMachine, Job, Prediction
 from potluck.units import seconds_text
 
 HANDLING_S = 0.06
-"""Of every lease that no computing hides: the first piece decoded before a forward, the last one coded, sent,
-decoded and added after a backward. Measured in the lab, on two cores that four machines share."""
+"""Time of every lease that no computing hides: decoding the first piece before the forward; encoding, sending,
+decoding and adding the last one after the backward. Measured in the lab, on two cores that four machines share."""
 AT_ONCE = 4
-"""Of guests that cannot help, a quarter (at least one) is left out before the shares are computed again."""
+"""This share of the guests that cannot help (at least one) is left out before the shares are computed again."""
 HUB_BYTES_PER_S = 0.55e9
-"""What the encrypted transport moves through one host in each direction, whatever its link (`bench/wire.py`)."""
+"""Rate of the encrypted transport of one host in each direction, whatever its link (`bench/wire.py`)."""
 
 
 def way_s(job: Job, host: FleetMachine, guest: FleetMachine, users: int) -> float:
-    """W: seconds of a coded message between a guest and the host, while so many guests use the host's link."""
+    """W: time of a coded message between a guest and the host, while this many guests use the host's link."""
     rate = shared_nic_bytes_per_s(guest.bytes_per_s, min(host.bytes_per_s, HUB_BYTES_PER_S), users)
     return about.codec_bytes(job.codec) * job.parameters / rate + host.latency_s + guest.latency_s
 
 
 def speed_of(job: Job, host: FleetMachine, guest: FleetMachine, users: int) -> Speed:
-    """A guest as the quota sees it."""
+    """The guest's speed as the quotas use it."""
     return Speed(
         rate_samples_per_s=guest.samples_per_s,
         overhead_s=HANDLING_S + 2 * (host.latency_s + guest.latency_s),
@@ -56,7 +56,7 @@ def speed_of(job: Job, host: FleetMachine, guest: FleetMachine, users: int) -> S
 
 
 def shares_of(job: Job, fleet: Fleet) -> tuple[Quotas, dict[str, Speed]]:
-    """Who gets how many samples, and the speeds of those who help."""
+    """The samples of each machine, and the speeds of the guests that help."""
     helping: Sequence[FleetMachine] = sorted(fleet.guests, key=lambda g: -g.samples_per_s)[:MOST_GUESTS]
     while True:
         speeds = {g.name: speed_of(job, fleet.host, g, len(helping)) for g in helping}
@@ -72,7 +72,7 @@ def shares_of(job: Job, fleet: Fleet) -> tuple[Quotas, dict[str, Speed]]:
 
 
 def potluck(job: Job, fleet: Fleet) -> Prediction:
-    """A step of host and guests."""
+    """The prediction for a host and its guests."""
     found, speeds = shares_of(job, fleet)
     shares = {fleet.host.name: found.host, **{g.name: found.guests.get(g.name, 0) for g in fleet.guests}}
     unhidden_s = max((speeds[name].unhidden_s(count) for name, count in found.guests.items()), default=0.0)
@@ -111,5 +111,5 @@ def least_batch(job: Job, fleet: Fleet, guest: FleetMachine) -> int:
 
 
 def ideal_speedup(job: Job, fleet: Fleet) -> float:
-    """If every machine computed all the time."""
+    """The speed-up if every machine computed all the time."""
     return math.fsum(fastest_alone_s(job, fleet) / alone_s(job, m) for m in fleet.machines)

@@ -1,6 +1,6 @@
 """A fleet from words ("desk=RTX 4070,link=1GbE") or from facts that were measured or found.
 
-PURE: text and tables in, a fleet out. It reads no file and predicts nothing.
+PURE.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from potluck.spec.measured import Measured, from_list
 
 DEFAULT_LINK = "1GbE"
 UPDATE_BYTES = 40
-"""AdamW reads and writes 28 bytes a parameter, coding the change some 12 more."""
+"""Bytes per parameter of an update: AdamW reads and writes 28, encoding the change some 12 more."""
 STATE_BYTES = 25
 USUAL_MICRO_BATCH, MOST_MICRO_BATCH = 8, 256
 MEMORY_PART = 0.5
-"""Activations may fill this part of what is free."""
+"""The share of the free memory that activations may fill."""
 _KEYS = ["link", "latency_ms", "micro_batch", "host"]
 _EXAMPLE = 'for example --machine "desk=RTX 4070" --machine "mac=M2,link=1GbE"'
 _SPEED = re.compile(r"^([0-9.]+(?:e-?[0-9]+)?)\s*(s/sample|[mgtp]flop/?s)$", re.IGNORECASE)
@@ -34,7 +34,7 @@ _SCALES = {"m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """A fleet, and what had to be assumed to make it."""
+    """A fleet and the assumptions behind it."""
 
     fleet: Fleet
     assumptions: tuple[str, ...]
@@ -91,7 +91,7 @@ def _number(name: str, key: str, values: Mapping[str, str], least: float, most: 
 
 
 def _machine(name: str, device: str, model: Model, precision: str) -> tuple[FleetMachine, tuple[str, ...]]:
-    """A machine of a device in the catalogue, or of a speed in words, and what that assumes."""
+    """A machine with a device of the catalogue or a given speed, and its assumptions."""
     speed = _SPEED.match(device)
     if speed is None:
         sheet = devices.find(device)
@@ -110,7 +110,7 @@ def _machine(name: str, device: str, model: Model, precision: str) -> tuple[Flee
 
 
 def of_flops(name: str, flops_per_s: float, model: Model, memory_bytes: float | None = None) -> FleetMachine:
-    """A machine of so many effective FLOP/s; its micro-batch is what its memory holds."""
+    """A machine with this effective FLOP/s; its micro-batch is what fits into its memory."""
     most = MOST_MICRO_BATCH
     if memory_bytes is not None and model.activation_bytes_per_sample:
         room = MEMORY_PART * max(0.0, memory_bytes - STATE_BYTES * model.parameters)
@@ -128,16 +128,16 @@ def of_flops(name: str, flops_per_s: float, model: Model, memory_bytes: float | 
 
 
 def from_facts(tables: Sequence[tuple[str, Any]], model: Model, precision: str = "bf16") -> Given:
-    """The fleet of facts files, (where, content): what was measured, else the catalogue by the device's name."""
+    """The fleet in facts files (name, content): measured speeds, else those of the catalogue."""
     return _fleet(_found(tables, model, precision))
 
 
 def from_both(
     tables: Sequence[tuple[str, Any]], words: Sequence[str], model: Model, precision: str = "bf16"
 ) -> Given:
-    """Facts and, beside them, machines in words: those one does not have yet. The host is one that was measured.
+    """A fleet of measured machines and of machines given by name. The host is a measured one.
 
-    Both speeds are effective FLOP/s while training; only one of them is an assumption, and that is said.
+    Both kinds of speed are effective FLOP/s while training; the assumed ones are listed as assumptions.
     """
     found = _found(tables, model, precision)
     named = [_from_word(word, model, precision) for word in words]
@@ -151,7 +151,7 @@ def from_both(
 
 
 def _found(tables: Sequence[tuple[str, Any]], model: Model, precision: str) -> list[_Named]:
-    """The machines of all files, each once, no two of one name."""
+    """The machines of all files, each once, with different names."""
     found: list[_Named] = []
     visits: dict[str, bool] = {}
     for where, table in tables:
@@ -218,7 +218,7 @@ def _from_measured(measured: Measured, model: Model, where: str) -> _Named:
 
 
 def _from_found(side: Mapping[str, Any], model: Model, precision: str, where: str) -> _Named:
-    """A machine of which only the device's name and the interfaces' speeds are known."""
+    """A machine for which only the device's name and the interfaces' speeds are known."""
     name = str(side.get("name") or "machine")
     gpus = side.get("gpus") or ()
     words = [str(g.get("name", "")) for g in gpus if isinstance(g, Mapping)]

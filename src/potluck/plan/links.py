@@ -24,7 +24,7 @@ class LinkSheet:
     name: str
     line_mbit: float
     part: float
-    """Of the line rate that arrives as payload."""
+    """The share of the line rate that is payload."""
     latency_s: float
 
     @property
@@ -58,11 +58,11 @@ _OTHER_NAMES = {"gigabit": "1GbE", "ethernet": "1GbE", "tb4": "Thunderbolt 4", "
 _OTHER_NAMES |= {"tb5": "Thunderbolt 5", "400g": "400G RoCE", "400gbe": "400G RoCE", "wifi": "Wi-Fi 5"}
 _RATE = re.compile(r"^([0-9.+-]+)([kmg]?)bit(?:/s|ps)?$")
 _SHORT = re.compile(r"^([0-9.]+)([kKmMgG]?)(B(?:/s|ps)?|[bB](?:/s|ps|PS)?)$")
-"""A rate as the shops write it: whether bits or bytes are meant is asked, not guessed."""
+"""An ambiguous rate such as 5Mbps: the error asks whether bits or bytes are meant."""
 
 
 def find(name: str) -> LinkSheet:
-    """The link of this name, however it is spaced and cased; or of a rate, "300Mbit", taken as payload."""
+    """The link of this name, ignoring spaces and case; or of a payload rate such as "300Mbit"."""
     close = re.sub(r"\s", "", name)
     if (rate := _RATE.match(close.lower())) is not None:
         return _of_rate(name, rate)
@@ -104,6 +104,6 @@ def of_mbit(mbit: float) -> LinkSheet:
 
 
 def faster(bytes_per_s: float) -> LinkSheet | None:
-    """The next cable that people buy: the slowest wired link at least twice as fast."""
+    """The next faster link to buy: the slowest wired one at least twice as fast."""
     ladder = [LINKS[name] for name in ("1GbE", "2.5GbE", "10GbE", "25GbE", "100GbE", "400G RoCE")]
     return next((link for link in ladder if link.bytes_per_s > 1.9 * bytes_per_s), None)

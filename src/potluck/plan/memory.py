@@ -1,6 +1,6 @@
-"""What a strategy needs of each machine's memory: weights, gradients, optimizer state, copies, activations.
+"""The memory that a strategy needs on each machine: weights, gradients, optimizer state, copies, activations.
 
-PURE. It knows AdamW (two moments a parameter) and fp32 weights, no device and no allocator.
+PURE. It assumes AdamW (two moments per parameter) and fp32 weights.
 
 Bytes a parameter, N machines:
 
@@ -27,11 +27,11 @@ HOST_MORE_BYTES = 8.78
 GUEST_BYTES = 8 + 4.26
 GATHERED_LAYERS = 2
 LAYERS = 12
-"""Of a model that does not say."""
+"""Assumed for a model that does not give it."""
 
 
 def memory_of(strategy: str, job: Job, fleet: Fleet, shares: Mapping[str, int]) -> dict[str, float]:
-    """Bytes by machine; 0 for one that is not used."""
+    """Bytes by machine; 0 for an unused one."""
     return {
         m.name: _bytes_per_parameter(strategy, m, fleet) * job.parameters + _activations(job, m, shares[m.name])
         if shares[m.name] or m is fleet.host

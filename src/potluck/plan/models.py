@@ -1,6 +1,6 @@
 """Known workloads by name: parameters, FLOPs and activations of a sample.
 
-PURE. It trains nothing and knows no device.
+PURE.
 
 A token costs 6·P FLOPs (a third of them in the forward) and, in a transformer of L layers of width h with s
 tokens in a sample, 12·L·h·s more for attention. Activations of a sample in 16 bits, with attention that keeps no
@@ -24,10 +24,10 @@ DEFAULT_BATCH_TOKENS = 524_288
 MOST_PARAMETERS = 1e13
 ACTIVATION_BYTES = 34
 _GPT2 = {"gpt2-124m": (12, 768), "gpt2-350m": (24, 1024), "gpt2-760m": (36, 1280), "gpt2-1.5b": (48, 1600)}
-"""Layers and width. The names are the usual ones; the parameters are counted."""
+"""Layers and width by name; the parameters are computed from them."""
 NAMES = (*_GPT2, "gpt", "cnn")
 _CNN_FLOPS = 6 * 1.92e6
-"""Of a sample of 8 × 8 pixels: 1.92 M multiplications forward, counted from the layers' shapes."""
+"""FLOPs of a sample of 8 × 8 pixels: 1.92 M multiplications forward, counted from the layers' shapes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ def find(name: str, sequence: int | None = None) -> Model:
 
 
 def batch_of(model: Model, batch_tokens: int | None, batch: int | None) -> int:
-    """Samples in a step, from tokens or as given."""
+    """Samples per step, given directly or as tokens."""
     if batch is not None and batch_tokens is not None:
         raise ConfigError("both --batch and --batch-tokens", hint="give one of them")
     if batch is None:

@@ -1,7 +1,4 @@
-"""One entry to all the cost models: a strategy by its name, on a fleet that stays as it is.
-
-PURE. It has no formula of its own.
-"""
+"""Predicts a strategy, given by name, on a fleet that does not change. PURE."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from potluck.spec.fleet import FSDP, POTLUCK, SOLO, STRATEGIES, ZERO, Fleet, Job
 
 
 def check_strategies(names: tuple[str, ...]) -> tuple[str, ...]:
-    """The strategies in the order of the table; none named: all. The host alone is always among them."""
+    """The strategies in the order of the table; all if none is named. The host alone is always included."""
     for name in names:
         if name not in STRATEGIES:
             raise ConfigError(f"there is no strategy {name!r}", hint=nearest(name, list(STRATEGIES)))
@@ -21,7 +18,7 @@ def check_strategies(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def predict(job: Job, fleet: Fleet, strategy: str) -> Prediction:
-    """One strategy on a fleet that stays as it is."""
+    """The prediction of one strategy on a fleet that does not change."""
     if strategy == SOLO:
         return solo(job, fleet)
     if strategy == POTLUCK:

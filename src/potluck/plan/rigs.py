@@ -1,6 +1,6 @@
 """Predictions for a rig: its machines and links as a fleet, step by step where the fleet changes.
 
-PURE. It emulates nothing and reads no file.
+PURE.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from potluck.spec.fleet import DDP, DDP_OVERLAP, FSDP, POTLUCK, SOLO, STRATEGIES
 from potluck.spec.rig import Machine, Rig
 
 PAYLOAD_PART = 1448 / 1514
-"""Of what a shaped link carries: the rest are the headers of Ethernet, IP and TCP."""
+"""The share of a shaped link's rate that is payload; the rest are Ethernet, IP and TCP headers."""
 UPDATE_S_PER_PARAMETER = 11e-9
-"""Clipping, AdamW and coding the change, on one core (measured in the lab, 3.3 M parameters)."""
+"""Cost of clipping, AdamW and encoding the change, on one core (measured in the lab, 3.3 M parameters)."""
 DEFAULT_MICRO_BATCH = 4
 
 
@@ -34,7 +34,7 @@ def job_of(rig: Rig) -> Job:
 
 
 def fleet_of(rig: Rig, step: int = 1, alone: Mapping[str, float] | None = None) -> Fleet:
-    """The machines that are there in a step. Where the rig gives no speed, the one measured alone (samples/s)."""
+    """The machines present in a step. If the rig gives no speed, the one measured alone (samples/s)."""
     here = [rig.host, *(m for m in rig.guests if m.present_at(step))]
     return Fleet(machines=tuple(_machine(rig, m, step, (alone or {}).get(m.name)) for m in here))
 
@@ -65,7 +65,7 @@ def _machine(rig: Rig, machine: Machine, step: int, alone_rate: float | None) ->
 def step_times(
     rig: Rig, strategies: Sequence[str], warm_up: int = 0, alone: Mapping[str, float] | None = None
 ) -> dict[str, float]:
-    """Mean seconds of a step, by strategy, over the steps after the warm-up."""
+    """Mean step time by strategy, over the steps after the warm-up."""
     steps = range(1, 2) if rig.steady else range(warm_up + 1, rig.workload.steps + 1) or range(1, 2)
     known = [name for name in strategies if name in STRATEGIES]
     return {name: math.fsum(_step_s(rig, name, step, alone) for step in steps) / len(steps) for name in known}

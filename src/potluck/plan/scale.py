@@ -1,4 +1,4 @@
-"""Plans past this machine: the same fleet with more and more guests, to where the host's link is full and beyond.
+"""Predictions for the same fleet with more and more guests, until the host's link is full and beyond.
 
 PURE. Samples are real numbers here, and guests are counted by kind, so that a thousand machines take no longer than
 ten.
@@ -40,16 +40,16 @@ HALVINGS = 60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleRow:
-    """So many guests."""
+    """The prediction for one number of guests."""
 
     guests: int
     ideal: float
     flat: float
-    """Speed-up with one hub, against the fastest machine alone."""
+    """Speed-up with one hub over the fastest machine alone."""
     helping: int
-    """Guests that the hub uses."""
+    """Number of guests that the hub uses."""
     link_busy: float
-    """Part of the step in which the host's link carries weights out (and as long, gradients in)."""
+    """Share of the step in which the host's link sends weights (and for as long receives gradients)."""
     tree: float
     fan: int
     levels: int
@@ -60,7 +60,7 @@ class ScaleRow:
 class Scale:
     rows: tuple[ScaleRow, ...]
     full_at: int | None
-    """Guests from which on one more does not make the step shorter; None: not within these."""
+    """Number of guests from which one more does not shorten the step; None: not in this range."""
     words: str
 
     def to_dict(self) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class Scale:
 
 
 def scale(job: Job, fleet: Fleet, most: int) -> Scale:
-    """1, 2, 4 … `most` guests, the fleet's own taken in turn."""
+    """Predictions for 1, 2, 4 … `most` guests, copies of the fleet's own in turn."""
     if not fleet.guests:
         raise ConfigError("there is no guest to multiply", hint="give at least two machines")
     if not 1 <= most <= MOST_PLANNED:
@@ -80,7 +80,7 @@ def scale(job: Job, fleet: Fleet, most: int) -> Scale:
 
 
 def many(fleet: Fleet, count: int) -> Fleet:
-    """The fleet with so many guests, its own taken in turn."""
+    """The fleet with this many guests, copies of its own in turn."""
     if not fleet.guests:
         raise ConfigError("there is no guest to multiply", hint="give at least two machines")
     names = (replace(fleet.guests[i % len(fleet.guests)], name=f"guest-{i + 1}") for i in range(count))
@@ -88,7 +88,7 @@ def many(fleet: Fleet, count: int) -> Fleet:
 
 
 def _kinds(fleet: Fleet, count: int) -> list[tuple[FleetMachine, int]]:
-    """Each of the fleet's guests with how many there are of it, the fastest first."""
+    """Each kind of guest and its number, the fastest first."""
     small, extra = divmod(count, len(fleet.guests))
     kinds = [(guest, small + (i < extra)) for i, guest in enumerate(fleet.guests)]
     return sorted(((g, n) for g, n in kinds if n), key=lambda kind: -kind[0].samples_per_s)
@@ -105,7 +105,7 @@ def _first(kinds: Sequence[tuple[FleetMachine, int]], count: int) -> list[tuple[
 
 
 def _step_s(job: Job, host: FleetMachine, kinds: Sequence[tuple[Speed, int]]) -> float:
-    """T with host_rate·T + Σ n_k·q_k(T) = B; a quota under one sample counts for nothing."""
+    """T with host_rate·T + Σ n_k·q_k(T) = B; a quota below one sample counts as 0."""
     least_s, most_s = 0.0, job.batch * host.sample_s
     for _ in range(HALVINGS):
         middle_s = (least_s + most_s) / 2
@@ -116,14 +116,14 @@ def _step_s(job: Job, host: FleetMachine, kinds: Sequence[tuple[Speed, int]]) ->
 
 
 def flat_s(job: Job, fleet: Fleet, helping: int, guests: int) -> float:
-    """A step with one hub, when so many of the guests help."""
+    """Step time with one hub, if this many guests help."""
     kinds = _first(_kinds(fleet, guests), helping)
     speeds = [(speed_of(job, fleet.host, g, max(1, helping)), n) for g, n in kinds]
     return _step_s(job, fleet.host, speeds) + fleet.host.update_s
 
 
 def full_at(job: Job, fleet: Fleet, most: int) -> int | None:
-    """The number of guests from which on one more does not help."""
+    """The number of guests from which one more does not help."""
     if flat_s(job, fleet, 1, most) > flat_s(job, fleet, 0, most) * (1 - 1e-9):
         return 0
     low, high = 1, min(most, MOST_GUESTS)

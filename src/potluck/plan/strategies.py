@@ -1,6 +1,6 @@
-"""What a step takes with strategies whose machines are ranks of one process group, and with one machine alone.
+"""Step times of strategies whose machines are ranks of one process group, and of one machine alone.
 
-PURE: a job and a fleet in, predictions out. How the hub does it is `plan/hub.py`'s affair.
+PURE. `plan/hub.py` predicts potluck itself.
 
 Machine i computes its q_i samples in c_i = q_i/r_i seconds. All exchange S bytes of gradients, which takes C
 seconds (`collectives.py`), and then update:
@@ -47,9 +47,9 @@ BACKWARD_PART = 2 / 3
 """The backward computes two products for every one of the forward."""
 STOCK_BUCKET_BYTES = 25 << 20
 SMALL_BUCKET_BYTES = 1 << 20
-"""What a careful person sets, so that a small model's gradients overlap at all."""
+"""Bucket size of a careful user, so that a small model's gradients overlap at all."""
 ACCUMULATED = 4
-"""Steps' samples for each update with ddp-accumulate."""
+"""Steps accumulated for each update with ddp-accumulate."""
 WAIT_WORTH_S = 0.005
 BYTES_OF = {DDP_BF16: 2.0, DDP_INT8: about.codec_bytes("int8")}
 
@@ -64,14 +64,14 @@ def fastest_alone_s(job: Job, fleet: Fleet) -> float:
 
 
 def equal_shares(job: Job, fleet: Fleet) -> dict[str, int]:
-    """The same for all, the first machines one more where it does not come out even."""
+    """Equal shares; the first machines get one more if the batch does not divide evenly."""
     small, extra = divmod(job.batch, len(fleet.machines))
     _check_batch(job, fleet)
     return {m.name: small + (number < extra) for number, m in enumerate(fleet.machines)}
 
 
 def balanced_shares(job: Job, fleet: Fleet) -> dict[str, int]:
-    """By the machines' speeds, in whole samples, at least one each."""
+    """Shares in proportion to the machines' speeds, in whole samples, at least one each."""
     _check_batch(job, fleet)
     shares = about.whole_shares(job.batch, [m.sample_s for m in fleet.machines])
     for number, share in enumerate(shares):
@@ -242,7 +242,7 @@ def prediction(
 
 
 def _waits(strategy: str, computing: Mapping[str, float], exposed_s: float) -> str:
-    """Who waits for whom, of machines that wait for each other."""
+    """A sentence on who waits for whom."""
     if strategy == SOLO:
         idle = [name for name, seconds in computing.items() if not seconds]
         return f"{_names(idle)} not used" if idle else ""

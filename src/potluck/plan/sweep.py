@@ -1,6 +1,6 @@
-"""One thing changed in even steps of a logarithm, and what each strategy makes of it: when does it start to pay?
+"""Predictions while one quantity varies in logarithmic steps: from which value on is it worth it?
 
-PURE. It draws nothing.
+PURE.
 
     link_mbit      every machine's link, in Mbit/s of payload
     guests         how many, the fleet's own taken in turn
@@ -27,10 +27,10 @@ STRATEGIES = (DDP, DDP_BALANCED, POTLUCK)
 POINTS = 25
 MOST_POINTS = 400
 MOST_SWEPT_GUESTS = 256
-"""Of a sweep, whose shares are whole samples; `--guests` goes further."""
+"""The most guests of a sweep, whose shares are whole samples; `--guests` goes further."""
 PAYS = 1.02
 CROWDED = 0.99
-"""Of the best speed-up: who has less with more guests has too many."""
+"""Share of the best speed-up; below it, with more guests, there are too many guests."""
 _SUFFIXES = {"k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
 HALVINGS = 20
 _LIMITS = {
@@ -57,7 +57,7 @@ class SweepRange:
     points: int = POINTS
 
     def values(self) -> list[float]:
-        """Even steps of the logarithm; whole numbers where the thing is counted."""
+        """Logarithmic steps; whole numbers for a quantity that is counted."""
         steps = max(1, self.points - 1)
         ratio = self.last / self.first
         values = [self.first * ratio ** (i / steps) for i in range(self.points)]
@@ -77,9 +77,9 @@ class Sweep:
     span: SweepRange
     points: tuple[Point, ...]
     pays_from: float | None
-    """The value from which on potluck is worth it (1.02×); None: nowhere in between."""
+    """The value from which potluck is worth it (1.02×); None: not in this range."""
     crowded_from: float | None = None
-    """Of guests: the number beyond which potluck becomes slower; None: none within these."""
+    """For guests: the number beyond which potluck becomes slower; None: not in this range."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -128,7 +128,7 @@ def sweep(job: Job, fleet: Fleet, span: SweepRange, strategies: Sequence[str] = 
 
 
 def changed(job: Job, fleet: Fleet, variable: str, value: float) -> tuple[Job, Fleet]:
-    """Job and fleet with one thing changed."""
+    """The job and the fleet with one quantity changed."""
     if variable == "link_mbit":
         linked = (replace(m, link_bytes_per_s=value * 1e6 / 8, link=f"{value:g} Mbit/s") for m in fleet.machines)
         return job, Fleet(machines=tuple(linked))

@@ -100,7 +100,7 @@ def read_events(run: Path) -> list[dict[str, Any]]:
         return events_in(path)
     except (FileNotFoundError, NotADirectoryError):
         raise RunFolderError(
-            f"{run} is no run folder: it has no {EVENTS_FILE}",
+            f"{run} is not a run folder: it has no {EVENTS_FILE}",
             hint="name the folder that a run printed at its end, such as runs/<id>",
         ) from None
     except OSError as error:

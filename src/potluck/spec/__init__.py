@@ -1,1 +1,1 @@
-"""Frozen data that crosses between the parts; owns no behaviour beyond checking itself. Knows no torch."""
+"""Frozen data that is passed between the packages, written to disk or sent to other machines, and its checks."""

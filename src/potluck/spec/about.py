@@ -1,7 +1,6 @@
-"""What can be said about a rig before anything runs: sizes, step times, ideal speed-up, what the links make of it.
+"""Figures of a rig before anything runs: sizes, step times, ideal speed-up, cost of the links.
 
-PURE: it knows the rig and no measurement, no torch, no clock. Where a speed is not emulated, so not known, the
-facts that need it are None.
+PURE. A machine without an emulated speed has an unknown speed; figures that need it are None.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _GPT_HEAD_SIZE = 64
 _CNN_WIDTH = 32
 _FP32_BYTES = 4
 _BYTES = {"none": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1 + 2 / 128, "int4": 0.5 + 2 / 128}
-"""What a codec needs for a parameter; the last two have a scale of two bytes for every 128."""
+"""Bytes per parameter of each codec; int8 and int4 have a scale of two bytes for every 128 values."""
 _TOPK_BYTES = 6.0
 _TOPK_RATIO = 0.01
 
@@ -36,11 +35,11 @@ class MachineFacts:
     relative_speed: float | None
     """Its speed ÷ the host's."""
     link_mbit: float | None
-    """Of the slower of its own link and the host's; None: unshaped."""
+    """Rate of the slower of its own link and the host's; None: unshaped."""
     gradient_ratio: float | None
-    """Seconds that fp32 gradients take over that link ÷ seconds of a step of the host alone; None for the host."""
+    """Time to send fp32 gradients over that link ÷ step time of the host alone; None for the host."""
     coded_ratio: float | None
-    """The same with the rig's codec: what one direction costs, and there are two."""
+    """The same with the rig's codec, for one of the two directions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,16 +48,16 @@ class RigFacts:
 
     parameters: int
     gradient_bytes: int
-    """In fp32."""
+    """Bytes of all gradients in fp32."""
     host_step_s: float | None
-    """A step of the host alone, the mean over the steps."""
+    """Step time of the host alone, the mean over the steps."""
     ideal_speedup: float | None
     whole_sample_speedup: float | None
-    """The best there is when nobody computes half a sample."""
+    """The best possible speed-up if every machine computes whole samples."""
     rounding_cost: float | None
     """1 − whole_sample_speedup ÷ ideal_speedup."""
     shares: dict[str, int] | None
-    """The whole samples of the first step for that."""
+    """Samples of each machine in the first step, for whole_sample_speedup."""
     machines: tuple[MachineFacts, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -80,7 +79,7 @@ def parameters(workload: Workload) -> int:
 
 
 def gradient_bytes(workload: Workload) -> int:
-    """Of all gradients in fp32."""
+    """Bytes of all gradients in fp32."""
     return _FP32_BYTES * parameters(workload)
 
 
@@ -99,14 +98,14 @@ def link_mbit(rig: Rig, machine: Machine) -> float | None:
 
 
 def host_step_s(rig: Rig) -> float | None:
-    """Seconds of a step of the host alone, the mean over the steps."""
+    """Step time of the host alone, the mean over the steps."""
     speeds = [rig.host.seconds_per_sample_at(step) for step in _steps(rig)]
     known = [s for s in speeds if s is not None]
     return rig.workload.global_batch * math.fsum(known) / len(known) if known else None
 
 
 def gradient_ratio(rig: Rig, machine: Machine | str) -> float | None:
-    """Time of the fp32 gradients over the machine's link ÷ step time of the host alone; None where unknown."""
+    """Time to send fp32 gradients over the machine's link ÷ step time of the host alone; None if unknown."""
     guest = rig.machine(machine) if isinstance(machine, str) else machine
     rate, step_s = link_mbit(rig, guest), host_step_s(rig)
     if guest.name == rig.host.name or rate is None or step_s is None:
@@ -130,7 +129,7 @@ def ideal_speedup(rig: Rig, steps: Iterable[int] | None = None) -> float | None:
 
 
 def speeds_at(rig: Rig, step: int) -> dict[str, float] | None:
-    """Samples/s of the machines that are there in a step (counted from 1); None where one is not known."""
+    """Samples/s of the machines present in a step (counted from 1); None if one is not known."""
     speeds = {}
     for machine in rig.machines:
         seconds = machine.seconds_per_sample_at(step)
@@ -142,10 +141,10 @@ def speeds_at(rig: Rig, step: int) -> dict[str, float] | None:
 
 
 def whole_shares(batch: int, seconds_per_sample: Sequence[float]) -> list[int]:
-    """Whole samples for each machine such that the last one is done as early as can be."""
+    """Whole samples for each machine, so that the last one finishes as early as possible."""
     ideal_s = batch / math.fsum(1 / seconds for seconds in seconds_per_sample)
     shares = [int(ideal_s / seconds * (1 - 1e-12)) for seconds in seconds_per_sample]
-    # The few that are left, each to whoever would be done with it first.
+    # Give each remaining sample to the machine that would finish it first.
     queue = [((n + 1) * s, i) for i, (n, s) in enumerate(zip(shares, seconds_per_sample))]
     heapq.heapify(queue)
     for _ in range(batch - sum(shares)):
@@ -170,7 +169,7 @@ def whole_sample_speedup(rig: Rig) -> float | None:
 
 
 def facts(rig: Rig) -> RigFacts:
-    """All of it at once."""
+    """All figures of a rig."""
     ideal, whole, speeds = ideal_speedup(rig), whole_sample_speedup(rig), speeds_at(rig, 1)
     shares = None
     if speeds is not None:
@@ -203,5 +202,5 @@ def _machine_facts(rig: Rig, machine: Machine) -> MachineFacts:
 
 
 def _steps(rig: Rig) -> range:
-    # A fleet that stays as it is, is the same in every step: one is enough.
+    # A steady fleet is the same in every step: one step is enough.
     return range(1, 2 if rig.steady else rig.workload.steps + 1)

@@ -1,7 +1,4 @@
-"""What a run's faults came to: who was lost and came back, what was taken back, and what it cost the host.
-
-PURE: an outcome in, figures out. It does not know how anything was struck, nor how it is shown.
-"""
+"""The effect of injected faults on a run: guests lost and rejoined, samples taken back, slowest step. PURE."""
 
 from __future__ import annotations
 
@@ -19,24 +16,24 @@ BACK = "guest_joined"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aftermath:
-    """All that went wrong in one run, and what became of it. The names are a format: programs read them."""
+    """The faults of one run and their effect. Programs read these names from JSON: do not rename them."""
 
     applied: tuple[FaultDone, ...]
-    """Their times are seconds since the first step began."""
+    """The faults that happened; their times are seconds since the first step began."""
     missed: int
-    """Planned ones whose time never came."""
+    """Number of planned faults that did not happen because the run was over."""
     taken_back_samples: int
-    """Of guests that were late or lost, computed by the host or by another guest."""
+    """Samples taken back from late or lost guests; the host or another guest computed them."""
     lost: dict[str, int]
-    """How often, by guest."""
+    """How often each guest was lost."""
     rejoined: dict[str, int]
     longest_absence_s: float | None
-    """From a loss to the same guest's return."""
+    """Longest time from a guest's loss to its return."""
     slowest_step_s: float | None
-    """From the first fault on."""
+    """Duration of the slowest step since the first fault."""
     slowest_step: int | None
     median_step_s: float | None
-    """Of the steps after the warm-up."""
+    """Median duration of the steps after the warm-up."""
 
     def to_dict(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "applied": [dataclasses.asdict(fault) for fault in self.applied]}
@@ -47,7 +44,7 @@ class Aftermath:
 
 
 def aftermath(outcome: Outcome, warm_up: int) -> Aftermath | None:
-    """None for a run with which nobody meddled."""
+    """The effect of the run's faults; None for a run without faults."""
     if not outcome.faults and not outcome.faults_missed:
         return None
     first_step = min((fault.step for fault in outcome.faults), default=None)

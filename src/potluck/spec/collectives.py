@@ -1,7 +1,4 @@
-"""What a benchmark of collectives is asked and finds: sizes, rows, and the arithmetic of bandwidths. Pure.
-
-It knows nothing of processes or clocks: times come in as numbers.
-"""
+"""Sizes, result rows and bandwidth arithmetic of a benchmark of collectives. PURE."""
 
 from __future__ import annotations
 
@@ -35,14 +32,14 @@ class CollectiveRow:
     count: int
     dtype: str
     redop: str
-    """What is reduced by, or nothing."""
+    """The reduction, such as sum; empty for collectives without one."""
     world: int
     time_s: float
-    """The median over repetitions, of the slowest rank."""
+    """Median over the repetitions of the slowest rank's time."""
     wrong: int
-    """Elements that are not what they should be, over all ranks."""
+    """Number of wrong elements, over all ranks."""
     link_bytes_per_s: float | None = None
-    """What the slowest link between two ranks carries, where it is known."""
+    """Rate of the slowest link between two ranks, if known."""
 
     @property
     def algbw(self) -> float:
@@ -51,12 +48,12 @@ class CollectiveRow:
 
     @property
     def busbw(self) -> float:
-        """Bytes per second that each rank must have sent at the least: to be compared with a link's."""
+        """The least bytes per second that each rank must have sent; compare it with the rate of a link."""
         return self.algbw * bus_factor(self.op, self.world)
 
     @property
     def bound_s(self) -> float | None:
-        """How long a perfect ring over this link would take."""
+        """Time of a perfect ring over this link."""
         if not self.link_bytes_per_s:
             return None
         return self.size_bytes * bus_factor(self.op, self.world) / self.link_bytes_per_s
@@ -91,13 +88,13 @@ def _bytes(text: str, whole: str) -> int:
     size = int(match[1]) * _UNITS[match[2].lower()] if match else 0
     if not 4 <= size <= MAX_BYTES:
         raise UserError(
-            f"--sizes {whole}: {text!r} is no size from 4 bytes to 4G", hint="for example 4K:256M, or 4K,1M,64M"
+            f"--sizes {whole}: {text!r} is not a size from 4 bytes to 4G", hint="for example 4K:256M, or 4K,1M,64M"
         )
     return size
 
 
 def header() -> list[str]:
-    """What the columns of `line` are."""
+    """The header of the columns of `line`."""
     columns = "{:<10} {:>9} {:>7} {:>5} |{:>9} {:>7} {:>7} {:>6} |{:>9} {:>6} | {}"
     names = ("#size", "count", "type", "redop", "time", "algbw", "busbw", "#wrong", "bound", "share", "backend")
     units = ("#(B)", "(elem.)", "", "", "(us)", "(GB/s)", "(GB/s)", "", "(us)", "(%)", "")

@@ -1,4 +1,4 @@
-"""Configs: what a run is started with, and how one is made from words (flags, a TOML file). Knows no torch."""
+"""The settings of a run, and how a config is built from flags and a TOML file."""
 
 from __future__ import annotations
 
@@ -16,46 +16,46 @@ from potluck.errors import ConfigError
 C = TypeVar("C")
 
 MOST_GUESTS = 64
-"""Guests that one host admits."""
+"""The most guests that one host admits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """How a run is carried out, whatever it trains."""
+    """Settings of a run that do not depend on what it trains."""
 
     device: str | None = None
-    """cpu, cuda, mps, paced:SECONDS; the best there is when not given."""
+    """cpu, cuda, mps or paced:SECONDS; if not given, CUDA, else MPS, else the CPU."""
     threads: int | None = None
-    """CPU threads for torch; the physical cores when not given."""
+    """Number of CPU threads for torch; the physical cores if not given."""
     name: str | None = None
-    """What this machine is called in logs and tables; the host name when not given."""
+    """Name of this machine in logs and tables; the host name if not given."""
     micro_batch: int | None = None
-    """Samples computed at once on this machine; found by trying when not given."""
+    """Samples computed at once on this machine; found by measuring if not given."""
     codec: str = "int4"
-    """How weights' changes and gradients are packed: none, fp16, bf16, int8, int4, topk:RATIO."""
+    """Compression of weight changes and gradients: none, fp16, bf16, int8, int4 or topk:RATIO."""
     codec_down: str | None = None
-    """The codec of the weights' changes where it should differ; a topk codec falls back to int8 here."""
+    """Compression of weight changes only; if not given, as `codec`, or int8 if that is a topk codec."""
     bind: str | None = None
-    """The address to listen on; the one of the default route when not given, 0.0.0.0 for all."""
+    """The address to listen on; that of the default route if not given, 0.0.0.0 for all."""
     port: int = 0
-    """The port to listen on; a free one when 0."""
+    """The port to listen on; 0 for a free one."""
     wait_for: int = 0
     """Guests to wait for before the first step."""
     wait_s: float = 120.0
-    """How long to wait for them."""
+    """Seconds to wait for these guests."""
     replica: Literal["auto", "device", "host"] = "auto"
-    """Where the host keeps what its guests hold, 4 bytes a parameter: on its device, or in host memory (auto, on a
-    GPU)."""
+    """Where the host keeps its copy of the guests' weights, 4 bytes per parameter: on its device, or in host memory
+    (which auto chooses on a GPU)."""
     checkpoint_every: int = 50
-    """Steps between checkpoints; 0 for only one at the end."""
+    """Steps between two checkpoints; 0 for only one at the end."""
     check_replica_every: int = 50
-    """Steps between two comparisons of the guests' weights with the host's replica, by hash, and of its ranks
-    with each other; 0 for none."""
+    """Steps between two comparisons, by hash, of the guests' weights with the host's replica, and of the host's
+    ranks with each other; 0 for none."""
 
     max_bad_steps: int = 5
-    """So many steps in a row whose gradient is not finite end the run; 0: none does."""
+    """Stop after this many steps in a row with a NaN or infinite gradient; 0: never."""
     guest_bound: float = 1000.0
-    """A guest's gradient counts up to so many times the host's own a sample, by its norm; 0: however large."""
+    """Largest norm per sample of a guest's gradient that counts, as a multiple of the host's own; 0: no limit."""
 
     def __post_init__(self) -> None:
         least = {"threads": 1, "micro_batch": 1, "port": 0, "wait_for": 0, "wait_s": 0, "checkpoint_every": 0}
@@ -69,7 +69,10 @@ class RunConfig:
 
 
 def did_you_mean(word: str, known: Iterable[str], shown: Mapping[str, str] | None = None) -> str:
-    """How a hint begins: with the most similar known word (as `shown` spells it), or not at all."""
+    """The beginning of a hint: "did you mean …? " with the most similar known word, or nothing.
+
+    `shown` maps a word to its spelling in the hint.
+    """
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"did you mean {(shown or {}).get(close[0], close[0])}? " if close else ""
 

@@ -1,7 +1,6 @@
-"""Facts: what was found out about a machine, and about the way between two, as plain data that goes to a file.
+"""Facts about a machine and about the connection between two: the data in `facts.json`, and how it is read.
 
-Owns the shape of `facts.json` and its reading. It must not know how facts are collected nor what they mean.
-None everywhere says: not known here.
+None means not known.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class Route:
     interface: str | None
     source: str
     neighbour: str | None = None
-    """What the machine knows of the address on its own network: reachable or failed; None where it is far."""
+    """State of the address in the neighbour table: reachable or failed; None if it is not on this network."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,25 +61,25 @@ class HostsLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lookup:
-    """One question to the resolver: a name's addresses, or an address's name."""
+    """One query to the resolver: the addresses of a name, or the name of an address."""
 
     asked: str
     seconds: float
     answers: tuple[str, ...] = ()
     error: str = ""
     finished: bool = True
-    """False: there was no answer by the deadline, after `seconds`."""
+    """False if there was no answer within `seconds`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Port:
-    """A port of this machine that is wanted, and who has it."""
+    """A port of this machine that is needed, and the process that uses it."""
 
     number: int
     free: bool
     holder: str | None = None
     wanted_by: str = ""
-    """--port, MASTER_PORT, torchrun's default."""
+    """What needs it: --port, MASTER_PORT, torchrun's default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,27 +91,27 @@ class Firewall:
     blocks: bool | None
     """Whether incoming connections are dropped unless a rule allows them."""
     allowed: tuple[str, ...] = ()
-    """Ports or ranges that rules let in: 22, 6000-6010."""
+    """Ports or ranges that rules allow in: 22, 6000-6010."""
     denied: tuple[str, ...] = ()
-    """Ports or ranges that rules keep out."""
+    """Ports or ranges that rules block."""
     out_blocks: bool = False
-    """Whether connections from here to others are dropped unless a rule allows them."""
+    """Whether outgoing connections are dropped unless a rule allows them."""
     out_allowed: tuple[str, ...] = ()
     out_denied: tuple[str, ...] = ()
     how: str = ""
-    """The command whose output says so."""
+    """The command whose output shows this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ipv6:
-    """How much of IPv6 is there."""
+    """Which parts of IPv6 work."""
 
     sockets: bool = True
-    """The system makes IPv6 sockets."""
+    """Whether IPv6 sockets can be created."""
     loopback: bool = True
-    """::1 can be listened on."""
+    """Whether ::1 can be listened on."""
     switched_off: bool = False
-    """By setting (disable_ipv6)."""
+    """Whether it is disabled by a setting (disable_ipv6)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +120,7 @@ class Cpu:
     physical: int = 1
     logical: int = 1
     usable: int = 1
-    """Physical cores that this process may keep busy, within affinity and quota."""
+    """Physical cores that this process may use, within affinity and quota."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,15 +164,15 @@ class Torch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Orphan:
-    """A process of a training whose starter is gone."""
+    """A training process whose parent has ended."""
 
     pid: int
     command: str
     age_s: float
     why: str
-    """How one knows that nobody waits for it."""
+    """The evidence that nobody waits for it."""
     surely: bool = False
-    """It says itself whom it belongs to, and that process is gone."""
+    """Whether the process itself names its owner, and that owner is gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,14 +184,14 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SshHost:
-    """One try to log in without a password."""
+    """One attempt to log in without a password."""
 
     host: str
     status: int | None
-    """ssh's exit status; None: it did not end in time, or there is no ssh."""
+    """Exit status of ssh; None if it did not end in time or ssh is not installed."""
     said: str = ""
     python: str = ""
-    """What Python answered there, if one did."""
+    """Output of Python on that machine, if it ran."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,10 +202,10 @@ class Facts:
     platform: str
     """linux, darwin, win32."""
     system: str = ""
-    """The system's own words for its version."""
+    """The version as the system describes it."""
     architecture: str = ""
     translated: bool = False
-    """An Intel Python on an Apple processor (Rosetta)."""
+    """Whether this is an Intel Python on an Apple processor (Rosetta)."""
     wsl: bool = False
     python: str = ""
     potluck: str = ""
@@ -214,13 +213,13 @@ class Facts:
     torch: Torch = field(default_factory=Torch)
     interfaces: tuple[Interface, ...] = ()
     default_address: str | None = None
-    """What `potluck host` listens on: where packets to the world leave from, if any do."""
+    """The address that `potluck host` listens on: that of the default route, if there is one."""
     default_route: bool = True
     hosts: tuple[HostsLine, ...] = ()
     hosts_path: str = "/etc/hosts"
     lookups: tuple[Lookup, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
-    """The variables that decide about networks and threads; no secrets."""
+    """Environment variables about networks and threads; no secrets."""
     ports: tuple[Port, ...] = ()
     firewalls: tuple[Firewall, ...] = ()
     ipv6: Ipv6 = field(default_factory=Ipv6)
@@ -228,13 +227,13 @@ class Facts:
     memory_bytes: int | None = None
     memory_free_bytes: int | None = None
     model_parameters: int | None = None
-    """Of the model that is to be trained, where the person said so."""
+    """Parameters of the model to be trained, if given with --parameters."""
     disk: Disk | None = None
     power: Power = field(default_factory=Power)
     gpus: tuple[Gpu, ...] = ()
     orphans: tuple[Orphan, ...] = ()
     checkpoints: tuple[Checkpoint, ...] = ()
-    """Newest first."""
+    """Checkpoints of the run, newest first."""
     ssh: tuple[SshHost, ...] = ()
 
     def interface(self, name: str | None) -> Interface | None:
@@ -243,10 +242,10 @@ class Facts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reach:
-    """One try to open a TCP connection."""
+    """One attempt to open a TCP connection."""
 
     machine: str
-    """Who tried."""
+    """The machine that tried."""
     address: str
     port: int
     outcome: str
@@ -254,13 +253,13 @@ class Reach:
     errno: int | None = None
     seconds: float = 0.0
     wanted: bool = True
-    """False: a port that nobody need listen on, tried to see whether the machine answers at all."""
+    """False for a port where nothing needs to listen, tried only to see whether the machine answers."""
     route: Route | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """One message through the encrypted connection, and whether it arrived."""
+    """One message over the encrypted connection, and whether it arrived."""
 
     direction: str
     """out (from here to there) or in."""
@@ -271,13 +270,13 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Between:
-    """The way between this machine and another, tried from this one."""
+    """The connection between this machine and another, tested from this one."""
 
     target: str
-    """What the person gave: an address, or "a token"; never the token itself."""
+    """What the user gave: an address, or "a token"; never the token itself."""
     reaches: tuple[Reach, ...] = ()
     back: tuple[Reach, ...] = ()
-    """Tries of the other machine to reach this one."""
+    """Attempts of the other machine to reach this one."""
     handshake: str = ""
     """"" (not tried), ok, or what went wrong."""
     partner: str = ""
@@ -289,13 +288,13 @@ class Between:
 
     @property
     def used(self) -> Reach | None:
-        """The connection that is used."""
+        """The attempt whose connection is used."""
         return next((r for r in self.reaches if r.wanted and r.outcome == CONNECTED), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What the doctor looks at, and what `facts.json` holds."""
+    """The facts that the doctor examines: the content of `facts.json`."""
 
     here: Facts
     there: Facts | None = None
@@ -308,23 +307,23 @@ def to_json(case: Case) -> str:
 
 
 def from_json(text: str | bytes) -> Case:
-    """The case in a file; UserError says what is wrong with it."""
+    """The case in a JSON text; raises UserError if it is not valid."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
         raise UserError(
-            "these facts are not readable JSON", hint="make them with: potluck doctor --save FILE"
+            "the facts file is not valid JSON", hint="make one with: potluck doctor --save FILE"
         ) from None
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         found = value.get("format") if isinstance(value, dict) else None
         raise UserError(
-            f"facts of format {found!r} cannot be read, this version of potluck reads {FORMAT}",
-            hint="make them anew with: potluck doctor --save FILE",
+            f"the facts file has format {found!r}, but this version of potluck reads format {FORMAT}",
+            hint="make it again with: potluck doctor --save FILE",
         )
     if isinstance(value.get("measured"), list) and isinstance(value.get("paths"), list):
         raise UserError(
-            "this file is a probe's: it holds speeds, and no facts about the machine that a doctor could look at",
-            hint="potluck plan --facts FILE reads it; for the doctor make one with: potluck doctor --save FILE",
+            "this file was saved by potluck probe: it has speeds, but no facts for the doctor",
+            hint="use it with: potluck plan --facts FILE; make one for the doctor with: potluck doctor --save FILE",
         )
     return from_plain(Case, value, "facts")
 
@@ -334,12 +333,12 @@ def machine_to_dict(facts: Facts) -> dict[str, Any]:
 
 
 def machine_from_dict(value: Any) -> Facts:
-    """Facts that another machine sent: checked as a file is."""
+    """Facts sent by another machine, checked like a file."""
     return from_plain(Facts, value, "facts")
 
 
 def from_plain(kind: type[T], value: Any, where: str) -> T:
-    """A dataclass from JSON. Unknown keys are left out, so that a newer version's facts can be read."""
+    """A dataclass from parsed JSON. Unknown keys are ignored, so that facts of newer versions can be read."""
     if not isinstance(value, Mapping):
         raise _wrong(where, "an object", value)
     hints = typing.get_type_hints(kind)
@@ -348,7 +347,9 @@ def from_plain(kind: type[T], value: Any, where: str) -> T:
     try:
         return kind(**given)
     except TypeError as error:
-        raise UserError(f"{where} is incomplete: {error}", hint="make the facts anew") from None
+        raise UserError(
+            f"{where} is incomplete: {error}", hint="make the file again: potluck doctor --save FILE"
+        ) from None
 
 
 def _converted(value: Any, hint: Any, where: str) -> Any:
@@ -378,5 +379,5 @@ def _converted(value: Any, hint: Any, where: str) -> Any:
 
 def _wrong(where: str, wanted: str, value: Any) -> UserError:
     return UserError(
-        f"{where} is {str(value)[:40]!r}, not {wanted}", hint="make the facts anew: potluck doctor --save FILE"
+        f"{where} is {str(value)[:40]!r}, not {wanted}", hint="make the file again: potluck doctor --save FILE"
     )

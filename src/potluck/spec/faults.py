@@ -1,7 +1,6 @@
-"""A file of faults: what goes wrong with which machine of a rig, when, and for how long.
+"""The faults file: which fault affects which machine of a rig, when, and for how long.
 
-Owns the file's keys, their meaning and what to say about a wrong one. It strikes nobody and knows no torch.
-The names are a format that other people's files use: keys are added, never renamed.
+Users' files use these keys: add keys, never rename one.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ LINK_KINDS = ("delay", "limit", "blackhole", "reset", "half-open", "truncate", "
 PROCESS_KINDS = ("stop", "kill")
 MOST_FAULTS = 1000
 _AT_ONCE = ("reset", "kill")
-"""Kinds that may take no time at all."""
+"""Kinds that may be momentary: for_s is not required."""
 _KEYS = ["about", "fault"]
 _OWN_KEYS = {"delay_ms": ("delay",), "mbit": ("limit",), "return_after_s": ("kill",), "direction": LINK_KINDS}
 _NEEDED = {"delay": "delay_ms", "limit": "mbit"}
@@ -40,26 +39,26 @@ _EXAMPLE = '[[fault]] with machine = "laptop", kind = "stop", at_step = 6, for_s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedFault:
-    """One thing that goes wrong with one guest or its link."""
+    """One fault of one guest or of its link."""
 
     machine: str | None = None
-    """The guest; the rig's first one when not given."""
+    """The affected guest; the rig's first guest if not given."""
     kind: Kind
     """delay, limit, blackhole, reset, half-open, truncate, flip: the link. stop, kill: the guest's process."""
     at_step: int | None = None
-    """When this step begins, counted from 1."""
+    """Begin when this step begins, counted from 1."""
     at_s: float | None = None
-    """Or so long after the first step began."""
+    """Begin this many seconds after the first step began."""
     for_s: float = 0.0
-    """How long it lasts."""
+    """Duration in seconds."""
     delay_ms: float | None = None
-    """delay: so much later, each way."""
+    """For delay: the added delay, each way."""
     mbit: float | None = None
-    """limit: the link carries no more than this."""
+    """For limit: the rate of the link in Mbit/s."""
     direction: Direction = "both"
-    """Which way the link suffers: up is from the guest to the host."""
+    """The affected direction of the link: up is from the guest to the host."""
     return_after_s: float | None = None
-    """kill: the guest is started again after so long; never when not given."""
+    """For kill: start the guest again after this many seconds; never if not given."""
 
     def __post_init__(self) -> None:
         if (self.at_step is None) == (self.at_s is None):
@@ -78,26 +77,28 @@ class PlannedFault:
             default = "both" if name == "direction" else None
             if self.kind not in kinds and getattr(self, name) != default:
                 raise ConfigError(
-                    f"{self.kind}: {name} means nothing to it", hint=f"{name} is of {', '.join(kinds)}"
+                    f"{self.kind}: {name} does not apply to it", hint=f"{name} applies to {', '.join(kinds)}"
                 )
         needed = _NEEDED.get(self.kind)
         if needed is not None and getattr(self, needed) is None:
-            raise ConfigError(f"{self.kind}: no {needed}", hint=f"for example {needed} = 20")
+            raise ConfigError(f"{self.kind}: {needed} is missing", hint=f"for example {needed} = 20")
         if not self.for_s and self.kind not in _AT_ONCE:
-            raise ConfigError(f"{self.kind}: it lasts no time", hint="give for_s, in seconds")
+            raise ConfigError(
+                f"{self.kind}: for_s is missing", hint="give its duration in seconds, for example for_s = 12"
+            )
         if self.for_s and self.kind == "kill":
-            raise ConfigError("kill: for_s means nothing to it", hint="return_after_s starts the guest again")
+            raise ConfigError("kill: for_s does not apply to it", hint="return_after_s starts the guest again")
 
     @property
     def amount(self) -> float:
-        """Of a delay: seconds. Of a limit: bytes a second. As the proxy takes it."""
+        """The proxy's parameter: seconds for a delay, bytes/s for a limit."""
         if self.kind == "delay":
             return (self.delay_ms or 0.0) / 1e3
         return (self.mbit or 0.0) * 1e6 / 8
 
     @property
     def text(self) -> str:
-        """What happens, in a few words for a table."""
+        """A short description for a table."""
         way = {"both": "", "up": ", upwards only", "down": ", downwards only"}[self.direction]
         lasts = f" for {self.for_s:g} s" if self.for_s else ""
         if self.kind == "kill":
@@ -118,13 +119,13 @@ class PlannedFault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultPlan:
-    """All that goes wrong in one run."""
+    """All faults of one run."""
 
     about: str = ""
     faults: tuple[PlannedFault, ...] = field(default=())
 
     def on(self, rig: Rig) -> FaultPlan:
-        """The same with every machine named, if the rig has them and makes so many steps."""
+        """The same plan with every machine named, checked against the rig's machines and number of steps."""
         return replace(self, faults=tuple(_on(rig, fault) for fault in self.faults))
 
 
@@ -133,12 +134,12 @@ def read_text(path: Path) -> str:
 
 
 def loads(text: str, where: str) -> FaultPlan:
-    """The faults of a file's text; `where` it came from begins what is said about its mistakes."""
+    """The fault plan in a TOML text. Errors begin with `where`."""
     return toml_file.loads(text, where, parse, example=_EXAMPLE)
 
 
 def parse(table: Mapping[str, Any]) -> FaultPlan:
-    """A plan from the tables of its file."""
+    """The fault plan from parsed TOML."""
     for key in table:
         if key not in _KEYS:
             raise ConfigError(f"there is no key {key!r}", hint=nearest(key, _KEYS))
@@ -166,12 +167,12 @@ def _fault(table: Mapping[str, Any], number: int) -> PlannedFault:
 
 def _on(rig: Rig, fault: PlannedFault) -> PlannedFault:
     if not rig.guests:
-        raise ConfigError(f"the rig {rig.name} has no guest that a fault could strike", hint="add a [[machine]]")
+        raise ConfigError(f"the rig {rig.name} has no guest", hint="add a [[machine]]")
     machine = rig.machine(fault.machine) if fault.machine is not None else rig.guests[0]
     if machine.role != GUEST:
         raise ConfigError(
-            f"a fault strikes {machine.name}, the host",
-            hint="faults strike guests and their links: " + ", ".join(m.name for m in rig.guests),
+            f"a fault names {machine.name}, which is the host",
+            hint="faults affect guests and their links: " + ", ".join(m.name for m in rig.guests),
         )
     if fault.at_step is not None and fault.at_step > rig.workload.steps:
         raise ConfigError(

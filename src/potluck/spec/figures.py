@@ -1,11 +1,9 @@
-"""The figures of the lab: from what strategies did on a rig to the rows that people compare.
-
-PURE: outcomes and measured speeds in, numbers out. It does not know how anything was run, nor how it is shown.
+"""The figures of the lab: turns the outcomes of strategies on a rig into comparable rows. PURE.
 
     efficiency   samples/s of the fleet ÷ the sum of the samples/s that each machine reaches alone
-    recovery     (speed-up − 1) ÷ Σ(guest speed ÷ host speed): how much of what the guests could bring arrived
+    recovery     (speed-up − 1) ÷ Σ(guest speed ÷ host speed): share of the guests' possible gain
 
-The first steps are warm-up and count for nothing but `samples_per_step`. What was not measured is None.
+The first steps are warm-up and count only for `samples_per_step`. None means not measured.
 """
 
 from __future__ import annotations
@@ -25,27 +23,27 @@ from potluck.spec.rig import Machine, Rig, to_table
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One strategy on one rig. The names are a format: programs read them."""
+    """One strategy on one rig. Programs read these names from JSON: do not rename them."""
 
     strategy: str
     step_s: float | None
-    """Mean seconds of a step."""
+    """Mean step time."""
     samples_per_s: float | None
     speedup: float | None
-    """The host alone's step_s ÷ this one's."""
+    """Step time of the host alone ÷ step time of this strategy."""
     efficiency: float | None
     recovery: float | None
     bytes_per_step: float | None
-    """That crossed the host's link, both directions together."""
+    """Bytes over the host's link in both directions together."""
     loss: float | None
-    """Of the last step."""
+    """Loss of the last step."""
     samples_per_step: tuple[int, int] | None
-    """The fewest and the most, of all steps: equal where nothing is lost or counted twice."""
+    """Fewest and most samples of all steps: equal if none is lost or counted twice."""
     predicted_s: float | None = None
-    """Mean seconds of a step, as the plan had it from the rig alone."""
+    """Mean step time predicted by the plan from the rig alone."""
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it: no tuple, no NaN."""
+        """A table for JSON: a list instead of the tuple, None instead of NaN."""
         table = {key: _finite(value) for key, value in dataclasses.asdict(self).items()}
         span = self.samples_per_step
         return {**table, "samples_per_step": None if span is None else list(span)}
@@ -58,21 +56,21 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
-    """All strategies on one rig: what tables and files are made of."""
+    """The rows of all strategies on one rig, for tables and files."""
 
     rig: Rig
     rows: tuple[Row, ...]
     ideal_speedup: float | None
-    """From the speeds measured alone, over the measured steps; from the rig's own where some are missing."""
+    """From the measured speeds of each machine alone; from the rig's speeds if some are missing."""
     warm_up_steps: int
     alone: dict[str, float]
-    """Samples/s of each machine by itself, measured."""
+    """Measured samples/s of each machine alone."""
     box: str = ""
     """How the rig was emulated."""
     notes: dict[str, str] = field(default_factory=dict)
-    """What a reader of a row should know, by strategy."""
+    """Remarks on a row, by strategy."""
     faults: Aftermath | None = None
-    """What went wrong on purpose, and what became of it; None where nothing was to."""
+    """Injected faults and their effect; None without faults."""
 
 
 def results(
@@ -84,7 +82,7 @@ def results(
     box: str = "",
     predicted: Mapping[str, float] | None = None,
 ) -> Results:
-    """Every outcome's row, and what stands around them. `predicted`: seconds of a step, by strategy."""
+    """The rows of all outcomes. `predicted`: step time by strategy."""
     rows = (row(rig, outcome, alone, host_step_s, warm_up) for outcome in outcomes)
     return Results(
         rig=rig,
@@ -99,7 +97,7 @@ def results(
 
 
 def to_json(of: Results) -> dict[str, Any]:
-    """What `--json` writes. NaN is no JSON: it becomes null. Without faults there is no such key."""
+    """What `--json` writes. NaN becomes null; the key `faults` is absent without faults."""
     faults = {} if of.faults is None else {"faults": of.faults.to_dict()}
     return {
         "rig": to_table(of.rig),
@@ -116,9 +114,9 @@ def to_json(of: Results) -> dict[str, Any]:
 
 
 def row(rig: Rig, outcome: Outcome, alone: Mapping[str, float], host_step_s: float, warm_up: int) -> Row:
-    """One strategy's figures. `alone`: samples/s by machine; `host_step_s`: a step of the host alone.
+    """One strategy's figures. `alone`: samples/s by machine; `host_step_s`: step time of the host alone.
 
-    A strategy that made fewer steps than the rig has (each took too long) has a shorter warm-up, and no final loss.
+    A strategy that was stopped early because its steps took too long has a shorter warm-up and no final loss.
     """
     cut_short = len(outcome.steps) < rig.workload.steps
     if cut_short:
@@ -145,7 +143,7 @@ def row(rig: Rig, outcome: Outcome, alone: Mapping[str, float], host_step_s: flo
 
 
 def mean_step_s(outcome: Outcome, warm_up: int) -> float | None:
-    """Seconds a step, from the end of the warm-up to the end of the last step; None where no step follows it."""
+    """Mean step time after the warm-up; None if no step follows it."""
     count = len(outcome.steps) - warm_up
     if count < 1:
         return None
@@ -154,9 +152,9 @@ def mean_step_s(outcome: Outcome, warm_up: int) -> float | None:
 
 
 def ideal_speedup(rig: Rig, alone: Mapping[str, float] | None = None, warm_up: int = 0) -> float | None:
-    """The speed-up if every machine computed all the time: over the measured steps, at the speeds of each moment.
+    """The speed-up over the measured steps if every machine computed all the time at its speed of each step.
 
-    From the speeds measured alone where all are there, else from those that the rig describes.
+    Uses the speeds measured alone if there is one for every machine, else those of the rig.
     """
     steps = range(warm_up + 1, rig.workload.steps + 1) or range(1, 2)
     measured = [_positive((alone or {}).get(machine.name)) for machine in rig.machines]
@@ -172,7 +170,7 @@ def ideal_speedup(rig: Rig, alone: Mapping[str, float] | None = None, warm_up: i
 
 
 def _efficiency(rig: Rig, outcome: Outcome, alone: Mapping[str, float], warm_up: int) -> float | None:
-    """Samples of the measured steps ÷ those that all machines could have computed in the same time."""
+    """Samples of the measured steps ÷ samples that all machines could have computed in the same time."""
     step_s = mean_step_s(outcome, warm_up)
     if step_s is None or any(_positive(alone.get(m.name)) is None for m in rig.machines):
         return None
@@ -193,14 +191,14 @@ def _efficiency(rig: Rig, outcome: Outcome, alone: Mapping[str, float], warm_up:
 def _counts(machine: Machine, step: StepDone, ever: set[str]) -> bool:
     """Whether a machine could have computed in a step.
 
-    One that the strategy uses: when it was there. One that the strategy does without counts all the same while the
-    rig has it, as it does where the fleet is steady: the host alone is not efficient because nobody else was asked.
+    A machine that the strategy uses counts while it was present. One that it does not use counts while the rig has
+    it: otherwise the host alone would be 100 % efficient.
     """
     return machine.name in step.present if machine.name in ever else machine.present_at(step.step)
 
 
 def _speed_at(machine: Machine, step: int, alone: Mapping[str, float]) -> float:
-    """Samples/s in a step: as measured alone, which is at the first speed, and as the rig says that it changes."""
+    """Samples/s in a step: the speed measured alone, scaled by the rig's speed changes."""
     first, now = machine.seconds_per_sample, machine.seconds_per_sample_at(step)
     return alone[machine.name] * (first / now if first is not None and now is not None else 1.0)
 
@@ -218,7 +216,7 @@ def _bytes_per_step(outcome: Outcome, warm_up: int) -> float | None:
 
 
 def _bytes_at(readings: Sequence[tuple[float, int]], time_s: float) -> float:
-    """The counter at a moment, by a straight line between the readings around it."""
+    """The counter at a time, interpolated linearly between two readings."""
     after = bisect.bisect_left(readings, time_s, key=lambda reading: reading[0])
     if after == 0:
         return readings[0][1]
@@ -233,7 +231,7 @@ def _positive(rate: float | None) -> float | None:
 
 
 def _ratio(above: float, below: float | None) -> float | None:
-    """None where the quotient says nothing: guests that bring nothing leave rounding errors, not a zero."""
+    """The quotient; None if the divisor is near zero, where it would consist of rounding errors."""
     if below is None or abs(below) < 1e-9 or not math.isfinite(above) or not math.isfinite(below):
         return None
     return above / below

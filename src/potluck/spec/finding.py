@@ -1,7 +1,4 @@
-"""Findings: what the doctor says, as plain data.
-
-Owns their shape, their order and their JSON. It must not know how one comes to a finding.
-"""
+"""The doctor's findings: their fields, order and JSON."""
 
 from __future__ import annotations
 
@@ -12,33 +9,32 @@ from typing import Any
 
 BLOCKER, WARNING, NOTE = "blocker", "warning", "note"
 SEVERITIES = (BLOCKER, WARNING, NOTE)
-"""Potluck will not work; it works but costs speed or safety; Potluck does not mind, but other tools or you may."""
+"""A blocker stops Potluck, a warning costs speed or safety, a note matters to other tools or to you."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that is wrong."""
+    """One problem."""
 
     code: str
-    """Stable, for programs: own-name-is-loopback."""
+    """A stable name for programs, such as own-name-is-loopback."""
     severity: str
     machine: str
-    """Where."""
     what: str
     how: str
-    """How we know."""
+    """The evidence."""
     breaks: str
     fix: str
-    """A command where there is one."""
+    """How to fix it; a command if there is one."""
     pains: tuple[int, ...] = ()
-    """The rows of the table in troubleshooting/doctor.md."""
+    """Rows of the table in troubleshooting/doctor.md."""
     potluck: str = ""
-    """Of what a log of another tool shows: what Potluck does about it."""
+    """For a problem in the log of another tool: what Potluck does differently."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fine:
-    """One thing that was looked at and is well."""
+    """One thing that was checked and is fine."""
 
     machine: str
     what: str
@@ -47,32 +43,32 @@ class Fine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogReading:
-    """What the log of a run tells."""
+    """The findings in the log of a run."""
 
     name: str
-    """Of the file."""
+    """Name of the log file."""
     lines: int
     findings: tuple[Finding, ...]
-    """What was likely first comes first. A blocker is what ended that run."""
+    """The likeliest cause first. A blocker is what ended that run."""
     explained: bool = False
-    """Something known ended that run. That a rank raised an exception of its script's, or crashed, explains
-    nothing, nor does what the others suffered from it; asides stand in healthy logs, too."""
+    """Whether a known failure ended that run. An exception of the user's script, the crash of a rank and the errors
+    that follow on other ranks explain nothing. Asides also appear in healthy logs."""
     first_error: str = ""
-    """Where no finding tells what ended it: the first line that looks like a failure, quoted; empty: none does."""
+    """If no finding explains the failure: the first line that looks like one, quoted; empty if none does."""
     ended_well: bool = False
-    """Potluck's own last word is in it, and no failure after that. Other tools have no such word."""
+    """Whether it has Potluck's last message of a run, and no failure after it. Other tools have no such message."""
     left_out_bytes: int = 0
-    """In the middle of a log that is too long."""
+    """Bytes in the middle of a long log that were not read."""
 
     @property
     def failed(self) -> bool:
-        """A failure is in it, known or not."""
+        """Whether it shows a failure, known or not."""
         return bool(self.first_error) or any(finding.severity == BLOCKER for finding in self.findings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """All of it: findings, the worst first, and what is fine."""
+    """All findings, the worst first, and what is fine."""
 
     findings: tuple[Finding, ...]
     fine: tuple[Fine, ...]
@@ -80,12 +76,12 @@ class Diagnosis:
 
     @property
     def healthy(self) -> bool:
-        """Nothing stops Potluck, and no failure is in the log."""
+        """Whether nothing stops Potluck and the log shows no failure."""
         in_log = self.log is not None and self.log.failed
         return not in_log and not any(f.severity == BLOCKER for f in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
-        """Without a log there is no word of it."""
+        """A table for JSON; the key `log` is absent without a log."""
         table = {"healthy": self.healthy, **dataclasses.asdict(self)}
         return table if self.log is not None else {k: v for k, v in table.items() if k != "log"}
 
@@ -94,6 +90,6 @@ class Diagnosis:
 
 
 def ordered(found: list[Finding | Fine]) -> Diagnosis:
-    """By severity; within one, in the order in which they were found."""
+    """The diagnosis, with findings sorted by severity, then in the order found."""
     findings = sorted((f for f in found if isinstance(f, Finding)), key=lambda f: SEVERITIES.index(f.severity))
     return Diagnosis(findings=tuple(findings), fine=tuple(f for f in found if isinstance(f, Fine)))

@@ -1,7 +1,4 @@
-"""What a plan is made of and what it says: machines with speeds and links, a job, predictions, levers.
-
-Plain data that round-trips through JSON. It predicts nothing: that is `plan/`'s affair.
-"""
+"""The input and the result of a plan: machines with speeds and links, a job, predictions, levers."""
 
 from __future__ import annotations
 
@@ -25,25 +22,25 @@ STRATEGIES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetMachine:
-    """One machine, as far as a prediction needs it."""
+    """The figures of one machine that a prediction needs."""
 
     name: str
     samples_per_s: float
-    """While it computes."""
+    """Samples per second while it computes."""
     update_s: float = 0.0
-    """Seconds of the optimizer's update of the whole model."""
+    """Time of the optimizer's update of the whole model."""
     link_bytes_per_s: float | None = None
-    """What its link carries in each direction, as payload; None: no limit."""
+    """Payload rate of its link in each direction; None: no limit."""
     latency_s: float = 0.0
-    """One way."""
+    """One-way latency of its link."""
     micro_batch: int = 4
     """Samples computed at once."""
     largest_micro_batch: int = 256
-    """The most that it could compute at once."""
+    """The most samples that it could compute at once."""
     memory_bytes: float | None = None
     device: str = ""
     link: str = ""
-    """The link's name, where it has one."""
+    """Name of the link, if it has one."""
 
     @property
     def sample_s(self) -> float:
@@ -56,19 +53,19 @@ class FleetMachine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What is trained, in numbers."""
+    """The figures of what is trained."""
 
     name: str
     parameters: int
-    """Trained ones: each has a gradient that travels."""
+    """Number of trained parameters: each has a gradient that is sent."""
     batch: int
-    """Samples in a step, on all machines together."""
+    """Samples per step, over all machines."""
     tokens_per_sample: int = 1
     codec: str = "int4"
-    """How potluck packs weights' changes and gradients."""
+    """Compression that potluck uses for weight changes and gradients."""
     activation_bytes_per_sample: float | None = None
     bytes_per_parameter: float = FP32_BYTES
-    """Of a gradient on the wire, where nothing packs it."""
+    """Bytes per parameter of an uncompressed gradient."""
 
     @property
     def gradient_bytes(self) -> float:
@@ -114,7 +111,7 @@ class Fleet:
         return Fleet(machines=(host, *(m for m in self.machines if m is not host)))
 
     def changed(self, name: str, **values: Any) -> Fleet:
-        """With other values for one machine."""
+        """A fleet with other values for one machine."""
         return Fleet(machines=tuple(replace(m, **values) if m.name == name else m for m in self.machines))
 
 
@@ -125,43 +122,43 @@ class Prediction:
     strategy: str
     step_s: float
     compute_s: float
-    """Of the machine that computes longest."""
+    """Compute time of the machine that computes longest."""
     exchange_s: float
-    """Seconds that bytes are on the wire, hidden or not."""
+    """Time in which bytes are sent, hidden or not."""
     exposed_s: float
-    """Seconds of the step in which somebody waits for the wire."""
+    """Time of the step in which a machine waits for the network."""
     speedup: float
-    """Against the fastest machine alone."""
+    """Speed-up over the fastest machine alone."""
     efficiency: float
-    """Samples/s ÷ the sum of what each machine reaches alone."""
+    """Samples/s ÷ the sum of the samples/s of each machine alone."""
     shares: dict[str, int]
-    """Samples of each machine; 0: it sits out."""
+    """Samples per step of each machine; 0: it sits out."""
     idle_s: dict[str, float]
-    """Seconds of a step in which each machine computes nothing."""
+    """Time of a step in which each machine computes nothing."""
     memory_bytes: dict[str, float]
     waits: str = ""
-    """Who waits for whom, in words."""
+    """A sentence on who waits for whom."""
     note: str = ""
-    """Where it is not the same training, or does not fit."""
+    """A remark if it is not the same training or does not fit."""
     fits: bool = True
-    """Into every machine's memory, as far as that is known."""
+    """Whether it fits into every machine's memory, as far as known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lever:
-    """One change and what the model says of it."""
+    """One possible change and its predicted effect."""
 
     what: str
     speedup: float
     gain: float
-    """Step time now ÷ step time with it, for the same samples."""
+    """Step time now ÷ step time with the change, for the same samples."""
     same_training: bool = True
-    """False: it changes what is learnt, not only how fast (another batch, a coarser codec)."""
+    """False if it changes the result of the training, not only its speed (another batch, a coarser codec)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """All strategies on one fleet, in words and numbers."""
+    """The predictions of all strategies on one fleet, with a verdict and levers."""
 
     job: Job
     fleet: Fleet

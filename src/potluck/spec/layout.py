@@ -1,7 +1,4 @@
-"""How a model's tensors are named and cut up for the wire: the fingerprint and the layout of pieces.
-
-Owns names, shapes and ranges only; it knows no tensor, no socket and no torch.
-"""
+"""How a model's tensors are named and split for sending: the fingerprint and the layout of pieces."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from typing import Any
 from potluck.errors import WireError
 
 BLOCK = 128
-"""Pieces are cut at multiples of this many values, the block of the coarsest codec."""
+"""Pieces are split at multiples of this many values, the block of the coarsest codec."""
 
 SMALLEST_PIECE = 1 << 16
 USUAL_PIECE = 1 << 20
@@ -24,7 +21,7 @@ FEWEST_PIECES = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """One parameter or buffer of the model, as both sides must agree on it."""
+    """One parameter or buffer of the model; it must be the same on both sides."""
 
     name: str
     shape: tuple[int, ...]
@@ -51,7 +48,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """A contiguous range of the flat vector of trained parameters: the unit in which tensors travel."""
+    """A contiguous range of the flat vector of trained parameters: the unit in which tensors are sent."""
 
     index: int
     offset: int
@@ -71,10 +68,10 @@ class Layout:
 
 
 def piece_size(total: int) -> int:
-    """About 64 pieces, none so small that overhead counts nor so large that overlap suffers.
+    """Values per piece: about 64 pieces, neither so small that overhead counts nor so large that overlap suffers.
 
-    Of a large model about 40, as long as they fit into a message: each is a message a guest a step, and the threads
-    that handle them take turns with the one that keeps a GPU busy.
+    A large model has about 40, as long as they fit into a message. Each piece is a message per guest and step, and
+    the threads that handle messages compete with the one that keeps a GPU busy.
     """
     wanted = max(total // PIECES_WANTED, SMALLEST_PIECE)
     if wanted > USUAL_PIECE:
@@ -83,7 +80,7 @@ def piece_size(total: int) -> int:
 
 
 def make_layout(tensors: Sequence[TensorSpec], size: int | None = None) -> Layout:
-    """Cut the flat vector of `tensors` into pieces of `size` values (the last one may be shorter)."""
+    """Split the flat vector of `tensors` into pieces of `size` values (the last may be shorter)."""
     total = sum(t.count for t in tensors)
     size = size or piece_size(total)
     pieces: list[Piece] = []
@@ -116,7 +113,7 @@ def fingerprint_to_json(tensors: Iterable[TensorSpec]) -> list[list[Any]]:
 
 
 def fingerprint_from_json(data: Any) -> tuple[TensorSpec, ...]:
-    """Read what another machine sent; anything that is not a fingerprint is a WireError."""
+    """The fingerprint that another machine sent; raises WireError if it is not valid."""
     try:
         specs = tuple(
             TensorSpec(name=str(name), shape=tuple(int(n) for n in shape), dtype=str(dtype), role=str(role))
@@ -128,7 +125,7 @@ def fingerprint_from_json(data: Any) -> tuple[TensorSpec, ...]:
 
 
 def first_difference(host: Sequence[TensorSpec], guest: Sequence[TensorSpec]) -> str | None:
-    """In words, the first tensor in which the two models differ, with both values; None if they agree."""
+    """A description of the first tensor in which the two models differ, with both values; None if they agree."""
     for number, (ours, theirs) in enumerate(zip(host, guest)):
         if ours != theirs:
             return f"tensor {number}: the host has {ours}, the guest has {theirs}"

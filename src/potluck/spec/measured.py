@@ -1,7 +1,4 @@
-"""What was measured of a machine, as a plan reads it from `facts.json`: the list under its key `measured`.
-
-Plain data. It measures nothing and predicts nothing. None: not measured.
-"""
+"""Measured figures of machines, which a plan reads from the list `measured` in `facts.json`. None: not measured."""
 
 from __future__ import annotations
 
@@ -13,28 +10,28 @@ from typing import Any
 
 from potluck.errors import UserError
 
-_HINT = "make them anew with: potluck probe ADDRESS"
+_HINT = "make the file again with: potluck probe TOKEN --save FILE"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One machine; the first of a list is the host unless another has `host`."""
+    """One machine. The first in a list is the host, unless another has `host`."""
 
     name: str
     device: str = ""
     samples_per_s: float | None = None
-    """Of the model that `model` names, while computing."""
+    """Samples per second of the model in `model`, while computing."""
     model: str = ""
-    """As `potluck plan --model` takes it: gpt:4, gpt2-124m."""
+    """Name of the model as in `potluck plan --model`: gpt:4, gpt2-124m."""
     sequence: int | None = None
-    """Tokens in those samples."""
+    """Tokens per sample."""
     flops_per_s: float | None = None
-    """Effective, while training: stands in where another model is planned."""
+    """Effective FLOP/s while training, used to plan for another model."""
     memory_bytes: float | None = None
     link_bytes_per_s: float | None = None
-    """Payload between this machine and the host, the slower direction."""
+    """Payload rate between this machine and the host, in the slower direction."""
     latency_s: float | None = None
-    """One way: half of the round trip."""
+    """One-way latency: half of the round trip."""
     micro_batch: int | None = None
     host: bool = False
 
@@ -43,7 +40,7 @@ class Measured:
 
 
 def from_list(value: Any, where: str) -> tuple[Measured, ...]:
-    """The machines in a file's list; keys of newer versions are left out."""
+    """The machines in a file's list; unknown keys are ignored, so that newer files can be read."""
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise UserError(f"{where}: measured is not a list", hint=_HINT)
     return tuple(_one(table, f"{where}: measured[{number}]") for number, table in enumerate(value))

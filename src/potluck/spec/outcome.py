@@ -1,7 +1,6 @@
-"""What a strategy did on a rig, step by step, as plain data: written by whoever ran it, read by tables and plots.
+"""What a strategy did on a rig, step by step: the raw data of tables and plots.
 
-Holds no figure that can be computed from another; those are the figures' affair. All times are seconds of one box's
-monotonic clock, which every emulated machine shares.
+All times are seconds of one box's monotonic clock, which every emulated machine shares.
 """
 
 from __future__ import annotations
@@ -14,30 +13,30 @@ class StepDone:
     """One optimizer update."""
 
     step: int
-    """Counted from 1."""
+    """Number of the step, counted from 1."""
     ended_at: float
     step_s: float
     loss: float
     samples: dict[str, int]
-    """By machine."""
+    """Samples counted for each machine."""
     present: tuple[str, ...]
-    """The machines that were there."""
+    """The machines that were present."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """One machine did one thing for a while."""
+    """A time in which one machine did one thing."""
 
     machine: str
     kind: str
-    """compute, send or receive; whoever does not compute waits."""
+    """compute, send or receive; a machine that does not compute waits."""
     start: float
     end: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultDone:
-    """Something went wrong on purpose."""
+    """A fault that was injected."""
 
     machine: str
     kind: str
@@ -45,14 +44,14 @@ class FaultDone:
     """The step that was under way."""
     start: float
     end: float
-    """The same as its start where it takes no time."""
+    """The same as `start` for a momentary fault."""
     text: str
-    """What happened, in words."""
+    """A description of what happened."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Incident:
-    """What the host told of a guest in its log."""
+    """An event about a guest in the host's log."""
 
     machine: str
     kind: str
@@ -61,7 +60,7 @@ class Incident:
     step: int
     """The step that was under way."""
     samples: int = 0
-    """That were taken back."""
+    """Samples that were taken back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,15 +69,15 @@ class Outcome:
 
     strategy: str
     started_at: float
-    """When training began: loss is plotted against the time since."""
+    """When training began; loss is plotted against the time since then."""
     steps: list[StepDone]
     intervals: list[Interval] = field(default_factory=list)
     host_bytes: list[tuple[float, int]] = field(default_factory=list)
     """(time, bytes that had crossed the host's link by then, both directions)."""
     note: str = ""
-    """What a reader of its row should know."""
+    """A remark on its row."""
     faults: list[FaultDone] = field(default_factory=list)
     incidents: list[Incident] = field(default_factory=list)
-    """From the first fault on; empty where there was none."""
+    """Events since the first fault; empty without faults."""
     faults_missed: int = 0
-    """Planned ones whose time never came: the run was over."""
+    """Number of planned faults that did not happen because the run was over."""

@@ -1,6 +1,6 @@
-"""What `potluck probe` measured: a device, a link, each way over it; and what a plan needs of that.
+"""The results of `potluck probe`: a device, a link and its directions, and the part that a plan needs.
 
-Plain data that round-trips through JSON. It measures nothing and predicts nothing. None: not measured.
+None means not measured.
 """
 
 from __future__ import annotations
@@ -18,56 +18,56 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpeed:
-    """What computes on one machine, and how fast it does."""
+    """The device of one machine and its speed."""
 
     name: str
-    """Of the machine."""
+    """Name of the machine."""
     device: str = ""
     reason: str = ""
-    """Why this device."""
+    """Why this device was chosen."""
     training: str = ""
-    """What was trained, in words: gpt depth 2, sequence 128, fp32."""
+    """Description of what was trained: gpt depth 2, sequence 128, fp32."""
     model: str = ""
-    """The same as `potluck plan --model` takes it; empty where plan has no such model."""
+    """Name of that model as in `potluck plan --model`; empty if plan has no such model."""
     sequence: int | None = None
     parameters: int | None = None
     samples_per_s: float | None = None
-    """Forward and backward, at the micro-batch that was fastest."""
+    """Samples per second of forward and backward, at the fastest micro-batch."""
     samples_variation: float | None = None
-    """Standard deviation ÷ mean over all the runs at that size."""
+    """Standard deviation ÷ mean over all measurements at that size."""
     flops_per_s: float | None = None
-    """The same in effective FLOP/s."""
+    """`samples_per_s` in effective FLOP/s."""
     micro_batch: int | None = None
     largest_micro_batch: int | None = None
-    """Estimated from the two below, not tried."""
+    """Estimated from `saved_bytes_per_sample` and the free memory, not tried."""
     saved_bytes_per_sample: float | None = None
-    """What autograd keeps of a sample for its backward."""
+    """Memory that autograd keeps for the backward of a sample."""
     memory_bytes: int | None = None
     memory_free_bytes: int | None = None
     matmul_flops_per_s: Mapping[str, float] = field(default_factory=dict)
-    """Of large square matrices, by number format; one that is missing cannot be done here."""
+    """Products of large square matrices, by number format; an unsupported format is missing."""
     memory_bytes_per_s: float | None = None
-    """Read and written, by one large copy within the device's memory."""
+    """Bytes read and written per second by one large copy within the device's memory."""
     to_device_bytes_per_s: float | None = None
     from_device_bytes_per_s: float | None = None
     note: str = ""
-    """Why these figures are not to be believed, where that is known."""
+    """Why these figures are not reliable, if that is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundTrips:
-    """Of small messages there and back, or of opening a TCP connection."""
+    """Round-trip times of small messages, or of opening a TCP connection."""
 
     count: int
     p50_s: float
     p99_s: float
     jitter_s: float
-    """The mean difference between one and the next."""
+    """Mean difference between consecutive round trips."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """Payload that arrived, where it arrived."""
+    """Payload rate, measured at the receiver."""
 
     bytes_per_s: float
     variation: float | None = None
@@ -76,12 +76,12 @@ class Rate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """One direction, each time over another kind of connection, in turn."""
+    """The rates of one direction over different kinds of connections."""
 
     ours: Rate | None = None
-    """Encrypted, as in a training."""
+    """Rate of the encrypted connection, as in a run."""
     bare: Rate | None = None
-    """One plain TCP connection."""
+    """Rate of one plain TCP connection."""
     iperf3: Rate | None = None
 
 
@@ -93,29 +93,29 @@ class ProbedPath:
     source: str = ""
     interface: str = ""
     used: bool = False
-    """What a run would use."""
+    """Whether a run would use this one."""
     idle: RoundTrips | None = None
     loaded: RoundTrips | None = None
-    """While tensors cross the link."""
+    """Round trips while tensors are sent."""
     out: Way = field(default_factory=Way)
-    """From here to there."""
+    """From this machine to the other."""
     back: Way = field(default_factory=Way)
     both_out: Way = field(default_factory=Way)
-    """From here to there, while as much as possible comes back."""
+    """From this machine to the other, while the other sends as fast as it can."""
     both_back: Way = field(default_factory=Way)
     notes: tuple[str, ...] = ()
     """What could not be measured, and why."""
 
     @property
     def slower_bytes_per_s(self) -> float | None:
-        """Encrypted payload in the slower direction."""
+        """Payload rate of the encrypted connection in the slower direction."""
         rates = [way.ours.bytes_per_s for way in (self.out, self.back) if way.ours is not None]
         return min(rates) if len(rates) == 2 else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probed:
-    """One `potluck probe`, and what its file holds."""
+    """The results of one `potluck probe`: the content of its file."""
 
     here: DeviceSpeed
     there: DeviceSpeed | None = None
@@ -124,7 +124,7 @@ class Probed:
     collectives: tuple[CollectiveRow, ...] = ()
     """Of the group that this probe was a rank of."""
     link_kind: str = ""
-    """What is between those ranks, at the slowest: memory or tcp."""
+    """Kind of the slowest link between the ranks: memory or tcp."""
     format: int = FORMAT
 
     @property
@@ -132,7 +132,7 @@ class Probed:
         return next((path for path in self.paths if path.used), None)
 
     def measured(self) -> tuple[Measured, ...]:
-        """As a plan reads it. The link is the slower machine's: the other would be the host of several."""
+        """The machines as a plan reads them. The link is the slower machine's, since the faster one would host."""
         sides = [side for side in (self.here, self.there) if side is not None]
         guest = min(reversed(sides), key=lambda side: side.flops_per_s or 0.0) if len(sides) == 2 else None
         return tuple(_measured(side, self.link if side is guest else None) for side in sides)

@@ -1,7 +1,6 @@
-"""A rig: a described fleet (machines, speeds, links) and what it trains, read from a TOML file.
+"""A rig: the description of a fleet (machines, speeds, links) and of what it trains, read from a TOML file.
 
-Owns the file's keys, their meaning and what to say about a wrong one. It emulates nothing and knows no torch.
-The names are a format that other people's files use: keys are added, never renamed.
+Users' files use these keys: add keys, never rename one.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ MOST_MACHINES = 64
 MOST_NAME = 40
 RECIPES = ("gpt", "cnn")
 _KEYS = ["name", "about", "workload", "machine"]
-# What lies outside is a slip of the pen, and would make infinities of its reciprocals.
+# Values outside are mistakes, and their reciprocals could become infinite.
 _LIMITS = {
     "seconds_per_sample": (1e-6, 1e6),
     "link_mbit": (1e-3, 1e6),
@@ -44,17 +43,17 @@ class Workload:
     recipe: str = "gpt"
     """gpt or cnn."""
     depth: int | None = None
-    """gpt: blocks; the width is 64 times as much. The recipe's own default when not given."""
+    """gpt: number of blocks; the width is 64 times the depth. The recipe's default if not given."""
     sequence: int | None = None
-    """gpt: bytes in a sample. The recipe's own default (128) when not given."""
+    """gpt: bytes per sample. The recipe's default (128) if not given."""
     global_batch: int = 32
-    """Samples in a step, on all machines together."""
+    """Samples per step, over all machines."""
     steps: int = 12
-    """Updates that every strategy makes."""
+    """Steps that every strategy trains."""
     seed: int = 1
-    """Of the initial weights and the order of the samples."""
+    """Random seed for the weights and the sample order."""
     codec: str = "int4"
-    """How potluck packs weights' changes and gradients."""
+    """Compression that potluck uses for weight changes and gradients."""
 
     def __post_init__(self) -> None:
         if self.recipe not in RECIPES:
@@ -65,19 +64,19 @@ class Workload:
                 raise ConfigError(f"{name} is {value}", hint=f"{name} must be 1 or more")
         for name in ("depth", "sequence"):
             if self.recipe != "gpt" and getattr(self, name) is not None:
-                raise ConfigError(f"{name} means nothing to the recipe {self.recipe}", hint=f"leave {name} out")
+                raise ConfigError(f"{name} does not apply to the recipe {self.recipe}", hint=f"leave {name} out")
         if self.seed < 0:
             raise ConfigError(f"seed is {self.seed}", hint="seed must be 0 or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedChange:
-    """From a step on, a machine has another speed."""
+    """A change of a machine's speed from a step on."""
 
     at_step: int
     """The first step at the new speed, counted from 1."""
     seconds_per_sample: float
-    """The new speed."""
+    """Emulated time per sample from then on."""
 
     def __post_init__(self) -> None:
         least, most = _LIMITS["seconds_per_sample"]
@@ -93,27 +92,27 @@ class Machine:
     """One machine of the fleet."""
 
     name: str
-    """What it is called in tables and pictures."""
+    """Name of the machine in tables and plots."""
     role: str = GUEST
     """host (exactly one) or guest."""
     seconds_per_sample: float | None = None
-    """The emulated speed; without it the machine computes as fast as this box's CPU does."""
+    """The emulated speed; if not given, the speed of this box's CPU."""
     link_mbit: float | None = None
-    """Rate of the machine's own link in Mbit/s, in each direction; unshaped when not given."""
+    """Rate of the machine's own link in Mbit/s, in each direction; unshaped if not given."""
     latency_ms: float = 0.0
     """One-way delay added to what the machine sends and receives (where the kernel has netem, and on loopback)."""
     cpu_limit: float | None = None
     """CPU cores that its processes may use together (a cgroup quota: needs root)."""
     micro_batch: int | None = None
-    """Samples computed at once; found by trying when not given."""
+    """Samples computed at once; found by measuring if not given."""
     join_at_step: int = 1
     """The step at which a guest is started, counted from 1."""
     leave_at_step: int | None = None
-    """The step at whose beginning the guest's process is killed."""
+    """The step at whose beginning a guest's process is killed."""
     return_at_step: int | None = None
     """The step at which a guest that left is started again."""
     speed_changes: tuple[SpeedChange, ...] = ()
-    """Changes of its speed: { at_step = 9, seconds_per_sample = 0.3 }, as many as you like."""
+    """Changes of its speed, such as { at_step = 9, seconds_per_sample = 0.3 }."""
 
     def __post_init__(self) -> None:
         where = f"machine {self.name!r}: "
@@ -165,7 +164,7 @@ class Machine:
         return speed
 
     def present_at(self, step: int) -> bool:
-        """Whether the machine is there in a step (counted from 1)."""
+        """Whether the machine is present in a step (counted from 1)."""
         if step < self.join_at_step:
             return False
         if self.leave_at_step is None or step < self.leave_at_step:
@@ -230,12 +229,12 @@ def read_text(path: Path) -> str:
 
 
 def loads(text: str, where: str) -> Rig:
-    """The rig of a file's text; `where` it came from begins what is said about its mistakes."""
+    """The rig in a TOML text. Errors begin with `where`."""
     return toml_file.loads(text, where, parse, example=_TOML_EXAMPLE)
 
 
 def parse(table: Mapping[str, Any]) -> Rig:
-    """A rig from the tables of its file."""
+    """The rig from parsed TOML."""
     for key in table:
         if key not in _KEYS:
             raise ConfigError(f"there is no key {key!r}", hint=nearest(key, _KEYS))
@@ -283,7 +282,7 @@ def _change(values: dict[str, Any]) -> SpeedChange:
 
 
 def _usable_name(name: str) -> bool:
-    """Names stand in tables and pictures, and begin the names of log files."""
+    """Whether a name is usable in tables, in plots and at the start of file names."""
     return 0 < len(name) <= MOST_NAME and name[0].isalnum() and all(c.isalnum() or c in "-_." for c in name)
 
 
@@ -291,7 +290,7 @@ def _usable_name(name: str) -> bool:
 
 
 def to_table(rig: Rig) -> dict[str, Any]:
-    """The tables of the rig's file: `parse` makes the same rig of them. Defaults of machines are left out."""
+    """The tables of the rig's file, without default values of machines; the inverse of `parse`."""
     table: dict[str, Any] = {"name": rig.name}
     if rig.about:
         table["about"] = rig.about

@@ -1,7 +1,4 @@
-"""Files that people write in TOML: owns how one is read, and what is said of one that cannot be.
-
-It must not know what any of them describes: who does gives the parser and the hints.
-"""
+"""Reads TOML files written by users, and reports those that cannot be read."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ T = TypeVar("T")
 
 
 def read_text(path: Path, *, missing: str, example: str) -> str:
-    """The file's text; `missing` and `example` are the hints for none and for one that is no text."""
+    """The file's text. `missing` is the hint if it cannot be read, `example` the hint if it is not text."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
@@ -26,7 +23,7 @@ def read_text(path: Path, *, missing: str, example: str) -> str:
 
 
 def loads(text: str, where: str, parse: Callable[[Mapping[str, Any]], T], *, example: str) -> T:
-    """What `parse` makes of a text's tables; `where` it came from begins what is said about its mistakes."""
+    """The result of `parse` for a TOML text. Errors begin with `where`."""
     try:
         return parse(tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:

@@ -1,4 +1,4 @@
-"""What a training loop may say about itself: the keywords of `run.training`. Owns their meaning and checks."""
+"""The keywords of `run.training`, their meaning and their checks."""
 
 from __future__ import annotations
 
@@ -36,32 +36,32 @@ class Options:
     """How the loop trains; the same on every machine."""
 
     global_batch: int
-    """Samples in every step, whoever computes them."""
+    """Samples per step, over all machines."""
     steps: int | None = None
-    """Steps to train in all (a resumed run continues up to it); endless when not given: break when done."""
+    """Total number of steps; a resumed run continues up to it. Endless if not given: break when done."""
     clip_norm: float | None = None
     """Clip the whole gradient to this norm before the update."""
     scheduler: Any = None
-    """A learning-rate scheduler: stepped once a step, whether its update was made or not. Saved in checkpoints.
+    """A learning-rate scheduler, stepped after every step, even if its update was not made. Saved in checkpoints.
 
-    ReduceLROnPlateau is given the step's loss, so its patience counts steps.
+    ReduceLROnPlateau gets the step's loss, so its patience counts steps.
     """
     collate: Collate | None = None
-    """Turns a list of samples into a batch; torch's default_collate when not given."""
+    """Turns a list of samples into a batch; torch's default_collate if not given."""
     data: str = "sent"
-    """"sent": samples travel to guests with their leases. "local": guests have the data set themselves."""
+    """"sent": the host sends samples to guests with their leases. "local": each guest has the data set itself."""
     seed: int = 0
-    """Of the samples' order."""
+    """Random seed for the sample order."""
     micro_batch: int | None = None
-    """Samples computed at once, on every machine that does not say otherwise; found by trying if not given."""
+    """Samples computed at once, on every machine without its own setting; found by measuring if not given."""
     loss_is: str = "mean"
-    """What the loss given to step.backward is over the samples of the batch: "mean" or "sum"."""
+    """Whether the loss given to step.backward is the "mean" or the "sum" over the samples of the batch."""
     before_update: Callable[[nn.Module], None] | None = None
-    """Called with the model when its gradients are complete, before clipping and the update (host, all ranks)."""
+    """Called with the model once its gradients are complete, before clipping and the update (host, all ranks)."""
     also_save: Mapping[str, Stateful] = field(default_factory=dict)
-    """More objects with state_dict() and load_state_dict() to keep in checkpoints."""
+    """More objects to save in checkpoints, by name; they need state_dict() and load_state_dict()."""
     tokens_per_sample: int | None = None
-    """For a tokens/s figure in the view."""
+    """Tokens per sample; the view then shows tokens/s."""
 
     def saved_objects(self) -> dict[str, Any]:
         """What goes into checkpoints besides the model and the optimizer, by name."""

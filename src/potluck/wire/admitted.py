@@ -1,9 +1,9 @@
-"""Those who were let in: owns how many connections a host keeps of them, and who sends a message without an end.
+"""Limits on authenticated connections: how many a host keeps, and how long an unfinished message may be.
 
-PURE: it is told who came, said something and left, and how many bytes came; it must not know sockets or clocks.
+PURE.
 
-libzmq limits the parts of a message, not their number: it keeps them until the last one is there. And it takes any
-number of connections from whoever has the key. Guests do neither.
+libzmq limits the size of a message's parts, but not their number, and keeps them until the last one arrives. It
+also accepts any number of connections from a peer with the key. Honest guests use neither.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ class _Connection:
     visitor: Visitor
     messages: int = 0
     counted: int = -1
-    """Messages when it was last looked at."""
+    """Number of messages at the last check."""
     mark_bytes: int = 0
-    """What had come when it was last looked at and a message had come as well."""
+    """Bytes received at the last check that also found a new message."""
     too_long: bool = False
-    """The last look found more behind the mark than a message can have."""
+    """Whether the last check found more bytes since `mark_bytes` than a message can have."""
 
 
 class Admitted:
-    """At most `most` connections beside those that wait, each at most `most_bytes` into a message."""
+    """At most `most` authenticated connections, each with at most `most_bytes` of an unfinished message."""
 
     def __init__(self, *, most: int, most_bytes: int) -> None:
         self.most, self.most_bytes = most, most_bytes
@@ -42,7 +42,7 @@ class Admitted:
         self._connections[visitor.descriptor] = _Connection(visitor)
 
     def spoke(self, descriptor: int) -> None:
-        """A whole message of it has been read."""
+        """A complete message of this connection has been read."""
         if (connection := self._connections.get(descriptor)) is not None:
             connection.messages += 1
 
@@ -50,7 +50,7 @@ class Admitted:
         self._connections.pop(descriptor, None)
 
     def too_many(self, waiting: Container[int]) -> list[Visitor]:
-        """Who has to go: the newest of the address that has the most. Those who wait are counted elsewhere."""
+        """The connections to close if there are too many: the newest ones of the address with the most."""
         if len(self._connections) <= self.most:
             return []
         inside = [c.visitor for number, c in self._connections.items() if number not in waiting]
@@ -66,9 +66,11 @@ class Admitted:
         return out
 
     def endless(self, received_bytes: Callable[[Visitor], int | None]) -> list[Visitor]:
-        """Who has to go, asked after all whole messages were read; `received_bytes`: of a connection so far.
+        """The connections to close because of an endless message. Call it after all complete messages were read.
 
-        A message may have ended between that reading and this look, so only the second look in a row counts.
+        `received_bytes` gives the bytes received on a connection so far.
+
+        A message may have ended between that reading and this check, so only the second check in a row counts.
         """
         out: list[Visitor] = []
         for connection in list(self._connections.values()):

@@ -1,6 +1,4 @@
-"""The door of a host: owns who is let in (ZAP), noticing who was not, and turning out those who crowd it.
-
-It must not know messages.
+"""Admission to a host: authenticates connections (ZAP), reports refused ones, and closes those above the limits.
 
 ZAP (ZeroMQ RFC 27): libzmq asks at inproc://zeromq.zap.01 in its own context before a handshake ends, with
 [version, request id, domain, address, routing id, mechanism, public key]; the answer is
@@ -27,9 +25,9 @@ from potluck.wire.lobby import Lobby, Visitor
 from potluck.wire.waker import Waker
 
 Peer = tuple[str, int]
-"""Address and port of a connection's other end."""
+"""Address and port of a connection's remote end."""
 SocketMaker = Callable[[int], zmq.Socket[bytes]]
-"""Makes a zmq socket of a type, in the context of the others, and ends it with them."""
+"""Makes a zmq socket of a type in the shared context, which closes it."""
 
 HANDSHAKE_S = 5.0
 """libzmq ends a handshake that takes longer."""
@@ -41,13 +39,13 @@ _UNKNOWN = "unknown"
 _MANY_EVENTS, _MOST_EVENTS = 16, 1000
 _TURN_S = 0.01
 STAY_S = 0.1
-"""A visitor has at least this long before it must make way for others: enough to show a key."""
+"""A new connection is kept at least this long, which is enough to authenticate."""
 _LOOK_AGAIN_MS, _NO_FILES_MS = 10, 250
 _MOST_UNREPORTED = 10_000
-"""Strangers that a host which does not receive yet will hear of."""
+"""The most refused strangers that are remembered until the host starts to receive."""
 
 _BYTES_RECEIVED_AT = 128
-"""Where Linux's struct tcp_info has tcpi_bytes_received."""
+"""Offset of tcpi_bytes_received in Linux's struct tcp_info."""
 
 # Plain ints: zmq.Event is a Flag whose arithmetic has a price per event.
 ACCEPTED = int(zmq.EVENT_ACCEPTED)
@@ -70,7 +68,7 @@ class Monitor:
         self.socket.connect(endpoint)
 
     def drain(self) -> list[tuple[int, int]]:
-        """What has happened; in a flood a part of it, so that the caller gets to act on it."""
+        """The pending events; in a flood only some of them, so that the caller can act on them."""
         events: list[tuple[int, int]] = []
         with contextlib.suppress(zmq.Again):
             while len(events) < _MOST_EVENTS:
@@ -80,9 +78,9 @@ class Monitor:
 
 
 class Door:
-    """Admits the holders of one public key to a socket, and reports everybody else's address.
+    """Admits only peers with one public key to a socket, and reports the addresses of others.
 
-    It is served by the thread that receives; `Watch` has a thread of its own.
+    The thread that receives serves it; `Watch` has a thread of its own.
     """
 
     def __init__(
@@ -104,7 +102,7 @@ class Door:
         self.watch = Watch(new_socket, guarded, Lobby(most=room.waiting, stays_s=HANDSHAKE_S), inside)
 
     def serve(self) -> None:
-        """Answer who has knocked and report who was turned away; never waits."""
+        """Answer pending authentication requests and report the refused ones. Does not wait."""
         with contextlib.suppress(zmq.Again):
             while True:
                 self._answer(self.zap.recv_multipart(zmq.NOBLOCK))
@@ -125,9 +123,9 @@ class Door:
 
 
 class Watch:
-    """Sees who comes and goes, in a thread of its own, and turns out those who crowd the lobby or the table.
+    """Watches connections in a thread of its own, and closes those above the limits.
 
-    From the beginning: a host that still loads its data receives nothing, and strangers can knock all the same.
+    It runs from the start, because strangers can connect while the host still loads its data and receives nothing.
     """
 
     def __init__(self, new_socket: SocketMaker, guarded: zmq.Socket[bytes], lobby: Lobby, inside: Admitted) -> None:
@@ -135,10 +133,10 @@ class Watch:
         self._lock = threading.Lock()
         self._connections: dict[int, tuple[Peer | None, int]] = {}
         self._spoke: dict[int, Peer] = {}
-        """Connections that a message came over: of guests. By number and peer: a stranger's number may be a guest's
-        before this thread has seen the stranger leave."""
+        """Connections of guests, on which a message arrived, by descriptor and peer: a descriptor may pass from a
+        stranger to a guest before this thread has seen the stranger leave."""
         self._names: dict[int, bytes] = {}
-        """What those who spoke call themselves."""
+        """The routing ids of guests that sent a message."""
         self._successes = 0
         self._failure: int | None = None
         self._turned_away: deque[str] = deque(maxlen=_MOST_UNREPORTED)
@@ -154,19 +152,19 @@ class Watch:
         self._thread.start()
 
     def keep(self, gate: Gate | None) -> None:
-        """From now on admit those who wait at this gate, and close it at the end."""
+        """From now on admit the connections that wait at this gate, and close it at the end."""
         self._gate = gate
         self._waker.wake()
 
     # -- the thread that receives -----------------------------------------------------------------------
 
     def turned_away(self) -> Iterator[str]:
-        """The addresses of strangers who were turned away since this was last asked."""
+        """The addresses of strangers refused since the last call."""
         while self._turned_away:
             yield self._turned_away.popleft()
 
     def heard(self, descriptor: int, name: bytes = b"") -> None:
-        """A message came over this connection: whoever sent it holds the key, and is called so."""
+        """A message arrived on this connection, so its sender has the key and this routing id."""
         surplus: list[Visitor] = []
         peer = _peer(descriptor)
         with self._lock:
@@ -180,21 +178,21 @@ class Watch:
             _turn_out(visitor)
 
     def hang_up(self, name: bytes) -> None:
-        """End the connections of whoever is called so, with all that is queued for them."""
+        """Close the connections with this routing id and drop what is queued for them."""
         with self._lock:
             ends = [(number, self._spoke[number]) for number, known in self._names.items() if known == name]
         for number, (address, port) in ends:
             _turn_out(Visitor(descriptor=number, address=address, port=port, since=0.0))
 
     def hang_up_on_the_endless(self) -> None:
-        """After all whole messages have been read: end the connections that send one without an end."""
+        """Close the connections that send an endless message. Call it after all complete messages were read."""
         with self._lock:
             crowd = self._inside.endless(_received_bytes)
         for visitor in crowd:
             _turn_out(visitor)
 
     def close(self) -> None:
-        """End the thread; whoever made the sockets closes them afterwards."""
+        """End the thread; the owner of the sockets closes them afterwards."""
         self._stop = True
         self._waker.wake()
         if self._thread is not threading.current_thread():  # what nobody closed is collected in any thread
@@ -231,7 +229,7 @@ class Watch:
                 time.sleep(_TURN_S)
 
     def _admit(self, poller: zmq.Poller) -> tuple[int | None, list[Visitor]]:
-        """Let those at the gate in if there is room; when to look again (None: at an event), and who must go."""
+        """Admit those at the gate if there is room; when to look again (None: at an event) and whom to close."""
         gate = self._gate
         if gate is None:
             return None, []
@@ -277,12 +275,12 @@ class Watch:
                     self._lobby.came(visitor)
 
     def _left(self, descriptor: int) -> None:
-        """Tell a stranger who was turned away from a guest who left.
+        """Distinguish a refused stranger from a guest that left.
 
-        libzmq names the failure right before the disconnect, with two exceptions. Bytes that are no ZMTP at
-        all (HTTP) bring no failure: such a connection ends without any success since it began. And a refusal
-        by key was reported when ZAP refused. Who hung up first (a guest that looks for an address that
-        answers) or stayed silent is no news.
+        libzmq names the failure right before the disconnect, with two exceptions. Bytes that are not ZMTP at
+        all (HTTP) give no failure: such a connection ends without a success since it began. And a refusal by key
+        was already reported when ZAP refused. A peer that closed first (a guest that looks for an address that
+        answers) or stayed silent is not reported.
         """
         peer, successes = self._connections.pop(descriptor, (None, -1))
         with self._lock:
@@ -298,7 +296,7 @@ class Watch:
 
 @contextlib.contextmanager
 def _borrowed(descriptor: int) -> Iterator[socket.socket]:
-    """A socket of libzmq's. Not a copy of it: that would take a descriptor, and there may be none left."""
+    """A Python socket for libzmq's descriptor. Not a duplicate, which would need another descriptor."""
     end = socket.socket(fileno=descriptor)  # of its own family: an IPv6 address does not fit into the other's
     try:
         yield end
@@ -307,7 +305,7 @@ def _borrowed(descriptor: int) -> Iterator[socket.socket]:
 
 
 def _peer(descriptor: int) -> Peer | None:
-    """Address and port of the other end of whatever has this number now."""
+    """Address and port of the remote end of the connection that has this descriptor now."""
     try:
         with _borrowed(descriptor) as end:
             address, port, *_ = end.getpeername()
@@ -317,7 +315,7 @@ def _peer(descriptor: int) -> Peer | None:
 
 
 def _turn_out(visitor: Visitor) -> None:
-    """Hang up on a visitor; libzmq sees the end of the connection and forgets it."""
+    """Close a connection; libzmq notices and forgets it."""
     with contextlib.suppress(OSError, ValueError), _borrowed(visitor.descriptor) as end:
         # The number may be another connection's by now; that one has another port.
         if end.getpeername()[:2] == (visitor.address, visitor.port):
@@ -325,10 +323,9 @@ def _turn_out(visitor: Visitor) -> None:
 
 
 def _received_bytes(visitor: Visitor) -> int | None:
-    """All that came over this connection so far; None where that cannot be known.
+    """Bytes received on this connection so far; None if not known.
 
-    Asked for every connection again and again, so it is one system call and nothing else: whose number it is by now
-    is looked at by `_turn_out`.
+    Called often for every connection, so it makes only one system call; `_turn_out` checks whose descriptor it is.
     """
     if sys.platform != "linux":
         return None

@@ -1,7 +1,6 @@
-"""How many files this process may open: owns raising the soft limit, and what a host's door may take of them.
+"""The limit on open files: raises the soft limit, and decides how many of them connections may use.
 
-Every connection is an open file, and where there are no more, a host can neither let a guest in nor write a
-checkpoint.
+Every connection is an open file. If none are left, a host can neither admit a guest nor write a checkpoint.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ from potluck.errors import ConfigError
 from potluck.spec.config import MOST_GUESTS
 
 WANTED_FILES = 8192
-"""Enough for every connection a host lets wait and for all the files of a training. Not all that the system would
-give: programs that still use select() break at numbers above 1023, and the closer the limit the sooner one sees."""
+"""Enough for every connection that a host keeps and for all files of a training. Not all that the system allows:
+programs that use select() fail at descriptors above 1023, and a lower limit shows that sooner."""
 FEWEST_FILES = 256
-"""With fewer, a host does not listen."""
+"""The fewest open files with which a host listens."""
 RESERVED_FILES = 512
-"""For the training itself: data sets, checkpoints, libraries. At most half of the limit."""
+"""Files kept for the training itself (data sets, checkpoints, libraries); at most half of the limit."""
 FEWEST_AT_DOOR = 40
-"""A few guests, and some who wait: with fewer left, a host does not listen."""
+"""The fewest connections with which a host listens: a few guests, and some unauthenticated ones."""
 _OF_THE_DOOR = 24
-"""What ZeroMQ and the threads beside it open for themselves."""
+"""Files that ZeroMQ and its threads open themselves."""
 _HINT = f"raise the limit first: ulimit -n {WANTED_FILES}"
 
 
@@ -34,17 +33,17 @@ class Room:
     """Connections that a host may have open at the same time."""
 
     waiting: int = 1024
-    """Of those who have not shown a key. Holding one costs a host some 20 kB and a file; closing one that is opened
-    again at once costs it time, so there is room for more than are ever honestly there."""
+    """The most unauthenticated connections. Each costs a host some 20 kB and a file; closing one that is opened
+    again at once costs time, so the limit is higher than honest peers need."""
     inside: int = 256
-    """Of those who hold the key: two for each guest, and as many again for guests that come back before their old
-    ones are known to be dead."""
+    """The most authenticated connections: two for each guest, and as many again for guests that reconnect before
+    their old connections are known to be dead."""
     batch: int = 128
-    """Accepted at once, before they are counted."""
+    """The most connections accepted at once, before they are counted."""
 
 
 def make_room() -> int | None:
-    """Raise the soft limit to WANTED_FILES where the hard one allows; what holds now, None: there is no limit."""
+    """Raise the soft limit to WANTED_FILES if the hard limit allows; returns the limit, None if there is none."""
     if sys.platform == "win32":
         return None
     import resource
@@ -62,12 +61,12 @@ def make_room() -> int | None:
 
 
 def open_now() -> int:
-    """Files that this process has open."""
+    """Number of files that this process has open."""
     return 0 if sys.platform == "win32" else psutil.Process().num_fds()
 
 
 def room_at_door(limit: int | None, in_use: int) -> Room:
-    """What the door may take where `limit` files may be open and `in_use` are; ConfigError: too little."""
+    """The limits on connections, given `limit` open files of which `in_use` are open; ConfigError if too few."""
     most = Room()
     if limit is None:
         return most
@@ -87,7 +86,7 @@ def room_at_door(limit: int | None, in_use: int) -> Room:
 
 
 def warning_of(limit: int | None, room: Room) -> str | None:
-    """What to tell the person at the host, where the room is less than it should be."""
+    """A warning for the user of the host if the limits are lower than they should be."""
     most = Room()
     if limit is None or room == most:
         return None

@@ -1,11 +1,9 @@
 """Messages as frames: owns the layout of a message's bytes and the limits that hold for them.
 
-It must not know sockets, tensors or what any kind of message means.
-
     frame 0      b"PLK", one byte of protocol version, then compact UTF-8 JSON: [kind, fields]
     frame 1..n   raw bytes, at most MAX_FRAMES of them
 
-On their way to a host, messages with long frames are cut into parts: first b"CUT" and the length of each frame
+Messages to a host that have long frames are split into parts: first b"CUT" and the length of each frame
 (little-endian, 4 bytes), then all frames, each as parts of at most PART_BYTES.
 """
 
@@ -31,13 +29,13 @@ MAX_FRAMES = 64
 """Raw frames in one message; the header is not one of them."""
 
 PART_BYTES = 256 * 1024
-"""What a host takes at once. libzmq allocates for strangers what it would allocate for guests, so this times the
-connections that may wait at its door is what strangers can make a host allocate."""
+"""The largest part that a host accepts. libzmq allocates for strangers what it would allocate for guests, so this
+times the unauthenticated connections is what strangers can make a host allocate."""
 MAX_PARTS = 256
-"""Parts of one message to a host."""
+"""The most parts of one message to a host."""
 
 MAX_DEPTH = 64
-"""Nesting of what a header holds. Deeper ones are nobody's honest message, and walking them is a risk."""
+"""The deepest nesting of a header. No honest message is deeper, and walking a deeper one is a risk."""
 
 MAGIC = b"PLK"
 _CUT = b"CUT"
@@ -58,7 +56,7 @@ class VersionError(WireError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One message: what it is, its small facts, and the bytes that travel with it."""
+    """One message: its kind, its fields, and its raw frames."""
 
     kind: str
     fields: dict[str, Any]
@@ -107,7 +105,7 @@ def unpack(frames: Sequence[bytes | memoryview]) -> Message:
 
 
 def cut(frames: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
-    """The parts in which these frames travel to a host; nothing is copied."""
+    """The parts in which these frames are sent to a host; nothing is copied."""
     views = [_checked(frame, number) for number, frame in enumerate(map(_view, frames))]
     if all(len(view) <= PART_BYTES for view in views):
         return list(frames)
@@ -120,7 +118,7 @@ def cut(frames: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
 
 
 def joined(parts: list[memoryview]) -> list[memoryview]:
-    """The frames of which these are the parts. Parts that fit no frames are left as they are: no message."""
+    """The frames that these parts make up. Invalid parts are returned unchanged; they are not a message."""
     if not parts or parts[0][: len(_CUT)] != _CUT or len(parts) > MAX_PARTS:
         return parts
     table = parts[0][len(_CUT) :]
@@ -149,7 +147,7 @@ def _one(parts: Sequence[memoryview], size: int) -> memoryview:
 
 
 def dump_json(value: Any) -> bytes:
-    """Compact UTF-8 JSON; WireError for what JSON cannot say (NaN and infinities included)."""
+    """Compact UTF-8 JSON; WireError for what JSON cannot represent (NaN and infinities included)."""
     try:
         text = json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
         return text.encode()
@@ -158,7 +156,7 @@ def dump_json(value: Any) -> bytes:
 
 
 def load_json(raw: bytes) -> Any:
-    """JSON from a stranger: WireError for anything wrong, and for what could hurt later.
+    """Parse untrusted JSON: WireError for anything invalid, and for what could cause harm later.
 
     That is: NaN and infinities (also 1e999), nesting deeper than MAX_DEPTH, and lone surrogates, which
     would fail only when somebody prints or stores them.

@@ -1,4 +1,4 @@
-"""The listening port of a host: owns opening it, and how many connections libzmq may accept at once.
+"""The listening port of a host, and how many connections libzmq may accept at once.
 
 libzmq accepts in a thread of its own whatever comes, and each connection is an open file: while Python is busy
 elsewhere (importing torch keeps it for a second) nobody counts, and a burst of strangers takes every file that the

@@ -1,7 +1,4 @@
-"""Keys: owns the two CURVE key pairs of a run, the host's and the one its guests share, and their file.
-
-It must not know tokens, sockets or run folders.
-"""
+"""The two CURVE key pairs of a run, the host's and the one its guests share, and their file."""
 
 from __future__ import annotations
 
@@ -50,7 +47,7 @@ def public_of(secret: bytes) -> bytes:
 
 
 def save_keys(path: str | Path, keys: HostKeys) -> None:
-    """Write the keys so that nobody else can read them at any moment, replacing what was there whole."""
+    """Write the keys, readable only by this user at any moment; replaces the file atomically."""
     path = Path(path)
     text = json.dumps({name: getattr(keys, name).hex() for name in _NAMES}, indent=1) + "\n"
     try:
@@ -63,7 +60,7 @@ def save_keys(path: str | Path, keys: HostKeys) -> None:
 
 
 def load_keys(path: str | Path) -> HostKeys:
-    """The keys in a file, checked: of the right size, and each public one belonging to its secret one."""
+    """The keys in a file, checked for size and for matching public and secret keys."""
     path = Path(path)
     try:
         with open(path, "rb") as file:
@@ -95,7 +92,7 @@ def load_keys(path: str | Path) -> HostKeys:
 
 
 def _keep_private(descriptor: int) -> None:
-    """Take back what a copy or an archive added to the file's mode."""
+    """Remove permissions that a copy or an archive added to the file."""
     if os.name == "posix" and os.fstat(descriptor).st_mode & 0o077:
         with contextlib.suppress(OSError):
             os.fchmod(descriptor, 0o600)

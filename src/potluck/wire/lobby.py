@@ -1,6 +1,6 @@
-"""The lobby of a host: owns who is connected but has not shown a key yet, and who has to go when they are too many.
+"""Connections that are not authenticated yet, and which of them to close when there are too many.
 
-PURE: it is told who came, spoke and left, and must not know sockets, keys or clocks.
+PURE.
 
 libzmq ends a handshake that takes too long, but takes any number of connections meanwhile, and each is an open file
 and some memory of the host. Whoever came here first goes first, and always one of the address that has the most:
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Visitor:
-    """One connection that has shown nothing yet."""
+    """One connection that is not authenticated yet."""
 
     descriptor: int
     address: str
@@ -29,7 +29,7 @@ class Lobby:
     def __init__(self, *, most: int, stays_s: float) -> None:
         self.most, self.stays_s = most, stays_s
         self.turned_out = 0
-        """Visitors who had to go because there were too many."""
+        """Connections closed because there were too many."""
         self._visitors: dict[int, Visitor] = {}
         self._by_address: dict[str, dict[int, Visitor]] = {}
 
@@ -45,7 +45,7 @@ class Lobby:
         self._by_address.setdefault(visitor.address, {})[visitor.descriptor] = visitor
 
     def left(self, descriptor: int) -> None:
-        """It is gone, or it has spoken, which only a holder of the key can: it is no visitor any more."""
+        """It is closed, or it has sent a message, which only a peer with the key can."""
         visitor = self._visitors.pop(descriptor, None)
         if visitor is None:
             return
@@ -55,7 +55,7 @@ class Lobby:
             del self._by_address[visitor.address]
 
     def too_many(self, now: float) -> list[Visitor]:
-        """Who has to go now. They are no visitors from here on."""
+        """The connections to close now; they are removed from the list."""
         # Both tables are in the order in which people came.
         for descriptor in [v.descriptor for v in self._until(now - self.stays_s)]:
             self.left(descriptor)
@@ -69,7 +69,7 @@ class Lobby:
         return out
 
     def make_way(self, count: int, came_before: float) -> list[Visitor]:
-        """Who has to go so that `count` others can come in, but nobody who came later; they leave the list."""
+        """The oldest connections to close so that `count` others can be accepted; they leave the list."""
         out: list[Visitor] = []
         while self._visitors and len(out) < count:
             crowd = max(self._by_address.values(), key=len)

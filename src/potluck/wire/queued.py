@@ -1,6 +1,4 @@
-"""What is queued for a host's peers: owns how many bytes wait in all, and who has to go when they are too many.
-
-It is told what was sent, and asks whether it has left; it must not know sockets or clocks.
+"""The bytes queued for all peers of a host, and which peers to disconnect when there are too many.
 
 A peer that does not read makes everything that is sent to it stay in this machine's memory. One budget holds for
 all peers together: when it is spent, those go whose queue has not moved for the longest time.
@@ -27,7 +25,7 @@ def budget_bytes(memory_bytes: int) -> int:
 
 
 class Tracker(Protocol):
-    """Tells whether a message has left."""
+    """Says whether a message has been sent."""
 
     @property
     def done(self) -> bool: ...
@@ -36,7 +34,7 @@ class Tracker(Protocol):
 @dataclass(slots=True)
 class _Queue:
     moved: float
-    """When something of it left last, or when it was empty."""
+    """When something of it was last sent, or when it was last empty."""
     messages: deque[tuple[Tracker, int]] = field(default_factory=deque)
     total_bytes: int = 0
 
@@ -73,12 +71,12 @@ class Queued:
         return 0 if queue is None else queue.total_bytes
 
     def look(self, now: float) -> None:
-        """See what has left."""
+        """Update what has been sent."""
         for peer, queue in list(self._queues.items()):
             self._look_at(peer, queue, now)
 
     def stuck(self, now: float) -> list[tuple[bytes, int]]:
-        """Who has to go, with the bytes that wait for it. They are no longer counted: their queues go with them."""
+        """The peers to disconnect, with their queued bytes, which are no longer counted."""
         if self.total_bytes <= self.most_bytes:
             return []
         self.look(now)

@@ -1,7 +1,4 @@
-"""Reaching a host: owns finding the address that answers, and saying what answers there.
-
-It speaks plain TCP and must not know keys, messages or what a socket is used for afterwards.
-"""
+"""Finds the address of a host that answers, over plain TCP, and what kind of program answers there."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ class PortAnswer(Enum):
 
 
 def first_answering(addresses: Sequence[str], port: int, timeout_s: float) -> tuple[str, str]:
-    """The first of the addresses to take a TCP connection, as given and as a number; all are tried at once.
+    """The first address that accepts a TCP connection, as given and as a number; all are tried at once.
 
     NetworkError names each address and what happened there.
     """
@@ -128,7 +125,7 @@ def who_answers(number: str, port: int, timeout_s: float) -> PortAnswer:
 
 
 def who_holds(port: int) -> str | None:
-    """The process that listens on a port of this machine, in words, where the system tells."""
+    """A description of the process that listens on a port of this machine, if the system tells."""
     try:
         connections = psutil.net_connections(kind="tcp")
         entries = [(entry.laddr, entry.status, entry.pid) for entry in connections]

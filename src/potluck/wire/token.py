@@ -1,8 +1,6 @@
-"""Tokens: owns the one word a guest types, and which addresses of this machine are worth putting into it.
+"""The token that a guest types, and which addresses of this machine it contains.
 
-It must not know sockets beyond an address, nor what happens after a guest has connected.
-
-    potluck<protocol>-<base64url of: port, addresses, the host's public key, the guests' secret key, CRC-32>
+potluck<protocol>-<base64url of: port, addresses, the host's public key, the guests' secret key, CRC-32>
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ _INNER = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
-    """All that a guest must know to reach a host and to be let in."""
+    """What a guest needs to reach a host and to be admitted."""
 
     protocol: int = PROTOCOL
     addresses: tuple[str, ...]
@@ -64,7 +62,7 @@ def encode(token: Token) -> str:
 
 
 def decode(text: str) -> Token:
-    """The token in a text that a person copied: line breaks, blanks and `potluck join` before it are fine."""
+    """The token in a copied text; line breaks, spaces and `potluck join` before it are allowed."""
     word = "".join(text[:_MAX_TEXT].split()).strip("`'\"")
     match = _SHAPE.search(word)
     if match is None:

@@ -1,7 +1,5 @@
 """The sockets between host and guests: owns ZeroMQ, its options and its threads.
 
-It moves lists of frames and must not know what they mean; keys and addresses come from outside.
-
 All methods but wake() belong to one thread at a time. Large frames are sent from the memory they lie in: do
 not change it after send() until the message has left (a fresh buffer for every message is the simple way).
 pyzmq frees such memory in a thread of its own, one for the whole process, which close() cannot end.

@@ -1,6 +1,6 @@
 """Batches on the wire: owns how a nested dict, list or tuple with tensors becomes JSON and raw frames.
 
-It must not know who sends batches or why. Nothing here runs code that came with the bytes (no pickle).
+Nothing here runs code that came with the bytes (no pickle).
 
 The spec says scalars as JSON says them and everything else as a tagged list:
 

@@ -1,7 +1,4 @@
-"""Wakers: own how a poll that waits in one thread is ended from another.
-
-It must not know what is waited for.
-"""
+"""Ends a poll that waits in one thread from another thread."""
 
 from __future__ import annotations
 
