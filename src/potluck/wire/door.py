@@ -231,7 +231,7 @@ class Watch:
     def _admit(self, poller: zmq.Poller) -> tuple[int | None, list[Visitor]]:
         """Let those at the gate in if there is room; when to look again (None: at an event), and who must go."""
         gate = self._gate
-        if gate is None:
+        if gate is None or not gate.holds:
             return None, []
         if not gate.somebody_waits():
             poller.register(gate.fileno(), zmq.POLLIN)
