@@ -75,6 +75,10 @@ def given(what: str) -> tuple[Any, Any, dict[str, Any]]:
             keywords["scheduler"] = StepLR(sgd(model), 1)
         case "wanting":
             keywords["scheduler"] = Wanting()
+        case "clip below 0":
+            keywords["clip_norm"] = -1.0
+        case "clip NaN":
+            keywords["clip_norm"] = float("nan")
         case "saved scaler":
             keywords["also_save"] = {"scaler": torch.amp.GradScaler("cpu")}
         case "scaler":
@@ -83,7 +87,7 @@ def given(what: str) -> tuple[Any, Any, dict[str, Any]]:
 
 
 MISTAKES = {
-    "list": ("takes one optimizer, not 2", "groups"),
+    "list": ("takes one optimizer, not a list of 2", "groups"),
     "none": ("the optimizer is of type NoneType", "in this order"),
     "lbfgs": ("LBFGS computes the loss several times", "AdamW"),
     "another model's": ("holds none of the model's trained parameters", "after the model was moved"),
@@ -91,6 +95,8 @@ MISTAKES = {
     "schedulers": ("the scheduler is of type list, which has no step", "SequentialLR"),
     "another's scheduler": ("belongs to another optimizer", "the one that is given"),
     "wanting": ("needs epoch", "yourself"),
+    "clip below 0": (r"clip_norm must be a number above 0, not -1\.0", "nothing is clipped"),
+    "clip NaN": ("clip_norm must be a number above 0, not nan", "nothing is clipped"),
     "saved scaler": ("a GradScaler is not needed", "bfloat16"),
     "scaler": ("takes no grad_scaler", "bf16 has the range of float32"),
 }

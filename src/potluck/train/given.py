@@ -32,7 +32,10 @@ def check_model(model: Any) -> None:
 
 def check_optimizer(optimizer: Any, trained: Iterable[nn.Parameter]) -> None:
     if isinstance(optimizer, list | tuple | dict):
-        raise LoopError(f"run.training() takes one optimizer, not {len(optimizer)}", hint=ONE_OPTIMIZER)
+        raise LoopError(
+            f"run.training() takes one optimizer, not a {type(optimizer).__name__} of {len(optimizer)}",
+            hint=ONE_OPTIMIZER,
+        )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise LoopError(
             f"the optimizer is of type {type(optimizer).__name__}, not a torch.optim.Optimizer",
