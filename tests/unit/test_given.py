@@ -67,6 +67,8 @@ def given(what: str) -> tuple[Any, Any, dict[str, Any]]:
             optimizer = torch.optim.LBFGS(model.parameters())
         case "another model's":
             optimizer = sgd(nn.Linear(2, 1))
+        case "a stray parameter":
+            return model, sgd(nn.ParameterList([*model.parameters(), nn.Parameter(torch.zeros(3))])), {}
         case "swapped":
             return optimizer, model, {}
         case "schedulers":
@@ -91,6 +93,7 @@ MISTAKES = {
     "none": ("the optimizer is of type NoneType", "in this order"),
     "lbfgs": ("LBFGS computes the loss several times", "AdamW"),
     "another model's": ("holds none of the model's trained parameters", "after the model was moved"),
+    "a stray parameter": (r"holds 1 trained parameter that the model does not have, .*\(3,\)", "nn.ModuleList"),
     "swapped": ("the model is of type SGD, not an nn.Module", "in this order"),
     "schedulers": ("the scheduler is of type list, which has no step", "SequentialLR"),
     "another's scheduler": ("belongs to another optimizer", "the one that is given"),

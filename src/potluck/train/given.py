@@ -46,11 +46,19 @@ def check_optimizer(optimizer: Any, trained: Iterable[nn.Parameter]) -> None:
             "LBFGS computes the loss several times in one update, but the samples of a step are computed once",
             hint="use an optimizer whose step() takes no closure: AdamW, SGD, …",
         )
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if held.isdisjoint(id(p) for p in trained):
+    held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    ours = {id(p) for p in trained}
+    if held.keys().isdisjoint(ours):
         raise LoopError(
             "the optimizer holds none of the model's trained parameters: it would train nothing",
             hint="make it of this model's parameters, after the model was moved or wrapped",
+        )
+    if strange := [tuple(p.shape) for at, p in held.items() if p.requires_grad and at not in ours]:
+        # Nobody would clear, average or send their gradients, and no checkpoint would have them.
+        raise LoopError(
+            f"the optimizer holds {len(strange)} trained parameter{'s' if len(strange) > 1 else ''} that the model "
+            f"does not have, the first of shape {strange[0]}",
+            hint="make them the model's, model.scale = nn.Parameter(…), or several models one: nn.ModuleList",
         )
 
 
