@@ -1,14 +1,14 @@
-"""Fine-tuning with adapters (LoRA): the base stays frozen, so that only kilobytes travel in a step.
+"""Fine-tuning with adapters (LoRA): the base model stays frozen, so only kilobytes are sent in a step.
 
     python examples/lora.py [STEPS]            alone
     potluck host examples/lora.py -- [STEPS]   then `potluck join TOKEN` elsewhere; `potluck report` shows the bytes
 
-The base has three million parameters. Frozen ones travel to a guest once at most: one that can build them itself
-(here from a seed, usually from its own copy of a pretrained model) is not sent them, which hashes confirm. Each
-step moves only the gradients and the changes of the adapters, some twenty thousand parameters.
+The base has three million parameters. Frozen parameters are sent to a guest at most once. They are not sent if the
+guest builds the same values itself (here from a seed, usually from its own copy of a pretrained model); hashes
+confirm it. Each step sends only the gradients and the changes of the adapters, some twenty thousand parameters.
 
-There is no download, so the task is made up: to compute what the base would compute if its weights were slightly
-different, by a change of low rank. That is what adapters can learn.
+Nothing is downloaded, so the task is artificial: compute what the base would compute if a change of low rank were
+added to its weights. Adapters can learn exactly that.
 """
 
 import sys
@@ -26,7 +26,7 @@ BASE_SEED = 1
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer and a trained change of low rank beside it, which begins as nothing."""
+    """A frozen linear layer plus a trained change of low rank, which starts at zero."""
 
     def __init__(self, frozen: nn.Linear) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Adapted(nn.Module):
 
 
 def build_base() -> nn.Sequential:
-    """Stands for a pretrained model."""
+    """A stand-in for a pretrained model."""
     torch.manual_seed(BASE_SEED)
     sizes = [INPUTS, *[WIDTH] * (LAYERS + 1)]
     layers = [layer for a, b in pairwise(sizes) for layer in (nn.Linear(a, b), nn.Tanh())]
@@ -49,7 +49,7 @@ def build_base() -> nn.Sequential:
 
 
 def adapt(base: nn.Sequential) -> nn.Sequential:
-    """The base with an adapter at each of its large layers; everything else is frozen."""
+    """Add an adapter to each of the base's large layers and freeze everything else."""
     base.requires_grad_(False)
     for index, layer in enumerate(base):
         if isinstance(layer, nn.Linear) and layer.in_features == layer.out_features == WIDTH:
@@ -58,7 +58,7 @@ def adapt(base: nn.Sequential) -> nn.Sequential:
 
 
 def make_task(samples: int = 2048) -> TensorDataset:
-    """Inputs, and what the base gives for them after a change of rank 1 in each large layer."""
+    """Inputs, and the base's outputs for them after a change of rank 1 in each large layer."""
     base = build_base()
     random = torch.Generator().manual_seed(7)
     inputs = torch.randn(samples, INPUTS, generator=random)

@@ -1,8 +1,8 @@
-"""The loop of examples/plain.py on every machine you own; beside the import, five lines differ.
+"""The loop of examples/plain.py on every machine you own. Apart from the import, five lines differ.
 
 Alone, as before: python examples/my_train.py
 With guests: potluck host examples/my_train.py
-That prints what to type on the other machines, `potluck join TOKEN`; they need neither this file nor the data.
+That prints the line to type on the other machines, `potluck join TOKEN`. They need neither this file nor the data.
 """
 
 import torch
@@ -14,7 +14,7 @@ import potluck
 
 
 def spirals(samples: int) -> TensorDataset:
-    """Points on three arms of a spiral, and the number of their arm."""
+    """Points on the three arms of a spiral, each labelled with the number of its arm."""
     random = torch.Generator().manual_seed(1)
     arms = torch.arange(samples) % 3
     radius = torch.rand(samples, generator=random)

@@ -1,6 +1,6 @@
 """A plain PyTorch loop: python examples/plain.py
 
-examples/my_train.py is this file made ready for every machine you own; compare them side by side.
+examples/my_train.py is the same training on every machine you own. Compare the two files side by side.
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 def spirals(samples: int) -> TensorDataset:
-    """Points on three arms of a spiral, and the number of their arm."""
+    """Points on the three arms of a spiral, each labelled with the number of its arm."""
     random = torch.Generator().manual_seed(1)
     arms = torch.arange(samples) % 3
     radius = torch.rand(samples, generator=random)

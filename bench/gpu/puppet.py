@@ -90,7 +90,7 @@ class Puppet:
         if work.check:
             hub.batch(work, 0)
             values = memoryview(torch.zeros(SKETCH_VALUES).numpy()).cast("B")
-            hub.send_sketch(work, values=values, count=count, loss=1.0, compute_s=count * self._sample_s)
+            hub.send_sketch(work, values=values, loss=1.0, compute_s=count * self._sample_s, random={})
         elif work.over:
             hub.stopped(work, 0, 0.0)
         else:

@@ -25,6 +25,7 @@ from torch import Tensor
 from potluck.codec import fused
 from potluck.codec.interface import Report
 from potluck.codec.tensors import (
+    EASY_NORM,
     MAGNITUDE,
     checked_payload,
     checked_values,
@@ -98,8 +99,11 @@ class BlockCodec:
 
     def most_norm(self, payload: Tensor, count: int) -> float:
         # As if every value had the largest code, a hostile one: for what is spread evenly that is thrice too much.
-        scales = split(payload.contiguous(), count)[0].view(torch.bfloat16)
-        return (self.levels + 1) * math.sqrt(min(count, BLOCK)) * norm(scales)
+        stored = split(payload.contiguous(), count)[0]
+        length = norm(stored.view(torch.bfloat16))
+        if length >= EASY_NORM and not self.usable(stored):
+            return math.inf
+        return (self.levels + 1) * math.sqrt(min(count, BLOCK)) * length
 
     def _encode(self, values: Tensor, report: Report | None) -> Tensor:
         count = values.numel()

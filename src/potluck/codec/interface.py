@@ -67,6 +67,6 @@ class Codec(Protocol):
         ...
 
     def most_norm(self, payload: Tensor, count: int) -> float:
-        """At least the Euclidean norm of what a finite payload decodes to, and not much more: a codec with scales
-        looks at nothing else. Waits for the device."""
+        """At least the Euclidean norm of what a payload of the right length decodes to, and not much more: a codec
+        with scales looks at nothing else. Infinite where `finite` is False. Waits for the device."""
         ...

@@ -118,13 +118,19 @@ def all_finite(values: Tensor) -> bool:
     return True
 
 
+EASY_NORM = 1e15
+"""Below it no square overflows float32, so that one pass tells both: all values are finite, and their norm."""
+
+
 def norm(values: Tensor) -> float:
-    """The Euclidean norm of finite floating-point `values`, of any dtype; finite, too."""
+    """The Euclidean norm of floating-point `values`, of any dtype; infinite where one of them is not finite."""
     squares = 0.0
     for start, stop in spans(values.numel(), values.device, reducing=True):
         part = values[start:stop]
-        square = float(torch.linalg.vector_norm(part, dtype=torch.float32)) ** 2
-        if not math.isfinite(square):  # where squares are too large for float32
-            square = float(torch.linalg.vector_norm(part.double())) ** 2
-        squares += square
+        length = float(torch.linalg.vector_norm(part, dtype=torch.float32))
+        if not length < EASY_NORM:  # NaN is not, either
+            if not bool(part.isfinite().all()):
+                return math.inf
+            length = float(torch.linalg.vector_norm(part.double()))
+        squares += length**2
     return math.sqrt(squares)

@@ -93,7 +93,8 @@ class TopkCodec:
         return _valid(indices, count) and all_finite(kept)
 
     def most_norm(self, payload: Tensor, count: int) -> float:
-        return norm(self._split(payload.contiguous(), count)[1])
+        indices, kept = self._split(payload.contiguous(), count)
+        return norm(kept) if _valid(indices, count) else math.inf
 
     def _split(self, payload: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """A payload's [k] int32 indices and [k] bf16 values."""

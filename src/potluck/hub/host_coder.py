@@ -337,12 +337,8 @@ class HostCoder:
     def _wrong_norm(self, payloads: list[Tensor], count: int) -> float | None:
         """The contribution's norm if it is not finite or larger than the host's own gradient lets one expect."""
         pieces = list(zip(payloads, (piece.count for piece in self._layout.pieces)))
-        if not all(self._up.finite(payload, values) for payload, values in pieces):
-            return math.inf
-        if math.isinf(self.most_a_sample):
-            return None
         norm = math.hypot(*(self._up.most_norm(payload, values) for payload, values in pieces))
-        return norm if norm > count * self.most_a_sample else None
+        return norm if math.isinf(norm) or norm > count * self.most_a_sample else None
 
     def _too_large(self, norm: float, count: int) -> str:
         return (
