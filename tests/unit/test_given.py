@@ -114,6 +114,18 @@ def test_a_mistake_is_named_before_the_first_step(what: str) -> None:
     assert hint in caught.value.hint
 
 
+def test_a_layer_that_is_unfrozen_during_the_training_is_named() -> None:
+    """Its gradient would be the sum of all since then."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model[0].requires_grad_(False)
+
+    def unfreeze(given: nn.Module) -> None:
+        model[0].requires_grad_(True)
+
+    with pytest.raises(LoopError, match=r"0\.weight was frozen when the training began"):
+        trained(model, sgd(model), before_update=unfreeze)
+
+
 def test_a_guest_needs_no_optimizer() -> None:
     launch = launched()
     launch.role = GUEST

@@ -6,7 +6,7 @@ Owns these checks. It knows torch's classes, and nothing of how a step goes.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -59,6 +59,16 @@ def check_optimizer(optimizer: Any, trained: Iterable[nn.Parameter]) -> None:
             f"the optimizer holds {len(strange)} trained parameter{'s' if len(strange) > 1 else ''} that the model "
             f"does not have, the first of shape {strange[0]}",
             hint="make them the model's, model.scale = nn.Parameter(…), or several models one: nn.ModuleList",
+        )
+
+
+def check_frozen(frozen: Mapping[str, nn.Parameter]) -> None:
+    """What was frozen when the run began stays so: guests hold it fixed, and nobody averages its gradient."""
+    if any(p.requires_grad for p in frozen.values()):
+        name = next(name for name, p in frozen.items() if p.requires_grad)
+        raise LoopError(
+            f"{name} was frozen when the training began, and is trained now",
+            hint="unfreeze it before run.training(), with a learning rate of 0 until its time comes",
         )
 
 
