@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
 from potluck.device import pick
 from potluck.errors import ConfigError, LoopError, RunFolderError
@@ -194,6 +194,71 @@ def test_other_schedulers_are_stepped_without_a_word() -> None:
     model = nn.Linear(2, 1)
     optimizer = sgd(model, lr=1.0)
     assert trained(model, optimizer, scheduler=LambdaLR(optimizer, lambda n: 0.5**n)) == [0.5, 0.25, 0.125]
+
+
+@pytest.mark.parametrize("left", ["zero before", "zero after", "model", "clip"])
+def test_gradients_that_the_loop_changes_are_named(left: str) -> None:
+    """They were summed over micro-batches: what is cleared or clipped between two of them is silently wrong."""
+    model = nn.Linear(2, 1)
+    optimizer = sgd(model)
+
+    def train() -> None:
+        for step in Run(launched()).training(model, optimizer, SAMPLES, global_batch=8, micro_batch=4, steps=1):
+            for batch in step:
+                if left == "zero before":
+                    optimizer.zero_grad()
+                step.backward(model(batch).square().mean())
+                if left == "zero after":
+                    optimizer.zero_grad(set_to_none=False)
+                elif left == "model":
+                    model.zero_grad()
+                elif left == "clip":
+                    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+    with pytest.raises(LoopError, match="the gradients were changed in the loop") as caught:
+        train()
+    assert "clip_norm" in caught.value.hint
+
+
+def test_a_scheduler_that_the_loop_steps_as_well_is_named() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = sgd(model)
+    scheduler = LambdaLR(optimizer, lambda n: 0.5**n)
+    steps = Run(launched()).training(
+        model, optimizer, SAMPLES, global_batch=8, micro_batch=4, steps=3, scheduler=scheduler
+    )
+
+    def train() -> None:
+        for step in steps:
+            for batch in step:
+                step.backward(model(batch).square().mean())
+            scheduler.step()
+
+    with pytest.raises(LoopError, match=r"scheduler\.step\(\) was called in the loop"):
+        train()
+
+
+def test_a_scheduler_made_for_fewer_steps_is_named() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = sgd(model)
+    with pytest.raises(LoopError, match="OneCycleLR") as caught:
+        trained(model, optimizer, scheduler=OneCycleLR(optimizer, 0.1, total_steps=2), steps=4)
+    assert "resumed run" in caught.value.hint
+
+
+def test_a_run_alone_says_what_deserves_a_look(capsys: pytest.CaptureFixture[str]) -> None:
+    import potluck
+
+    model = nn.Linear(2, 1)
+    seen = 0
+    for step in potluck.start().training(model, sgd(model), SAMPLES, global_batch=20, micro_batch=20, steps=2):
+        for batch in step:
+            seen += 1
+            step.backward(model(batch).square().mean() * (float("nan") if seen == 1 else 1.0))
+    said = capsys.readouterr()
+    assert "potluck: a step of 20 samples is more than the data set has (8)" in said.err
+    assert "potluck: step 1 was not applied" in said.err
+    assert said.out == ""
 
 
 def test_a_batch_that_is_larger_than_the_data_set_is_told(tmp_path: Path) -> None:

@@ -429,7 +429,7 @@ def test_the_reason_of_a_lease_that_was_taken_back_is_what_is_known(known: str, 
 def test_the_figures_of_a_reason_can_be_told_apart_where_a_step_is_short() -> None:
     speed = Speed(rate_samples_per_s=250.0, overhead_s=0.021)
     told = why_not(speed, 0.023, guessed=False)
-    assert "4.0 ms to compute it and 21 ms to fetch" in told
+    assert "4.0 ms to compute it and 21 ms to get its" in told
     assert told.endswith("where the step takes 23 ms")
 
 
@@ -466,7 +466,7 @@ def test_one_whose_trial_shows_nothing_sits_out_by_its_first_weights_and_says_so
     assert member.misses == ["it was too late"]
     member.lease = None
     (event,) = events(table.begin(), "guest_sits_out")
-    assert "s to fetch the weights and deliver the gradient (by what its first weights took)" in event["reason"]
+    assert "and deliver the gradient (by what its first weights took)" in event["reason"]
 
 
 def test_one_on_time_clears_the_record() -> None:

@@ -28,7 +28,7 @@ def why_not(speed: Speed, step_s: float, *, guessed: bool) -> str:
     few = "" if least == 1 else "; fewer are too few for the model's batch statistics"
     return (
         f"cannot deliver {what} within a step: {seconds_text(computing_s)} to compute {them} and "
-        f"{seconds_text(least_s - computing_s)} to fetch the weights and deliver the gradient"
+        f"{seconds_text(least_s - computing_s)} to get its samples and the weights and deliver the gradient"
         f"{' (by what its first weights took)' if guessed else ''}, where the step takes {step}{few}"
     )
 

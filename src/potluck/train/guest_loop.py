@@ -67,7 +67,14 @@ class GuestTrainer:
         try:
             while True:
                 self._work = self._hub.next_work()
-                step = Step(self._work.step, self._batches, self._after_backward, self._p.options.loss_is)
+                step = Step(
+                    self._work.step,
+                    self._batches,
+                    self._after_backward,
+                    self._p.options.loss_is,
+                    self._p.tensors.trained,
+                    sends=True,
+                )
                 yield step
                 if not step.finished:
                     raise LoopError(

@@ -41,6 +41,7 @@ from potluck.train.microbatch import MicroBatch
 from potluck.train.options import Options
 from potluck.train.randomness import RandomState, digests, seed
 from potluck.train.ranks import RoundMark, shares
+from potluck.train.scheduling import Scheduling
 from potluck.train.step import SavedBytes, Step
 from potluck.train.telemetry import Telemetry
 from potluck.train.update import Update, own_norm, prepare_gradients
@@ -101,6 +102,7 @@ class HostTrainer:
         self._measuring = True
         """Whether the micro-batch under way is timed by itself, and not as one of several in flight."""
         self._waited_on_disk_s = 0.0
+        self._scheduling = Scheduling(parts.options.scheduler)
         self._step_update = Update(parts.optimizer, queues=bool(self._device.ahead))
         self._bad = BadSteps(parts.launch.name, most=parts.launch.config.max_bad_steps)
         self._finite_at_first = frozenset(finite_state(parts.model))
@@ -138,7 +140,7 @@ class HostTrainer:
             self._p.launch.log.emit({"event": "note", "text": text})
         try:
             while options.steps is None or ledger.step < options.steps:
-                step = Step(ledger.step, self._batches, self._after_backward, options.loss_is)
+                step = Step(ledger.step, self._batches, self._after_backward, options.loss_is, self._trained)
                 yield step
                 if not step.finished:
                     raise LoopError(
@@ -397,9 +399,9 @@ class HostTrainer:
             self._step_update.make(finite, self._buffers)
             self._updating = False
             hit("host.updated")
-        takes_loss = given.takes_loss(options.scheduler)
-        if options.scheduler is not None and not takes_loss:
-            options.scheduler.step()  # whether the update was made or not: a schedule goes by steps
+        takes_loss = self._scheduling.takes_loss
+        if not takes_loss:
+            self._scheduling.step()
         later = self._device.to_host_later
         losses = later(torch.as_tensor(step.loss_so_far() if total is None else total).reshape(-1))
         norms = later(torch.stack([norm.float(), (norm if own is None else own).float(), finite.float()]))
@@ -430,8 +432,8 @@ class HostTrainer:
         self._flight.follows(computed, updated)
         if not self._device.ahead or self._ranks is not None or takes_loss:
             self._flight.finish()
-            if takes_loss and self._loss is not None and math.isfinite(self._loss):  # NaN is no metric
-                options.scheduler.step(self._loss)
+            if takes_loss:
+                self._scheduling.step(self._loss)
             self._stop_if_bad()
 
     def _judge(self, facts: Facts, samples: int, *, applied: bool) -> None:

@@ -27,10 +27,10 @@ from potluck.train.beginning import Buffers
 from potluck.train.checkpoint import load_latest
 from potluck.train.data import Loader, to_device
 from potluck.train.flight import Flight
-from potluck.train.given import takes_loss
 from potluck.train.launch import Launch
 from potluck.train.options import Options
 from potluck.train.ranks import RankDone, Ranks
+from potluck.train.scheduling import Scheduling
 from potluck.train.step import Step
 from potluck.train.update import Update, own_norm, prepare_gradients
 
@@ -57,6 +57,7 @@ class RankTrainer:
         self._device = parts.launch.device
         self._trained = parts.tensors.trained
         self._flight = Flight(self._device, lambda samples, seconds: ranks.done())
+        self._scheduling = Scheduling(parts.options.scheduler)
         self._step_update = Update(parts.optimizer, queues=bool(self._device.ahead))
 
     def steps(self) -> Iterator[Step]:
@@ -64,7 +65,8 @@ class RankTrainer:
         step: Step | None = None
         try:
             while (order := self._ranks.order()).what != orders.END:
-                step = Step(order.number, self._batches, self._after_backward, self._p.options.loss_is)
+                loss_is = self._p.options.loss_is
+                step = Step(order.number, self._batches, self._after_backward, loss_is, self._trained)
                 yield step
                 if not step.finished:
                     raise LoopError(
@@ -137,10 +139,7 @@ class RankTrainer:
         norm = prepare_gradients(step.index, self._trained, options, self._p.model)
         self._step_update.make(self._ranks.agree(norm.isfinite()), buffers)
         step.loss = float(total[0]) / options.global_batch
-        if takes_loss(options.scheduler):
-            options.scheduler.step(step.loss)
-        elif options.scheduler is not None:
-            options.scheduler.step()
+        self._scheduling.step(step.loss)
         if compare:
             self._ranks.show_weights(self._trained)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -34,7 +34,7 @@ from potluck.train import ranks
 from potluck.train.batch_statistics import batch_statistics, least_samples
 from potluck.train.checkpoint import Loaded
 from potluck.train.data import Loader, epoch_order
-from potluck.train.events import EventLog
+from potluck.train.events import Event, EventLog
 from potluck.train.given import check_model, check_optimizer, check_scheduler
 from potluck.train.guest_loop import GuestParts, GuestTrainer
 from potluck.train.host_loop import HostTrainer, Parts, restore
@@ -337,12 +337,12 @@ def down_codec(config: RunConfig) -> str:
     return "int8" if config.codec.startswith("topk") else config.codec
 
 
-def start() -> Run:
+def start(show: Callable[[Event], None] | None = None) -> Run:
     """Begin a run: alone, as host or as guest, as this process was started.
 
     Under plain `python script.py` the run is alone and writes no files; under `potluck host script.py` guests
     can join it; `potluck join` runs the same script as a guest. Under torchrun the processes of one machine are one
-    host.
+    host. `show` is told of a run alone.
     """
     launch = current()
     if launch is None:
@@ -355,7 +355,7 @@ def start() -> Run:
             device=device,
             ranks=group,
             name=environment.name or socket.gethostname(),
-            log=EventLog(None),
+            log=EventLog(None, show),
             what=sys.argv[0],
         )
     return Run(launch)

@@ -6,12 +6,12 @@ follows it is the trainer's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from potluck.errors import LoopError
 from potluck.train.given import NO_SCALER
@@ -34,8 +34,16 @@ class Step:
     """
 
     def __init__(
-        self, index: int, batches: Callable[[Step], Iterator[Any]], after: Callable[[int], None], loss_is: str
+        self,
+        index: int,
+        batches: Callable[[Step], Iterator[Any]],
+        after: Callable[[int], None],
+        loss_is: str,
+        trained: Sequence[nn.Parameter] = (),
+        *,
+        sends: bool = False,
     ) -> None:
+        """`trained`: whose gradients the loop's body must leave alone; `sends`: they are used up after backward."""
         self.index = index
         """The number of this step, from 0."""
         self._loss: float | None = None
@@ -47,6 +55,8 @@ class Step:
         self._current: Current | None = None
         self._loss_sum: Tensor | float = 0.0
         self._started = False
+        self._trained, self._sends = trained, sends
+        self._marks: list[tuple[int, int] | None] = []
 
     def __iter__(self) -> Iterator[Any]:
         if self._started:
@@ -80,7 +90,9 @@ class Step:
         if first and _is_scaled(loss):  # once: on a GPU this waits
             raise LoopError("the loss was scaled by a GradScaler", hint=NO_SCALER, step=self.index)
         total = loss * current.samples if self._mean else loss
+        self._check_gradients()
         total.backward()
+        self._mark_gradients()
         self._loss_sum = self._loss_sum + total.detach().float()
         current.done = True
         self._after(current.samples)
@@ -107,15 +119,31 @@ class Step:
 
     def hand_out(self, samples: int) -> None:
         self._current = Current(samples)
+        self._mark_gradients()
+
+    def _mark_gradients(self) -> None:
+        """Remember which tensors the gradients are, and how often each was written to; no device waits for that."""
+        self._marks = _marks(self._trained)
+
+    def _check_gradients(self) -> None:
+        if self._marks != _marks(self._trained):
+            raise LoopError(
+                "the gradients were changed in the loop, for example by zero_grad() or clip_grad_norm_()",
+                hint="Potluck clears, sums and clips them: take zero_grad() out of the loop, and say clip_norm=… "
+                "to run.training(); before_update=… may change the gradient of the whole step",
+                step=self.index,
+            )
 
     def check_done(self) -> None:
         """After the user's body: `backward` must have been called."""
         if self._current is None or not self._current.done:
             raise LoopError(
                 f"a batch of step {self.index} came back without step.backward(loss)",
-                hint="call step.backward(loss) for every batch; skipping one would lose its samples",
+                hint="call step.backward(loss), not loss.backward(), for every batch; none may be skipped",
                 step=self.index,
             )
+        if not self._sends:
+            self._check_gradients()
         self._current = None
 
     def loss_sum(self) -> float:
@@ -128,6 +156,10 @@ class Step:
 
     def reset_loss(self) -> None:
         self._loss_sum = 0.0
+
+
+def _marks(parameters: Sequence[nn.Parameter]) -> list[tuple[int, int] | None]:
+    return [None if (g := p.grad) is None else (id(g), g._version) for p in parameters]
 
 
 def _is_scaled(loss: Tensor) -> bool:
