@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from potluck.dist.local import LocalGroup
 from potluck.dist.local_hands import Hands, number_of
-from potluck.dist.local_memory import Memory, Sizes, cores
+from potluck.dist.local_memory import GroupMemory, Sizes, cores
 
 UNITS = {"K": 1 << 10, "M": 1 << 20}
 PART_BYTES = 64 << 10
@@ -79,7 +79,7 @@ def member(folder: str, rank: int, asked: argparse.Namespace) -> bool:
     for spins in asked.spins:
         for count in asked.threads:
             name = f"{count} threads" + (f"/{spins}" if len(asked.spins) > 1 else "")
-            memory = Memory.meet(store, name, rank, world, sizes=Sizes(spins=spins))
+            memory = GroupMemory.meet(store, name, rank, world, sizes=Sizes(spins=spins))
             groups[name] = LocalGroup(memory, hands=Hands(count))
     alike = True
     if rank == 0:

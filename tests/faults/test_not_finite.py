@@ -27,7 +27,7 @@ from potluck.hub.parity import Reference, sketch
 from potluck.report.summary import read_events, summarize
 from potluck.report.summary_text import summary_text
 from potluck.spec.config import RunConfig
-from potluck.train.bad_steps import BadSteps, Facts
+from potluck.train.bad_steps import BadSteps, StepFacts
 from potluck.train.beginning import Buffers
 from potluck.train.checkpoint import CheckpointWriter, Snapshot, load_latest, save
 from potluck.train.events import EventLog
@@ -323,7 +323,7 @@ def test_what_is_made_of_infinities_may_stay_so(tmp_path: Path) -> None:
 
 def cause(**facts: Any) -> tuple[object, object]:
     usual: dict[str, Any] = {"step": 3, "norm": NAN, "own_norm": None, "own_loss": 1.0, "machines": ["here"]}
-    event = BadSteps("here", most=1).bad(Facts(**{**usual, **facts}))
+    event = BadSteps("here", most=1).bad(StepFacts(**{**usual, **facts}))
     return event["machine"], event["reason"]
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from potluck.lab import rigs
-from potluck.lab.namespaces import why_not
+from potluck.lab.permission import why_not
 from potluck.spec.rig import Rig, to_toml
 
 REASON = why_not()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from potluck.lab.namespaces import why_not
+from potluck.lab.permission import why_not
 
 REASON = why_not()
 RIG = """

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from potluck.lab.namespaces import why_not
+from potluck.lab.permission import why_not
 from support.rigs import SOURCE, assert_nothing_is_left, processes, the_state, wait_until
 
 pytestmark = [

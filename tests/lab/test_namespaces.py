@@ -17,7 +17,8 @@ import pytest
 
 from potluck.errors import UserError
 from potluck.lab import cgroup, permission, state
-from potluck.lab.namespaces import NamespaceBox, why_not
+from potluck.lab.namespaces import NamespaceBox
+from potluck.lab.permission import why_not
 from support.rigs import SOURCE, assert_nothing_is_left, cgroups, files, processes, rig, the_state, wait_until
 
 pytestmark = [
@@ -418,7 +419,7 @@ def test_a_user_who_may_not_is_told_why() -> None:
     python = next((p for p in (sys.executable, "/usr/bin/python3") if _runs_for_nobody(p)), None)
     if python is None:
         pytest.skip("no Python 3.11 that another user may run")
-    look = "from potluck.lab.namespaces import why_not; print(why_not())"
+    look = "from potluck.lab.permission import why_not; print(why_not())"
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_NAMESPACES, python, "-c", look],
         env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},

@@ -16,7 +16,7 @@ from potluck.cli._app import run
 from potluck.errors import UserError
 from potluck.probe import collectives
 from potluck.report.probe_table import probe_lines
-from potluck.spec.collectives import Row, header, table
+from potluck.spec.collectives import CollectiveRow, header, table
 from potluck.spec.probed import DeviceSpeed, Probed
 
 pytestmark = pytest.mark.timeout(150)
@@ -93,8 +93,8 @@ def test_without_a_group_it_says_what_is_missing() -> None:
     assert "init_process_group" in caught.value.hint
 
 
-def row(size: int, time_s: float) -> Row:
-    return Row(
+def row(size: int, time_s: float) -> CollectiveRow:
+    return CollectiveRow(
         backend="potluck",
         op="all_reduce",
         size_bytes=size,

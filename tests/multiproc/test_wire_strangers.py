@@ -16,7 +16,7 @@ from zmq.utils import garbage
 
 from potluck.errors import NetworkError, RefusedError
 from potluck.wire.keys import new_keys
-from potluck.wire.reach import Answer, who_answers
+from potluck.wire.reach import PortAnswer, who_answers
 from potluck.wire.token import Token
 from potluck.wire.transport import GuestSocket, HostSocket
 
@@ -201,13 +201,15 @@ class Service:
 @pytest.mark.parametrize(
     ("greeting", "hang_up", "answer"),
     [
-        (b"SSH-2.0-OpenSSH_9.6\r\n", False, Answer.OTHER),
-        (b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n", True, Answer.OTHER),
-        (b"", False, Answer.SILENT),
+        (b"SSH-2.0-OpenSSH_9.6\r\n", False, PortAnswer.OTHER),
+        (b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n", True, PortAnswer.OTHER),
+        (b"", False, PortAnswer.SILENT),
     ],
     ids=["ssh", "http", "silent"],
 )
-def test_another_service_behind_the_token_is_named_as_such(greeting: bytes, hang_up: bool, answer: Answer) -> None:
+def test_another_service_behind_the_token_is_named_as_such(
+    greeting: bytes, hang_up: bool, answer: PortAnswer
+) -> None:
     service = Service(greeting, hang_up)
     guest = GuestSocket(token(service.port))
     try:
@@ -247,10 +249,10 @@ def test_a_zeromq_socket_without_keys_is_no_host() -> None:
 
 
 def test_who_answers_at_a_closed_port(host: Host) -> None:
-    assert who_answers("127.0.0.1", host.port, 2.0) is Answer.CURVE
+    assert who_answers("127.0.0.1", host.port, 2.0) is PortAnswer.CURVE
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
         port = listener.getsockname()[1]
-    assert who_answers("127.0.0.1", port, 1.0) is Answer.NOTHING
+    assert who_answers("127.0.0.1", port, 1.0) is PortAnswer.NOTHING
 
 
 def test_each_address_is_named_with_what_happened(host: Host) -> None:

@@ -189,20 +189,20 @@ def among_strangers(rank: int, world: int, silent: int, encryption: bool) -> boo
     """Others connect to the door and say nothing: whether the ranks have their connection all the same."""
     from potluck.dist import streams
 
-    real = streams.Door.open
+    real = streams.StreamListener.open
     held: list[socket.socket] = []
 
-    def crowded(address: str, secret: bytes, port: int) -> streams.Door | None:
+    def crowded(address: str, secret: bytes, port: int) -> streams.StreamListener | None:
         door = real(address, secret, port)
         assert door is not None
         held.extend(socket.create_connection(door._listener.getsockname()) for _ in range(silent))
         return door
 
-    streams.Door.open = crowded  # type: ignore[method-assign,assignment]
+    streams.StreamListener.open = crowded  # type: ignore[method-assign,assignment]
     try:
         return sums(rank, world, {"encryption": encryption})
     finally:
-        streams.Door.open = real  # type: ignore[method-assign]
+        streams.StreamListener.open = real  # type: ignore[method-assign]
         for connection in held:
             connection.close()
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from potluck.dist import reduction
 from potluck.dist.local import LocalGroup
 from potluck.dist.local_hands import Hands
-from potluck.dist.local_memory import Memory, Sizes
+from potluck.dist.local_memory import GroupMemory, Sizes
 from potluck.errors import CollectiveError, NetworkError, RankGoneError
 
 SLOT = 4096
@@ -35,8 +35,8 @@ Store = dist.Store
 
 
 def make(store: Store, name: str, rank: int, size: int, threads: int = 1) -> LocalGroup:
-    sizes = Sizes(slot_bytes=SLOT, mail_bytes=SLOT, long_bytes=4 * SLOT, depth=3, small_bytes=1024)
-    memory = Memory.meet(store, name, rank, size, sizes=sizes, timeout_s=T)
+    sizes = Sizes(slot_bytes=SLOT, long_bytes=4 * SLOT, depth=3, small_bytes=1024)
+    memory = GroupMemory.meet(store, name, rank, size, sizes=sizes, timeout_s=T)
     return LocalGroup(memory, hands=Hands(threads, part_bytes=PART))
 
 
@@ -112,42 +112,10 @@ def movements(group: LocalGroup) -> None:
         group.barrier(timeout_s=T)
 
 
-def mail(group: LocalGroup) -> None:
-    """Tags out of order, from anybody, and both directions at once beside a collective."""
-    rank, size = group.rank, group.size
-    following, before = (rank + 1) % size, (rank - 1) % size
-    large, small = input_of(rank, 9000, torch.float32), torch.tensor([rank], dtype=torch.int64)
-    thread = threading.Thread(
-        target=lambda: (
-            group.send(large, following, 7, timeout_s=T),
-            group.send(small, following, 8, timeout_s=T),
-        )
-    )
-    thread.start()
-    found, number = torch.zeros(9000), torch.zeros(1, dtype=torch.int64)
-    assert group.recv(number, before, 8, timeout_s=T) == before
-    assert group.recv(found, before, 7, timeout_s=T) == before
-    assert int(number) == before
-    same(found, input_of(before, 9000, torch.float32), "recv")
-    thread.join()
-    values = torch.ones(3000)
-    group.all_reduce(values, timeout_s=T)
-    if rank == 0:
-        heard = set()
-        for _ in range(size - 1):
-            source = group.recv(number, None, 9, timeout_s=T)
-            assert int(number) == source
-            heard.add(source)
-        assert heard == set(range(1, size))
-    else:
-        group.send(small, 0, 9, timeout_s=T)
-
-
 def everything(store: Store, rank: int, size: int) -> None:
     group = make(store, "all", rank, size)
     reductions(group)
     movements(group)
-    mail(group)
     halves_are_added_in_full(group)
     group.barrier(timeout_s=T)
     group.close()
@@ -206,7 +174,7 @@ def failures(store: Store, rank: int, size: int) -> None:
     group = make(store, "dead", rank, size)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    raises(RankGoneError, lambda: group.recv(torch.ones(1), 1, timeout_s=T), "rank 1 ended")
+    raises(RankGoneError, lambda: group.barrier(timeout_s=T), "rank 1 ended")
 
 
 def uneven(group: LocalGroup, out: Tensor, counts: list[int]) -> None:

@@ -8,7 +8,8 @@ from typing import Any, Literal
 import pytest
 
 from potluck.errors import ConfigError
-from potluck.spec.config import RunConfig, build, field_docs, nearest
+from potluck.spec.config import RunConfig, build, nearest
+from support.field_docs import field_docs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

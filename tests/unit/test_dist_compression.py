@@ -150,24 +150,6 @@ def test_residuals_belong_to_their_tensor_and_are_bounded() -> None:
     for name in "cde":
         kept.get(name, 1, cpu)
     assert len(kept) == 3
-    kept.clear()
-    assert len(kept) == 0
-
-
-def test_forgetting_begins_anew() -> None:
-    torch.manual_seed(4)
-    gradients = [torch.randn(500) for _ in range(2)]
-    compressors = ranks_of(2, "int4")
-    runs = []
-    for _ in range(3):
-        tensors = [g.clone() for g in gradients]
-        all_reduce(compressors, tensors)
-        runs.append(tensors[0])
-        if len(runs) == 2:
-            for compressor in compressors:
-                compressor.forget()
-    assert not torch.equal(runs[0], runs[1])
-    assert torch.equal(runs[0], runs[2])
 
 
 def test_identity_is_the_name_or_the_place() -> None:

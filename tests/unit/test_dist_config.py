@@ -17,8 +17,8 @@ from potluck.dist.config import (
     PREFIX,
     SHARED,
     Config,
-    Facts,
-    Interface,
+    ConfigContext,
+    LocalAddress,
     Resolved,
     disagreement,
     ranks_text,
@@ -26,10 +26,10 @@ from potluck.dist.config import (
 )
 from potluck.errors import ConfigError
 
-LOOPBACK = Interface(name="lo", address="127.0.0.1", loopback=True)
-WIFI = Interface(name="wlan0", address="192.168.1.7")
-WIRE = Interface(name="eth0", address="10.0.0.7")
-FACTS = Facts(
+LOOPBACK = LocalAddress(name="lo", address="127.0.0.1", loopback=True)
+WIFI = LocalAddress(name="wlan0", address="192.168.1.7")
+WIRE = LocalAddress(name="eth0", address="10.0.0.7")
+FACTS = ConfigContext(
     rank=3,
     world=8,
     interfaces=(LOOPBACK, WIFI, WIRE),
@@ -41,7 +41,7 @@ FACTS = Facts(
 
 def settled(config: Config | None = None, environ: dict[str, str] | None = None, **changed: Any) -> Resolved:
     given = {item.name: getattr(FACTS, item.name) for item in fields(FACTS)}
-    return resolve(config, environ or {}, Facts(**{**given, **changed}))
+    return resolve(config, environ or {}, ConfigContext(**{**given, **changed}))
 
 
 def test_nothing_said_is_all_defaults() -> None:
@@ -211,16 +211,16 @@ def test_address_and_interface_can_be_asked_for() -> None:
 
 def test_an_interface_gives_its_ipv4_address_first() -> None:
     many = (
-        Interface(name="en0", address="fe80::1"),
-        Interface(name="en0", address="2001:db8::1"),
-        Interface(name="en0", address="192.168.1.9"),
+        LocalAddress(name="en0", address="fe80::1"),
+        LocalAddress(name="en0", address="2001:db8::1"),
+        LocalAddress(name="en0", address="192.168.1.9"),
     )
     assert settled(Config(interface="en0"), interfaces=many).address == "192.168.1.9"
     assert settled(Config(interface="en0"), interfaces=many[:2]).address == "2001:db8::1"
 
 
 def test_without_a_route_the_first_that_is_up() -> None:
-    down = Interface(name="eth1", address="10.9.9.9", up=False)
+    down = LocalAddress(name="eth1", address="10.9.9.9", up=False)
     got = settled(interfaces=(down, *FACTS.interfaces), source_address=None)
     assert got.interface == "wlan0"
     assert "no route to MASTER_ADDR 10.0.0.1" in got.reason
@@ -238,7 +238,7 @@ def test_without_a_route_the_first_that_is_up() -> None:
     ],
 )
 def test_an_address_that_is_not_there_is_refused_with_those_that_are(config: Config, message: str) -> None:
-    down = Interface(name="eth1", address="10.9.9.9", up=False)
+    down = LocalAddress(name="eth1", address="10.9.9.9", up=False)
     with pytest.raises(ConfigError, match=message) as caught:
         settled(config, interfaces=(down, *FACTS.interfaces))
     assert "192.168.1.7 (wlan0)" in caught.value.hint

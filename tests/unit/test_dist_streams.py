@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from potluck.dist.sealing import _context, seal
-from potluck.dist.streams import CONNECT_S, MOST_WAITING, Closed, Door, Stream, follow
+from potluck.dist.streams import CONNECT_S, MOST_WAITING, Closed, Stream, StreamListener, follow
 
 MIB = 1 << 20
 
@@ -40,7 +40,7 @@ def patience(times: int) -> Callable[[], None]:
 SECRET = bytes(range(32))
 
 
-def connected(door: Door, *, sealed: bool) -> tuple[Stream | None, Stream | None]:
+def connected(door: StreamListener, *, sealed: bool) -> tuple[Stream | None, Stream | None]:
     """Both ends, each as its rank gets it."""
     visit = follow("127.0.0.1", door.invitation)
     assert visit is not None
@@ -51,7 +51,7 @@ def connected(door: Door, *, sealed: bool) -> tuple[Stream | None, Stream | None
 
 @pytest.fixture(params=[False, True], ids=["clear", "sealed"])
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Stream, Stream]]:
-    door = Door("127.0.0.1", SECRET)
+    door = StreamListener("127.0.0.1", SECRET)
     host, guest = connected(door, sealed=request.param)
     door.close()
     assert host is not None
@@ -167,7 +167,7 @@ def test_who_is_in_the_midst_when_another_thread_closes_is_told_that(sends: bool
 
 @pytest.mark.parametrize("sealed", [False, True])
 def test_strangers_are_not_taken_for_the_one_who_was_invited(sealed: bool) -> None:
-    door = Door("127.0.0.1", SECRET)
+    door = StreamListener("127.0.0.1", SECRET)
     port = int.from_bytes(door.invitation[:2], "little")
     strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(2)]
     strangers[0].sendall(b"wrong" + bytes(11))
@@ -187,7 +187,7 @@ def test_strangers_are_not_taken_for_the_one_who_was_invited(sealed: bool) -> No
 
 @pytest.mark.parametrize("count", [20, 3 * MOST_WAITING])
 def test_silent_strangers_do_not_keep_the_invited_one_out(count: int) -> None:
-    door = Door("127.0.0.1", SECRET)
+    door = StreamListener("127.0.0.1", SECRET)
     port = int.from_bytes(door.invitation[:2], "little")
     strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(count)]
     began = time.monotonic()
@@ -200,7 +200,7 @@ def test_silent_strangers_do_not_keep_the_invited_one_out(count: int) -> None:
 
 
 def test_no_more_than_some_wait_at_a_door() -> None:
-    door = Door("127.0.0.1", SECRET)
+    door = StreamListener("127.0.0.1", SECRET)
     port = int.from_bytes(door.invitation[:2], "little")
     strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(MOST_WAITING + 10)]
     for stranger in strangers[:10]:
@@ -212,11 +212,11 @@ def test_no_more_than_some_wait_at_a_door() -> None:
 
 
 def test_a_door_that_cannot_be_reached_is_no_error() -> None:
-    door = Door("127.0.0.1", SECRET)
+    door = StreamListener("127.0.0.1", SECRET)
     door.close()
     assert follow("127.0.0.1", door.invitation) is None
     assert follow("127.0.0.1", b"nonsense") is None
-    assert Door.open("192.0.2.1", SECRET) is None, "an address that this machine has not"
+    assert StreamListener.open("192.0.2.1", SECRET) is None, "an address that this machine has not"
 
 
 # -- encrypted
@@ -246,7 +246,7 @@ class Wire:
 
 @pytest.mark.parametrize("sealed", [False, True])
 def test_who_listens_on_the_way_reads_nothing_of_what_is_sealed(sealed: bool) -> None:
-    door = Door("127.0.0.1", SECRET)
+    door = StreamListener("127.0.0.1", SECRET)
     wire = Wire(("127.0.0.1", int.from_bytes(door.invitation[:2], "little")))
     door.invitation = wire.port.to_bytes(2, "little") + SECRET
     host, guest = connected(door, sealed=sealed)
@@ -382,6 +382,6 @@ def test_a_proof_that_comes_byte_by_byte_is_not_waited_for_without_end() -> None
 def test_where_openssl_cannot_there_is_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the ranks go by the mail."""
     monkeypatch.setattr("potluck.dist.sealing._CIPHERS", "NO-SUCH-CIPHER")
-    door = Door("127.0.0.1", SECRET)
+    door = StreamListener("127.0.0.1", SECRET)
     assert connected(door, sealed=True) == (None, None)
     door.close()

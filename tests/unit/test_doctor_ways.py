@@ -9,19 +9,19 @@ import pytest
 from potluck.doctor import examine
 from potluck.spec.facts import ETHERNET, Case, Interface, from_json, to_json
 from potluck.spec.finding import NOTE, WARNING
-from potluck.spec.probed import Path, Rate, Way
+from potluck.spec.probed import ProbedPath, Rate, Way
 from support.healthy import linux, pair
 
 MBIT = 1e6 / 8
 
 
-def path(address: str, mbit: float | None, back: float | None = None, *, used: bool = False) -> Path:
+def path(address: str, mbit: float | None, back: float | None = None, *, used: bool = False) -> ProbedPath:
     out, home = (Way(ours=Rate(bytes_per_s=m * MBIT) if m is not None else None) for m in (mbit, back or mbit))
     interface, source = ("eth0", "192.168.1.5") if address.startswith("192") else ("eth1", "10.0.0.5")
-    return Path(address=address, interface=interface, source=source, used=used, out=out, back=home)
+    return ProbedPath(address=address, interface=interface, source=source, used=used, out=out, back=home)
 
 
-def measured(*paths: Path) -> Case:
+def measured(*paths: ProbedPath) -> Case:
     return pair(paths=paths)
 
 
@@ -61,7 +61,7 @@ def test_a_slower_address_that_happens_not_to_be_used_is_a_note() -> None:
         (path("192.168.1.6", None, used=True), path("10.0.0.6", 930)),
     ],
 )
-def test_no_finding_where_addresses_are_alike_or_not_known(paths: tuple[Path, ...]) -> None:
+def test_no_finding_where_addresses_are_alike_or_not_known(paths: tuple[ProbedPath, ...]) -> None:
     diagnosis = examine(measured(*paths))
     assert diagnosis.findings == ()
     told = [fine.what for fine in diagnosis.fine if "→" in fine.what]

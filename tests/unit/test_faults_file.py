@@ -20,7 +20,7 @@ from potluck.lab.box import Box
 from potluck.lab.shaping import Fault
 from potluck.lab.stage import Actor
 from potluck.lab.striker import Striker
-from potluck.report.lab_table import results_text
+from potluck.report.lab_table import results_lines
 from potluck.report.lab_timeline import draw_timeline, window_start
 from potluck.spec.aftermath import Aftermath, aftermath
 from potluck.spec.faults import LINK_KINDS, FaultPlan, PlannedFault, loads
@@ -304,7 +304,7 @@ def test_what_a_run_with_faults_came_to() -> None:
 def test_the_table_the_json_and_the_timeline_tell_of_it() -> None:
     outcomes = [lab_outcomes.solo(RIG), struck()]
     found = results_of(outcomes)
-    text = results_text(found)
+    text = "\n".join(line.plain for line in results_lines(found, 80))
     assert "step 3: laptop stopped (SIGSTOP) for 4 s" in text
     assert "laptop lost 1×, back 1×; away for 2.5 s at the longest" in text
     assert "7 samples" in text

@@ -198,6 +198,15 @@ def test_files_functions_and_parameters_stay_small() -> None:
     assert_none(large)
 
 
+def test_a_class_name_means_one_thing() -> None:
+    found: dict[str, list[str]] = {}
+    for path in FILES:
+        for node in parsed(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(str(path.relative_to(SOURCE)))
+    assert not {name: paths for name, paths in found.items() if len(paths) > 1}
+
+
 def test_modules_say_what_they_own() -> None:
     assert not [path for path in FILES if path.name != "_version.py" and not ast.get_docstring(parsed(path))]
 

@@ -15,7 +15,7 @@ import pytest
 from potluck.errors import ConfigError
 from potluck.lab import peers
 from potluck.lab.hivemind_worker import granule
-from potluck.lab.peer_run import Orders, Part, Record, read_orders
+from potluck.lab.peer_run import Orders, StepPart, StepRecord, read_orders
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 
@@ -141,18 +141,18 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 def test_a_row_is_written_when_all_have_said_what_they_gave(tmp_path: Path) -> None:
     notes: Any = Notes()
-    host, guest = Record(orders(tmp_path, 0), notes), Record(orders(tmp_path, 1), notes)
-    host.ended(1, Part(samples=39, loss_sum=78.0, group=BOTH))
+    host, guest = StepRecord(orders(tmp_path, 0), notes), StepRecord(orders(tmp_path, 1), notes)
+    host.ended(1, StepPart(samples=39, loss_sum=78.0, group=BOTH))
     host.flush()
     assert rows(tmp_path) == []
-    guest.ended(1, Part(samples=10, loss_sum=30.0, group=BOTH))
-    host.ended(2, Part(samples=38, loss_sum=38.0, group=BOTH))
+    guest.ended(1, StepPart(samples=10, loss_sum=30.0, group=BOTH))
+    host.ended(2, StepPart(samples=38, loss_sum=38.0, group=BOTH))
     host.flush()
     [row] = rows(tmp_path)
     assert row["step"] == 1
     assert row["samples"] == {"desk": 39, "laptop": 10}
     assert row["loss"] == pytest.approx(108 / 49)
-    guest.ended(2, Part(samples=10, loss_sum=10.0, group=BOTH))
+    guest.ended(2, StepPart(samples=10, loss_sum=10.0, group=BOTH))
     host.flush(5)
     first, second = rows(tmp_path)
     assert second["ended_at"] - first["ended_at"] == pytest.approx(second["step_s"])
@@ -160,18 +160,18 @@ def test_a_row_is_written_when_all_have_said_what_they_gave(tmp_path: Path) -> N
 
 def test_who_was_averaged_without_the_host_does_not_count(tmp_path: Path) -> None:
     notes: Any = Notes()
-    host, guest = Record(orders(tmp_path, 0), notes), Record(orders(tmp_path, 1), notes)
-    guest.ended(1, Part(samples=10, loss_sum=30.0, group=("laptop",)))
-    host.ended(1, Part(samples=39, loss_sum=78.0, group=BOTH))
-    guest.ended(2, Part(samples=10, loss_sum=30.0, group=BOTH))
-    host.ended(2, Part(samples=39, loss_sum=78.0, group=()))  # its averaging failed: it went on alone
+    host, guest = StepRecord(orders(tmp_path, 0), notes), StepRecord(orders(tmp_path, 1), notes)
+    guest.ended(1, StepPart(samples=10, loss_sum=30.0, group=("laptop",)))
+    host.ended(1, StepPart(samples=39, loss_sum=78.0, group=BOTH))
+    guest.ended(2, StepPart(samples=10, loss_sum=30.0, group=BOTH))
+    host.ended(2, StepPart(samples=39, loss_sum=78.0, group=()))  # its averaging failed: it went on alone
     host.flush()
     assert [row["samples"] for row in rows(tmp_path)] == [{"desk": 39}, {"desk": 39}]
 
 
 def test_a_silent_guest_is_left_out_at_the_end(tmp_path: Path) -> None:
     notes: Any = Notes()
-    host = Record(orders(tmp_path, 0), notes)
-    host.ended(1, Part(samples=39, loss_sum=78.0, group=BOTH))
+    host = StepRecord(orders(tmp_path, 0), notes)
+    host.ended(1, StepPart(samples=39, loss_sum=78.0, group=BOTH))
     host.flush(0.1)
     assert [row["samples"] for row in rows(tmp_path)] == [{"desk": 39}]

@@ -18,7 +18,7 @@ from potluck.lab import rigs
 from potluck.report import lab_plots, lab_timeline, screen
 from potluck.report.lab_picture import list_lines, rig_lines
 from potluck.report.lab_plots import place_labels
-from potluck.report.lab_table import best_row, results_lines, results_markdown, results_text, show_results
+from potluck.report.lab_table import best_row, results_lines, show_results
 from potluck.report.line import Line
 from potluck.spec import about
 from potluck.spec.figures import Results
@@ -173,6 +173,10 @@ class TestScreen:
         assert stream.getvalue().count("\n") == 1
 
 
+def results_text(results: Results) -> str:
+    return "\n".join(line.plain.rstrip() for line in results_lines(results, 80))
+
+
 class TestTable:
     def test_it_fits_80_columns_and_has_every_row(self, pair: tuple[Results, list[Outcome]]) -> None:
         text = results_text(pair[0])
@@ -230,12 +234,6 @@ class TestTable:
         show_results(pair[0], stream)
         assert stream.getvalue().isascii()
         assert "?" not in stream.getvalue()
-
-    def test_markdown(self, pair: tuple[Results, list[Outcome]]) -> None:
-        lines = results_markdown(pair[0]).splitlines()
-        assert {line.count("|") for line in lines[:6]} == {9}
-        assert lines[5].startswith("| **potluck** | **")
-        assert "home-pair" in lines[-1]
 
 
 def interval(start: float, end: float, kind: str = "compute") -> Interval:

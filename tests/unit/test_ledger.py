@@ -247,11 +247,6 @@ def test_a_lease_that_is_cut_short_keeps_its_first_samples() -> None:
     assert ledger.take(9) == (0, 1, 5)
 
 
-def test_epochs_are_told_as_fractions() -> None:
-    assert make(samples=10, batch=4).epoch_of(5) == 2.0
-    assert make(samples=10, batch=4).epoch_of(1) == 0.4
-
-
 @pytest.mark.parametrize(("samples", "batch"), [(0, 4), (10, 0), (10, -1)])
 def test_an_empty_data_set_and_an_empty_step_are_the_users_mistakes(samples: int, batch: int) -> None:
     with pytest.raises(ConfigError):

@@ -19,7 +19,7 @@ from potluck.probe.speed import Training, busy_note, largest, measure, spread
 from potluck.probe.stream import FIRST_WINDOW, MOST_WINDOW, Meter, Shares, Window, round_trips
 from potluck.report.probe_table import probe_lines, summary
 from potluck.spec.facts import from_plain
-from potluck.spec.probed import DeviceSpeed, Path, Probed, Rate, RoundTrips, Way
+from potluck.spec.probed import DeviceSpeed, Probed, ProbedPath, Rate, RoundTrips, Way
 from potluck.train import recipes
 from potluck.wire.frames import Message
 from support import fake_device
@@ -137,7 +137,12 @@ def test_round_trips_have_a_middle_a_tail_and_a_jitter() -> None:
 @pytest.mark.parametrize("paths", [1, 2, 4])
 def test_the_shares_of_time_make_up_the_whole(paths: int) -> None:
     shares = Shares(30.0, paths)
-    assert shares.path_s(used=True) + (paths - 1) * shares.path_s(used=False) == pytest.approx(30.0)
+
+    def path_s(*, used: bool) -> float:
+        directions = shares.of("ours", used=used) + shares.of("bare", used=used)
+        return shares.of("idle", used=used) + Shares.DIRECTIONS * directions
+
+    assert path_s(used=True) + (paths - 1) * path_s(used=False) == pytest.approx(30.0)
     assert Shares(1.0, 4).of("bare", used=False) == Shares.LEAST_S
 
 
@@ -283,7 +288,7 @@ def way(ours: float, bare_: float) -> Way:
 
 
 TRIPS = RoundTrips(count=100, p50_s=0.0004, p99_s=0.002, jitter_s=0.0001)
-LINK = Path(
+LINK = ProbedPath(
     address="192.168.1.20",
     source="192.168.1.5",
     interface="eth0",

@@ -13,6 +13,7 @@ import pytest
 from potluck.errors import ConfigError
 from potluck.spec import config
 from potluck.train.recipes import NAMES, RecipeConfig, get
+from support.field_docs import field_docs
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -23,7 +24,7 @@ def test_every_recipe_is_complete(name: str) -> None:
     for common in (n for n in vars(RecipeConfig) if not n.startswith("_")):
         assert hasattr(settings, common), common
     fields = dataclasses.fields(settings)
-    docs = config.field_docs(recipe.Config)
+    docs = field_docs(recipe.Config)
     assert [field.name for field in fields] == list(docs)
     assert all(text.endswith(".") for text in docs.values())
     assert all(field.kw_only for field in fields)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from potluck.errors import UserError
-from potluck.spec.collectives import Row, bus_factor, comparison, header, line, parse_sizes
+from potluck.spec.collectives import CollectiveRow, bus_factor, comparison, header, line, parse_sizes
 
 
-def row(**changes: object) -> Row:
+def row(**changes: object) -> CollectiveRow:
     fields: dict[str, object] = {
         "backend": "potluck",
         "op": "all_reduce",
@@ -20,7 +20,7 @@ def row(**changes: object) -> Row:
         "time_s": 0.001,
         "wrong": 0,
     }
-    return Row(**(fields | changes))  # type: ignore[arg-type]
+    return CollectiveRow(**(fields | changes))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -162,9 +162,6 @@ class Ledger:
         """The data set's indices of these positions."""
         return [int(self._epoch(p // self.samples)[p % self.samples]) for p in positions]
 
-    def epoch_of(self, step: int) -> float:
-        return step * self.global_batch / self.samples
-
     def state(self) -> LedgerState:
         return LedgerState(samples=self.samples, global_batch=self.global_batch, step=self.step)
 

@@ -42,7 +42,7 @@ from potluck.wire.transport import HostSocket
 
 
 @dataclass(slots=True, kw_only=True)
-class Plan:
+class RunSpec:
     """A run about to start, resolved."""
 
     role: str
@@ -71,7 +71,7 @@ def machine_name(settings: Settings, config: RunConfig) -> str:
 
 
 @contextmanager
-def session(settings: Settings, plan: Plan) -> Iterator[Launch]:
+def session(settings: Settings, plan: RunSpec) -> Iterator[Launch]:
     """Open everything a run needs, and close all of it whatever happens inside."""
     where = place()
     if where is not None and not where.leads:
@@ -83,7 +83,7 @@ def session(settings: Settings, plan: Plan) -> Iterator[Launch]:
 
 
 @contextmanager
-def _rank_session(settings: Settings, plan: Plan) -> Iterator[Launch]:
+def _rank_session(settings: Settings, plan: RunSpec) -> Iterator[Launch]:
     """Another rank of the host: no folder, no door, no voice but for errors. When to stop is rank 0's affair."""
     device, ranks = _device(settings, plan)
     launch = Launch(
@@ -109,7 +109,7 @@ def _rank_session(settings: Settings, plan: Plan) -> Iterator[Launch]:
 
 
 @contextmanager
-def _run_folder(plan: Plan) -> Iterator[RunFolder]:
+def _run_folder(plan: RunSpec) -> Iterator[RunFolder]:
     """The run's folder. A new one in which nothing has happened yet outlives neither an error nor Ctrl-C."""
     if plan.resume is not None:
         folder = open_folder(plan.resume)
@@ -133,7 +133,7 @@ def _has_anything(folder: RunFolder) -> bool:
 
 
 @contextmanager
-def _session_in(folder: RunFolder, settings: Settings, plan: Plan) -> Iterator[Launch]:
+def _session_in(folder: RunFolder, settings: Settings, plan: RunSpec) -> Iterator[Launch]:
     device, ranks = _device(settings, plan)
     view = guarded(make_view(plan.view), "the view")  # type: ignore[arg-type]
     joined: dict[str, dict[str, Any]] = {}
@@ -182,7 +182,7 @@ def _session_in(folder: RunFolder, settings: Settings, plan: Plan) -> Iterator[L
             launch.end_training("finished")
 
 
-def _device(settings: Settings, plan: Plan) -> tuple[Device, Ranks | None]:
+def _device(settings: Settings, plan: RunSpec) -> tuple[Device, Ranks | None]:
     environment = settings.environment
     return device_here(
         plan.config.device or environment.device, plan.config.threads or environment.threads, beside=plan.guests
@@ -284,7 +284,7 @@ def _tell_token(token: str, view: str) -> None:
     click.echo(f"  potluck join {token}\n", err=words)
 
 
-def _write_manifest(launch: Launch, plan: Plan, folder: RunFolder) -> None:
+def _write_manifest(launch: Launch, plan: RunSpec, folder: RunFolder) -> None:
     content = manifest(launch, plan.recipe)
     content["command"] = "host" if plan.role == HOST and not plan.guests else "train"
     content["guests"] = plan.guests
@@ -337,7 +337,7 @@ def _signals(on_signal: Callable[[int, Any], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def say_resume(folder: RunFolder, plan: Plan) -> None:
+def say_resume(folder: RunFolder, plan: RunSpec) -> None:
     """How to go on; nothing where the run ended before there was anything to go on with."""
     if folder.path.exists():
         say(f"stopped; go on with: {plan.again(folder.path)}")

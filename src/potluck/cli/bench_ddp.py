@@ -68,11 +68,11 @@ def _train(names: list[str], job: dict[str, int], parent: int | None, json_file:
     import torch.distributed as dist
 
     from potluck.probe import link
-    from potluck.probe.ddp import Job, train
+    from potluck.probe.ddp import DdpJob, train
 
     with joined(names, parent) as (groups, store):
         rate, kind = link.slowest(store, dist.get_rank(), dist.get_world_size())
-        found = [train(Job(**job), name, rate, kind, group).to_dict() for name, group in groups.items()]
+        found = [train(DdpJob(**job), name, rate, kind, group).to_dict() for name, group in groups.items()]
         if dist.get_rank() == 0:
             if json_file:
                 write_json(json_file, found)
@@ -84,10 +84,10 @@ def _on_this_machine(names: list[str], count: int, job: dict[str, int], folder: 
     if count == 1:
         import torch
 
-        from potluck.probe.ddp import Job, train
+        from potluck.probe.ddp import DdpJob, train
 
         torch.set_num_threads(1)
-        return [train(Job(**job), names[0], None, "").to_dict()]
+        return [train(DdpJob(**job), names[0], None, "").to_dict()]
     out = folder / f"{count}.json"
     start_ranks(_arguments(names, job, out), count, 1)
     return list(json.loads(out.read_text()))

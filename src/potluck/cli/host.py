@@ -75,7 +75,7 @@ def run_script(
     resume = find_run(str(flags["resume"]), runs) if flags["resume"] is not None else None
     in_run, _ = options.read_config_file(flags["config_file"], None)
     before = {**open_folder(resume).read_manifest()["config"], "wait_for": 0} if resume is not None else {}
-    plan = _session.Plan(
+    plan = _session.RunSpec(
         role=HOST,
         config=options.run_config({**before, **in_run}, flags),
         what=path.name,

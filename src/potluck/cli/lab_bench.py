@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from potluck.lab.bench import Measured
+    from potluck.lab.bench import BenchOutcome
     from potluck.lab.stage import Progress, Report
     from potluck.spec.faults import FaultPlan
     from potluck.spec.rig import Rig
@@ -100,7 +100,8 @@ def bench(
 def on_loopback(strategies: tuple[str, ...]) -> list[str]:
     """What can run behind a proxy: machines of the other strategies connect to each other directly, past it."""
     from potluck.errors import UserError
-    from potluck.lab.bench import POTLUCK, SOLO, check_strategies
+    from potluck.lab.bench import check_strategies
+    from potluck.spec.fleet import POTLUCK, SOLO
 
     able = [SOLO, POTLUCK]
     if unable := [name for name in strategies if name in check_strategies(strategies) and name not in able]:
@@ -117,7 +118,8 @@ def faults_for(fleet: Rig, name_or_path: str, strategies: tuple[str, ...]) -> Fa
     """The faults, if the rig has the machines that they strike; they strike potluck alone, and that is said."""
     from potluck.errors import ConfigError, UserError
     from potluck.lab import faults
-    from potluck.lab.bench import POTLUCK, SOLO, check_strategies
+    from potluck.lab.bench import check_strategies
+    from potluck.spec.fleet import POTLUCK, SOLO
 
     plan = faults.load(name_or_path)
     try:
@@ -158,13 +160,13 @@ def make_box(fleet: Any, *, loopback: bool, detours: bool = False) -> Any:
     return NamespaceBox(fleet, detours=detours)
 
 
-def show(measured: Measured) -> None:
+def show(measured: BenchOutcome) -> None:
     from potluck.report.lab_table import show_results
 
     show_results(measured.results, sys.stdout)
 
 
-def write_plots(folder: Path, measured: Measured) -> list[Path]:
+def write_plots(folder: Path, measured: BenchOutcome) -> list[Path]:
     from potluck.errors import UserError
     from potluck.report import lab_plots
 

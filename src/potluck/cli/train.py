@@ -52,7 +52,7 @@ def train(settings: Settings, /, recipe: str, **flags: Any) -> None:
 
 def recipe_plan(settings: Settings, recipe: str, flags: dict[str, Any], *, command: str) -> Any:
     """The plan of a recipe's run, new or resumed."""
-    from potluck.cli._session import Plan
+    from potluck.cli._session import RunSpec
     from potluck.train import recipes
     from potluck.train.launch import HOST
 
@@ -67,7 +67,7 @@ def recipe_plan(settings: Settings, recipe: str, flags: dict[str, Any], *, comma
     }
     config = build(kind.Config, settings_of_recipe)
     table = dataclasses.asdict(config)
-    return Plan(
+    return RunSpec(
         role=HOST,
         config=options.run_config(in_run, flags),
         what=recipe,
@@ -82,7 +82,7 @@ def recipe_plan(settings: Settings, recipe: str, flags: dict[str, Any], *, comma
 
 def resumed_plan(settings: Settings, flags: dict[str, Any], command: str) -> Any:
     """The plan of a run that goes on: as its manifest says, but for what the flags change."""
-    from potluck.cli._session import Plan
+    from potluck.cli._session import RunSpec
     from potluck.train.folder import open_folder
     from potluck.train.launch import HOST
 
@@ -104,7 +104,7 @@ def resumed_plan(settings: Settings, flags: dict[str, Any], command: str) -> Any
     if flags.get("steps") is not None:
         recipe["config"]["steps"] = flags["steps"]
     run = {**manifest["config"], "wait_for": 0, **options.given(flags, (*options.RUN_FLAGS, *options.HOST_FLAGS))}
-    return Plan(
+    return RunSpec(
         role=HOST,
         config=build(RunConfig, run),
         what=str(manifest.get("what", recipe["name"])),

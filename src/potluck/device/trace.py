@@ -43,28 +43,25 @@ class Trace:
         if self._start_s is None or seconds < SHORTEST_WAIT_S:
             return
         now_s = time.monotonic()
-        self._write(self._start_s, now_s - seconds, 0)
+        self.interval(self._start_s, now_s - seconds, 0)
         self._start_s = now_s
 
     def end(self) -> None:
         """The micro-batch is computed."""
         if self._start_s is not None:
-            self._write(self._start_s, time.monotonic(), self._samples)
+            self.interval(self._start_s, time.monotonic(), self._samples)
             self._start_s = None
 
     def interval(self, start_s: float, end_s: float, samples: int) -> None:
         """A micro-batch was computed from then to then."""
-        self._write(start_s, end_s, samples)
-
-    def close(self) -> None:
-        os.close(self._file)
-
-    def _write(self, start_s: float, end_s: float, samples: int) -> None:
         line = {"start": round(start_s, 6), "end": round(max(start_s, end_s), 6), "samples": samples}
         try:
             os.write(self._file, json.dumps(line).encode() + b"\n")
         except OSError as error:
             raise self._failed(error) from error
+
+    def close(self) -> None:
+        os.close(self._file)
 
     def _failed(self, error: OSError) -> ConfigError:
         return ConfigError(

@@ -60,12 +60,12 @@ def all_reduce(trip: Trip, flat: Tensor, op: Op) -> None:
     algorithm = terms.algorithm
     if algorithm == "auto" or flat.nbytes <= terms.small_bytes:
         limits = schedules.Thresholds(small_bytes=terms.small_bytes, chunk_bytes=terms.chunk_bytes)
-        algorithm = schedules.choose("all_reduce", flat.nbytes, world, limits)
+        algorithm = schedules.choose(flat.nbytes, world, limits)
         if algorithm == "ring" and reduction.working_dtype(op, flat.dtype) != flat.dtype:
             algorithm = "owners"  # round the ring go sums, which are twice as wide here as what is added up
     if algorithm == "ring" and world > 1:
         _reduce_by_ring(trip, flat, sent, op)
-    elif algorithm in ("direct", "gather_reduce"):
+    elif algorithm == "direct":
         _reduce_directly(trip, flat, sent, op, targets=range(world))
     else:
         _reduce_by_owners(trip, flat, sent, op, targets=range(world))

@@ -70,10 +70,6 @@ class Residuals:
                 self._kept.popitem(last=False)
             return found
 
-    def clear(self) -> None:
-        with self._lock:
-            self._kept.clear()
-
     def __len__(self) -> int:
         with self._lock:
             return len(self._kept)
@@ -82,18 +78,17 @@ class Residuals:
 class Compressor:
     """Compressed all-reduces with one codec; keeps the residuals between them."""
 
-    def __init__(self, codec: str, *, feedback: bool = True, most_tensors: int = _MOST_TENSORS) -> None:
+    def __init__(self, codec: str, *, feedback: bool = True) -> None:
         """
         Args:
             codec: fp16, bf16, int8, int4, topk or topk:RATIO.
             feedback: False only to see what it is good for.
-            most_tensors: of how many tensors the residuals are kept; those used longest ago are forgotten.
         """
         self.codec: Codec = get(codec)
         # Of what goes to the owners, and of what owners hand out.
-        self._up = Residuals(most_tensors) if feedback else None
-        self._down = Residuals(most_tensors) if feedback else None
-        self._room = Room()
+        self._up = Residuals() if feedback else None
+        self._down = Residuals() if feedback else None
+        self._room = SendBuffer()
 
     @staticmethod
     def suits(reduction: str, dtype: torch.dtype) -> bool:
@@ -133,12 +128,6 @@ class Compressor:
         """An all-reduce of `flat`, [n], contiguous and in host memory, in place, between two ranks."""
         up = self._up.get(identity, flat.numel(), flat.device) if self._up is not None else None
         return PairExchange(self.codec, flat, up, average=average, room=self._room)
-
-    def forget(self) -> None:
-        """Drop every residual, as after loading a checkpoint."""
-        for kept in (self._up, self._down):
-            if kept is not None:
-                kept.clear()
 
 
 class Exchange:
@@ -228,7 +217,7 @@ class PairExchange:
     they get the same bits. What is sent is cut into messages of some pieces, and what is left of the last one.
     """
 
-    def __init__(self, codec: Codec, flat: Tensor, up: Tensor | None, *, average: bool, room: Room) -> None:
+    def __init__(self, codec: Codec, flat: Tensor, up: Tensor | None, *, average: bool, room: SendBuffer) -> None:
         self._codec, self._flat, self._up, self._divide_by = codec, flat.detach(), up, 2 if average else 1
         self._spans = _messages(flat.numel())
         self._whole = flat.numel() // CACHED * CACHED if in_blocks(codec) else 0
@@ -305,7 +294,7 @@ def _messages(count: int) -> list[Span]:
     return [*itertools.pairwise(itertools.accumulate(sizes + rest, initial=0))]
 
 
-class Room:
+class SendBuffer:
     """Memory for what a rank sends; kept, because new memory costs a fault for each page."""
 
     def __init__(self) -> None:

@@ -97,7 +97,7 @@ class Config:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Interface:
+class LocalAddress:
     """An address of this machine."""
 
     name: str
@@ -108,12 +108,12 @@ class Interface:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class ConfigContext:
     """What `resolve` must know of the machine and of the group."""
 
     rank: int
     world: int
-    interfaces: tuple[Interface, ...] = ()
+    interfaces: tuple[LocalAddress, ...] = ()
     master_address: str | None = None
     """As the user gave it."""
     master_port: int | None = None
@@ -163,7 +163,7 @@ class Resolved:
         return "\n".join([f"settings of rank {self.rank}:", *lines])
 
 
-def resolve(config: Config | None, environ: Mapping[str, str], facts: Facts) -> Resolved:
+def resolve(config: Config | None, environ: Mapping[str, str], facts: ConfigContext) -> Resolved:
     """Settle every setting.
 
     Raises:
@@ -359,8 +359,8 @@ _RULES: dict[str, _Rule] = {
 
 
 def _address(
-    address: str | None, interface: str | None, given: Mapping[str, str], facts: Facts
-) -> tuple[Interface, str]:
+    address: str | None, interface: str | None, given: Mapping[str, str], facts: ConfigContext
+) -> tuple[LocalAddress, str]:
     usable = [i for i in facts.interfaces if i.up]
     there = "this machine has " + (", ".join(f"{i.address} ({i.name})" for i in usable) or "no address at all")
     if address is not None:
@@ -380,7 +380,7 @@ def _address(
         return _best(found), "the interface was asked for"
     if facts.source_address is not None:
         found = [i for i in usable if i.address == facts.source_address]
-        chosen = found[0] if found else Interface(name="?", address=facts.source_address)
+        chosen = found[0] if found else LocalAddress(name="?", address=facts.source_address)
         if chosen.loopback:
             return chosen, f"MASTER_ADDR {facts.master_address} is this machine"
         return chosen, f"it routes to MASTER_ADDR {facts.master_address}"
@@ -393,12 +393,12 @@ def _address(
     raise ConfigError("this machine has no address to listen at", hint="check its network, or set `address`")
 
 
-def _best(candidates: list[Interface]) -> Interface:
+def _best(candidates: list[LocalAddress]) -> LocalAddress:
     """The first with an IPv4 address; a link-local address, which works with a zone only, comes last."""
     return min(candidates, key=lambda i: (i.address.startswith(("fe80:", "169.254.")), ":" in i.address))
 
 
-def _ports(base: int, given: Mapping[str, str], facts: Facts) -> tuple[int, int]:
+def _ports(base: int, given: Mapping[str, str], facts: ConfigContext) -> tuple[int, int]:
     """Where this rank listens, and its door for large tensors, behind where all ranks listen."""
     if base == 0:
         return 0, 0
@@ -411,7 +411,7 @@ def _ports(base: int, given: Mapping[str, str], facts: Facts) -> tuple[int, int]
     return port, door
 
 
-def _but_the_store(base: int, port: int, facts: Facts) -> int:
+def _but_the_store(base: int, port: int, facts: ConfigContext) -> int:
     """MASTER_PORT is left out."""
     return port + (facts.master_port is not None and base <= facts.master_port <= port)
 

@@ -88,7 +88,7 @@ def spends(phase: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorate
 
 
-class Measured:
+class Operation:
     """One collective under way; a context whose end counts it. Belongs to one thread at a time.
 
     An exception that leaves the context counts as an error, and its duration not as a latency.
@@ -138,7 +138,7 @@ class Measured:
         """So many bytes went out for it."""
         self._sent_bytes += nbytes
 
-    def __enter__(self) -> Measured:
+    def __enter__(self) -> Operation:
         return self
 
     def __exit__(
@@ -156,14 +156,9 @@ class Metrics:
         self._kinds: dict[str, _Kind] = {}
         self._since = clock()
 
-    def op(self, name: str, nbytes: int) -> Measured:
+    def op(self, name: str, nbytes: int) -> Operation:
         """`with metrics.op("all_reduce", 4096) as op: ...`, inside of it `with op.phase("network"): ...`."""
-        return Measured(self, name, nbytes)
-
-    def error(self, name: str) -> None:
-        """A collective failed that never began."""
-        with self._lock:
-            self._kind(name).errors += 1
+        return Operation(self, name, nbytes)
 
     def snapshot(self) -> dict[str, Any]:
         """All figures, ready for JSON: `total`, and `by_op` with the same figures for each kind of collective."""
@@ -193,7 +188,7 @@ class Metrics:
             self._kinds.clear()
             self._since = self.clock()
 
-    def _count(self, done: Measured, *, failed: bool) -> None:
+    def _count(self, done: Operation, *, failed: bool) -> None:
         seconds = max(0.0, self.clock() - done._began)
         with self._lock:
             kind = self._kind(done._name)

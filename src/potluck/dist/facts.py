@@ -9,14 +9,16 @@ import socket
 
 import psutil
 
-from potluck.dist.config import Facts, Interface
+from potluck.dist.config import ConfigContext, LocalAddress
 
 _ANY_PORT = 9  # "discard": nothing is sent
 
 
-def gather(rank: int, world: int, master_address: str | None = None, master_port: int | None = None) -> Facts:
+def gather(
+    rank: int, world: int, master_address: str | None = None, master_port: int | None = None
+) -> ConfigContext:
     """The facts as they are now."""
-    return Facts(
+    return ConfigContext(
         rank=rank,
         world=world,
         interfaces=interfaces(),
@@ -26,7 +28,7 @@ def gather(rank: int, world: int, master_address: str | None = None, master_port
     )
 
 
-def interfaces() -> tuple[Interface, ...]:
+def interfaces() -> tuple[LocalAddress, ...]:
     """Every IPv4 and IPv6 address of this machine."""
     states = psutil.net_if_stats()
     found = []
@@ -37,7 +39,9 @@ def interfaces() -> tuple[Interface, ...]:
             address = item.address.partition("%")[0]
             state = states.get(name)
             loopback = address == "::1" or address.startswith("127.")
-            found.append(Interface(name=name, address=address, up=state is None or state.isup, loopback=loopback))
+            found.append(
+                LocalAddress(name=name, address=address, up=state is None or state.isup, loopback=loopback)
+            )
     return tuple(found)
 
 

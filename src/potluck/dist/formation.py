@@ -28,7 +28,7 @@ from potluck.dist.local import LocalGroup
 from potluck.dist.mailroom import Mailroom
 from potluck.dist.mesh import Aborted, DeadlinePassed, Mesh, PeerGone
 from potluck.dist.pages import new_page
-from potluck.dist.paths import LocalPath, MeshPath, Path
+from potluck.dist.paths import CollectivePath, LocalPath, MeshPath
 from potluck.dist.record import Header, Record
 from potluck.dist.rendezvous import Card, Meeting, all_ready, meet
 from potluck.errors import CollectiveError, CollectiveTimeoutError, ConfigError, PotluckError
@@ -113,7 +113,7 @@ class Formation:
         self._closed = False
         mesh.open(meeting.group, self._stand)
 
-    def _path(self, local: LocalGroup | None) -> Path:
+    def _path(self, local: LocalGroup | None) -> CollectivePath:
         machines = self._meeting.machines()
         if local is not None and len(machines) == 1:
             return LocalPath(local)

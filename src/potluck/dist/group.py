@@ -72,7 +72,9 @@ class PotluckGroup(DescribedGroup):
             opts: a potluck.dist.Config; None: this group's.
             device_types: of no meaning here: every group takes all.
         """
-        wanted = splitting.Wanted(new_ranks, timeout or self._timeout, opts, group_name or "", group_desc or "")
+        wanted = splitting.SplitRequest(
+            new_ranks, timeout or self._timeout, opts, group_name or "", group_desc or ""
+        )
         group: PotluckGroup | None = splitting.split(self, self._origin, self._global_ranks, wanted)
         return group
 
@@ -135,12 +137,12 @@ class PotluckGroup(DescribedGroup):
                             ranges.leave()
             except BaseException as raised:
                 error = arguments.worded(header, raised)
-                entry.fail(error)
+                entry.end(failed=True)
                 formation.failed(header, error)
                 if error is raised:
                     raise
                 raise error from None
-            entry.finish()
+            entry.end()
 
         formation.engine.submit(job, work, at_once=not getattr(opts, "asyncOp", True))
         return work

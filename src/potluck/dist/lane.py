@@ -23,7 +23,7 @@ from potluck.dist.mesh import Aborted, DeadlinePassed, Kind, Mesh, Parcel, PeerG
 from potluck.dist.profiled import RUNNING
 from potluck.dist.record import Header, timeout_error
 from potluck.dist.sealing import RENEWED_BYTES, SECRET_BYTES
-from potluck.dist.streams import CONNECT_S, Closed, Door, Stream, follow
+from potluck.dist.streams import CONNECT_S, Closed, Stream, StreamListener, follow
 from potluck.errors import CollectiveError, CollectiveTimeoutError, RankGoneError
 
 log = logging.getLogger("potluck.dist")
@@ -217,7 +217,7 @@ class Trip:
     def _invite(self, other: int, sealed: bool) -> Stream | None:
         with contextlib.ExitStack() as stack:
             address, port = self.lane.endpoints[0].address, self.lane.mesh.links.door_port
-            door = Door.open(address, secrets.token_bytes(SECRET_BYTES), port)
+            door = StreamListener.open(address, secrets.token_bytes(SECRET_BYTES), port)
             if door is not None:
                 stack.callback(door.close)
             self.send_part(other, memoryview(b"" if door is None else door.invitation))
@@ -251,7 +251,7 @@ class Trip:
         if reason is not None:
             self._gone(other, reason)
         if time.monotonic() > self.deadline:
-            self._late([other])
+            self._late()
 
     def _streaming(self, what: Callable[..., None], *arguments: Any) -> None:
         try:
@@ -297,7 +297,7 @@ class Trip:
                     if reason is not None:
                         self._gone(rank, reason)
                     if time.monotonic() > self.deadline:
-                        self._late([rank])
+                        self._late()
         self._trackers.clear()
         if self._stream is not None:
             self._streaming(self._stream.flush, self._ask)
@@ -318,7 +318,7 @@ class Trip:
         except PeerGone as gone:
             self._gone(rank, gone.reason)
         except DeadlinePassed:
-            self._late([rank])
+            self._late()
         if parcel.about != self.about:
             self._mismatch(parcel)
         if self._unheard is not None:
@@ -375,7 +375,7 @@ class Trip:
         self.lane.fail(text)
         raise RankGoneError(text, hint=what_to_do(reason)) from None
 
-    def _late(self, ranks: list[int]) -> NoReturn:
+    def _late(self) -> NoReturn:
         lane, waited_s = self.lane, time.monotonic() - self.call.began
         stand = lane.where_others_stand()
         missing: dict[int, str] = {}

@@ -33,11 +33,10 @@ from zmq.utils import z85
 from potluck.errors import NetworkError, PortTakenError, WireError
 from potluck.wire import gate
 from potluck.wire.admitted import Admitted
-from potluck.wire.door import HANDSHAKE_S, Watch
+from potluck.wire.door import CURVE_OVERHEAD_BYTES, HANDSHAKE_S, ZAP_ENDPOINT, Watch
 from potluck.wire.files import make_room
 from potluck.wire.lobby import Lobby
 
-_ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _ZAP_DOMAIN = b"potluck-dist"
 _GONE = int(zmq.EVENT_DISCONNECTED)
 _THERE = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
@@ -50,8 +49,6 @@ _LINGER_MS = 3000
 PART_BYTES = 512 << 10
 """The longest frame, and so the most that a connection without a key can make this process keep. Longer bodies go
 as several frames; a chunk of the default size is one."""
-_CURVE_OVERHEAD_BYTES = 1024
-"""Encryption adds some 40 bytes to a frame, and MAXMSGSIZE counts them."""
 MOST_WAITING = 512
 """Connections that have not shown a key; and never more than a quarter of the files that may be open."""
 _KNOCK = b""
@@ -169,7 +166,7 @@ class Links:
         self._lock = threading.Lock()
         self.closed = False
         self._zap = self._context.socket(zmq.REP)
-        self._zap.bind(_ZAP_ENDPOINT)
+        self._zap.bind(ZAP_ENDPOINT)
         self._inbox = self._new_inbox()
         self._watch = self._new_watch() if settings.encrypt else None
         try:
@@ -188,7 +185,7 @@ class Links:
         inbox = self._context.socket(zmq.PULL)
         inbox.setsockopt(zmq.RCVHWM, 0)
         inbox.setsockopt(zmq.AFFINITY, self._to_receive)
-        inbox.setsockopt(zmq.MAXMSGSIZE, PART_BYTES + _CURVE_OVERHEAD_BYTES)
+        inbox.setsockopt(zmq.MAXMSGSIZE, PART_BYTES + CURVE_OVERHEAD_BYTES)
         inbox.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000))
         inbox.setsockopt(zmq.IPV6, int(":" in self._settings.address))
         if self._settings.encrypt:

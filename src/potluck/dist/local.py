@@ -24,7 +24,7 @@ from potluck.dist import reduction
 from potluck.dist.counting import SPENT
 from potluck.dist.local_chain import part_of
 from potluck.dist.local_hands import Hands, number_of
-from potluck.dist.local_memory import Memory, Sizes
+from potluck.dist.local_memory import GroupMemory, Sizes
 from potluck.dist.local_rounds import NOTE_LIMIT, SEPARATOR, Rounds, note_of
 from potluck.dist.rings import Patience
 from potluck.errors import CollectiveError
@@ -39,9 +39,9 @@ _COUNT = struct.Struct("<q")
 class LocalGroup(Rounds):
     """`size` processes of one machine; all of them call the same collectives in the same order.
 
-    One thread at a time may run collectives; `send` and `recv` may run beside them. Tensors are flat, contiguous
-    and in host memory. `note` says what a caller believes to be doing: where the notes of two members differ, all
-    of them raise CollectiveError with both. After any error the group is of no use.
+    One thread at a time may run collectives. Tensors are flat, contiguous and in host memory. `note` says what a
+    caller believes to be doing: where the notes of two members differ, all of them raise CollectiveError with both.
+    After any error the group is of no use.
     """
 
     @classmethod
@@ -59,9 +59,9 @@ class LocalGroup(Rounds):
         """Meet the other members through `store` (torch's); every member raises where one of them cannot attach.
 
         `copy_threads`: how many copy for this member; 0: as many as there are cores for each, at most four.
-        For other sizes than the usual ones: `LocalGroup(Memory.meet(..., sizes=Sizes(...)))`.
+        For other sizes than the usual ones: `LocalGroup(GroupMemory.meet(..., sizes=Sizes(...)))`.
         """
-        memory = Memory.meet(store, prefix, rank, size, sizes=Sizes(), timeout_s=timeout_s)
+        memory = GroupMemory.meet(store, prefix, rank, size, sizes=Sizes(), timeout_s=timeout_s)
         return cls(memory, names, hands=Hands(number_of(copy_threads, usable_cores(), size)))
 
     # Reductions
@@ -362,32 +362,6 @@ class LocalGroup(Rounds):
                 )
             largest = max(largest, *(count for other, count in enumerate(theirs) if other != member))
         return largest
-
-    # From one to one
-
-    def send(self, values: Tensor, to: int, tag: int = 0, *, timeout_s: float) -> None:
-        """Give `values` [n] to one member; returns when the last piece is in its mailbox, read or not."""
-        self._memory.outbox(to).send(values, tag, self._waiting(timeout_s))
-
-    def recv(self, values: Tensor, source: int | None, tag: int = 0, *, timeout_s: float) -> int:
-        """Take `values` [n] that were sent with `tag` by `source`, or by anybody where it is None; says by whom."""
-        patience = self._waiting(timeout_s)
-        if source is None:
-            source = self._anybody(tag, patience)
-        self._memory.inbox(source).receive(values, tag, patience)
-        return source
-
-    def _anybody(self, tag: int, patience: Patience) -> int:
-        pause_s = 0.00001
-        while True:
-            for member in self._others:
-                if self._memory.inbox(member).has(tag):
-                    return member
-            patience.check(lambda: self._others)
-            if time.monotonic() > patience.deadline:
-                raise patience.late(self._others)
-            time.sleep(pause_s)
-            pause_s = min(pause_s * 1.5, 0.001)
 
 
 def _multiplied(values: Tensor, op: Any) -> tuple[Tensor, Any]:

@@ -1,13 +1,12 @@
 """The memory that the members of a local group share: owns its layout, how they meet, and who is gone.
 
-It must not know of collectives: it hands out rings and mailboxes.
+It must not know of collectives: it hands out rings.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 import torch
 
 from potluck.dist.local_chain import Chain
-from potluck.dist.mailbox import Mailbox
 from potluck.dist.rings import Ring, Shape
 from potluck.dist.shm import LINE_BYTES, Processes, Segment, Words, available
 from potluck.errors import CollectiveError, NetworkError
@@ -41,19 +39,17 @@ class Sizes:
     long_bytes: int = 32 * 1024 * 1024
     """The largest piece in which they do. Pieces of half the length would be copied at half the speed where the C
     library copies past the caches from 20 MB on; DDP's buckets, of 25 MiB, fit in."""
-    mail_bytes: int = 256 * 1024
-    """The largest piece of what one member sends to another."""
     spins: int | None = None
     """Looks before a wait goes to sleep; None: many where every member can have a core, else few."""
 
     def __post_init__(self) -> None:
-        if any(size % _PAGE or size < _PAGE for size in (self.slot_bytes, self.mail_bytes, self.long_bytes)):
+        if any(size % _PAGE or size < _PAGE for size in (self.slot_bytes, self.long_bytes)):
             raise ValueError("slots are whole pages")
         if self.depth < 2:
             raise ValueError("two slots at least: one is read while the next is filled")
 
 
-class Memory:
+class GroupMemory:
     """One member's view of the group's memory."""
 
     def __init__(self, segment: Segment, rank: int, size: int, sizes: Sizes) -> None:
@@ -62,8 +58,8 @@ class Memory:
         self._processes = Processes({})
         self._at = 0
         self._offset_of_reason = self._take(_REASON_BYTES)
-        rings, mail = _shapes(size, sizes)
-        count = 1 + size + sum(shape.words for shape in rings) + size * size * mail.words
+        rings = _shapes(size, sizes)
+        count = 1 + size + sum(shape.words for shape in rings)
         spins = sizes.spins if sizes.spins is not None else (300 if len(cores()) >= size else 30)
         self.words = Words(self._slice(self._take(count * LINE_BYTES), count * LINE_BYTES), count, spins=spins)
         self._next_word = 1 + size
@@ -71,13 +67,11 @@ class Memory:
         self.pieces, self.results, turns = (self._ring(shape) for shape in rings)
         at = self._take(sizes.long_bytes)
         self.chain = Chain(rank, size, turns, self._bytes[at : at + sizes.long_bytes])
-        self._mail = [[self._ring(mail) for _ in range(size)] for _ in range(size)]  # [from][to]
-        self._boxes: dict[tuple[int, int], Mailbox] = {}
 
     @classmethod
     def meet(
         cls, store: Any, prefix: str, rank: int, size: int, *, sizes: Sizes, timeout_s: float = 60.0
-    ) -> Memory:
+    ) -> GroupMemory:
         """Member 0 makes the memory, the others attach; its name is gone before this returns.
 
         Raises:
@@ -113,19 +107,6 @@ class Memory:
         memory = cls(segment, rank, size, sizes)
         memory._processes = Processes({other: it["pid"] for other, it in enumerate(found) if other != rank})
         return memory
-
-    def inbox(self, source: int) -> Mailbox:
-        return self._box(source, self.rank)
-
-    def outbox(self, to: int) -> Mailbox:
-        return self._box(self.rank, to)
-
-    def _box(self, source: int, to: int) -> Mailbox:
-        box = self._boxes.get((source, to))
-        if box is None:
-            peer = to if source == self.rank else source
-            box = self._boxes.setdefault((source, to), Mailbox(self._mail[source][to], peer))
-        return box
 
     def tell(self, reason: str) -> None:
         """Leave word for everybody why this group has ended; the first word stands."""
@@ -180,21 +161,20 @@ def cores() -> set[int]:
 
 def nbytes_of(size: int, sizes: Sizes) -> int:
     """Of address space; memory is taken when it is first used."""
-    rings, mail = _shapes(size, sizes)
-    words = 1 + size + sum(shape.words for shape in rings) + size * size * mail.words
-    each: Callable[[Shape], int] = lambda shape: _pages(shape.note_bytes) + _pages(shape.data_bytes)  # noqa: E731
-    data_bytes = sum(map(each, rings)) + sizes.long_bytes + size * size * each(mail)
-    return _pages(_REASON_BYTES) + _pages(words * LINE_BYTES) + data_bytes
+    rings = _shapes(size, sizes)
+    words = 1 + size + sum(shape.words for shape in rings)
+    data_bytes = sum(_pages(shape.note_bytes) + _pages(shape.data_bytes) for shape in rings)
+    return _pages(_REASON_BYTES) + _pages(words * LINE_BYTES) + data_bytes + sizes.long_bytes
 
 
-def _shapes(size: int, sizes: Sizes) -> tuple[tuple[Shape, Shape, Shape], Shape]:
-    """Of the pieces, the results and the turns; and of each mailbox."""
+def _shapes(size: int, sizes: Sizes) -> tuple[Shape, Shape, Shape]:
+    """Of the pieces, the results and the turns."""
     pieces = Shape(writers=size, readers=size, depth=sizes.depth, slot_bytes=sizes.slot_bytes)
     results = Shape(
         writers=size, readers=size, depth=sizes.depth, slot_bytes=_pages(sizes.slot_bytes // size + 64 * 16)
     )
     turns = Shape(writers=size, readers=0, depth=1, slot_bytes=0)
-    return (pieces, results, turns), Shape(writers=1, readers=1, depth=sizes.depth, slot_bytes=sizes.mail_bytes)
+    return pieces, results, turns
 
 
 def _pages(nbytes: int) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from potluck.dist import reduction
 from potluck.dist.local_hands import Hands, number_of
-from potluck.dist.local_memory import Memory
+from potluck.dist.local_memory import GroupMemory
 from potluck.dist.profiled import RUNNING
 from potluck.dist.rings import Patience
 from potluck.errors import CollectiveError, CollectiveTimeoutError, RankGoneError
@@ -28,11 +28,8 @@ _ALIGN = 16
 _DISAGREE = "the ranks are not doing the same thing"
 _AGREE = "every rank must call the same collectives in the same order, with the same sizes and types"
 
-Differ = Callable[[dict[int, bytes]], Exception | None]
-"""Given every member's note, of which some differ: what is wrong about it, or None if that is as it should be."""
 
-
-class Call:
+class LocalCall:
     """One collective: within it waits have a deadline, and an error ends the group for all its members."""
 
     __slots__ = ("_rounds", "patience")
@@ -52,7 +49,7 @@ class Call:
 
 
 @dataclass(slots=True)
-class Stage:
+class PieceStage:
     """One of the things that every piece goes through, piece after piece."""
 
     ready: Callable[[], bool]
@@ -64,7 +61,7 @@ class Stage:
     """Pieces done."""
 
 
-def run_stages(stages: Sequence[Stage], count: int) -> None:
+def run_stages(stages: Sequence[PieceStage], count: int) -> None:
     """Take `count` pieces through all stages, each piece as far as it can go before the next one is begun.
 
     So a piece is still in the cache when it is needed again; and where another process is slow or not running, this
@@ -93,9 +90,8 @@ class Rounds:
 
     def __init__(
         self,
-        memory: Memory,
+        memory: GroupMemory,
         names: Sequence[str] | None = None,
-        differ: Differ | None = None,
         hands: Hands | None = None,
     ) -> None:
         """`hands`: who copies and adds up what is long; None: as many as there are cores for each member."""
@@ -107,7 +103,6 @@ class Rounds:
         self._scratch: dict[torch.dtype, Tensor] = {}
         self._broken = ""
         self._hands = hands or Hands(number_of(0, usable_cores(), self.size))
-        self._differ = differ or self._disagreement
 
     def abort(self, reason: str) -> None:
         """End every wait of every member within moments; `reason` is what they are told. From any thread."""
@@ -123,7 +118,7 @@ class Rounds:
 
     def _run(
         self,
-        call: Call,
+        call: LocalCall,
         note: bytes,
         count: int,
         fill: Callable[[int, int], None],
@@ -149,7 +144,7 @@ class Rounds:
             filling = self._filling(note, fill, patience)
             run_stages((filling, self._draining(note, drain, patience, writers)), count)
 
-    def _filling(self, note: bytes, fill: Callable[[int, int], None], patience: Patience) -> Stage:
+    def _filling(self, note: bytes, fill: Callable[[int, int], None], patience: Patience) -> PieceStage:
         """Put pieces into slots, as far ahead as there are free ones."""
         ring = self._pieces
 
@@ -159,7 +154,7 @@ class Rounds:
                 ring.write_note(self.rank, ring.round, note)
             ring.post(self.rank)
 
-        return Stage(
+        return PieceStage(
             ready=lambda: ring.is_free(self._others), wait=lambda k: ring.free(self._others, patience), do=do
         )
 
@@ -169,7 +164,7 @@ class Rounds:
         drain: Callable[[int, int], None],
         patience: Patience,
         writers: Sequence[int] | None = None,
-    ) -> Stage:
+    ) -> PieceStage:
         """Read the others' slots as they come."""
         ring = self._pieces
         needed = self._others if writers is None else writers
@@ -186,7 +181,7 @@ class Rounds:
             drain(k, ring.read_round)
             ring.done(self.rank)
 
-        return Stage(ready=lambda: ring.has(needed, ring.read_round), wait=wait, do=do)
+        return PieceStage(ready=lambda: ring.has(needed, ring.read_round), wait=wait, do=do)
 
     def _compare(self, number: int, note: bytes, patience: Patience) -> None:
         """Wait for everybody's first round, and see that all are doing the same."""
@@ -199,16 +194,9 @@ class Rounds:
         found = {other: ring.note(other, number).partition(SEPARATOR)[0] for other in self._others}
         mine = note.partition(SEPARATOR)[0]
         if any(theirs != mine for theirs in found.values()):
-            error = self._differ(dict(sorted({**found, self.rank: mine}.items())))
-            if error is not None:
-                raise error
-
-    def _disagreement(self, notes: dict[int, bytes]) -> Exception | None:
-        told = "; ".join(f"{self.names[member]}: {note.decode(errors='replace')}" for member, note in notes.items())
-        return CollectiveError(
-            f"{_DISAGREE}: {told}",
-            hint=_AGREE,
-        )
+            notes = sorted({**found, self.rank: mine}.items())
+            told = "; ".join(f"{self.names[member]}: {text.decode(errors='replace')}" for member, text in notes)
+            raise CollectiveError(f"{_DISAGREE}: {told}", hint=_AGREE)
 
     def _put(self, number: int, piece: Tensor, at: int = 0) -> None:
         """Copy a piece into this member's slot of a round."""
@@ -218,13 +206,11 @@ class Rounds:
         """What a member has put into its slot, as long as `like` and of its type; to be read, not to be kept."""
         return self._pieces.slot(member, number, like.dtype)[at : at + like.numel()]
 
-    def _begin(self, timeout_s: float) -> Call:
+    def _begin(self, timeout_s: float) -> LocalCall:
         if self._broken:
             raise RankGoneError(f"this group of processes is of no use any more: {self._broken}")
-        return Call(self, self._waiting(timeout_s))
-
-    def _waiting(self, timeout_s: float) -> Patience:
-        return Patience(time.monotonic() + timeout_s, self._check, lambda late: self._late(late, timeout_s))
+        deadline = time.monotonic() + timeout_s
+        return LocalCall(self, Patience(deadline, self._check, lambda late: self._late(late, timeout_s)))
 
     def _check(self, missing: Callable[[], list[int]]) -> None:
         told = self._memory.told()

@@ -18,7 +18,7 @@ from potluck.dist.local import LocalGroup
 from potluck.dist.reduction import Op
 
 
-class Path(Protocol):
+class CollectivePath(Protocol):
     """What a group can do with flat tensors; lists have one entry for each rank. `identity` tells that a tensor is
     the one of the last step: what compression lost then is added now."""
 

@@ -142,7 +142,3 @@ class Ring:
                 continue
             if not words.wait(base + member, target, patience.deadline, lambda: patience.check(missing)):
                 raise patience.late(missing())
-
-    def close(self) -> None:
-        self._views.clear()
-        self._notes.release()

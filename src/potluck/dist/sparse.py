@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from potluck.dist.lane import Call
-from potluck.dist.paths import Path
+from potluck.dist.paths import CollectivePath
 
 
 @torch.no_grad()
-def all_reduce(path: Path, call: Call, world: int, tensor: Tensor) -> None:
+def all_reduce(path: CollectivePath, call: Call, world: int, tensor: Tensor) -> None:
     """In place. Everybody gets everybody's entries, padded to the longest, and adds them up in rank order."""
     mine = tensor.detach().coalesce().cpu()
     counts = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
@@ -30,7 +30,7 @@ def all_reduce(path: Path, call: Call, world: int, tensor: Tensor) -> None:
     tensor.copy_(total.to(tensor.device))  # not of detach(): the number of entries would stay what it was
 
 
-def _gathered(path: Path, call: Call, world: int, rows: Tensor, longest: int) -> list[Tensor]:
+def _gathered(path: CollectivePath, call: Call, world: int, rows: Tensor, longest: int) -> list[Tensor]:
     """Every rank's rows, each list as long as the longest."""
     padded = torch.zeros(longest, *rows.shape[1:], dtype=rows.dtype)
     padded[: rows.shape[0]] = rows

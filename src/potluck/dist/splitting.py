@@ -35,7 +35,7 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class SplitRequest:
     """A part of a group."""
 
     ranks: list[int]
@@ -46,7 +46,7 @@ class Wanted:
     about: str
 
 
-def split(parent: Any, origin: Origin, global_ranks: list[int], wanted: Wanted) -> Any:
+def split(parent: Any, origin: Origin, global_ranks: list[int], wanted: SplitRequest) -> Any:
     """The new group, on the ranks that are in it; None on the others."""
     from potluck.dist.group import create
 

@@ -148,7 +148,7 @@ def _wait_for(connection: socket.socket, *, receiving: bool, sending: bool) -> N
 # -- how two ranks come to have one
 
 
-class Door:
+class StreamListener:
     """Where one rank waits for the other; what it must know comes by the mail, as an invitation.
 
     A thread listens to all who come at once, so that those who say nothing keep nobody out. When they are too many,
@@ -170,7 +170,7 @@ class Door:
         self._thread.start()
 
     @classmethod
-    def open(cls, address: str, secret: bytes, port: int = 0) -> Door | None:
+    def open(cls, address: str, secret: bytes, port: int = 0) -> StreamListener | None:
         """None where the port (0: any) cannot be opened."""
         try:
             return cls(address, secret, port)
@@ -245,7 +245,7 @@ class Door:
         connection.close()
 
 
-class Visit:
+class PendingStream:
     """Where the other rank has connected, and knocked."""
 
     def __init__(self, connection: socket.socket, secret: bytes) -> None:
@@ -256,7 +256,7 @@ class Visit:
         return _stream(self._connection, self._secret if sealed else None, server=False, within_s=within_s)
 
 
-def follow(address: str, invitation: bytes, within_s: float = CONNECT_S) -> Visit | None:
+def follow(address: str, invitation: bytes, within_s: float = CONNECT_S) -> PendingStream | None:
     """Connect to who sent the invitation; None if that is not possible, as behind a firewall."""
     try:
         port, secret = _INVITATION.unpack(invitation)
@@ -268,7 +268,7 @@ def follow(address: str, invitation: bytes, within_s: float = CONNECT_S) -> Visi
     except OSError:
         connection.close()
         return None
-    return Visit(connection, secret)
+    return PendingStream(connection, secret)
 
 
 def _stream(connection: socket.socket, secret: bytes | None, *, server: bool, within_s: float) -> Stream | None:

@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from potluck.dist.lane import Call
-from potluck.dist.paths import Path
+from potluck.dist.paths import CollectivePath
 from potluck.dist.reduction import Op
 
 
-def reduce_scatter(path: Path, call: Call, rank: int, output: Tensor, inputs: Sequence[Tensor], op: Op) -> None:
+def reduce_scatter(
+    path: CollectivePath, call: Call, rank: int, output: Tensor, inputs: Sequence[Tensor], op: Op
+) -> None:
     """Each part to its owner, one after the other: as many bytes as with equal ones, in more steps."""
     for owner, part in enumerate(inputs):
         values = part.clone()

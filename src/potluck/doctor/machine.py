@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from potluck.plan.memory import TRAINING_BYTES
 from potluck.spec.facts import Case, Facts, SshHost
 from potluck.spec.finding import BLOCKER, NOTE, WARNING, Finding, Fine
 from potluck.units import bytes_text, count_text, seconds_text
@@ -14,8 +15,6 @@ from potluck.units import bytes_text, count_text, seconds_text
 LITTLE_MEMORY = 10**9
 FULL_DISK = 200 * 10**6
 SMALL_DISK = 2 * 10**9
-TRAINING_BYTES = 16
-"""For each parameter: weights, gradients and AdamW's two moments in fp32; activations come on top."""
 CHECKPOINT_BYTES = 12
 KEPT_CHECKPOINTS = 3
 """Two are kept, and a third is there while it is written."""
@@ -70,7 +69,7 @@ def memory(case: Case, facts: Facts) -> Iterator[Finding | Fine]:
                 severity=BLOCKER if needs > total else WARNING,
                 machine=facts.name,
                 what=f"{what}; {bytes_text(free)} of {bytes_text(total)} memory are free",
-                how=f"{TRAINING_BYTES} bytes a parameter (weights, gradients, AdamW in fp32), before activations",
+                how=f"{TRAINING_BYTES:g} bytes a parameter (weights, gradients, AdamW in fp32), before activations",
                 breaks="the process is killed, or the machine swaps",
                 fix="a smaller model (--depth), another machine as host, or close other programs",
                 pains=(14,),

@@ -11,7 +11,7 @@ from potluck.doctor.network import ipv4, same_network
 from potluck.doctor.pair import other_name
 from potluck.spec.facts import CONTAINER, LOOPBACK, Case
 from potluck.spec.finding import NOTE, WARNING, Finding, Fine
-from potluck.spec.probed import Path
+from potluck.spec.probed import ProbedPath
 from potluck.units import bits_text
 
 MUCH_SLOWER = 0.5
@@ -38,7 +38,7 @@ def speeds(case: Case) -> Iterator[Finding | Fine]:
     yield from _not_measured(case, who)
 
 
-def _slower(case: Case, who: str, slow: Path, fast: Path) -> Finding:
+def _slower(case: Case, who: str, slow: ProbedPath, fast: ProbedPath) -> Finding:
     here = f"\npotluck host --bind {fast.source}   (here, if this machine is the host)" if fast.source else ""
     now = "which is used" if slow.used else "which may be used another time"
     return Finding(
@@ -87,15 +87,15 @@ def leaving(case: Case) -> Iterator[Finding | Fine]:
         )
 
 
-def _way(path: Path) -> str:
+def _way(path: ProbedPath) -> str:
     source = " ".join(filter(None, (path.interface, path.source)))
     return f"{source} → {path.address}" if source else path.address
 
 
-def _rates(path: Path) -> str:
+def _rates(path: ProbedPath) -> str:
     out, back = (bits_text(way.ours.bytes_per_s if way.ours else None) for way in (path.out, path.back))
     return f"{out} there, {back} back"
 
 
-def _rate(path: Path) -> float:
+def _rate(path: ProbedPath) -> float:
     return path.slower_bytes_per_s or 0.0

@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from potluck.errors import ScriptError
 
@@ -38,7 +38,7 @@ def rank_environment(rank: int, world: int, address: str, port: int) -> dict[str
     }
 
 
-def run_ranks(command: Sequence[str], world: int, *, threads: int, env: Mapping[str, str] | None = None) -> None:
+def run_ranks(command: Sequence[str], world: int, *, threads: int) -> None:
     """Run `command` as `world` ranks; rank 0 speaks on our standard output, all of them on standard error.
 
     Raises:
@@ -48,7 +48,7 @@ def run_ranks(command: Sequence[str], world: int, *, threads: int, env: Mapping[
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(world):
-            variables = {**os.environ, **(env or {}), **rank_environment(rank, world, "127.0.0.1", port)}
+            variables = {**os.environ, **rank_environment(rank, world, "127.0.0.1", port)}
             variables["OMP_NUM_THREADS"] = str(threads)
             processes.append(
                 subprocess.Popen(

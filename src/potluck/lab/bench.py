@@ -14,23 +14,13 @@ from potluck.errors import ConfigError, PotluckError
 from potluck.lab import peers
 from potluck.lab.box import Box
 from potluck.lab.stage import Report
-from potluck.lab.strategies import (
-    DDP,
-    DDP_BALANCED,
-    PEERS,
-    POTLUCK,
-    SOLO,
-    STRATEGIES,
-    Arena,
-    distributed,
-    potluck,
-    solo,
-)
+from potluck.lab.strategies import STRATEGIES, Arena, distributed, potluck, solo
 from potluck.lab.strategies import alone as measure_alone
 from potluck.plan.rigs import step_times
 from potluck.spec.config import nearest
 from potluck.spec.faults import FaultPlan
 from potluck.spec.figures import Results, mean_step_s, results
+from potluck.spec.fleet import POTLUCK, SOLO
 from potluck.spec.outcome import Outcome
 from potluck.spec.rig import Rig
 
@@ -41,7 +31,7 @@ PATIENCE = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class BenchOutcome:
     """What a bench has found."""
 
     results: Results
@@ -56,11 +46,11 @@ def warm_up_of(steps: int) -> int:
 
 def check_strategies(names: Sequence[str]) -> list[str]:
     """The strategies in the order in which they are run, the host alone first; none named: all but the peers."""
-    known = [*STRATEGIES, *PEERS]
+    known = [*STRATEGIES, *peers.NAMES]
     for name in names:
         if name not in known:
             raise ConfigError(f"there is no strategy {name!r}", hint=nearest(name, known))
-        reason = peers.available()[name] if name in PEERS else None
+        reason = peers.available()[name] if name in peers.NAMES else None
         if reason is not None:
             raise ConfigError(
                 f"{name} cannot run here: {reason}", hint='install the extra: pip install -e ".[peers]"'
@@ -76,7 +66,7 @@ def bench(
     folder: Path,
     report: Report,
     faults: FaultPlan | None = None,
-) -> Measured:
+) -> BenchOutcome:
     """Run the strategies on a box that is up; faults strike potluck alone."""
     planned = faults.on(rig).faults if faults is not None else ()
     arena = Arena(rig=rig, box=box, folder=folder, report=report)
@@ -106,7 +96,7 @@ def bench(
         except PotluckError as error:
             failed[name] = str(error)
             outcomes.append(Outcome(strategy=name, started_at=0.0, steps=[], note=f"failed: {error}"))
-    return Measured(
+    return BenchOutcome(
         results=results(
             rig, outcomes, alone, host_step_s, warm_up, box.kind, _predicted(rig, outcomes, warm_up, alone)
         ),
@@ -124,6 +114,3 @@ def _predicted(rig: Rig, outcomes: Sequence[Outcome], warm_up: int, alone: Mappi
         except ConfigError:
             continue  # a fleet that the strategy cannot be planned for: its row says what happened
     return found
-
-
-__all__ = ["DDP", "DDP_BALANCED", "POTLUCK", "SOLO", "Measured", "bench", "check_strategies", "warm_up_of"]

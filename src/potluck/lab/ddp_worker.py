@@ -45,7 +45,7 @@ TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
+class RankSpec:
     """One machine, one rank."""
 
     name: str
@@ -61,7 +61,7 @@ class Spec:
 
     recipe: str
     config: dict[str, Any]
-    members: tuple[Member, ...]
+    members: tuple[RankSpec, ...]
     steps: int
     seed: int
     """Of the order of the samples."""
@@ -89,7 +89,7 @@ def read_spec(path: Path) -> Spec:
                 hint="every machine needs a share of at least 1; leave the others out",
             )
         members = tuple(
-            Member(name=m["name"], device=m["device"], micro_batch=int(m["micro_batch"]), share=share)
+            RankSpec(name=m["name"], device=m["device"], micro_batch=int(m["micro_batch"]), share=share)
             for m, share in zip(machines, shares)
         )
         return Spec(

@@ -10,7 +10,6 @@ written. Connections take turns, a chunk each, and a chunk takes some 2 ms of it
 from __future__ import annotations
 
 import contextlib
-import errno
 import math
 import os
 import selectors
@@ -20,6 +19,7 @@ from collections import deque
 from collections.abc import Callable
 
 from potluck.lab.shaping import Direction, Link
+from potluck.wire.reach import UNDER_WAY
 
 MOST_CHUNKS = 16_384
 """In one pipe: chunks can be of one byte each, and each has its own overhead."""
@@ -28,7 +28,6 @@ MOST_BUFFERED_BYTES = 256 * 1024 * 1024
 
 # Loopback's own segments of 64 KiB give every sender a buffer of 4 MB, seconds of a thin link's time.
 _SEGMENT_BYTES = 1448
-_UNDER_WAY = {0, errno.EINPROGRESS, errno.EWOULDBLOCK, getattr(errno, "WSAEWOULDBLOCK", -1)}
 _NOT_NOW = (BlockingIOError, InterruptedError)
 _FIN = b""
 _RESET = None
@@ -152,7 +151,7 @@ class Connection:
         if held_until > now:
             return held_until
         self.waits = False
-        if self._far.socket.connect_ex(self._target) not in _UNDER_WAY:
+        if self._far.socket.connect_ex(self._target) not in UNDER_WAY:
             self.close(reset=True)
         else:
             self._far.on_write = self._connected

@@ -17,7 +17,17 @@ from typing import Any, NoReturn
 
 import psutil
 
-from potluck.lab.peer_run import HOST_RANK, LAST_REPORTS_S, START_S, Board, Orders, Part, Record, Training, main
+from potluck.lab.peer_run import (
+    HOST_RANK,
+    LAST_REPORTS_S,
+    START_S,
+    Board,
+    Orders,
+    PeerTraining,
+    StepPart,
+    StepRecord,
+    main,
+)
 
 MATCHMAKING_S = 2.0
 """Peers look for each other this long before they expect the batch to be full, while they still compute."""
@@ -32,7 +42,7 @@ def work(orders: Orders) -> None:
     signal.signal(signal.SIGTERM, _leave)
     # The other way of sharing memory starts a process that outlives this one by seconds.
     os.environ.setdefault("HIVEMIND_MEMORY_SHARING_STRATEGY", "file_descriptor")
-    training, board = Training(orders), Board(orders)
+    training, board = PeerTraining(orders), Board(orders)
     children: list[psutil.Process] = []
     try:
         dht = _dht(orders, board)
@@ -40,7 +50,7 @@ def work(orders: Orders) -> None:
         children = psutil.Process().children(recursive=True)
         ids = board.gather("ready", str(dht.peer_id))
         names = {peer: member.name for peer, member in zip(ids, orders.spec.members)}
-        _Peer(orders, training, optimizer, names).train(Record(orders, board))
+        _Peer(orders, training, optimizer, names).train(StepRecord(orders, board))
         if orders.is_host and orders.spec.weights is not None:
             training.save(orders.spec.weights)
         board.leave()
@@ -70,7 +80,7 @@ def _dht(orders: Orders, board: Board) -> Any:
     return dht
 
 
-def _optimizer(orders: Orders, training: Training, dht: Any) -> Any:
+def _optimizer(orders: Orders, training: PeerTraining, dht: Any) -> Any:
     import hivemind
 
     half = hivemind.compression.Float16Compression()
@@ -108,13 +118,13 @@ def _optimizer(orders: Orders, training: Training, dht: Any) -> Any:
 class _Peer:
     """The loop of one peer, and what it gave to each step."""
 
-    def __init__(self, orders: Orders, training: Training, optimizer: Any, names: dict[str, str]) -> None:
+    def __init__(self, orders: Orders, training: PeerTraining, optimizer: Any, names: dict[str, str]) -> None:
         self._orders, self._training, self._optimizer, self._names = orders, training, optimizer, names
         self._size = granule(orders)
         self._samples, self._loss_sum = 0, 0.0
         self._used: Any = None
 
-    def train(self, record: Record) -> None:
+    def train(self, record: StepRecord) -> None:
         optimizer = self._optimizer
         while (step := optimizer.local_epoch) < self._orders.spec.steps:
             self._compute(step)
@@ -134,14 +144,14 @@ class _Peer:
         self._samples += self._size
         self._optimizer.step(batch_size=self._size)
 
-    def _part(self) -> Part:
+    def _part(self) -> StepPart:
         """What this peer gave to the step that has just ended, and with whom its gradient was averaged."""
         control = self._optimizer.scheduled_grads
         group: tuple[str, ...] = ()
         if control is not None and control is not self._used and control.done() and control.exception() is None:
             group = tuple(self._names[str(peer)] for peer in control.result() if str(peer) in self._names)
         self._used = control
-        part = Part(samples=self._samples, loss_sum=self._loss_sum, group=group)
+        part = StepPart(samples=self._samples, loss_sum=self._loss_sum, group=group)
         self._samples, self._loss_sum = 0, 0.0
         return part
 

@@ -25,13 +25,12 @@ import psutil
 
 from potluck.errors import PotluckError
 from potluck.lab import detour
-from potluck.lab.detour import read_token, write_token
+from potluck.lab.detour import ADDRESS, read_token, write_token
 from potluck.lab.proxy import ProxyProcess
 from potluck.lab.shaping import Fault, LinkSpec
 from potluck.lab.warden import end
 from potluck.spec.rig import HOST, Machine, Rig
 
-ADDRESS = "127.0.0.1"
 PREFIX = "potluck-loopback-"
 """Of the private folder; the owner's process id follows."""
 GRACE_S = 3.0

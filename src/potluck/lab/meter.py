@@ -21,7 +21,7 @@ LEAST_PART = 0.1
 """Of what goes the other way: acknowledgements of a transfer are no transfer either."""
 
 
-class Meter:
+class StageMeter:
     """Watches between `with` and its end; then `intervals` and `host_bytes` are complete."""
 
     def __init__(self, box: Box, machines: Sequence[str], host: str) -> None:
@@ -32,7 +32,7 @@ class Meter:
         self.intervals: list[Interval] = []
         self.host_bytes: list[tuple[float, int]] = []
 
-    def __enter__(self) -> Meter:
+    def __enter__(self) -> StageMeter:
         self._thread.start()
         return self
 

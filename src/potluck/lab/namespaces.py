@@ -25,7 +25,6 @@ from potluck.errors import UserError
 from potluck.lab import enter, permission, state
 from potluck.lab.box import Box
 from potluck.lab.network import needs_netem, wiring
-from potluck.lab.permission import why_not
 from potluck.lab.shaping import Fault
 from potluck.lab.supervisor import Request
 from potluck.spec.rig import HOST, Rig
@@ -33,7 +32,6 @@ from potluck.spec.rig import HOST, Rig
 if TYPE_CHECKING:
     from potluck.lab.detour import Detours
 
-__all__ = ["NamespaceBox", "why_not"]
 
 GRACE_S = 1.5
 """A shared rig stays this long after its last user, so that one `exec` after another finds it up."""
@@ -41,7 +39,7 @@ UP_S = 60.0
 DOWN_S = 10.0
 PATIENCE_S = 3.0
 _MOST_NAME = 40
-_SOURCE = str(Path(__file__).resolve().parents[2])
+SOURCE = str(Path(__file__).resolve().parents[2])
 
 
 class NamespaceBox(Box):
@@ -211,7 +209,7 @@ class NamespaceBox(Box):
         try:
             self._supervisor = subprocess.Popen(
                 [*before, sys.executable, "-S", "-m", "potluck.lab.supervisor"],
-                env={**permission.environment(), "PYTHONPATH": _SOURCE},
+                env={**permission.environment(), "PYTHONPATH": SOURCE},
                 cwd="/",
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

@@ -29,7 +29,7 @@ HOLDER = "{pid}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Port:
+class SwitchPort:
     """A machine's link and its place in the switch."""
 
     machine: str
@@ -50,7 +50,7 @@ class Wiring:
 
     switch: tuple[str, ...]
     """Lines for `ip -batch` that make the switch."""
-    ports: tuple[Port, ...]
+    ports: tuple[SwitchPort, ...]
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -85,16 +85,16 @@ def shaping(device: str, mbit: float | None, latency_ms: float) -> tuple[str, ..
     return (delay, f"qdisc replace dev {device} parent 1:1 handle 10: {rate}") if rate else (delay,)
 
 
-def _read_port(table: Mapping[str, Any]) -> Port:
+def _read_port(table: Mapping[str, Any]) -> SwitchPort:
     lines: dict[str, Any] = {
         key: tuple(table[key]) for key in ("switch_ip", "machine_ip", "switch_tc", "machine_tc")
     }
-    return Port(machine=table["machine"], address=table["address"], **lines)
+    return SwitchPort(machine=table["machine"], address=table["address"], **lines)
 
 
-def _port(machine: Machine, number: int) -> Port:
+def _port(machine: Machine, number: int) -> SwitchPort:
     port, address = f"port{number}", f"{SUBNET}.{number}"
-    return Port(
+    return SwitchPort(
         machine=machine.name,
         address=address,
         switch_ip=(

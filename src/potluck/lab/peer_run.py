@@ -24,7 +24,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from potluck.balance.ledger import Ledger
 from potluck.device import pick
 from potluck.errors import GuestsMissingError, HostGoneError, PotluckError
-from potluck.lab.ddp_worker import Member, Spec, read_spec
+from potluck.lab.ddp_worker import RankSpec, Spec, read_spec
 from potluck.spec.config import build
 from potluck.train import recipes
 from potluck.train.data import Loader, epoch_order, to_device
@@ -48,7 +48,7 @@ class Orders:
     rank: int
 
     @property
-    def me(self) -> Member:
+    def me(self) -> RankSpec:
         return self.spec.members[self.rank]
 
     @property
@@ -83,7 +83,7 @@ def read_orders(path: Path, rank: int) -> Orders:
     return Orders(spec=spec, addresses=addresses, rank=rank)
 
 
-class Training:
+class PeerTraining:
     """The recipe on this machine: its model, optimizer and samples, and gradients at its device's speed."""
 
     def __init__(self, orders: Orders) -> None:
@@ -173,7 +173,7 @@ class Board:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class StepPart:
     """What one machine gave to one step."""
 
     samples: int
@@ -183,15 +183,15 @@ class Part:
 
 
 @dataclass(slots=True)
-class Record:
+class StepRecord:
     """What machines gave to each step: guests tell the host, and the host writes a row once it knows of all."""
 
     orders: Orders
     board: Board
     _began_s: float = field(default_factory=time.monotonic)
-    _waiting: list[tuple[int, float, float, Part]] = field(default_factory=list)
+    _waiting: list[tuple[int, float, float, StepPart]] = field(default_factory=list)
 
-    def ended(self, step: int, part: Part) -> None:
+    def ended(self, step: int, part: StepPart) -> None:
         """A step (counted from 1) ended just now; what this machine gave to it."""
         if not self.orders.is_host:
             said = {"samples": part.samples, "loss_sum": part.loss_sum, "group": list(part.group)}
@@ -217,15 +217,15 @@ class Record:
             self._write(step, ended_at, step_s, {HOST_RANK: own} | known)
             del self._waiting[0]
 
-    def _partners(self, own: Part) -> list[int]:
+    def _partners(self, own: StepPart) -> list[int]:
         members = enumerate(self.orders.spec.members)
         return [rank for rank, member in members if rank != HOST_RANK and member.name in own.group]
 
-    def _part(self, step: int, rank: int) -> Part | None:
+    def _part(self, step: int, rank: int) -> StepPart | None:
         said = self.board.look(f"step/{step}/{rank}")
-        return None if said is None else Part(**{**said, "group": tuple(said["group"])})
+        return None if said is None else StepPart(**{**said, "group": tuple(said["group"])})
 
-    def _write(self, step: int, ended_at: float, step_s: float, parts: dict[int, Part]) -> None:
+    def _write(self, step: int, ended_at: float, step_s: float, parts: dict[int, StepPart]) -> None:
         members = self.orders.spec.members
         # Who was averaged without the host gave nothing to the weights that the host has now.
         counted = {

@@ -12,14 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from potluck.errors import ScriptError
-from potluck.lab.namespaces import NamespaceBox
+from potluck.lab.namespaces import SOURCE, NamespaceBox
 from potluck.spec.rig import Machine, Rig, Workload
 
 PORT = 29_500
 """Each machine has all ports to itself."""
 _POLL_S = 0.05
 _TAIL = 30
-_SOURCE = str(Path(__file__).resolve().parents[2])
 
 
 def pair(link_mbit: float | None) -> Rig:
@@ -44,7 +43,7 @@ def run_on_pair(
     with NamespaceBox(rig) as box:
         variables = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": box.address("one")}
         variables |= {"MASTER_PORT": str(PORT), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "eth0"}
-        variables["PYTHONPATH"] = os.pathsep.join(filter(None, (_SOURCE, os.environ.get("PYTHONPATH", ""))))
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, (SOURCE, os.environ.get("PYTHONPATH", ""))))
         processes = [
             box.start(machine.name, command, env={**variables, "RANK": str(rank), "LOCAL_RANK": "0"}, log=log)
             for rank, (machine, command, log) in enumerate(zip(rig.machines, commands, logs))

@@ -33,7 +33,6 @@ class Progress:
     step: int
     steps: int
     step_s: float | None = None
-    note: str = ""
 
 
 Report = Callable[[Progress], None]

@@ -16,22 +16,18 @@ from typing import Any
 from potluck.errors import PotluckError
 from potluck.lab import peers
 from potluck.lab.box import Box
-from potluck.lab.meter import Meter
+from potluck.lab.meter import StageMeter
 from potluck.lab.shares import balanced_shares, equal_shares
 from potluck.lab.stage import Actor, Progress, Report, Stage
 from potluck.lab.striker import Striker
 from potluck.lab.workload import device_name, recipe_flags, recipe_settings
 from potluck.spec import about
 from potluck.spec.faults import PlannedFault
+from potluck.spec.fleet import DDP, DDP_BALANCED, POTLUCK, SOLO
 from potluck.spec.outcome import Outcome, StepDone
 from potluck.spec.rig import Machine, Rig
 
-SOLO = "solo"
-DDP = "ddp"
-DDP_BALANCED = "ddp-balanced"
-POTLUCK = "potluck"
 STRATEGIES = (SOLO, DDP, DDP_BALANCED, POTLUCK)
-PEERS = ("hivemind", "torchft")
 
 START_S = 90.0
 """For a process to start: importing torch on a busy box, connecting over a thin link."""
@@ -129,7 +125,7 @@ def potluck(arena: Arena) -> Outcome:
     """The fleet as `potluck host` and `potluck join` make it; guests come and go as the rig says."""
     rig = arena.rig
     names = [m.name for m in rig.machines]
-    with Stage(arena.box, arena.folder / POTLUCK) as stage, Meter(arena.box, names, rig.host.name) as meter:
+    with Stage(arena.box, arena.folder / POTLUCK) as stage, StageMeter(arena.box, names, rig.host.name) as meter:
         host = stage.start(rig.host.name, _host(arena, stage.folder))
         guests = _Guests(arena, stage, stage.wait_for_file("*/token", START_S))
         guests.before_step(1)
@@ -224,7 +220,7 @@ def distributed(arena: Arena, strategy: str) -> Outcome:
     shares = _shares(rig, staying, strategy)
     steps = _affordable_steps(arena, staying, shares)
     notes = [f"made {steps} of {rig.workload.steps} steps (each takes long)"] if steps < rig.workload.steps else []
-    if strategy in PEERS and (word := peers.note(strategy)):
+    if strategy in peers.NAMES and (word := peers.note(strategy)):
         notes.append(word)
     if arena.faults:
         notes.append("without the faults, which strike potluck alone")
@@ -232,7 +228,7 @@ def distributed(arena: Arena, strategy: str) -> Outcome:
         notes.append("without the machines that come and go: it stops when one is lost")
     with Stage(arena.box, arena.folder / strategy) as stage:
         spec, out = _worker_spec(arena, strategy, staying, shares, steps)
-        with Meter(arena.box, [m.name for m in staying], rig.host.name) as meter:
+        with StageMeter(arena.box, [m.name for m in staying], rig.host.name) as meter:
             for rank, machine in enumerate(staying):
                 stage.start(machine.name, _worker(strategy, spec, rank))
             first = stage.actors[0]
@@ -258,7 +254,7 @@ def distributed(arena: Arena, strategy: str) -> Outcome:
 
 
 def _worker(strategy: str, spec: Path, rank: int) -> list[str]:
-    if strategy in PEERS:
+    if strategy in peers.NAMES:
         return peers.command(strategy, spec, rank)
     return ["-m", "potluck.lab.ddp_worker", "--spec", str(spec), "--rank", str(rank)]
 

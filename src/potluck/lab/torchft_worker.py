@@ -26,9 +26,9 @@ from potluck.lab.peer_run import (
     STEP_LIMIT_S,
     Board,
     Orders,
-    Part,
-    Record,
-    Training,
+    PeerTraining,
+    StepPart,
+    StepRecord,
     main,
 )
 
@@ -39,7 +39,7 @@ RETRIES = 3
 def work(orders: Orders) -> None:
     """Be one replica group until all steps are done."""
     os.environ["GLOO_SOCKET_IFNAME"] = orders.spec.interface
-    training, board = Training(orders), Board(orders)
+    training, board = PeerTraining(orders), Board(orders)
     lighthouse = _lighthouse(orders, board) if orders.is_host else None
     own_store = TCPStore(orders.address, 0, is_master=True, wait_for_workers=False)
     manager = _manager(orders, training, own_store, board.wait("lighthouse", START_S, HOST_RANK))
@@ -68,7 +68,7 @@ def _lighthouse(orders: Orders, board: Board) -> Any:
     return server
 
 
-def _manager(orders: Orders, training: Training, own_store: TCPStore, lighthouse: str) -> Any:
+def _manager(orders: Orders, training: PeerTraining, own_store: TCPStore, lighthouse: str) -> Any:
     from torchft import Manager, ProcessGroupGloo
 
     limit = timedelta(seconds=STEP_LIMIT_S)
@@ -92,7 +92,7 @@ def _manager(orders: Orders, training: Training, own_store: TCPStore, lighthouse
     )
 
 
-def _train(orders: Orders, training: Training, board: Board, manager: Any) -> None:
+def _train(orders: Orders, training: PeerTraining, board: Board, manager: Any) -> None:
     from torchft import Optimizer
 
     model = _ddp(training, manager)
@@ -100,7 +100,7 @@ def _train(orders: Orders, training: Training, board: Board, manager: Any) -> No
     everyone = tuple(member.name for member in orders.spec.members)
     size, share = orders.me.micro_batch, orders.me.share
     board.gather("ready", True)
-    record = Record(orders, board)
+    record = StepRecord(orders, board)
     while (step := manager.current_step()) < orders.spec.steps:
         training.device.at_step(step + 1)
         optimizer.zero_grad()
@@ -116,12 +116,12 @@ def _train(orders: Orders, training: Training, board: Board, manager: Any) -> No
             continue  # not committed: the same step again
         if training.scheduler is not None:
             training.scheduler.step()
-        record.ended(step + 1, Part(samples=share, loss_sum=loss_sum, group=everyone))
+        record.ended(step + 1, StepPart(samples=share, loss_sum=loss_sum, group=everyone))
         record.flush()
     record.flush(LAST_REPORTS_S)
 
 
-def _ddp(training: Training, manager: Any) -> Any:
+def _ddp(training: PeerTraining, manager: Any) -> Any:
     """torchft's DDP. It waits for each bucket within the backward, and that is the network's time, no computing."""
     from torchft import DistributedDataParallel
 

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from potluck.spec.about import GPT_SEQUENCE
 from potluck.spec.rig import Machine, Workload
-
-GPT_SEQUENCE = 128
 
 
 def recipe_settings(workload: Workload, *, steps: int | None = None, batch: int | None = None) -> dict[str, Any]:

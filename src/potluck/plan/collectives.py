@@ -9,7 +9,6 @@ time, so the slowest link sets the pace:
     reduce-scatter   (N−1)·(α + S/(N·bw))
     all-gather       (N−1)·(α + S/(N·bw))
     all-reduce     2·(N−1)·(α + S/(N·bw)) = 2(N−1)/N · S/bw + 2(N−1)·α
-    broadcast        (S + (N−2)·p)/bw + (N−1)·α    in pieces of p bytes along a chain
 
 One rank, or nothing to send, takes no time. A link without a limit has `bytes_per_s = inf`.
 """
@@ -20,8 +19,6 @@ import math
 from collections.abc import Iterable, Sequence
 
 from potluck.errors import ConfigError
-
-BROADCAST_PIECE_BYTES = 1 << 20
 
 
 def reduce_scatter_s(size_bytes: float, ranks: int, bytes_per_s: float, latency_s: float = 0.0) -> float:
@@ -41,15 +38,6 @@ def ring_all_reduce_s(size_bytes: float, ranks: int, bytes_per_s: float, latency
     """2(N−1)/N · S/bw + 2(N−1)·α: a reduce-scatter, then an all-gather."""
     scatter_s = reduce_scatter_s(size_bytes, ranks, bytes_per_s, latency_s)
     return scatter_s + all_gather_s(size_bytes, ranks, bytes_per_s, latency_s)
-
-
-def broadcast_s(size_bytes: float, ranks: int, bytes_per_s: float, latency_s: float = 0.0) -> float:
-    """S/bw + (N−2)·p/bw + (N−1)·α, in pieces of p bytes along a chain: who has a piece passes it on."""
-    _check(size_bytes, ranks, bytes_per_s, latency_s)
-    if ranks == 1 or not size_bytes:
-        return 0.0
-    piece = min(BROADCAST_PIECE_BYTES, size_bytes)
-    return (size_bytes + (ranks - 2) * piece) / bytes_per_s + (ranks - 1) * latency_s
 
 
 def shared_nic_bytes_per_s(own: float, shared: float, users: int) -> float:

@@ -84,10 +84,10 @@ def potluck(job: Job, fleet: Fleet) -> Prediction:
         wire=(2 * max((s.transfer_s for s in speeds.values()), default=0.0), unhidden_s),
         shares=shares,
     )
-    return _with_words(job, fleet, row)
+    return _with_words(fleet, row)
 
 
-def _with_words(job: Job, fleet: Fleet, row: Prediction) -> Prediction:
+def _with_words(fleet: Fleet, row: Prediction) -> Prediction:
     host_waits_s = row.idle_s[fleet.host.name] - fleet.host.update_s
     parts = [
         f"the host waits {seconds_text(host_waits_s)}" if host_waits_s > WAIT_WORTH_S else "the host never waits"

@@ -26,7 +26,6 @@ class LinkSheet:
     part: float
     """Of the line rate that arrives as payload."""
     latency_s: float
-    wireless: bool = False
 
     @property
     def bytes_per_s(self) -> float:
@@ -37,7 +36,7 @@ class LinkSheet:
 
 
 LINKS: dict[str, LinkSheet] = {
-    name: LinkSheet(name=name, line_mbit=mbit, part=part, latency_s=latency_s, wireless=name.startswith("Wi-Fi"))
+    name: LinkSheet(name=name, line_mbit=mbit, part=part, latency_s=latency_s)
     for name, mbit, part, latency_s in (
         ("Wi-Fi 4", 150, 0.5, 4e-3),
         ("Wi-Fi 5", 866, 0.5, 3e-3),

@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from potluck.spec.fleet import FSDP, POTLUCK, SOLO, ZERO, Fleet, FleetMachine, Job
 
 TRAINING_BYTES = 16.0
+"""For each parameter: weights, gradients and AdamW's two moments in fp32; activations come on top."""
 BUCKET_BYTES = 4.0
 HOST_MORE_BYTES = 8.78
 GUEST_BYTES = 8 + 4.26

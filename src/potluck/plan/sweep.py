@@ -48,7 +48,7 @@ _EXAMPLES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class SweepRange:
     """What is swept, from where to where."""
 
     variable: str
@@ -74,7 +74,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    span: Span
+    span: SweepRange
     points: tuple[Point, ...]
     pays_from: float | None
     """The value from which on potluck is worth it (1.02×); None: nowhere in between."""
@@ -85,7 +85,7 @@ class Sweep:
         return asdict(self)
 
 
-def parse(word: str) -> Span:
+def parse(word: str) -> SweepRange:
     """link_mbit=10:10000, parameters=1M:10B, or with the number of points link_mbit=10:10000:40."""
     variable, equals, rest = word.partition("=")
     variable = variable.strip().replace("-", "_")
@@ -107,7 +107,7 @@ def parse(word: str) -> Span:
     points = int(numbers[2]) if len(numbers) == 3 else POINTS
     if not 2 <= points <= MOST_POINTS:
         raise ConfigError(f"a sweep of {points} points", hint=f"from 2 to {MOST_POINTS}")
-    return Span(variable=variable, first=first, last=last, points=points)
+    return SweepRange(variable=variable, first=first, last=last, points=points)
 
 
 def _number(word: str) -> float:
@@ -116,7 +116,7 @@ def _number(word: str) -> float:
     return float(word[:-1] if times > 1 else word) * times
 
 
-def sweep(job: Job, fleet: Fleet, span: Span, strategies: Sequence[str] = ()) -> Sweep:
+def sweep(job: Job, fleet: Fleet, span: SweepRange, strategies: Sequence[str] = ()) -> Sweep:
     """The strategies at each value."""
     names = [name for name in strategies or STRATEGIES if name != "solo"] or list(STRATEGIES)
     points = tuple(_point(job, fleet, span.variable, value, names) for value in span.values())
@@ -155,7 +155,7 @@ def _point(job: Job, fleet: Fleet, variable: str, value: float, strategies: Sequ
     )
 
 
-def _crowded_from(span: Span, points: Sequence[Point]) -> float | None:
+def _crowded_from(span: SweepRange, points: Sequence[Point]) -> float | None:
     """The number of guests with the best speed-up, where more of them have less: the hub turns nobody away."""
     swept = [point for point in points if POTLUCK in point.speedup]
     if span.variable != "guests" or not swept:
@@ -164,7 +164,7 @@ def _crowded_from(span: Span, points: Sequence[Point]) -> float | None:
     return best.value if swept[-1].speedup[POTLUCK] < CROWDED * best.speedup[POTLUCK] else None
 
 
-def _pays_from(job: Job, fleet: Fleet, span: Span, points: Sequence[Point]) -> float | None:
+def _pays_from(job: Job, fleet: Fleet, span: SweepRange, points: Sequence[Point]) -> float | None:
     """The first value that pays, by halving between the one before it and it."""
 
     known = {point.value: point.speedup.get(POTLUCK) for point in points}

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from potluck.errors import UserError
-from potluck.spec.collectives import Row
+from potluck.spec.collectives import CollectiveRow
 
 _WARM_UP = 2
 _MOST_REPEATS, _LEAST_REPEATS = 200, 5
@@ -34,7 +34,7 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 Group = Any
 
 
-class Case:
+class CollectiveCase:
     """One collective at one size on this rank: its tensors, how it is called, and what must come out."""
 
     def __init__(self, op: str, size_bytes: int, dtype: torch.dtype, rank: int, world: int) -> None:
@@ -96,12 +96,12 @@ def measure(
     repeats: int | None = None,
     tolerance: float = 0.0,
     link_bytes_per_s: float | None = None,
-) -> Iterator[Row]:
+) -> Iterator[CollectiveRow]:
     """Rows for each size and each group, by name; the same on every rank. The first group also aligns the ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
     common = next(iter(groups.values()))
     for size_bytes in sizes:
-        case = Case(op, size_bytes, dtype, rank, world)
+        case = CollectiveCase(op, size_bytes, dtype, rank, world)
         times: dict[str, list[float]] = {name: [] for name in groups}
         wrong = dict.fromkeys(groups, 0)
         for repeat in range(_WARM_UP + (repeats or repeats_for(size_bytes))):
@@ -116,7 +116,7 @@ def measure(
                 wrong[name] = max(wrong[name], case.wrong(tolerance))
         for name in groups:
             time_s = _agreed(statistics.median(times[name]), dist.ReduceOp.MAX, common)
-            yield Row(
+            yield CollectiveRow(
                 backend=name,
                 op=op,
                 size_bytes=case.count * dtype.itemsize,
@@ -130,7 +130,9 @@ def measure(
             )
 
 
-def short(*, seconds: float = 5.0, op: str = "all_reduce", link_bytes_per_s: float | None = None) -> list[Row]:
+def short(
+    *, seconds: float = 5.0, op: str = "all_reduce", link_bytes_per_s: float | None = None
+) -> list[CollectiveRow]:
     """A short table of the default group, which is up: call it on every rank, print it on one.
 
         for line in potluck.spec.collectives.table(potluck.probe.collectives.short()):
@@ -149,7 +151,7 @@ def short(*, seconds: float = 5.0, op: str = "all_reduce", link_bytes_per_s: flo
             f"the backend {name} takes no CPU tensors",
             hint="init_process_group('cpu:gloo,cuda:nccl'), or 'potluck'",
         )
-    rows: list[Row] = []
+    rows: list[CollectiveRow] = []
     left_s = seconds
     for number, size in enumerate(SHORT_SIZES):
         guessed_s = rows[-1].time_s * min(size / rows[-1].size_bytes, 4.0) if rows else 0.0

@@ -23,7 +23,7 @@ _WARM_UP = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class DdpJob:
     """What is trained; every process has its own samples."""
 
     depth: int = 4
@@ -58,7 +58,7 @@ class Trained:
         return asdict(self)
 
 
-def train(job: Job, backend: str, link_bytes_per_s: float | None, where: str, group: Any = None) -> Trained:
+def train(job: DdpJob, backend: str, link_bytes_per_s: float | None, where: str, group: Any = None) -> Trained:
     """Train some steps on a group, or on the default one, or alone where there is none."""
     world = dist.get_world_size(group) if dist.is_initialized() else 1
     rank = dist.get_rank() if world > 1 else 0
@@ -116,10 +116,10 @@ def _backward(model: nn.Module, samples: Tensor) -> Tensor:
     return loss.detach()
 
 
-def _reduce_alone(nbytes: int, group: Any, repeats: int = 5) -> float:
+def _reduce_alone(nbytes: int, group: Any) -> float:
     values = torch.zeros(nbytes // 4)
     times = []
-    for _ in range(repeats + 1):
+    for _ in range(6):
         dist.barrier(group)
         began = time.perf_counter()
         dist.all_reduce(values, group=group)

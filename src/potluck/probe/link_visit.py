@@ -21,7 +21,7 @@ from potluck.probe import bare, iperf
 from potluck.probe.reach import number_of, tried_all
 from potluck.probe.stream import MOST_PIECE, Meter, Shares, Window, round_trips
 from potluck.spec.facts import CONNECTED, from_plain
-from potluck.spec.probed import DeviceSpeed, Path, Rate, Way
+from potluck.spec.probed import DeviceSpeed, ProbedPath, Rate, Way
 from potluck.wire.door import HANDSHAKE_S
 from potluck.wire.frames import Message, load_json, pack, unpack
 from potluck.wire.token import Token
@@ -46,7 +46,7 @@ DIRECTIONS: Directions = (("to {}", True, False), ("from {}", False, True), ("bo
 
 def measure(
     token: Token, name: str, seconds: float, progress: Progress, *, iperf3: bool = True
-) -> tuple[DeviceSpeed, tuple[Path, ...]]:
+) -> tuple[DeviceSpeed, tuple[ProbedPath, ...]]:
     """The other machine, and every path to it that a connection can take, the one that a run would use first."""
     progress("looking for the other machine")
     system = System()
@@ -71,17 +71,17 @@ def measure(
     return there, tuple(paths)
 
 
-def _other_path(token: Token, name: str, progress: Progress, system: System, shares: Shares) -> Path:
+def _other_path(token: Token, name: str, progress: Progress, system: System, shares: Shares) -> ProbedPath:
     """One that a run would not use: what goes wrong there is a note, no failure."""
     try:
         visit = Visit(token, name, progress)
     except PotluckError as error:
-        return Path(address=token.addresses[0], notes=(error.what,))
+        return ProbedPath(address=token.addresses[0], notes=(error.what,))
     try:
         visit.hello()
         return visit.path(system, shares, used=False, iperf3=False)
     except PotluckError as error:
-        return Path(address=token.addresses[0], notes=(error.what,))
+        return ProbedPath(address=token.addresses[0], notes=(error.what,))
     finally:
         visit.close()
 
@@ -125,13 +125,13 @@ class Visit:
         self._there = speed.name
         return speed
 
-    def in_a_moment(self, system: System, seconds: float, *, used: bool) -> Path:
+    def in_a_moment(self, system: System, seconds: float, *, used: bool) -> ProbedPath:
         """The rate each way, so many seconds each, and nothing else."""
         route = route_to(system, self.number)
         self._progress(f"{self.number}: how fast")
         out, _ = self._streamed(True, False, seconds)
         _, back = self._streamed(False, True, seconds)
-        return Path(
+        return ProbedPath(
             address=self.number,
             source=route.source if route is not None else "",
             interface=(route.interface or "") if route is not None else "",
@@ -140,7 +140,7 @@ class Visit:
             back=Way(ours=back),
         )
 
-    def path(self, system: System, shares: Shares, *, used: bool, iperf3: bool) -> Path:
+    def path(self, system: System, shares: Shares, *, used: bool, iperf3: bool) -> ProbedPath:
         """Everything about this path."""
         route = route_to(system, self.number)
         idle: list[float] = []
@@ -161,7 +161,7 @@ class Visit:
             way_out, way_back = (Way(ours=o, bare=b, iperf3=i) for o, b, i in zip(ours, plain, other))
             ways.append((way_out, way_back))
         idle += self._pings(idle_s, f"{self.number}: round trips")
-        return Path(
+        return ProbedPath(
             address=self.number,
             source=route.source if route is not None else "",
             interface=(route.interface or "") if route is not None else "",

@@ -41,7 +41,7 @@ from potluck.spec.facts import (
     machine_from_dict,
     machine_to_dict,
 )
-from potluck.spec.probed import DeviceSpeed, Path
+from potluck.spec.probed import DeviceSpeed, ProbedPath
 from potluck.wire.door import HANDSHAKE_S
 from potluck.wire.frames import Message, pack, unpack
 from potluck.wire.token import Token
@@ -122,7 +122,7 @@ class _Visit:
         self._versions: Mapping[str, str] = {}
         self._transfers: list[Transfer] = []
         self._back: tuple[Reach, ...] = ()
-        self._paths: tuple[Path, ...] = ()
+        self._paths: tuple[ProbedPath, ...] = ()
         self._measures = False
 
     def run(self, token: Token, back_port: int) -> Facts | None:

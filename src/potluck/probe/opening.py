@@ -14,14 +14,16 @@ from potluck.errors import NetworkError
 from potluck.probe.reach import COMMON_PORTS, tried, tried_all
 from potluck.probe.stream import round_trips
 from potluck.spec.facts import CONNECTED, REFUSED
-from potluck.spec.probed import Path
+from potluck.spec.probed import ProbedPath
 
 ANSWERS = (CONNECTED, REFUSED)
 PAUSE_S = 0.02
 _TRY_S = 2.0
 
 
-def measure(name: str, address: str, port: int | None, seconds: float, progress: Callable[[str], None]) -> Path:
+def measure(
+    name: str, address: str, port: int | None, seconds: float, progress: Callable[[str], None]
+) -> ProbedPath:
     """The round trip to an address, as far as one side alone can tell; a refusal is an answer, too."""
     progress(f"looking for {address}")
     system = System()
@@ -45,7 +47,7 @@ def measure(name: str, address: str, port: int | None, seconds: float, progress:
         time.sleep(PAUSE_S)
     route = route_to(system, answered.address)
     note = f"only the round trip, by opening TCP connections to port {answered.port}: nothing of ours listens there"
-    return Path(
+    return ProbedPath(
         address=answered.address,
         source=route.source if route is not None else "",
         interface=(route.interface or "") if route is not None else "",

@@ -152,7 +152,3 @@ class Shares:
         weights = dict(self.PARTS)
         whole = weights["idle"] + self.DIRECTIONS * (weights["ours"] + weights["bare"])
         return max(self.LEAST_S, self._one * (2 if used else 1) * weights[part] / whole)
-
-    def path_s(self, *, used: bool) -> float:
-        directions = self.of("ours", used=used) + self.of("bare", used=used)
-        return self.of("idle", used=used) + self.DIRECTIONS * directions

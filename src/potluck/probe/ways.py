@@ -12,7 +12,7 @@ from dataclasses import replace
 from potluck.doctor.facts.system import System
 from potluck.errors import PotluckError
 from potluck.probe.link_visit import Visit
-from potluck.spec.probed import Path, Way
+from potluck.spec.probed import ProbedPath, Way
 from potluck.wire.token import Token
 
 WAY_S = 0.4
@@ -26,14 +26,14 @@ _APART = 0.5
 
 def compared(
     token: Token, name: str, addresses: Sequence[str], used: str, progress: Callable[[str], None], *, end: float
-) -> tuple[Path, ...]:
+) -> tuple[ProbedPath, ...]:
     """The rates to each of the addresses, the used one first. By `end`, or ALL_S, it is over.
 
     Where one seems much slower than another, both are measured once more: a machine that was busy for a moment is
     no slow link.
     """
     end = min(end, time.monotonic() + ALL_S)
-    paths: dict[str, Path] = {}
+    paths: dict[str, ProbedPath] = {}
     for address in sorted(dict.fromkeys(addresses), key=lambda a: a != used)[:MOST_WAYS]:
         paths[address] = _measured(replace(token, addresses=(address,)), name, address == used, progress, end)
     known = {address: path.slower_bytes_per_s or 0.0 for address, path in paths.items()}
@@ -45,23 +45,23 @@ def compared(
     return tuple(paths.values())
 
 
-def _measured(token: Token, name: str, used: bool, progress: Callable[[str], None], end: float) -> Path:
+def _measured(token: Token, name: str, used: bool, progress: Callable[[str], None], end: float) -> ProbedPath:
     (address,) = token.addresses
     if end - time.monotonic() < _NEEDS_S:
-        return Path(address=address, used=used, notes=("there was no time to measure it",))
+        return ProbedPath(address=address, used=used, notes=("there was no time to measure it",))
     try:
         visit = Visit(token, name, progress, end=end)
     except PotluckError as error:
-        return Path(address=address, used=used, notes=(error.what,))
+        return ProbedPath(address=address, used=used, notes=(error.what,))
     try:
         return visit.in_a_moment(System(), WAY_S, used=used)
     except PotluckError as error:
-        return Path(address=address, used=used, notes=(error.what,))
+        return ProbedPath(address=address, used=used, notes=(error.what,))
     finally:
         visit.close()
 
 
-def _faster(one: Path, other: Path) -> Path:
+def _faster(one: ProbedPath, other: ProbedPath) -> ProbedPath:
     """The better of two measurements, direction by direction."""
 
     def better(a: Way, b: Way) -> Way:

@@ -12,24 +12,22 @@ from pathlib import Path
 
 from potluck.report.ticks import nice_ticks, tick_texts
 
-_BLOCKS = "▁▂▃▄▅▆▇█"
-_ASCII_BLOCKS = "_.-=+*#@"
+BLOCKS = "▁▂▃▄▅▆▇█"
 # The dots of a braille cell, by (column, row from the top).
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 
 
-def sparkline(values: Sequence[float], width: int, *, ascii_only: bool = False) -> str:
+def sparkline(values: Sequence[float], width: int) -> str:
     """The values as one row of at most `width` characters; a gap where there is no finite value."""
     if width < 1 or not values:
         return ""
-    blocks = _ASCII_BLOCKS if ascii_only else _BLOCKS
     means = _resampled(values, min(width, len(values)))
     finite = [v for v in means if v is not None]
     if not finite:
         return ""
     low, high = min(finite), max(finite)
-    scale = (len(blocks) - 1) / (high - low) if high > low else 0.0
-    return "".join(" " if v is None else blocks[round((v - low) * scale)] for v in means)
+    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(" " if v is None else BLOCKS[round((v - low) * scale)] for v in means)
 
 
 def loss_curve_text(
@@ -70,9 +68,7 @@ def loss_curve_text(
     return "\n".join(lines)
 
 
-def loss_curve_png(
-    path: Path, steps: Sequence[int], losses: Sequence[float], *, title: str = "", y_label: str = "loss"
-) -> bool:
+def loss_curve_png(path: Path, steps: Sequence[int], losses: Sequence[float], *, title: str = "") -> bool:
     """Write the curve as a PNG; False where matplotlib is not installed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -87,7 +83,7 @@ def loss_curve_png(
     axes.plot(steps, losses, color="#9ecae1", linewidth=0.8, label="each step")
     axes.plot(steps, smooth, color="#08519c", linewidth=1.8, label="smoothed")
     axes.set_xlabel("step")
-    axes.set_ylabel(y_label)
+    axes.set_ylabel("loss")
     axes.set_title(title, loc="left", fontsize=11)
     axes.grid(True, color="#dddddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from potluck.report.curve import BLOCKS
 from potluck.report.line import Line, cut
 from potluck.report.screen import paragraph
 from potluck.report.text import clean
@@ -20,7 +21,6 @@ _ROLE_STYLE = {"host": "bold cyan", "guest": "bold green"}
 _BAR_STYLE = {"host": "cyan", "guest": "green"}
 _LINK_ROW = 2
 _INDENT = 18
-_BLOCKS = "▁▂▃▄▅▆▇█"
 _EIGHTHS = ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")
 
 
@@ -118,8 +118,8 @@ def _over_time(rig: Rig, machine: Machine, width: int) -> Line:
     speeds = [1 / (machine.seconds_per_sample_at(step) or 1.0) for step in range(1, steps + 1)]
     text = ""
     for step in shown:
-        height = max(math.ceil(speeds[step - 1] / max(speeds) * len(_BLOCKS) - 0.01), 1)
-        text += _BLOCKS[height - 1] if machine.present_at(step) else "·"
+        height = max(math.ceil(speeds[step - 1] / max(speeds) * len(BLOCKS) - 0.01), 1)
+        text += BLOCKS[height - 1] if machine.present_at(step) else "·"
     return Line(text, _BAR_STYLE[machine.role])
 
 

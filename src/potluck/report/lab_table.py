@@ -52,17 +52,12 @@ def show_results(results: Results, stream: TextIO) -> None:
     show(results_lines(results, columns()), stream)
 
 
-def results_text(results: Results, width: int = 80) -> str:
-    """The table as plain text."""
-    return "\n".join(line.plain.rstrip() for line in results_lines(results, width))
-
-
 def results_lines(results: Results, width: int) -> list[Line]:
     """The table and what a reader of it should know."""
     cells = [[column.text(row) for column in _COLUMNS] for row in results.rows]
     widths = [max([len(c.header), *(len(row[i]) for row in cells)]) for i, c in enumerate(_COLUMNS)]
     best = best_row(results.rows)
-    lines = [_title(results, width), Line()]
+    lines = [_title(results), Line()]
     lines.append(_row([c.header for c in _COLUMNS], widths, _LABEL))
     lines.append(Line("─" * (sum(widths) + _GAP * (len(widths) - 1)), _LABEL))
     for row, texts in zip(results.rows, cells):
@@ -82,20 +77,7 @@ def best_row(rows: Sequence[Row]) -> Row | None:
     return max(known, key=lambda row: row.speedup or 0.0) if len(known) > 1 else None
 
 
-def results_markdown(results: Results) -> str:
-    """The table in markdown, the best row in bold."""
-    best = best_row(results.rows)
-    lines = ["| " + " | ".join(c.header for c in _COLUMNS) + " |"]
-    lines.append("|" + "|".join("---:" if c.right else "---" for c in _COLUMNS) + "|")
-    for row in results.rows:
-        texts = [column.text(row) for column in _COLUMNS]
-        texts = [f"**{text}**" if row is best and text != UNKNOWN else text for text in texts]
-        lines.append("| " + " | ".join(texts) + " |")
-    facts = [f"*{label}* {text}" for label, text in _below(results, None)]
-    return "\n".join([*lines, "", f"`{clean(results.rig.name)}`: " + "; ".join(facts) + "."])
-
-
-def _title(results: Results, width: int) -> Line:
+def _title(results: Results) -> Line:
     rig = results.rig
     title = Line(clean(rig.name, 40), "bold").add(f"   {rig.workload.steps} steps of {rig.workload.global_batch}")
     title.add(f" samples on {len(rig.machines)} machines")

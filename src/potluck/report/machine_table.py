@@ -107,8 +107,8 @@ def _style_of(machine: MachineRow) -> str:
     return _STATE_STYLE.get(machine.state, "")
 
 
-def _share_bar(share: float, width: int = 10) -> str:
-    eighths = round(min(max(share, 0.0), 1.0) * width * 8)
+def _share_bar(share: float) -> str:
+    eighths = round(min(max(share, 0.0), 1.0) * 10 * 8)
     return "█" * (eighths // 8) + ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")[eighths % 8]
 
 

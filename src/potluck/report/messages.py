@@ -17,7 +17,7 @@ Level = Literal["good", "info", "warn", "bad"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
+class EventText:
     """One notable thing that happened."""
 
     text: str
@@ -26,7 +26,7 @@ class Message:
     """Event, subject, kind of reason: where space is short a newer message replaces one about the same."""
 
 
-def describe(event: Event) -> Message | None:
+def describe(event: Event) -> EventText | None:
     """The sentence for an event, or None for those that are no news (steps, start and end have their own)."""
     kind = str(event.get("event", ""))
     entry = _SENTENCES.get(kind)
@@ -40,7 +40,7 @@ def describe(event: Event) -> Message | None:
     ):
         level = "info"
     subject = clean(event.get("machine") or event.get("address"))
-    return Message(text=sentence(event), level=level, about=(kind, subject, _kind_of_reason(kind, event)))
+    return EventText(text=sentence(event), level=level, about=(kind, subject, _kind_of_reason(kind, event)))
 
 
 def _kind_of_reason(kind: str, event: Event) -> str:

@@ -11,7 +11,7 @@ from potluck.report.line import Line
 from potluck.report.screen import paragraph
 from potluck.report.text import clean
 from potluck.spec import collectives
-from potluck.spec.probed import DeviceSpeed, Path, Probed, Rate, RoundTrips, Way
+from potluck.spec.probed import DeviceSpeed, Probed, ProbedPath, Rate, RoundTrips, Way
 from potluck.units import UNKNOWN, bits_text, bytes_text, count_text, percent_text, rate_text, seconds_text
 
 _INDENT = 16
@@ -123,7 +123,7 @@ def _collectives(probed: Probed, width: int) -> Iterator[Line]:
 # -- the link ---------------------------------------------------------------------------------------------------
 
 
-def _path(path: Path, probed: Probed, width: int) -> Iterator[Line]:
+def _path(path: ProbedPath, probed: Probed, width: int) -> Iterator[Line]:
     there = clean(probed.there.name, 40) if probed.there is not None else clean(path.address, 60)
     source = " ".join(filter(None, (clean(path.interface, 16), clean(path.source, 40)))) or "here"
     title = Line(f"link to {there}", "bold").add(f"   {source} → {clean(path.address, 60)}")

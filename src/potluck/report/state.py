@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from potluck.report.messages import Message, describe
+from potluck.report.messages import EventText, describe
 from potluck.report.text import clean, integer, number
 
 Event = Mapping[str, Any]
@@ -63,7 +63,7 @@ class MachineRow:
 class Notice:
     """A message in the list, with the step it belongs to, and how often it came."""
 
-    message: Message
+    message: EventText
     step: int | None
     """None: it came before there was a step."""
     times: int = 1
@@ -112,7 +112,9 @@ class RunState:
             ]
             if integer(event, "resumed_from"):
                 text = f"resumed after step {integer(event, 'resumed_from')}"
-                self.notices.append(Notice(message=Message(text=text, level="info", about=("", "", "")), step=None))
+                self.notices.append(
+                    Notice(message=EventText(text=text, level="info", about=("", "", "")), step=None)
+                )
         elif kind == "step":
             self.step = event
             self.not_applied += event.get("applied") is False

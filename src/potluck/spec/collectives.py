@@ -20,14 +20,13 @@ BUS: Mapping[str, str] = {
     "reduce": "1",
 }
 """What of the tensor's bytes has to leave each rank, at the least, in each collective; as nccl-tests counts it."""
-DEFAULT_SIZES = "4K:256M"
 MAX_BYTES = 4 << 30
 _SIZE = re.compile(r"(\d+)\s*([kmg]?)(i?b)?", re.IGNORECASE)
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class CollectiveRow:
     """One size on one backend."""
 
     backend: str
@@ -105,7 +104,7 @@ def header() -> list[str]:
     return [columns.format(*names), columns.format(*units).rstrip()]
 
 
-def line(row: Row) -> str:
+def line(row: CollectiveRow) -> str:
     """A row in the columns of nccl-tests, and beside it how long a perfect ring would take."""
     bound = (
         f"{row.bound_s * 1e6:9.1f} {100 * row.bound_s / row.time_s:6.0f}" if row.bound_s else f"{'-':>9} {'-':>6}"
@@ -115,7 +114,7 @@ def line(row: Row) -> str:
     return f"{what} |{numbers} |{bound} | {row.backend}"
 
 
-def table(rows: Sequence[Row], width: int = 120) -> list[str]:
+def table(rows: Sequence[CollectiveRow], width: int = 120) -> list[str]:
     """All of it; where there is no room for everything, without what is the same in every row."""
     if width >= len(header()[0]) or not rows:
         return [*header(), *(line(row) for row in rows)]
@@ -137,7 +136,7 @@ def _us(seconds: float) -> str:
     return f"{seconds * 1e6:.1f}" if seconds < 0.1 else f"{seconds * 1e6:.0f}"
 
 
-def comparison(rows: Sequence[Row], backend: str, against: str) -> list[str]:
+def comparison(rows: Sequence[CollectiveRow], backend: str, against: str) -> list[str]:
     """How much faster one backend was than another, size by size."""
     times = {(row.backend, row.size_bytes): row.time_s for row in rows}
     found = []

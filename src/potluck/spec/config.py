@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import difflib
-import inspect
-import itertools
 import math
-import textwrap
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -95,23 +91,6 @@ def build(config_type: type[C], values: Mapping[str, Any]) -> C:
             raise ConfigError(f"there is no setting {key!r}", hint=f"{hint}settings: {', '.join(known)}")
         given[name] = _convert(name, value, hints[name])
     return config_type(**given)
-
-
-def field_docs(config_type: type) -> dict[str, str]:
-    """The docstring that stands under each field, by the field's name."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(config_type)))
-    body = typing.cast(ast.ClassDef, tree.body[0]).body
-    docs: dict[str, str] = {}
-    for field, below in itertools.pairwise(body):
-        if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
-            continue
-        if (
-            isinstance(below, ast.Expr)
-            and isinstance(below.value, ast.Constant)
-            and isinstance(below.value.value, str)
-        ):
-            docs[field.target.id] = inspect.cleandoc(below.value.value)
-    return docs
 
 
 def _convert(name: str, value: Any, hint: Any) -> Any:

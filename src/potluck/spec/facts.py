@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from potluck.errors import UserError
-from potluck.spec.probed import Path
+from potluck.spec.probed import ProbedPath
 
 FORMAT = 1
 T = TypeVar("T")
@@ -284,7 +284,7 @@ class Between:
     """doctor, host, probe, silent (connected, but it does not answer), or "" (not connected)."""
     partner_versions: Mapping[str, str] = field(default_factory=dict)
     transfers: tuple[Transfer, ...] = ()
-    paths: tuple[Path, ...] = ()
+    paths: tuple[ProbedPath, ...] = ()
     """How fast each address of the other machine is, measured in a moment; the used one first."""
 
     @property

@@ -6,7 +6,7 @@ Owns names, shapes and ranges only; it knows no tensor, no socket and no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -137,8 +137,3 @@ def first_difference(host: Sequence[TensorSpec], guest: Sequence[TensorSpec]) ->
         extra = longer[min(len(host), len(guest))]
         return f"the host has {len(host)} tensors, the guest {len(guest)}: only the {side} has {extra}"
     return None
-
-
-def different_hashes(ours: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str, ...]:
-    """The names whose contents the other side does not hold yet."""
-    return tuple(name for name, digest in ours.items() if theirs.get(name) != digest)

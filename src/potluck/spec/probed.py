@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from potluck.spec.collectives import Row
+from potluck.spec.collectives import CollectiveRow
 from potluck.spec.measured import Measured
 
 FORMAT = 1
@@ -86,7 +86,7 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Path:
+class ProbedPath:
     """From an address of this machine to one of the other's."""
 
     address: str
@@ -119,16 +119,16 @@ class Probed:
 
     here: DeviceSpeed
     there: DeviceSpeed | None = None
-    paths: tuple[Path, ...] = ()
+    paths: tuple[ProbedPath, ...] = ()
     """The used one first."""
-    collectives: tuple[Row, ...] = ()
+    collectives: tuple[CollectiveRow, ...] = ()
     """Of the group that this probe was a rank of."""
     link_kind: str = ""
     """What is between those ranks, at the slowest: memory or tcp."""
     format: int = FORMAT
 
     @property
-    def link(self) -> Path | None:
+    def link(self) -> ProbedPath | None:
         return next((path for path in self.paths if path.used), None)
 
     def measured(self) -> tuple[Measured, ...]:
@@ -142,7 +142,7 @@ class Probed:
         return {**table, "measured": [machine.to_dict() for machine in self.measured()]}
 
 
-def _measured(side: DeviceSpeed, link: Path | None) -> Measured:
+def _measured(side: DeviceSpeed, link: ProbedPath | None) -> Measured:
     return Measured(
         name=side.name,
         device=side.device,

@@ -221,26 +221,8 @@ class Rig:
         """Whether the fleet is the same in every step."""
         return all(not m.speed_changes and m.leave_at_step is None and m.join_at_step == 1 for m in self.machines)
 
-    def ideal_speedup(self, step: int = 1) -> float | None:
-        """All machines' speeds in a step ÷ the host's; None where a speed is not emulated, so not known."""
-        host_s = self.host.seconds_per_sample_at(step)
-        if host_s is None:
-            return None
-        total = 0.0
-        for machine in self.machines:
-            seconds = machine.seconds_per_sample_at(step)
-            if seconds is None:
-                return None
-            total += host_s / seconds if machine.present_at(step) else 0.0
-        return total
-
     def with_steps(self, steps: int) -> Rig:
         return replace(self, workload=replace(self.workload, steps=steps))
-
-
-def read(path: Path) -> Rig:
-    """The rig that a TOML file describes."""
-    return loads(read_text(path), str(path))
 
 
 def read_text(path: Path) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class StepFacts:
     """What is known of a step's gradient when its update is over."""
 
     step: int
@@ -40,7 +40,7 @@ class BadSteps:
     def good(self) -> None:
         self.in_a_row = 0
 
-    def bad(self, facts: Facts) -> dict[str, object]:
+    def bad(self, facts: StepFacts) -> dict[str, object]:
         """Count a step whose update was not made; the event that tells of it."""
         self.in_a_row += 1
         self.all += 1
@@ -57,7 +57,7 @@ class BadSteps:
         steps = "1 step was" if self.in_a_row == 1 else f"{self.in_a_row} steps in a row were"
         return f"{steps} not applied, the last because {self._last}"
 
-    def _cause(self, facts: Facts) -> tuple[str | None, str]:
+    def _cause(self, facts: StepFacts) -> tuple[str | None, str]:
         """The machine whose part it was, None where it was no single one's; and what was the matter."""
         own = facts.norm if facts.own_norm is None else facts.own_norm
         others = [rank for rank in facts.bad_ranks if rank or not math.isfinite(own)]

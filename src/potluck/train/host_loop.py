@@ -27,7 +27,7 @@ from potluck.hub.host import HostHub
 from potluck.hub.parity import Reference, Sketch, sketch
 from potluck.hub.tensors import ModelTensors
 from potluck.train import checkpoint_folder, given
-from potluck.train.bad_steps import BadSteps, Facts
+from potluck.train.bad_steps import BadSteps, StepFacts
 from potluck.train.batch_statistics import BatchStatistics
 from potluck.train.beginning import MOST_BUFFER_BYTES, Beginning, Buffers
 from potluck.train.checkpoint import CheckpointWriter, Loaded, Snapshot, can_be_checked, load_latest
@@ -101,7 +101,6 @@ class HostTrainer:
         self._flight = Flight(self._device, self._computed, mark)
         self._measuring = True
         """Whether the micro-batch under way is timed by itself, and not as one of several in flight."""
-        self._waited_on_disk_s = 0.0
         self._scheduling = Scheduling(parts.options.scheduler)
         self._step_update = Update(parts.optimizer, queues=bool(self._device.ahead))
         self._bad = BadSteps(parts.launch.name, most=parts.launch.config.max_bad_steps)
@@ -117,6 +116,9 @@ class HostTrainer:
         self._loss: float | None = None
         self._done = parts.ledger.step
         """The last step that is finished: in the update the ledger has closed one that may still fail."""
+        self._returned = time.monotonic()
+        """When the script was given the last step back."""
+        self._outside = self._returned, self._returned
         self._interrupted = False
         self._saved_step = parts.restored.step if parts.restored is not None else None
         self._saving_last = False
@@ -218,6 +220,7 @@ class HostTrainer:
 
     def _batches(self, step: Step) -> Iterator[Any]:
         """This machine's micro-batches of the step; then the update."""
+        self._outside = self._returned, time.monotonic()
         if self._checkpoint_due:
             # Not at the end of the last step: between steps the user's code may have other weights in the model.
             # One that is still being written puts this one off to the next step.
@@ -252,6 +255,7 @@ class HostTrainer:
             if self._measuring:
                 self._finish()
         self._update(step)
+        self._returned = time.monotonic()
 
     def _head_start_s(self) -> float:
         """What guests have beyond the time of this machine's own samples: see `Stepping.begin`.
@@ -391,7 +395,7 @@ class HostTrainer:
         norm = prepare_gradients(step.index, self._trained, options, self._p.model)
         finite = norm.isfinite() if self._ranks is None else self._ranks.agree(norm.isfinite())
         if self._writer is not None:
-            self._waited_on_disk_s = self._writer.before_update()
+            self._writer.before_update()
         with self._hub.updating():
             hit("host.before-update")
             self._updating = True
@@ -410,14 +414,14 @@ class HostTrainer:
         every = self._p.launch.config.checkpoint_every
         if self._writer is not None and every > 0 and self._p.ledger.step % every == 0:
             self._checkpoint_due = True
-        number = self._p.ledger.step
+        number, outside = self._p.ledger.step, self._outside
 
         def updated(now: float, update_s: float) -> None:
             loss_sum = float(losses[0]) + (guests_loss if total is None else 0.0)
             self._done, self._loss = number, loss_sum / options.global_batch
             step.loss = self._loss
             whole, ours, applied = norms.tolist()
-            facts = Facts(
+            facts = StepFacts(
                 step=number,
                 norm=whole,
                 own_norm=None if own is None else ours,
@@ -426,7 +430,9 @@ class HostTrainer:
                 bad_ranks=[rank for rank, bad in enumerate(losses[1:].tolist()) if bad],
             )
             self._judge(facts, samples, applied=bool(applied))
-            self._telemetry.step_ended(number, self._loss, result, update_s, now, applied=bool(applied))
+            self._telemetry.step_ended(
+                number, self._loss, result, update_s, now, applied=bool(applied), outside=outside
+            )
 
         step.loss_when_known(self._flight.finish)
         self._flight.follows(computed, updated)
@@ -436,7 +442,7 @@ class HostTrainer:
                 self._scheduling.step(self._loss)
             self._stop_if_bad()
 
-    def _judge(self, facts: Facts, samples: int, *, applied: bool) -> None:
+    def _judge(self, facts: StepFacts, samples: int, *, applied: bool) -> None:
         """What became of a step's update: in the log if it was not made. `samples`: of this machine's own part."""
         if applied:
             self._bad.good()

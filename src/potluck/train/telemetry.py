@@ -47,6 +47,8 @@ class Telemetry:
         self._host_busy_s = 0.0
         self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)
         """(step's seconds, the update's part of it)"""
+        self._between_s = 0.0
+        """All that the script took between steps."""
         self._speedup: float | None = None
         self._not_applied = 0
         self._flops_per_sample: float | None = None
@@ -86,15 +88,26 @@ class Telemetry:
         self._host_busy_s += seconds
 
     def step_ended(
-        self, step: int, loss: float, result: StepResult, update_s: float, now: float, *, applied: bool
+        self,
+        step: int,
+        loss: float,
+        result: StepResult,
+        update_s: float,
+        now: float,
+        *,
+        applied: bool,
+        outside: tuple[float, float],
     ) -> None:
         """`now`: when the device had made the update, by the monotonic clock; since then it may have gone on.
 
-        `applied`: whether it did make one.
+        `applied`: whether it did make one. `outside`: from when to when the script did something else before this
+        step (a validation, say): that is no step's time, and no guest's fault.
         """
         self._not_applied += not applied
-        step_s, self._last_end = now - self._last_end, now
+        between_s = max(0.0, outside[1] - max(outside[0], self._last_end))
+        step_s, self._last_end = now - self._last_end - between_s, now
         self._recent.append((step_s, update_s))
+        self._between_s += between_s
         options = self._options
         mean_s = sum(s for s, _ in self._recent) / len(self._recent)
         rate = options.global_batch / mean_s
@@ -108,13 +121,14 @@ class Telemetry:
                 "loss": loss,
                 "applied": applied,
                 "step_s": round(step_s, 5),
+                "between_s": round(between_s, 5),
                 "samples": result.samples,
                 "samples_per_s": rate,
                 "tokens_per_s": rate * options.tokens_per_sample if options.tokens_per_sample else None,
                 "mfu": self._mfu(result, step_s),
                 "speedup": self._speedup,
                 "predicted_s": result.predicted_s,
-                "eta_s": mean_s * (options.steps - step) if options.steps else None,
+                "eta_s": self._eta_s(step, mean_s),
                 "wait_s": round(result.wait_s, 5),
                 "update_s": round(update_s, 5),
                 "bytes_up": up,
@@ -128,6 +142,12 @@ class Telemetry:
         news = self._statistics.after_step(step, result.micro_batches)
         if news is not None:
             self._launch.log.emit(news)
+
+    def _eta_s(self, step: int, mean_s: float) -> float | None:
+        """Steps at the pace of the last ones, and what the script took between steps so far."""
+        if not self._options.steps:
+            return None
+        return (mean_s + self._between_s / max(1, step - self._first_step)) * (self._options.steps - step)
 
     def ended(self, step: int, loss: float | None, reason: str) -> None:
         seconds = time.monotonic() - self._started

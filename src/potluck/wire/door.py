@@ -33,8 +33,10 @@ SocketMaker = Callable[[int], zmq.Socket[bytes]]
 
 HANDSHAKE_S = 5.0
 """libzmq ends a handshake that takes longer."""
+CURVE_OVERHEAD_BYTES = 1024
+"""Encryption adds some 40 bytes to a frame, and MAXMSGSIZE counts them."""
 ZAP_DOMAIN = b"potluck"
-_ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _UNKNOWN = "unknown"
 _MANY_EVENTS, _MOST_EVENTS = 16, 1000
 _TURN_S = 0.01
@@ -95,7 +97,7 @@ class Door:
         self._admitted = admitted
         self._on_denied = on_denied
         self.zap = new_socket(zmq.REP)
-        self.zap.bind(_ZAP_ENDPOINT)
+        self.zap.bind(ZAP_ENDPOINT)
         guarded.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
         # Without this libzmq lets everybody in while nobody answers at the ZAP endpoint.
         guarded.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)

@@ -22,10 +22,10 @@ _GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"CURVE".ljust(20, b"\0
 
 _REFUSED = {errno.ECONNREFUSED, getattr(errno, "WSAECONNREFUSED", -1)}
 _NO_ROUTE = {errno.EHOSTUNREACH, errno.ENETUNREACH, getattr(errno, "WSAEHOSTUNREACH", -1)}
-_UNDER_WAY = {0, errno.EINPROGRESS, errno.EWOULDBLOCK, getattr(errno, "WSAEWOULDBLOCK", -1)}
+UNDER_WAY = {0, errno.EINPROGRESS, errno.EWOULDBLOCK, getattr(errno, "WSAEWOULDBLOCK", -1)}
 
 
-class Answer(Enum):
+class PortAnswer(Enum):
     """What speaks at a port."""
 
     CURVE = "a ZeroMQ socket that wants CURVE keys, as a potluck host does"
@@ -78,7 +78,7 @@ def _begin(selector: selectors.BaseSelector, address: str, port: int, outcomes: 
     probe = socket.socket(family, kind, protocol)
     probe.setblocking(False)
     code = probe.connect_ex(where)
-    if code in _UNDER_WAY:
+    if code in UNDER_WAY:
         selector.register(probe, selectors.EVENT_WRITE, (address, str(where[0])))
     else:
         probe.close()
@@ -104,7 +104,7 @@ def _hint(outcomes: dict[str, str], port: int) -> str:
     )
 
 
-def who_answers(number: str, port: int, timeout_s: float) -> Answer:
+def who_answers(number: str, port: int, timeout_s: float) -> PortAnswer:
     """Greet as a CURVE client would and look at the greeting that comes back."""
     deadline = time.monotonic() + timeout_s
     received = b""
@@ -119,12 +119,12 @@ def who_answers(number: str, port: int, timeout_s: float) -> Answer:
                     break
     except TimeoutError:
         if not received:
-            return Answer.SILENT
+            return PortAnswer.SILENT
     except OSError:
         if not received:
-            return Answer.NOTHING
+            return PortAnswer.NOTHING
     curve = received[:1] == b"\xff" and received[9:10] == b"\x7f" and received[12:18] == b"CURVE\0"
-    return Answer.CURVE if curve else Answer.OTHER
+    return PortAnswer.CURVE if curve else PortAnswer.OTHER
 
 
 def who_holds(port: int) -> str | None:

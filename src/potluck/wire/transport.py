@@ -25,6 +25,7 @@ from potluck.errors import ConfigError, NetworkError, RefusedError, WireError
 from potluck.limits import usable_memory
 from potluck.wire.admitted import Admitted
 from potluck.wire.door import (
+    CURVE_OVERHEAD_BYTES,
     DISCONNECTED,
     FAILED_AUTH,
     FAILED_NO_DETAIL,
@@ -40,7 +41,7 @@ from potluck.wire.frames import MAX_FRAME_BYTES, MAX_FRAMES, MAX_PARTS, PART_BYT
 from potluck.wire.gate import listen
 from potluck.wire.keys import HostKeys, public_of
 from potluck.wire.queued import Queued, budget_bytes
-from potluck.wire.reach import Answer, first_answering, who_answers
+from potluck.wire.reach import PortAnswer, first_answering, who_answers
 from potluck.wire.token import Token
 from potluck.wire.waker import Waker
 
@@ -67,8 +68,6 @@ LOOK_S = 0.5
 _GREETING_S = 1.0
 _KNOCK = b""
 """What a guest says first on each connection, so that the host knows which of them are guests'."""
-_CURVE_OVERHEAD_BYTES = 1024
-"""Encryption adds some 40 bytes to a frame, and MAXMSGSIZE counts them."""
 
 _NEVER_MS = 24 * 3600 * 1000
 """As reconnect interval. -1, "do not reconnect", would throw away what came before the disconnect unread."""
@@ -310,19 +309,19 @@ class GuestSocket:
             raise RefusedError(f"the host at {where} refused this token", hint=fresh)
         answer = who_answers(self._number, self._port, timeout_s=_GREETING_S)
         turned_away = any(link.failure is not None for link in self._links)
-        if answer is Answer.CURVE and turned_away and after_s < HANDSHAKE_S / 2:
+        if answer is PortAnswer.CURVE and turned_away and after_s < HANDSHAKE_S / 2:
             raise HungUpError(f"the host at {where} is not the one of this token", hint=fresh)
-        if answer is Answer.SILENT and turned_away:
+        if answer is PortAnswer.SILENT and turned_away:
             raise HungUpError(
                 f"there is no potluck host at {where}, or strangers crowd its port: it hung up, and is silent",
                 hint="is it the right machine? If so, try again in a moment; its log names strangers",
             )
-        if answer is Answer.CURVE:
+        if answer is PortAnswer.CURVE:
             raise NetworkError(
                 f"the host at {where} did not finish the handshake within {after_s:.1f} s",
                 hint="is the host suspended or overloaded? Try again in a moment",
             )
-        if answer is Answer.NOTHING:
+        if answer is PortAnswer.NOTHING:
             raise NetworkError(
                 f"the host at {where} closed the connection",
                 hint="is the host still running? Try again in a moment",
@@ -432,7 +431,7 @@ class _OneThread:
 def _set_common_options(target: zmq.Socket[bytes], most_bytes: int) -> None:
     target.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
     target.setsockopt(zmq.RCVHWM, UNREAD_MESSAGES)
-    target.setsockopt(zmq.MAXMSGSIZE, most_bytes + _CURVE_OVERHEAD_BYTES)
+    target.setsockopt(zmq.MAXMSGSIZE, most_bytes + CURVE_OVERHEAD_BYTES)
     target.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000))
     # A machine that lost its power or its cable says nothing: let the system find out, and free what it held.
     target.setsockopt(zmq.TCP_KEEPALIVE, 1)
