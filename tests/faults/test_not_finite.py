@@ -435,3 +435,12 @@ def test_a_script_ends_with_a_status_its_reason_and_the_way_on(tmp_path: Path) -
 @linux
 def test_no_bad_number_reaches_a_checkpoint() -> None:
     assert campaign("r12_not_finite.py", "--times", "4", seed=4)["times"] == 4
+
+
+def test_a_sparse_gradient_has_the_norm_of_a_dense_one() -> None:
+    """A row that is used twice comes in two parts, which add up."""
+    table = torch.zeros(5, 2, requires_grad=True)
+    nn.functional.embedding(torch.tensor([1, 1, 2]), table, sparse=True).sum().backward()
+    assert table.grad is not None
+    assert table.grad.is_sparse
+    assert total_norm([table.grad]) == total_norm([table.grad.to_dense()])

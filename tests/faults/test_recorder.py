@@ -13,6 +13,7 @@ from potluck.hub import recorder as recorders
 from potluck.hub.recorder import ENTRIES, MOST_FILES, PAUSE_S, Recorder
 from potluck.report.guest_view import GuestView
 from potluck.report.messages import describe
+from potluck.units import seconds_text
 from support.protocol_world import World, joined, of_kind
 
 
@@ -237,7 +238,7 @@ def test_one_that_is_late() -> None:
     world.now = until
     world.say("laptop", "alive")
     world.take()
-    late = f"laptop (1.2.3.4) did not deliver within {until - started:.2f} s during step 2; {words}"
+    late = f"laptop (1.2.3.4) did not deliver within {seconds_text(until - started)} during step 2; {words}"
     assert sentence(world, "lease_taken_back") == late
     assert not of_kind(world, "lease_taken_back")[-1]["silent"]
 

@@ -19,7 +19,7 @@ import zmq
 from zmq.utils import garbage
 
 from potluck.errors import NetworkError
-from potluck.wire import door, transport
+from potluck.wire import door, gate, transport
 from potluck.wire.files import Room
 from potluck.wire.frames import MAX_FRAME_BYTES, PART_BYTES
 from potluck.wire.keys import new_keys
@@ -376,3 +376,13 @@ def assert_leaks_are_found(run: Path) -> None:
         spoiled.write_bytes(b"before " + needle + b" after\n")
         assert leaks(run), needle
     spoiled.unlink()
+
+
+def test_without_proc_a_host_listens_as_on_other_systems(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hidden(path: Path) -> Iterator[Path]:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(gate.Path, "iterdir", hidden)
+    monkeypatch.setattr(gate, "_FOUND_S", 0.05)
+    with host_with(monkeypatch) as host:
+        joined(host).close()

@@ -326,6 +326,19 @@ class Gate:
         self._write(*arguments)
 
 
+def test_an_object_that_cannot_take_its_state_is_named(tmp_path: Path) -> None:
+    class Renamed(nn.Linear):
+        def load_state_dict(self, *args: Any, **more: Any) -> Any:
+            raise KeyError("old_name")
+
+    model = nn.Linear(2, 2)
+    save(tmp_path, Snapshot(step=1, model=model, optimizer=sgd(model), objects={"average": nn.Linear(2, 2)}))
+    loaded = load_latest(tmp_path)
+    assert loaded is not None
+    with pytest.raises(CheckpointError, match=r"does not fit: the object average cannot take its state.*old_name"):
+        loaded.restore(model, sgd(model), {"average": Renamed(2, 2)})
+
+
 def test_weights_changed_while_a_slow_disk_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = Tied()

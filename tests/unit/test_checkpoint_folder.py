@@ -178,6 +178,7 @@ FORGERIES: dict[str, Callable[[dict[str, Any]], object]] = {
     "a file without a size": lambda m: m["files"].update({"weights-000.safetensors": {}}),
     "a file elsewhere": lambda m: m["files"].update({"../secret": {"bytes": 1, "sha256": ""}}),
     "a step as text": lambda m: m.update(step="1e9"),
+    "a step before the first": lambda m: m.update(step=-1),
     "tensors as text": lambda m: m["weights"].update(tensors="all"),
     "a tensor that is not there": lambda m: m.update(extra={"$tensor": "x"}),
     "extra as a number": lambda m: m.update(extra=5),
@@ -205,13 +206,17 @@ def test_a_manifest_nested_without_end_is_damage(tmp_path: Path) -> None:
         load_latest(tmp_path)
 
 
-@pytest.mark.parametrize("key", ["optimizer", "rng"])
-def test_what_is_forged_deeper_is_a_clear_error(tmp_path: Path, key: str) -> None:
+@pytest.mark.parametrize("how", ["rng", "huge rng", "optimizer", "groups"])
+def test_what_is_forged_deeper_is_a_clear_error(tmp_path: Path, how: str) -> None:
     model, optimizer = linear()
     file = save_linear(tmp_path, 1) / "manifest.json"
     manifest = json.loads(file.read_text())
-    if key == "rng":
+    if how == "rng":
         manifest["rng"]["python"] = ["x"]
+    elif how == "huge rng":
+        manifest["rng"]["numpy"]["state"]["pos"] = 10**30
+    elif how == "groups":
+        manifest["optimizer"]["state"]["param_groups"] = [{}]
     else:
         manifest["optimizer"]["state"] = {"$tensor": "nowhere"}
     file.write_bytes(checkpoint_folder._rendered(manifest))

@@ -153,6 +153,19 @@ def test_a_reader_that_has_seen_enough_ends_it_without_a_word(what: str, tmp_pat
     assert (done.returncode, done.stderr) == (_app.READER_GONE, b"")
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="a shell closes the stream")
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_stream_that_was_closed_before_the_start_is_no_fault(closed: str) -> None:
+    done = subprocess.run(
+        ["sh", "-c", f'"$0" -m potluck --version {closed}', sys.executable],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_another_pipe_that_breaks_is_no_reader_that_left(verb: Verb, capsys: pytest.CaptureFixture[str]) -> None:
     verb(raises(BrokenPipeError(errno.EPIPE, "Broken pipe")))
     assert _app.run(["try"]) == 1

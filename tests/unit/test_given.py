@@ -67,6 +67,8 @@ def given(what: str) -> tuple[Any, Any, dict[str, Any]]:
             optimizer = torch.optim.LBFGS(model.parameters())
         case "another model's":
             optimizer = sgd(nn.Linear(2, 1))
+        case "a stray parameter":
+            return model, sgd(nn.ParameterList([*model.parameters(), nn.Parameter(torch.zeros(3))])), {}
         case "swapped":
             return optimizer, model, {}
         case "schedulers":
@@ -75,6 +77,10 @@ def given(what: str) -> tuple[Any, Any, dict[str, Any]]:
             keywords["scheduler"] = StepLR(sgd(model), 1)
         case "wanting":
             keywords["scheduler"] = Wanting()
+        case "clip below 0":
+            keywords["clip_norm"] = -1.0
+        case "clip NaN":
+            keywords["clip_norm"] = float("nan")
         case "saved scaler":
             keywords["also_save"] = {"scaler": torch.amp.GradScaler("cpu")}
         case "scaler":
@@ -83,14 +89,17 @@ def given(what: str) -> tuple[Any, Any, dict[str, Any]]:
 
 
 MISTAKES = {
-    "list": ("takes one optimizer, not 2", "groups"),
+    "list": ("takes one optimizer, not a list of 2", "groups"),
     "none": ("the optimizer is of type NoneType", "in this order"),
     "lbfgs": ("LBFGS computes the loss several times", "AdamW"),
     "another model's": ("holds none of the model's trained parameters", "after the model was moved"),
+    "a stray parameter": (r"holds 1 trained parameter that the model does not have, .*\(3,\)", "nn.ModuleList"),
     "swapped": ("the model is of type SGD, not an nn.Module", "in this order"),
     "schedulers": ("the scheduler is of type list, which has no step", "SequentialLR"),
     "another's scheduler": ("belongs to another optimizer", "the one that is given"),
     "wanting": ("needs epoch", "yourself"),
+    "clip below 0": (r"clip_norm must be a number above 0, not -1\.0", "nothing is clipped"),
+    "clip NaN": ("clip_norm must be a number above 0, not nan", "nothing is clipped"),
     "saved scaler": ("a GradScaler is not needed", "bfloat16"),
     "scaler": ("takes no grad_scaler", "bf16 has the range of float32"),
 }
@@ -103,6 +112,18 @@ def test_a_mistake_is_named_before_the_first_step(what: str) -> None:
     with pytest.raises((LoopError, ConfigError), match=words) as caught:
         Run(launched()).training(model, optimizer, SAMPLES, global_batch=4, **keywords)
     assert hint in caught.value.hint
+
+
+def test_a_layer_that_is_unfrozen_during_the_training_is_named() -> None:
+    """Its gradient would be the sum of all since then."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model[0].requires_grad_(False)
+
+    def unfreeze(given: nn.Module) -> None:
+        model[0].requires_grad_(True)
+
+    with pytest.raises(LoopError, match=r"0\.weight was frozen when the training began"):
+        trained(model, sgd(model), before_update=unfreeze)
 
 
 def test_a_guest_needs_no_optimizer() -> None:

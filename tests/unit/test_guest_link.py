@@ -106,3 +106,15 @@ def test_a_guest_of_the_run_that_is_hung_up_on_comes_back(sockets: Sockets) -> N
         time.sleep(0.01)
     assert (sockets.made, link.failure) == (3, None)
     link.close()
+
+
+@pytest.mark.parametrize("took_part", [True, False])
+def test_the_model_is_no_reason_to_put_one_out_that_took_part(sockets: Sockets, took_part: bool) -> None:
+    sockets.outcomes = [None]
+    link = GuestLink(TOKEN, {})
+    link.connect(timeout_s=10)
+    fields = {"reason": "did not read what it was sent", "joined": took_part}
+    with pytest.raises(RefusedError) as refused:
+        link._dispatch("control", [bytes(part) for part in pack(Message(kind="refuse", fields=fields))])
+    assert ("same model" in (refused.value.hint or "")) == (not took_part)
+    link.close()

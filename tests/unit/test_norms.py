@@ -7,7 +7,8 @@ import math
 import pytest
 
 from potluck.hub.norms import RECENT_STEPS, Norms
-from support.protocol_world import World, joined, of_kind, refusals
+from potluck.hub.protocol import WRONG_HINT
+from support.protocol_world import World, joined, of_kind
 
 INF = math.inf
 
@@ -88,7 +89,8 @@ def test_a_guest_that_is_wrong_three_times_in_a_row_is_put_out() -> None:
     (lost,) = of_kind(world, "guest_lost")
     assert lost["put_out"]
     assert "not finite or far too large 3 times in a row (in codec fp16)" in lost["reason"]
-    assert len(refusals(world, "a")) == 1
+    (refusal,) = [s for s in world.sent["a"] if s.kind == "refuse"]
+    assert refusal.fields["hint"] == WRONG_HINT, "its model was the same when it joined"
     assert len(of_kind(world, "contribution_dropped")) == 3
 
 

@@ -180,7 +180,7 @@ def test_a_wrong_gradient_is_refused_by_the_spread(wrong: str, dropout: float) -
         found = problem.judge(problem.sketch([WRONG[wrong](t) for t in gradients], loss), host, again)
         passed += found.why_not is None
         assert found.again == (found.why_not is not None), "random numbers may have been the reason"
-        assert found.why_not is None or "where the host's own two have a cosine of" in found.why_not
+        assert found.why_not is None or "; the host's own two have a cosine of" in found.why_not
     assert passed <= 1
 
 

@@ -38,6 +38,9 @@ def test_an_unknown_recipe_is_refused_with_the_nearest_name() -> None:
         get("gtp")
     assert "did you mean gpt?" in caught.value.hint
     with pytest.raises(ConfigError) as caught:
+        get("my/train.py")
+    assert "potluck host my/train.py" in caught.value.hint
+    with pytest.raises(ConfigError) as caught:
         get("../../etc")
     assert "did you mean" not in caught.value.hint
     assert all(name in caught.value.hint for name in NAMES)

@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from potluck.balance.leases import Speed
 from potluck.balance.ledger import Ledger
 from potluck.hub.actions import Action, SendSamples, Wake
 from potluck.hub.members import COMPUTING, GAIN_WINDOW, LATE, QUOTA_RETRY_STEPS, SITTING_OUT, SYNCING
+from potluck.hub.reasons import why_not
 from potluck.hub.stepping import SILENT_S, Stepping
 from potluck.train.data import epoch_order
 from support.stepping_table import HOST_S, STATE, Table, events, freeze, sends
@@ -424,11 +426,18 @@ def test_the_reason_of_a_lease_that_was_taken_back_is_what_is_known(known: str, 
     assert member.reason.endswith(judged)
 
 
+def test_the_figures_of_a_reason_can_be_told_apart_where_a_step_is_short() -> None:
+    speed = Speed(rate_samples_per_s=250.0, overhead_s=0.021)
+    told = why_not(speed, 0.023, guessed=False)
+    assert "4.0 ms to compute it and 21 ms to get its" in told
+    assert told.endswith("where the step takes 23 ms")
+
+
 def test_a_guest_for_whom_a_step_has_no_sample_is_not_said_to_be_slow() -> None:
     table = Table("a", "b", "c", "d", batch=4, rate=20.0)
     actions = table.begin()
     (event,) = events(actions, "guest_sits_out")
-    assert event["reason"].startswith("would not make the step shorter: one sample takes it 0.05 s, the step 0.")
+    assert event["reason"].startswith("would not make the step shorter: one sample takes it 50 ms, the step ")
 
 
 def test_a_guest_that_was_held_up_when_it_joined_shows_with_one_small_lease_how_fast_its_link_is() -> None:

@@ -148,6 +148,7 @@ def run(args: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status. Errors are printed to stderr."""
     arguments = sys.argv[1:] if args is None else list(args)
     settings = Settings(debug="--debug" in arguments)
+    _open_streams()
     try:
         result: Any = app.main(args=arguments, prog_name="potluck", obj=settings, standalone_mode=False)
         sys.stdout.flush()
@@ -169,6 +170,20 @@ def run(args: Sequence[str] | None = None) -> int:
         return 1
     # click hands back what ctx.exit() was given, or what the command returned.
     return result if isinstance(result, int) else 0
+
+
+def _open_streams() -> None:
+    """What goes to a stream that was closed before the start, of which Python has None, goes nowhere.
+
+    Its number is taken, too: a socket with the number 1 would get what libraries print.
+    """
+    if None in (sys.stdin, sys.stdout, sys.stderr):
+        while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+            pass
+        os.close(descriptor)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
 
 
 def _explain(error: PotluckError, debug: bool) -> None:

@@ -288,7 +288,8 @@ class GuestLink:
             self._put_out = message.fields.get("joined") is True
             raise RefusedError(
                 f"the host refused this machine: {message.fields.get('reason', '?')}",
-                hint=message.fields.get("hint") or _SAME,
+                # One that took part had the same model.
+                hint=message.fields.get("hint") or ("" if self._put_out else _SAME),
             )
         if message.kind == "welcome":
             first = self._welcome is None

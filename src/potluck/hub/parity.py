@@ -142,7 +142,7 @@ def judge(
     mean.norms[:] = np.sqrt(first.norms * host.second.norms)
     cosine, why_not = compare(mean, guest, _limits(first, host.second, spread), names)
     if why_not is not None:
-        why_not = f"{why_not}, where the host's own two have a cosine of {spread:.4f}"
+        why_not = f"{why_not}; the host's own two have a cosine of {spread:.4f}"
     return Verdict(cosine=cosine, why_not=why_not, spread=spread, unmatched=unmatched, again=why_not is not None)
 
 

@@ -45,6 +45,7 @@ LONGEST_REASON = 500
 
 WRONG_BEFORE_OUT = 3
 """Contributions in a row that cannot be right, and a guest is put out."""
+WRONG_HINT = "this device may compute something else: update torch, or try --device cpu"
 LONGEST_GOODBYE = 200
 
 
@@ -294,6 +295,7 @@ class HostProtocol:
                     member,
                     f"sent gradients that are not finite or far too large {member.wrong_in_a_row} times in a row"
                     f"{packed}, of samples whose gradient here is neither",
+                    hint=WRONG_HINT,
                 )
         return actions
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from potluck.balance.leases import Speed
 from potluck.hub.members import Member, OpenLease
+from potluck.units import seconds_text
 
 TOO_LATE = "it was too late"
 
@@ -20,15 +21,15 @@ def why_not(speed: Speed, step_s: float, *, guessed: bool) -> str:
     """
     least = speed.least.lease
     what, them = ("one sample", "it") if least == 1 else (f"{least} samples", "them")
-    least_s, computing_s = speed.lease_s(least), least * speed.sample_s
+    least_s, computing_s, step = speed.lease_s(least), least * speed.sample_s, seconds_text(step_s)
     if least_s <= step_s:
         take = "takes" if least == 1 else "take"
-        return f"would not make the step shorter: {what} {take} it {least_s:.2f} s, the step {step_s:.2f} s"
+        return f"would not make the step shorter: {what} {take} it {seconds_text(least_s)}, the step {step}"
     few = "" if least == 1 else "; fewer are too few for the model's batch statistics"
     return (
-        f"cannot deliver {what} within a step: {computing_s:.2f} s to compute {them} and "
-        f"{least_s - computing_s:.2f} s to get its samples and the weights and deliver the gradient"
-        f"{' (by what its first weights took)' if guessed else ''}, where the step takes {step_s:.2f} s{few}"
+        f"cannot deliver {what} within a step: {seconds_text(computing_s)} to compute {them} and "
+        f"{seconds_text(least_s - computing_s)} to get its samples and the weights and deliver the gradient"
+        f"{' (by what its first weights took)' if guessed else ''}, where the step takes {step}{few}"
     )
 
 
@@ -37,16 +38,16 @@ def why_late(member: Member, lease: OpenLease, *, silent_s: float, now: float) -
 
     `silent_s`: for how long nothing was heard of the guest, where that decided it.
     """
-    since_s = now - lease.started
+    since = seconds_text(now - lease.started)
     if silent_s:
         return f"sent nothing for {silent_s:.1f} s", "it sent nothing"
     if lease.unread:
-        return f"had not been sent its samples after {since_s:.2f} s: they are still read", "its samples came late"
+        return f"had not been sent its samples after {since}: they are still read", "its samples came late"
     if member.feed.in_flight_bytes:
-        return f"was still receiving weights or samples after {since_s:.2f} s", "it was still receiving"
+        return f"was still receiving weights or samples after {since}", "it was still receiving"
     if lease.closing_at is not None and lease.closing_at > now:
-        return f"would have delivered only after {lease.closing_at - lease.started:.2f} s", TOO_LATE
-    return f"did not deliver within {since_s:.2f} s", TOO_LATE
+        return f"would have delivered only after {seconds_text(lease.closing_at - lease.started)}", TOO_LATE
+    return f"did not deliver within {since}", TOO_LATE
 
 
 def in_a_row(misses: Sequence[str]) -> str:

@@ -35,7 +35,15 @@ SHARD_BYTES = 256_000_000
 """Tensors are copied and written in groups of at most this size, so that the copy in memory stays small."""
 
 _SAME_AS = "same as "
-_NOT_AS_WRITTEN = (LookupError, TypeError, ValueError, AttributeError, RecursionError, SafetensorError)
+_NOT_AS_WRITTEN = (
+    LookupError,
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    AttributeError,
+    RecursionError,
+    SafetensorError,
+)
 """What reading a manifest or a file raises that this module did not write."""
 
 
@@ -80,7 +88,7 @@ class Loaded:
     manifest: dict[str, Any] = field(repr=False)
 
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer, objects: Mapping[str, Stateful]) -> None:
-        """Put everything back, the random generators last; nothing is touched where a part does not fit."""
+        """Put everything back, the random generators last; what does not fit is found before that."""
         saved = self.manifest
         self._compare(saved["weights"]["tensors"], _describe(model.state_dict()), "the model's {}")
         self._compare(saved["optimizer"]["parts"], _parts(optimizer, model), "the optimizer's {}")
@@ -89,9 +97,15 @@ class Loaded:
         )
         weights, tree, states = self._read()
         model.load_state_dict(weights, strict=True)
-        optimizer_state.load_optimizer(optimizer, tree)
+        try:
+            optimizer_state.load_optimizer(optimizer, tree)
+        except _NOT_AS_WRITTEN as error:
+            raise self._forged(error) from error
         for name, target in objects.items():
-            target.load_state_dict(states[name])
+            try:
+                target.load_state_dict(states[name])
+            except _NOT_AS_WRITTEN as error:
+                raise self._misfit(f"the object {name} cannot take its state ({error!r})") from error
         self.restore_rng()
 
     def _read(self) -> tuple[dict[str, Any], Any, dict[str, Any]]:
@@ -130,11 +144,14 @@ class Loaded:
         for name in (*saved, *here):
             there, now = saved.get(name, "missing"), here.get(name, "missing")
             if there != now:
-                raise CheckpointError(
-                    f"{self.path} does not fit: {what.format(name)} is {there} there and {now} here",
-                    hint="resume with the model, optimizer and settings that the run was started with",
-                    step=self.step,
-                )
+                raise self._misfit(f"{what.format(name)} is {there} there and {now} here")
+
+    def _misfit(self, why: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.path} does not fit: {why}",
+            hint="resume with the model, optimizer and settings that the run was started with",
+            step=self.step,
+        )
 
     def _tensors(self, kind: str) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}

@@ -106,7 +106,7 @@ def verified(path: Path) -> dict[str, Any]:
             raise DamagedError(f"{MANIFEST} is damaged")
         if manifest["format"] != FORMAT:
             raise DamagedError(f"its format is {manifest['format']}, this version of potluck reads {FORMAT}")
-        if type(manifest["step"]) is not int:
+        if type(manifest["step"]) is not int or manifest["step"] < 0:
             raise DamagedError(f"{MANIFEST} has no step")
         for name, expected in manifest["files"].items():
             if not name or Path(name).name != name:

@@ -6,7 +6,7 @@ Owns these checks. It knows torch's classes, and nothing of how a step goes.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -32,7 +32,10 @@ def check_model(model: Any) -> None:
 
 def check_optimizer(optimizer: Any, trained: Iterable[nn.Parameter]) -> None:
     if isinstance(optimizer, list | tuple | dict):
-        raise LoopError(f"run.training() takes one optimizer, not {len(optimizer)}", hint=ONE_OPTIMIZER)
+        raise LoopError(
+            f"run.training() takes one optimizer, not a {type(optimizer).__name__} of {len(optimizer)}",
+            hint=ONE_OPTIMIZER,
+        )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise LoopError(
             f"the optimizer is of type {type(optimizer).__name__}, not a torch.optim.Optimizer",
@@ -43,11 +46,29 @@ def check_optimizer(optimizer: Any, trained: Iterable[nn.Parameter]) -> None:
             "LBFGS computes the loss several times in one update, but the samples of a step are computed once",
             hint="use an optimizer whose step() takes no closure: AdamW, SGD, …",
         )
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if held.isdisjoint(id(p) for p in trained):
+    held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    ours = {id(p) for p in trained}
+    if held.keys().isdisjoint(ours):
         raise LoopError(
             "the optimizer holds none of the model's trained parameters: it would train nothing",
             hint="make it of this model's parameters, after the model was moved or wrapped",
+        )
+    if strange := [tuple(p.shape) for at, p in held.items() if p.requires_grad and at not in ours]:
+        # Nobody would clear, average or send their gradients, and no checkpoint would have them.
+        raise LoopError(
+            f"the optimizer holds {len(strange)} trained parameter{'s' if len(strange) > 1 else ''} that the model "
+            f"does not have, the first of shape {strange[0]}",
+            hint="make them the model's, model.scale = nn.Parameter(…), or several models one: nn.ModuleList",
+        )
+
+
+def check_frozen(frozen: Mapping[str, nn.Parameter]) -> None:
+    """What was frozen when the run began stays so: guests hold it fixed, and nobody averages its gradient."""
+    if any(p.requires_grad for p in frozen.values()):
+        name = next(name for name, p in frozen.items() if p.requires_grad)
+        raise LoopError(
+            f"{name} was frozen when the training began, and is trained now",
+            hint="unfreeze it before run.training(), with a learning rate of 0 until its time comes",
         )
 
 

@@ -84,6 +84,7 @@ class HostTrainer:
         if self._device.ahead:
             sys.setswitchinterval(TURN_S)
         self._trained = parts.tensors.trained
+        self._frozen = {n: t for n, t in parts.tensors.fixed.items() if isinstance(t, nn.Parameter)}
         folder = parts.launch.folder
         # The log goes to the disk first: after a power cut it tells of every step up to the checkpoint.
         before = parts.launch.log.sync
@@ -385,6 +386,7 @@ class HostTrainer:
         computed = time.monotonic()
         if self._ranks is not None:
             self._finish()
+        given.check_frozen(self._frozen)
         # Before the guests' parts are added to it: they are measured by it.
         own = own_norm(self._trained) if self._hub.members() else None
         result, guests_loss = self._hub.end_step()
@@ -595,7 +597,7 @@ def restore(
         if loaded.extra.get(key, now) != now:
             raise ConfigError(
                 f"the run was started with {key} {loaded.extra[key]}, now it is {now}",
-                hint=f"a resumed run continues at the very sample: keep {key} as it was, or start a new run",
+                hint=f"a resumed run resumes at exactly the next sample: keep {key} as it was, or start a new run",
             )
     loaded.restore(model, optimizer, objects)
     launch.device.set_rng_state(dict(loaded.device_rng))

@@ -84,5 +84,8 @@ def make_options(global_batch: int, keywords: Keywords) -> Options:
         raise ConfigError(f"loss_is must be 'mean' or 'sum', not {options.loss_is!r}")
     if options.micro_batch is not None and options.micro_batch < 1:
         raise ConfigError(f"micro_batch must be at least 1, not {options.micro_batch}")
+    if (most := options.clip_norm) is not None and not (isinstance(most, int | float) and most > 0):
+        # Below 0 torch would turn the gradient round, and NaN would be in every weight.
+        raise ConfigError(f"clip_norm must be a number above 0, not {most!r}", hint="without it nothing is clipped")
     check_saved(options.also_save.values())
     return options

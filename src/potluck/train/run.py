@@ -140,17 +140,17 @@ class Run:
         if restored is not None and restored.extra.get("samples", loader.samples) != loader.samples:
             raise ConfigError(
                 f"the run was started with {restored.extra['samples']} samples, now there are {loader.samples}",
-                hint="a resumed run continues at the very sample: give it the same data, or start a new run",
+                hint="a resumed run resumes at exactly the next sample: give it the same data, or start a new run",
             )
-        if options.global_batch > loader.samples:
-            text = f"a step of {options.global_batch} samples is more than the data set has ({loader.samples}): "
-            launch.log.emit({"event": "note", "text": text + "samples come several times in a step"})
         ledger = Ledger(
             samples=loader.samples,
             global_batch=options.global_batch,
             order=epoch_order(loader.samples, options.seed),
             step=step,
         )
+        if options.global_batch > loader.samples:
+            text = f"a step of {options.global_batch} samples is more than the data set has ({loader.samples}): "
+            launch.log.emit({"event": "note", "text": text + "samples come several times in a step"})
         statistics = batch_statistics(model)
         least = least_samples(statistics, options.global_batch)
         micro = self._micro_batch(options, limit=options.global_batch, statistics=statistics is not None)

@@ -29,7 +29,7 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
 
     Of float16 in float32: it ends at 65,504.
     """
-    plain = [g._values() if g.is_sparse else g for g in gradients]
+    plain = [g.coalesce().values() if g.is_sparse else g for g in gradients]
     norms = [g.float() if g.dtype == torch.float16 else g for g in plain]
     return nn.utils.get_total_norm(norms)
 

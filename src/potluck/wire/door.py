@@ -231,7 +231,7 @@ class Watch:
     def _admit(self, poller: zmq.Poller) -> tuple[int | None, list[Visitor]]:
         """Admit those at the gate if there is room; when to look again (None: at an event) and whom to close."""
         gate = self._gate
-        if gate is None:
+        if gate is None or not gate.holds:
             return None, []
         if not gate.somebody_waits():
             poller.register(gate.fileno(), zmq.POLLIN)

@@ -133,9 +133,14 @@ class Gate:
         while self._interest is None and time.monotonic() < deadline:
             self._interest = _find(lent)
             time.sleep(_LOOK_S)
-        if self._interest is not None:  # else libzmq accepts by itself, as on other systems
+        if self._interest is not None:
             self._interest.set(0)
         self._let_in()
+
+    @property
+    def holds(self) -> bool:
+        """Whether anybody has to wait here; else libzmq accepts by itself, as on other systems."""
+        return self._interest is not None
 
     def somebody_waits(self) -> bool:
         poll = select.poll()
@@ -185,7 +190,11 @@ class _Interest:
 
 def _find(descriptor: int) -> _Interest | None:
     """The epoll of this process that waits for this descriptor to become readable."""
-    for entry in Path("/proc/self/fd").iterdir():
+    try:
+        entries = list(Path("/proc/self/fd").iterdir())
+    except OSError:
+        return None  # no /proc, as in a bare chroot, or none that may be read
+    for entry in entries:
         with contextlib.suppress(OSError):
             if os.readlink(entry) != "anon_inode:[eventpoll]":
                 continue

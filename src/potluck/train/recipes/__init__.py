@@ -90,6 +90,7 @@ def get(name: str) -> Recipe:
     if name not in NAMES:
         near = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}? " if near else ""
+        hint = f"your own script is trained by: potluck host {name}; " if name.endswith(".py") else hint
         raise ConfigError(f"there is no recipe {name!r}", hint=f"{hint}recipes: {', '.join(NAMES)}")
     recipe: Recipe = importlib.import_module(f"potluck.train.recipes.{name}").RECIPE
     return recipe
