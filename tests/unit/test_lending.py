@@ -208,7 +208,7 @@ def test_a_link_that_takes_longer_than_the_step_lets_the_guest_sit_out_and_hope(
     member.leased = True  # it has had its trial
     member.transfer.add(1.5)
     assert sends(table.begin(), "lease") == []
-    assert "0.10 s to compute it and 2.90 s to get its samples and the weights" in member.reason
+    assert "100 ms to compute it and 2.90 s to get its samples and the weights" in member.reason
     assert member.reason.endswith("where the step takes 2.00 s")
     assert member.transfer.value == pytest.approx(1.05)
 

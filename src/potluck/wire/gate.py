@@ -23,6 +23,7 @@ import socket
 import struct
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import zmq
@@ -106,6 +107,7 @@ class Gate:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self.batch = batch
         self._interest: _Interest | None = None
+        self._lent: int | None = None
         self._listening = socket.socket(family, socket.SOCK_STREAM)
         try:
             self._listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -119,6 +121,7 @@ class Gate:
             self._listening.close()
             raise
         self.port = int(self._listening.getsockname()[1])
+        _open.add(self)
 
     def fileno(self) -> int:
         """Readable while somebody waits."""
@@ -126,7 +129,7 @@ class Gate:
 
     def lend_to(self, target: zmq.Socket[bytes]) -> None:
         """Let a socket of libzmq listen here. Its options must be set before."""
-        lent = os.dup(self._listening.fileno())  # libzmq closes it with its socket
+        self._lent = lent = os.dup(self._listening.fileno())  # libzmq closes it with its socket
         target.setsockopt(zmq.USE_FD, lent)
         target.bind("tcp://127.0.0.1:*")  # the address means nothing where a descriptor is given
         deadline = time.monotonic() + _FOUND_S
@@ -163,7 +166,15 @@ class Gate:
 
     def close(self) -> None:
         """Stop listening; libzmq's socket is closed by whoever made it."""
+        _open.discard(self)
         self._listening.close()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: a port that it kept open would be taken after the host has ended."""
+        self._listening.close()
+        if self._lent is not None:
+            with contextlib.suppress(OSError):
+                os.close(self._lent)
 
     def _keep_out(self) -> None:
         with contextlib.suppress(OSError):  # a system without packet filters
@@ -172,6 +183,19 @@ class Gate:
     def _let_in(self) -> None:
         with contextlib.suppress(OSError):
             self._listening.setsockopt(socket.SOL_SOCKET, _DETACH_FILTER, 0)
+
+
+_open: weakref.WeakSet[Gate] = weakref.WeakSet()
+
+
+def _in_child() -> None:
+    for gate in list(_open):
+        gate.leave_to_parent()
+    _open.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)
 
 
 class _Interest:
