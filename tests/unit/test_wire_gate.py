@@ -15,10 +15,13 @@ context = zmq.Context()
 router = context.socket(zmq.ROUTER)
 port, gate = listen(router, "127.0.0.1", 0, 16)
 ended, end = os.pipe()
+begun, begin = os.pipe()
 if os.fork() == 0:
     os.close(end)
+    os.write(begin, b"x")
     os.read(ended, 1)  # until the parent is gone
     os._exit(0)
+os.read(begun, 1)  # the child has closed what it must
 gate.close()
 router.close(0)
 context.term()
