@@ -119,7 +119,7 @@ def train(seed: int, steps: int = STEPS) -> float:
     optimizer, scheduler = make_optimizer(model, steps)
     data = Gratings(SAMPLES, seed=0)
     keywords = {"steps": steps, "scheduler": scheduler, "seed": seed}
-    for step in run.training(model, optimizer, data, global_batch=BATCH, **keywords):
+    for step in run.steps(model, optimizer, data, global_batch=BATCH, **keywords):
         for images, labels in step:
             step.backward(F.cross_entropy(model(images), labels))
     return validation_loss(model.cpu())

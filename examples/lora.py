@@ -77,7 +77,7 @@ optimizer = torch.optim.AdamW(trained, lr=3e-3, weight_decay=0.0)
 steps = int(sys.argv[1]) if len(sys.argv) > 1 else 200
 first = last = 0.0
 
-for step in run.training(model, optimizer, make_task, global_batch=32, steps=steps):
+for step in run.steps(model, optimizer, make_task, global_batch=32, steps=steps):
     for inputs, targets in step:
         step.backward(F.mse_loss(model(inputs), targets))
     if step.index == 0:

@@ -33,7 +33,7 @@ run = potluck.start()
 model = build().to(run.device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
-for step in run.training(model, optimizer, dataset, global_batch=200, steps=300, clip_norm=1.0):
+for step in run.steps(model, optimizer, dataset, global_batch=200, steps=300, clip_norm=1.0):
     for points, labels in step:
         step.backward(F.cross_entropy(model(points), labels))
 

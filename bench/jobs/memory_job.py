@@ -16,7 +16,7 @@ model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).to(run.
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
 out = Path(sys.argv[1]) / f"{run.role}.txt"
 data = torch.utils.data.TensorDataset(torch.randn(256, WIDTH))
-for step in run.training(model, optimizer, data, global_batch=32, steps=STEPS, micro_batch=4):
+for step in run.steps(model, optimizer, data, global_batch=32, steps=STEPS, micro_batch=4):
     for (x,) in step:
         step.backward(model(x).square().mean())
         parameters = sum(p.numel() for p in model.parameters())

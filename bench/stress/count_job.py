@@ -63,7 +63,7 @@ def main() -> None:
     model = Counter(options.ballast, mark=float(run.is_guest)).to(run.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     chance = random.Random()
-    for step in run.training(
+    for step in run.steps(
         model, optimizer, Numbers(), global_batch=options.batch, steps=options.steps, loss_is="sum"
     ):
         for numbers in step:

@@ -60,7 +60,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     bad = range(options.first, options.first + options.steps_bad)
     here = options.where in ("both", "guests" if run.is_guest else "host")
-    for step in run.training(
+    for step in run.steps(
         model, optimizer, Points(), global_batch=options.batch, steps=options.steps, clip_norm=options.clip
     ):
         factor = FACTORS[options.what] if here and step.index + 1 in bad else 1.0

@@ -3,7 +3,7 @@
 The public names are loaded when they are first used: `import potluck` imports no torch.
 
     run = potluck.start()
-    for step in run.training(model, optimizer, dataset, global_batch=512):
+    for step in run.steps(model, optimizer, dataset, global_batch=512):
         for batch in step:
             step.backward(loss_of(model, batch))
 """

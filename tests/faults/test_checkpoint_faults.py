@@ -155,7 +155,7 @@ def trained(folder: Path, *, steps: int, every: int, at: Callable[[int], None] =
         model = nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         samples = [torch.ones(2)] * 8
-        for step in potluck.start().training(model, optimizer, samples, global_batch=4, steps=steps, micro_batch=4):
+        for step in potluck.start().steps(model, optimizer, samples, global_batch=4, steps=steps, micro_batch=4):
             for batch in step:
                 step.backward(model(batch).mean())
             at(step.index + 1)
@@ -235,7 +235,7 @@ def test_the_last_save_of_a_loop_that_was_left_is_not_lost_with_its_generator(
     launch = Launch(role=ALONE, config=RunConfig(), device=pick("cpu"), name="here", log=log, folder=folder)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in Run(launch).training(model, optimizer, [torch.ones(2)] * 8, global_batch=4, micro_batch=4):
+    for step in Run(launch).steps(model, optimizer, [torch.ones(2)] * 8, global_batch=4, micro_batch=4):
         for batch in step:
             step.backward(model(batch).mean())
         break

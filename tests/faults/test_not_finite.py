@@ -100,7 +100,7 @@ class Trained:
         launch.again = lambda where: f"potluck host my.py --resume {where}"
         set_launch(launch)
         try:
-            for step in potluck.start().training(
+            for step in potluck.start().steps(
                 self.model,
                 self.optimizer,
                 SAMPLES,
@@ -370,7 +370,7 @@ run = potluck.start()
 torch.manual_seed(1)
 model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-for step in run.training(model, optimizer, [torch.ones(2)] * 8, global_batch=4, steps=6, micro_batch=2):
+for step in run.steps(model, optimizer, [torch.ones(2)] * 8, global_batch=4, steps=6, micro_batch=2):
     for batch in step:
         bad = step.index == 2 and not run.is_host
         step.backward(model(batch).square().mean() * (float("nan") if bad else 1.0))
@@ -405,7 +405,7 @@ import torch, potluck
 model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 run = potluck.start()
-for step in run.training(model, optimizer, [torch.ones(2)] * 8, global_batch=4, steps=60, micro_batch=4):
+for step in run.steps(model, optimizer, [torch.ones(2)] * 8, global_batch=4, steps=60, micro_batch=4):
     for batch in step:
         step.backward(model(batch).mean() * (float("nan") if step.index >= 9 else 1.0))
 """

@@ -110,7 +110,7 @@ model = Net()
 before = copy.deepcopy(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.5)
 losses = []
-for step in run.training(model, optimizer, points, global_batch=BATCH, micro_batch=1, clip_norm=1.0, seed=5):
+for step in run.steps(model, optimizer, points, global_batch=BATCH, micro_batch=1, clip_norm=1.0, seed=5):
     for x in step:
         step.backward((model(x) - 1).square().mean())
     losses.append(step.loss)
@@ -174,7 +174,7 @@ def test_one_process_under_torchrun_is_as_without(monkeypatch: pytest.MonkeyPatc
     model = nn.Linear(2, 1).to(run.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
-    for step in run.training(model, optimizer, torch.ones(8, 2), global_batch=4, micro_batch=2, steps=3):
+    for step in run.steps(model, optimizer, torch.ones(8, 2), global_batch=4, micro_batch=2, steps=3):
         for x in step:
             step.backward(model(x).square().mean())
         losses.append(step.loss)
@@ -206,7 +206,7 @@ launch.stop_requested = asked.is_set
 model = nn.Linear(4, 1)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 try:
-    for step in Run(launch).training(model, optimizer, torch.randn(64, 4), global_batch=8, micro_batch=1, steps=4):
+    for step in Run(launch).steps(model, optimizer, torch.randn(64, 4), global_batch=8, micro_batch=1, steps=4):
         for number, x in enumerate(step):
             if step.index == 2 and number == 1:
                 asked.set()

@@ -22,7 +22,7 @@ OTHER_MODEL = """
 import torch, potluck
 run = potluck.start()
 model = torch.nn.Linear(32, 10).to(run.device)
-for step in run.training(model, torch.optim.SGD(model.parameters(), 0.1), [], global_batch=16):
+for step in run.steps(model, torch.optim.SGD(model.parameters(), 0.1), [], global_batch=16):
     for points, labels in step:
         step.backward(torch.nn.functional.cross_entropy(model(points), labels))
 """

@@ -146,7 +146,7 @@ import torch, potluck
 run = potluck.start()
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in run.training(model, optimizer, torch.randn(32, 4), global_batch=8, steps=20):
+for step in run.steps(model, optimizer, torch.randn(32, 4), global_batch=8, steps=20):
     for batch in step:
         step.backward(model(batch).square().mean())
     if step.index == 3:

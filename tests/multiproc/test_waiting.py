@@ -102,7 +102,7 @@ def test_a_guest_that_is_asked_to_wait_does_so_as_long_as_the_host_speaks(house:
 def test_one_that_waits_hears_that_there_will_be_no_training(house: House) -> None:
     thread, outcome = connected(house.guest(), timeout_s=DEADLINE_S)
     assert house.waits.wait(DEADLINE_S)
-    house.room.close("job.py\x1b[2J ended without reaching run.training()")
+    house.room.close("job.py\x1b[2J ended without reaching run.steps()")
     thread.join(DEADLINE_S)
     (error,) = outcome
     assert isinstance(error, HostGoneError)
@@ -119,15 +119,15 @@ def test_after_a_while_the_person_at_the_host_is_told() -> None:
     assert (event["event"], event["what"], event["guests"]) == ("loop_awaited", "job.py", 0)
     message = describe({**event, "seconds": 61.0, "guests": 2})
     assert message is not None
-    assert message.text == "job.py has not reached run.training() after 1 min 01 s: 2 guests wait until it does"
+    assert message.text == "job.py has not reached run.steps() after 1 min 01 s: 2 guests wait until it does"
 
 
 @pytest.mark.parametrize(
     ("error", "began", "reason"),
     [
-        (None, False, "job.py ended without reaching run.training()"),
-        (SystemExit(0), False, "job.py ended without reaching run.training()"),
-        (LoopError("ended"), False, "job.py ended without reaching run.training()"),
+        (None, False, "job.py ended without reaching run.steps()"),
+        (SystemExit(0), False, "job.py ended without reaching run.steps()"),
+        (LoopError("ended"), False, "job.py ended without reaching run.steps()"),
         (LoopError("two optimizers"), True, "job.py failed before its first step"),
         (ScriptError("a bug"), False, "job.py failed before its first step"),
         (KeyboardInterrupt(), False, "it was stopped there"),
@@ -155,7 +155,7 @@ def test_a_script_without_a_training_loop_says_so_and_tells_its_guests(tmp_path:
         end.touch()
         host.exits_with(2, deadline_s=30)
         ann.exits_with(3, deadline_s=30)
-        assert "error: alone.py ended without reaching run.training(): what it trained" in host.stderr()
+        assert "error: alone.py ended without reaching run.steps(): what it trained" in host.stderr()
         assert "see: potluck explain bad-loop" in host.stderr()
         assert "the run ended before its training began: alone.py ended without reaching" in ann.stderr()
 

@@ -89,7 +89,7 @@ def main() -> None:
     if run.is_guest and "SPOIL" in os.environ:
         spoil(model, os.environ["SPOIL"])
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    for step in run.training(model, optimizer, Data(options.read), global_batch=BATCH, data=options.data):
+    for step in run.steps(model, optimizer, Data(options.read), global_batch=BATCH, data=options.data):
         for images, labels in step:
             images.mul_(1.5)  # in place, as augmentation often is
             images = torch.stack([cropped(image, options.body) for image in images])

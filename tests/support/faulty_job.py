@@ -44,7 +44,7 @@ def main() -> None:
     model.to(run.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     spoilt = not run.is_guest
-    for step in run.training(model, optimizer, Data, global_batch=options.batch):
+    for step in run.steps(model, optimizer, Data, global_batch=options.batch):
         for points, labels in step:
             loss = F.cross_entropy(model(points), labels)
             if what == "gradients" and run.is_guest and step.index >= int(after):

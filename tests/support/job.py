@@ -106,7 +106,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
     model = build(options.width, options.dropout).to(run.device)
     optimizer, scheduler = make_optimizer(model)
-    for step in run.training(
+    for step in run.steps(
         model,
         optimizer,
         open_data,

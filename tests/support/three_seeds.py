@@ -62,7 +62,7 @@ def main() -> None:
     held_out = len(text) // 10
     models = build().to(run.device)
     optimizer = torch.optim.AdamW(models.parameters(), lr=5e-3, betas=(0.9, 0.95))
-    steps = run.training(
+    steps = run.steps(
         models,
         optimizer,
         lambda: Windows(text[held_out:]),

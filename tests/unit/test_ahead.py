@@ -37,7 +37,7 @@ def trained(
     torch.manual_seed(0)
     model, points, done = nn.Linear(4, 1), torch.randn(64, 4), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for step in Run(launch).training(model, optimizer, points, global_batch=8, micro_batch=4, steps=steps):
+    for step in Run(launch).steps(model, optimizer, points, global_batch=8, micro_batch=4, steps=steps):
         for x in step:
             step.backward(model(x).square().mean())
         done.append(step)

@@ -1,4 +1,4 @@
-"""What a script gives to run.training: what cannot work is said in words before the first step."""
+"""What a script gives to run.steps: what cannot work is said in words before the first step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def trained(model: Any, optimizer: Any, launch: Launch | None = None, **keywords
     """Train; the learning rate after each step."""
     rates = []
     keywords = {"global_batch": 4, "micro_batch": 4, "steps": 3, **keywords}
-    for step in Run(launch or launched()).training(model, optimizer, SAMPLES, **keywords):
+    for step in Run(launch or launched()).steps(model, optimizer, SAMPLES, **keywords):
         for batch in step:
             step.backward(model(batch).square().mean())
         rates.append(optimizer.param_groups[0]["lr"])
@@ -110,7 +110,7 @@ def test_a_mistake_is_named_before_the_first_step(what: str) -> None:
     words, hint = MISTAKES[what]
     model, optimizer, keywords = given(what)
     with pytest.raises((LoopError, ConfigError), match=words) as caught:
-        Run(launched()).training(model, optimizer, SAMPLES, global_batch=4, **keywords)
+        Run(launched()).steps(model, optimizer, SAMPLES, global_batch=4, **keywords)
     assert hint in caught.value.hint
 
 
@@ -130,7 +130,7 @@ def test_a_guest_needs_no_optimizer() -> None:
     launch = launched()
     launch.role = GUEST
     with pytest.raises(AssertionError):  # it gets as far as its link, which this one has not
-        Run(launch).training(nn.Linear(2, 1), None, SAMPLES, global_batch=4)  # type: ignore[arg-type]
+        Run(launch).steps(nn.Linear(2, 1), None, SAMPLES, global_batch=4)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("scale", "words"), [(2.0**16, "the loss was scaled"), (8.0, r"scaler\.step\(\) was")])
@@ -139,7 +139,7 @@ def test_a_grad_scaler_in_the_loop_is_named(scale: float, words: str) -> None:
     optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=scale)
 
     def train() -> None:
-        for step in Run(launched()).training(model, optimizer, SAMPLES, global_batch=4, micro_batch=4, steps=1):
+        for step in Run(launched()).steps(model, optimizer, SAMPLES, global_batch=4, micro_batch=4, steps=1):
             for batch in step:
                 step.backward(scaler.scale(model(batch).square().mean()))
                 scaler.step(optimizer)
@@ -157,7 +157,7 @@ def test_reduce_on_plateau_is_given_the_loss_of_each_step() -> None:
     step = scheduler.step
     scheduler.step = lambda metrics, epoch=None: (seen.append(float(metrics)), step(metrics))[1]  # type: ignore[method-assign]
     losses = []
-    for each in Run(launched()).training(
+    for each in Run(launched()).steps(
         model, optimizer, SAMPLES, global_batch=8, micro_batch=4, steps=4, scheduler=scheduler
     ):
         for batch in each:
@@ -203,7 +203,7 @@ def test_gradients_that_the_loop_changes_are_named(left: str) -> None:
     optimizer = sgd(model)
 
     def train() -> None:
-        for step in Run(launched()).training(model, optimizer, SAMPLES, global_batch=8, micro_batch=4, steps=1):
+        for step in Run(launched()).steps(model, optimizer, SAMPLES, global_batch=8, micro_batch=4, steps=1):
             for batch in step:
                 if left == "zero before":
                     optimizer.zero_grad()
@@ -224,7 +224,7 @@ def test_a_scheduler_that_the_loop_steps_as_well_is_named() -> None:
     model = nn.Linear(2, 1)
     optimizer = sgd(model)
     scheduler = LambdaLR(optimizer, lambda n: 0.5**n)
-    steps = Run(launched()).training(
+    steps = Run(launched()).steps(
         model, optimizer, SAMPLES, global_batch=8, micro_batch=4, steps=3, scheduler=scheduler
     )
 
@@ -251,7 +251,7 @@ def test_a_run_alone_says_what_deserves_a_look(capsys: pytest.CaptureFixture[str
 
     model = nn.Linear(2, 1)
     seen = 0
-    for step in potluck.start().training(model, sgd(model), SAMPLES, global_batch=20, micro_batch=20, steps=2):
+    for step in potluck.start().steps(model, sgd(model), SAMPLES, global_batch=20, micro_batch=20, steps=2):
         for batch in step:
             seen += 1
             step.backward(model(batch).square().mean() * (float("nan") if seen == 1 else 1.0))

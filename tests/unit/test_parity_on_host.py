@@ -86,7 +86,7 @@ def trained(body: Body, dataset: Any = None, data: str = "sent") -> tuple[nn.Mod
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     run, dataset = potluck.start(), dataset or Data()
-    for step in run.training(model, optimizer, dataset, global_batch=BATCH, steps=STEPS, micro_batch=2, data=data):
+    for step in run.steps(model, optimizer, dataset, global_batch=BATCH, steps=STEPS, micro_batch=2, data=data):
         for x, y in step:
             step.backward(body(model, x, y))
         losses.append(step.loss)
@@ -225,7 +225,7 @@ def test_others_read_after_the_common_batch_or_when_the_run_ends_in_it(
     reader = threading.Thread(target=lambda: (loaders[0].fetch([1]), has_read.set()), daemon=True)
     model = nn.Linear(6, 3)
     optimizer, run = torch.optim.SGD(model.parameters(), lr=0.1), potluck.start()
-    steps = run.training(model, optimizer, Data(), global_batch=BATCH, steps=STEPS, micro_batch=2)
+    steps = run.steps(model, optimizer, Data(), global_batch=BATCH, steps=STEPS, micro_batch=2)
     for step in steps:
         batches = iter(step)
         for x, y in batches:

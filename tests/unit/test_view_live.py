@@ -269,7 +269,7 @@ class TestTerminal:
         view = LiveView(screen, refresh=False)
         view.event({"event": "loop_awaited", "what": "job.py", "seconds": 60.0, "guests": 1})
         shown = screen.getvalue()
-        assert "! job.py has not reached run.training() after 1 min 00 s: 1 guest waits until it does" in shown
+        assert "! job.py has not reached run.steps() after 1 min 00 s: 1 guest waits until it does" in shown
         view.close()
 
     def test_no_color(self, monkeypatch: pytest.MonkeyPatch) -> None:

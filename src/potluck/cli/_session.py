@@ -191,7 +191,7 @@ def _send_away(launch: Launch, error: BaseException | None) -> None:
     if isinstance(error, KeyboardInterrupt):
         reason = "it was stopped there"
     elif error is None or isinstance(error, SystemExit) or (isinstance(error, LoopError) and not launch.began):
-        reason = f"{launch.what} ended without reaching run.training()"
+        reason = f"{launch.what} ended without reaching run.steps()"
     else:
         reason = f"{launch.what} failed before its first step"
     if launch.waiting is not None:
@@ -202,8 +202,8 @@ def check_began(launch: Launch) -> None:
     """After a script: one that never came to its loop trained alone, if at all, while guests waited."""
     if launch.role in (HOST, RANK) and not launch.began:
         raise LoopError(
-            f"{launch.what} ended without reaching run.training(): what it trained, it trained alone",
-            hint="its loop must be `for step in run.training(model, optimizer, dataset, global_batch=…)`, with "
+            f"{launch.what} ended without reaching run.steps(): what it trained, it trained alone",
+            hint="its loop must be `for step in run.steps(model, optimizer, dataset, global_batch=…)`, with "
             "run = potluck.start(); is it below an `if` that was not true?",
         )
 

@@ -166,7 +166,7 @@ def _compute(launch: Any, script: Path | None, view: Any) -> int:
     try:
         _run_work(launch, script, view)
         if not launch.began:
-            raise LoopError("the host's script ended without training", hint="does it reach run.training()?")
+            raise LoopError("the host's script ended without training", hint="does it reach run.steps()?")
         launch.end_training("its script left the loop")
         view.ended("the script left its loop")
     except GuestDone as done:

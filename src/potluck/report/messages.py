@@ -174,7 +174,7 @@ def _checkpoint(event: Event) -> str:
 def _loop_awaited(event: Event) -> str:
     guests, after = integer(event, "guests"), seconds_text(number(event, "seconds"))
     wait = f"{guests} {'guest waits' if guests == 1 else 'guests wait'}" if guests else "guests will wait"
-    return f"{clean(event.get('what'))} has not reached run.training() after {after}: {wait} until it does"
+    return f"{clean(event.get('what'))} has not reached run.steps() after {after}: {wait} until it does"
 
 
 def _not_saved(event: Event) -> str:

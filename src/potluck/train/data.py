@@ -62,7 +62,7 @@ def _length(dataset: Any) -> int:
     kind = type(dataset).__name__
     if isinstance(dataset, DataLoader):
         raise DataError(
-            "run.training() takes the data set itself, not a DataLoader",
+            "run.steps() takes the data set itself, not a DataLoader",
             hint="give loader.dataset, with collate=loader.collate_fn and global_batch=…; Potluck shuffles and "
             "deals the samples",
         )

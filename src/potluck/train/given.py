@@ -1,4 +1,4 @@
-"""What a script gives to `run.training`, looked at before anything is built: what cannot work is said in words.
+"""What a script gives to `run.steps`, looked at before anything is built: what cannot work is said in words.
 
 Owns these checks. It knows torch's classes, and nothing of how a step goes.
 """
@@ -26,20 +26,20 @@ def check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise LoopError(
             f"the model is of type {type(model).__name__}, not an nn.Module",
-            hint="run.training(model, optimizer, dataset, global_batch=…), in this order",
+            hint="run.steps(model, optimizer, dataset, global_batch=…), in this order",
         )
 
 
 def check_optimizer(optimizer: Any, trained: Iterable[nn.Parameter]) -> None:
     if isinstance(optimizer, list | tuple | dict):
         raise LoopError(
-            f"run.training() takes one optimizer, not a {type(optimizer).__name__} of {len(optimizer)}",
+            f"run.steps() takes one optimizer, not a {type(optimizer).__name__} of {len(optimizer)}",
             hint=ONE_OPTIMIZER,
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise LoopError(
             f"the optimizer is of type {type(optimizer).__name__}, not a torch.optim.Optimizer",
-            hint="run.training(model, optimizer, dataset, global_batch=…), in this order",
+            hint="run.steps(model, optimizer, dataset, global_batch=…), in this order",
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise LoopError(
@@ -68,7 +68,7 @@ def check_frozen(frozen: Mapping[str, nn.Parameter]) -> None:
         name = next(name for name, p in frozen.items() if p.requires_grad)
         raise LoopError(
             f"{name} was frozen when the training began, and is trained now",
-            hint="unfreeze it before run.training(), with a learning rate of 0 until its time comes",
+            hint="unfreeze it before run.steps(), with a learning rate of 0 until its time comes",
         )
 
 

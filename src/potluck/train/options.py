@@ -1,4 +1,4 @@
-"""The keywords of `run.training`, their meaning and their checks."""
+"""The keywords of `run.steps`, their meaning and their checks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from potluck.train.optimizer_state import Stateful
 
 
 class Keywords(TypedDict, total=False):
-    """The optional keywords of `run.training`; `Options` documents each."""
+    """The optional keywords of `run.steps`; `Options` documents each."""
 
     steps: int | None
     clip_norm: float | None
@@ -72,9 +72,9 @@ def make_options(global_batch: int, keywords: Keywords) -> Options:
     known = [f.name for f in fields(Options)]
     for key in keywords:
         if "scaler" in key:
-            raise ConfigError(f"run.training() takes no {key}: it is not needed", hint=NO_SCALER)
+            raise ConfigError(f"run.steps() takes no {key}: it is not needed", hint=NO_SCALER)
         if key not in known:
-            raise ConfigError(f"run.training() has no keyword {key!r}", hint=nearest(key, known))
+            raise ConfigError(f"run.steps() has no keyword {key!r}", hint=nearest(key, known))
     options = Options(global_batch=global_batch, **keywords)
     if not isinstance(global_batch, int) or global_batch < 1:
         raise ConfigError(f"global_batch must be a whole number of at least 1, not {global_batch!r}")

@@ -183,10 +183,10 @@ def refuse_wrapped(model: nn.Module) -> None:
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise LoopError(
             "the model is wrapped in DistributedDataParallel, which would sum the gradients a second time",
-            hint="give run.training() the plain model: Potluck sums over the ranks, once a step",
+            hint="give run.steps() the plain model: Potluck sums over the ranks, once a step",
         )
     if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
         raise LoopError(
             "the model is sharded over the ranks (FSDP), but every rank of a host holds a whole one",
-            hint="give run.training() the plain model; one that does not fit into a GPU cannot be trained here",
+            hint="give run.steps() the plain model; one that does not fit into a GPU cannot be trained here",
         )

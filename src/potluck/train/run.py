@@ -83,7 +83,7 @@ class Run:
         """Where the model belongs on this machine."""
         return self._launch.device.torch_device
 
-    def training(
+    def steps(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
@@ -102,7 +102,7 @@ class Run:
             keywords: see `potluck.train.options.Options`.
         """
         if self._used:
-            raise LoopError("run.training() was called twice", hint="a run has one training loop")
+            raise LoopError("run.steps() was called twice", hint="a run has one training loop")
         self._used = True
         self._launch.began = True
         options = make_options(global_batch, keywords)

@@ -83,7 +83,7 @@ class Step:
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise LoopError(
                 "step.backward() needs the loss: a tensor of one value that depends on the model",
-                hint='the mean over the samples of the batch; for a sum say run.training(…, loss_is="sum")',
+                hint='the mean over the samples of the batch; for a sum say run.steps(…, loss_is="sum")',
                 step=self.index,
             )
         first = self.index == 0 and isinstance(self._loss_sum, float)
@@ -130,7 +130,7 @@ class Step:
             raise LoopError(
                 "the gradients were changed in the loop, for example by zero_grad() or clip_grad_norm_()",
                 hint="Potluck clears, sums and clips them: take zero_grad() out of the loop, and say clip_norm=… "
-                "to run.training(); before_update=… may change the gradient of the whole step",
+                "to run.steps(); before_update=… may change the gradient of the whole step",
                 step=self.index,
             )
 

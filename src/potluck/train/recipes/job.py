@@ -19,7 +19,7 @@ def train(recipe: Recipe, config: Any) -> nn.Module:
     model = recipe.model(config).to(run.device)
     recipe.compile(model, config, run.device, guest=run.is_guest)
     optimizer = recipe.optimizer(model, config)
-    steps = run.training(
+    steps = run.steps(
         model,
         optimizer,
         lambda: recipe.dataset(config),
