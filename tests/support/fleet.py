@@ -56,7 +56,7 @@ class Fleet(Processes):
             words += ["--runs", str(self.runs)]
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
         words = [*torchrun, "-m", "potluck", "host", str(what), *words, "--", *map(str, arguments)]
-        host = self.python(*words, name="host", env={**self._environment(), **(env or {})})
+        host = self.python(*words, name="host", env={**self._environment(), **(env or {})}, children=ranks)
         host.wait_until(lambda: list(self.runs.glob("*/manifest.json")), TORCH_STARTS_S, "run folder")
         return host
 
