@@ -74,10 +74,10 @@ class Fleet(Processes):
         file = token or self.folder / "token"
         return ["join", "--token-file", str(file), "--name", name, "--threads", "1", "--view", "plain", *options]
 
-    def train(self, *options: str) -> TestProcess:
-        """`potluck train` with its run folder among this fleet's."""
-        words = options if "--resume" in options else (*options, "--runs", str(self.runs))
-        return self.potluck("train", *words, name="train", env=self._environment())
+    def train(self, *options: str, guests: int) -> TestProcess:
+        """`potluck train` with its run folder among this fleet's, and so many guests."""
+        words = options if "--resume" in options else (*options, "--guests", str(guests), "--runs", str(self.runs))
+        return self.potluck("train", *words, name="train", env=self._environment(), children=guests)
 
     def _environment(self) -> dict[str, str]:
         # Whatever a process puts into the system's folder for temporary files is seen by nothing_left().
