@@ -13,12 +13,6 @@ from potluck.report.summary_text import summary_text
 from support import sample_events as sample
 
 
-def log(folder: Path, events: list[sample.Event], tail: str = "") -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events) + tail, encoding="utf-8")
-    return folder
-
-
 def test_a_whole_run() -> None:
     summary = summarize(sample.whole_run())
     assert summary.run_id == "1115-gpt"
@@ -95,9 +89,9 @@ def test_steps_repeated_after_a_resume_count_once() -> None:
 
 
 def test_a_log_cut_in_the_middle_of_a_line_is_read(tmp_path: Path) -> None:
-    run = log(tmp_path / "run", [sample.run_start(), sample.step(1)], tail='{"event": "step", "st')
+    run = sample.write(tmp_path / "run", [sample.run_start(), sample.step(1)], tail='{"event": "step", "st')
     events = read_events(run)
-    assert [e["event"] for e in events] == ["run_start", "step"]
+    assert events == [sample.run_start(), sample.step(1)]
     assert summarize(events).steps == 1
 
 
@@ -145,7 +139,7 @@ def test_the_micro_batch_of_each_machine_is_told() -> None:
 
 def test_how_many_samples_share_their_statistics_is_kept() -> None:
     machines = [sample.host(24, micro_batch=12, micro_batches=2), sample.machine("laptop", 8, micro_batches=2)]
-    news = {"event": "batch_statistics", "layers": 5, "effective_batch": 8.0}
-    summary = summarize([sample.run_start(), sample.step(1, machines=machines), news, sample.run_end()])
+    told = sample.statistics(layers=5)
+    summary = summarize([sample.run_start(), sample.step(1, machines=machines), told, sample.run_end()])
     assert (summary.batch_layers, summary.effective_batch) == (5, 8.0)
     assert "5 layers, over 8 samples on average" in summary_text(summary)

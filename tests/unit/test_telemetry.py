@@ -15,7 +15,7 @@ from potluck.train.launch import HOST
 from potluck.train.telemetry import Telemetry
 
 
-def table(events: list[dict[str, Any]]) -> tuple[Telemetry, Member, StepResult]:
+def table(events: list[Any]) -> tuple[Telemetry, Member, StepResult]:
     """The figures of a host with one guest, a tenth of a second a sample."""
     guest = Member(
         id="g",
@@ -36,25 +36,25 @@ def table(events: list[dict[str, Any]]) -> tuple[Telemetry, Member, StepResult]:
 
 
 def test_no_speed_up_is_claimed_before_a_guest_has_contributed() -> None:
-    events: list[dict[str, Any]] = []
+    events: list[Any] = []
     telemetry, guest, result = table(events)
     telemetry.step_ended(1, 1.0, result, 0.0, time.monotonic(), applied=True, outside=(0.0, 0.0))
     guest.samples = 3
     telemetry.step_ended(2, 1.0, result, 0.0, time.monotonic(), applied=True, outside=(0.0, 0.0))
-    before, after = (event["speedup"] for event in events)
+    before, after = (event.speedup for event in events)
     assert before is None
     assert after is not None
 
 
 def test_what_the_script_does_between_steps_is_no_steps_time() -> None:
-    events: list[dict[str, Any]] = []
+    events: list[Any] = []
     telemetry, guest, result = table(events)
     guest.samples = 3
     start = time.monotonic()
     telemetry.step_ended(1, 1.0, result, 0.0, start + 0.5, applied=True, outside=(start, start))
     validated = start + 14.5
     telemetry.step_ended(2, 1.0, result, 0.0, validated + 0.4, applied=True, outside=(start + 0.5, validated))
-    assert events[1]["step_s"] == pytest.approx(0.4, abs=0.001)
-    assert events[1]["between_s"] == pytest.approx(14.0, abs=0.001)
-    assert events[1]["speedup"] > 1  # 0.8 s alone, 0.45 s on average
-    assert events[1]["eta_s"] == pytest.approx(7 * (0.45 + 7.0), abs=0.1)
+    assert events[1].step_s == pytest.approx(0.4, abs=0.001)
+    assert events[1].between_s == pytest.approx(14.0, abs=0.001)
+    assert events[1].speedup > 1  # 0.8 s alone, 0.45 s on average
+    assert events[1].eta_s == pytest.approx(7 * (0.45 + 7.0), abs=0.1)

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from potluck.spec.events import RunEvent
+
 CONTROL = "control"
 DATA = "data"
 
@@ -96,7 +98,7 @@ class HashReplica:
 class Emit:
     """Tell the log and the view."""
 
-    event: dict[str, Any]
+    event: RunEvent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

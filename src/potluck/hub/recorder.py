@@ -24,6 +24,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from potluck.spec.events import (
+    GuestLeft,
+    GuestLost,
+    GuestRefused,
+    LeaseTakenBack,
+    ReplicaMismatch,
+    RunEvent,
+    kind_of,
+)
+
 ENTRIES = 500
 MOST_FILES = 6
 """Of one machine in one folder; the oldest make place."""
@@ -35,9 +45,6 @@ NUMBERS = ("lease", "check", "step", "version", "base", "piece", "batch", "count
 LARGEST = 1 << 53
 LONGEST_TEXT = 300
 MOST_MACHINES = 256
-
-FAULTS = frozenset({"guest_lost", "guest_refused", "replica_mismatch"})
-"""Events of the log that mean that a machine has failed."""
 
 
 @dataclass(slots=True)
@@ -60,6 +67,16 @@ class _Entry:
         if self.times > 1:
             found |= {"times": self.times, "until_s": round(self.until - started, 4)}
         return found
+
+
+def _is_fault(event: RunEvent) -> bool:
+    """Whether the event means that a machine has failed."""
+    match event:
+        case GuestLost() | GuestRefused() | ReplicaMismatch():
+            return True
+        case LeaseTakenBack(silent=failed) | GuestLeft(failed=failed):
+            return failed
+    return False
 
 
 class Recorder:
@@ -114,13 +131,12 @@ class Recorder:
             entry = self._last[key] = _Entry(now, now, direction, machine, kind, numbers, nbytes)
             self._ring.append(entry)
 
-    def event(self, event: Mapping[str, Any]) -> None:
+    def event(self, event: RunEvent) -> None:
         """An event of the run's log. One that means a fault has the record written soon."""
-        kind, machine = str(event.get("event", "")), str(event.get("machine") or "")
-        words = {k: str(event[k])[:LONGEST_TEXT] for k in ("address", "reason") if event.get(k)}
-        self.note(kind, machine, {k: v for k, v in event.items() if k in NUMBERS}, words)
-        failed = event.get({"lease_taken_back": "silent", "guest_left": "failed"}.get(kind, ""))
-        if kind in FAULTS or failed:
+        kind, machine = kind_of(event), str(getattr(event, "machine", None) or "")
+        words = {k: str(v)[:LONGEST_TEXT] for k in ("address", "reason") if (v := getattr(event, k, None))}
+        self.note(kind, machine, {k: getattr(event, k) for k in NUMBERS if hasattr(event, k)}, words)
+        if _is_fault(event):
             self.fault(f"{kind} {machine}: {words.get('reason', '')}")
 
     def note(self, kind: str, machine: str, numbers: Mapping[str, Any], words: Mapping[str, str]) -> None:
