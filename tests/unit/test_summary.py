@@ -10,6 +10,7 @@ import pytest
 from potluck.errors import RunFolderError
 from potluck.report.summary import losses, read_events, summarize
 from potluck.report.summary_text import summary_text
+from potluck.train.gain import Gain
 from support import sample_events as sample
 
 
@@ -143,3 +144,25 @@ def test_how_many_samples_share_their_statistics_is_kept() -> None:
     summary = summarize([sample.run_start(), sample.step(1, machines=machines), told, sample.run_end()])
     assert (summary.batch_layers, summary.effective_batch) == (5, 8.0)
     assert "5 layers, over 8 samples on average" in summary_text(summary)
+
+
+def test_the_last_line_and_the_report_have_one_speed_up(tmp_path: Path) -> None:
+    """Both are the steps' mean, weighted by their seconds: what the run took alone ÷ what it took."""
+    steps = [
+        sample.step(1, speedup=None, step_s=9.0),
+        sample.step(2, speedup=1.0, step_s=3.0),
+        sample.step(3, speedup=2.0),
+    ]
+    assert summarize([sample.run_start(), *steps]).speedup == pytest.approx(5.0 / 4.0)
+    gain = Gain()
+    for step in steps:
+        gain.add(step.speedup, step.step_s)
+    assert gain.value == pytest.approx(5.0 / 4.0)
+    assert Gain().value is None
+
+
+def test_what_is_sent_to_guests_is_called_what_it_is() -> None:
+    """The bytes out have the samples in them."""
+    assert "4 kB of gradients in, 8 kB of weights and samples out (3 kB a step)" in summary_text(
+        summarize(sample.whole_run())
+    )

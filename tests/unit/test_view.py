@@ -212,3 +212,55 @@ def test_a_step_says_how_many_samples_each_machine_computes_at_once() -> None:
     assert "tower 24 by 12 + laptop 8 by 8" in fleet
     (alone,) = shown(sample.step(1, machines=[sample.host(32, micro_batch=16)]))
     assert alone.endswith("16 at once")
+
+
+class TestRepeats:
+    """With steps of milliseconds, one late guest must not fill the terminal."""
+
+    def run(self, *turns: tuple[float, ev.RunEvent]) -> list[str]:
+        stream, now = io.StringIO(), 0.0
+        view = PlainView(stream, clock=lambda: now)
+        for at, event in turns:
+            now = at
+            view.event(event)
+        view.close()
+        return stream.getvalue().splitlines()
+
+    def test_what_repeats_within_seconds_is_one_line_with_a_count(self) -> None:
+        late = sample.taken_back
+        lines = self.run(
+            *((n / 1000, late(step=n)) for n in range(1, 1001)), (5.1, late(step=1001)), (5.2, late(step=1002))
+        )
+        assert lines == [
+            "! laptop (10.0.0.7) was late during step 1; its 8 samples were taken back",
+            "! (999 times) laptop (10.0.0.7) was late during step 1000; its 8 samples were taken back",
+            "! (2 times) laptop (10.0.0.7) was late during step 1002; its 8 samples were taken back",
+        ]
+
+    def test_what_is_left_comes_before_the_end(self) -> None:
+        lines = self.run((0.0, sample.taken_back()), (0.1, sample.taken_back(step=3)), (0.2, sample.run_end()))
+        assert [line[:5] for line in lines] == ["! lap", "! lap", "finis", "run f"]
+        assert "step 3" in lines[1]
+        assert "times" not in lines[1]
+
+    def test_a_step_brings_what_is_due(self) -> None:
+        lines = self.run((0.0, sample.taken_back()), (0.1, sample.taken_back(step=3)), (6.0, sample.step(4)))
+        assert ["step 3" in line for line in lines] == [False, True, False]
+        assert lines[2].startswith("step 4/4")
+
+    def test_others_are_not_kept_back(self) -> None:
+        sits_out = ev.GuestSitsOut(machine="laptop", step=2, reason="too slow")
+        lines = self.run(
+            (0.0, sample.taken_back()),
+            (0.1, sample.taken_back(machine="pi")),
+            (0.2, sits_out),
+            (0.3, sample.not_applied()),
+            (0.4, sample.not_applied()),
+        )
+        assert len(lines) == 5
+
+    def test_after_a_quiet_while_the_next_is_shown_at_once(self) -> None:
+        late = sample.taken_back
+        lines = self.run((0.0, late()), (9.0, late(step=3)), (20.0, sample.step(1)), (99.0, sample.not_applied()))
+        assert [line[:5] for line in lines] == ["! lap", "! lap", "step ", "! ste"]
+        assert "step 3" in lines[1]
