@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from rich.cells import cell_len
 
 from potluck.errors import RunFolderError
 from potluck.report.summary import losses, read_events, summarize
@@ -166,3 +167,10 @@ def test_what_is_sent_to_guests_is_called_what_it_is() -> None:
     assert "4 kB of gradients in, 8 kB of weights and samples out (3 kB a step)" in summary_text(
         summarize(sample.whole_run())
     )
+
+
+def test_columns_stand_under_their_headers_whatever_a_machine_is_called() -> None:
+    machines = [sample.host(), sample.machine("東京のノート", 8)]
+    text = summary_text(summarize([sample.run_start(), sample.step(1, machines=machines), sample.run_end()]))
+    header, *rows = text.splitlines()[-3:]
+    assert [cell_len(row[: row.index(m.role)]) for row, m in zip(rows, machines)] == [header.index("role")] * 2
