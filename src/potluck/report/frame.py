@@ -19,7 +19,7 @@ _LEVEL_MARK = {"good": "✓", "info": "·", "warn": "!", "bad": "✗"}
 _MIN_WIDTH = 20
 _MOST_NEWS = 5
 _MOST_LINES = 8
-"""Of all news together, where some take more than one."""
+"""Lines of all news together; one message may take several."""
 _AIRY_HEIGHT = 14
 
 
@@ -99,7 +99,7 @@ def _step_line(state: RunState, step: StepEnded, width: int, elapsed_s: float, s
 
 
 def _bar(fraction: float, width: int) -> Line:
-    """A bar in half characters; the rest is thinner, so that it reads without colours too."""
+    """A bar in steps of half a character; the rest is a thinner line, to be readable without colours."""
     halves = round(min(max(fraction, 0.0), 1.0) * width * 2)
     bar = Line("━" * (halves // 2) + "╸" * (halves % 2), "green")
     return bar.add("─" * (width - halves // 2 - halves % 2), "bright_black")
@@ -146,7 +146,7 @@ def _wire_line(step: StepEnded) -> Line | None:
 
 
 def _news(state: RunState, width: int, room: int) -> list[Line]:
-    """The last few things that happened, the newest last. None is cut at the right edge while there is room."""
+    """The last messages, the newest last. A long one is wrapped while there is room."""
     digits = max((len(str(n.step)) for n in state.notices if n.step is not None), default=0)
     lines: list[Line] = []
     for notice in list(state.notices)[: -_MOST_NEWS - 1 : -1]:
@@ -175,7 +175,7 @@ def _notice_lines(notice: Notice, width: int, digits: int) -> list[Line]:
 
 
 def _wrapped(text: str, first: int, width: int) -> list[str]:
-    """The text in rows of so many columns, the first of another width. Too long a word is broken."""
+    """The text wrapped to `width` columns, the first row to `first`. A word that is too long is broken."""
     rows, row, room = [], "", first
     for word in text.split(" "):
         while cell_len(f"{row} {word}" if row else word) > room:
