@@ -226,9 +226,9 @@ def _check_modules(script: str, imports: dict[str, str]) -> None:
 
 
 def _run_work(launch: Any, local: Path | None, view: Any) -> None:
+    from potluck.checked import build
     from potluck.cli._scripts import GUEST_HINT, HINT, IN_LOOP_HINT, running
     from potluck.fleet.script import read_script, received_script, run_file, run_received
-    from potluck.spec.config import build
     from potluck.train import recipes
     from potluck.train.recipes.job import train as train_recipe
 

@@ -19,13 +19,14 @@ guest that took this token for a doctor's or a host's hear that it is none.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from potluck.errors import WireError
 from potluck.probe import bare, iperf
@@ -132,7 +133,7 @@ class LinkServer:
         elif message.kind == "probe.echo":
             self._send(peer, "probe.echo", {"id": number})
         elif message.kind == "probe.hello":
-            speed = json.dumps(asdict(self._speed)).encode()
+            speed = msgspec.json.encode(self._speed)
             self._send(peer, "probe.hello", {"id": number, "iperf3": self._iperf3}, speed)
             if message.fields.get("first"):
                 self.visited(str(message.fields.get("name", "?"))[:60], address)

@@ -16,15 +16,16 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import json
 import math
 import socket
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
 from typing import Any
 
+import msgspec
+
+from potluck import checked
 from potluck.doctor.facts.interfaces import family_of, route_to
 from potluck.doctor.facts.system import System
 from potluck.errors import PotluckError, WireError
@@ -37,9 +38,6 @@ from potluck.spec.facts import (
     Facts,
     Reach,
     Transfer,
-    from_plain,
-    machine_from_dict,
-    machine_to_dict,
 )
 from potluck.spec.probed import DeviceSpeed, ProbedPath
 from potluck.wire.door import HANDSHAKE_S
@@ -209,11 +207,11 @@ class _Visit:
             answer = self._ask("doctor.back", fields, timeout_s=BACK_S + ANSWER_S)
         if answer is not None and "reach" in answer.fields:
             with contextlib.suppress(PotluckError):
-                self._back = (from_plain(Reach, answer.fields["reach"], "reach"),)
+                self._back = (checked.convert(answer.fields["reach"], Reach),)
 
     def _exchange_facts(self) -> Facts | None:
         self._progress("exchanging facts")
-        answer = self._ask("doctor.facts", {}, json.dumps(machine_to_dict(self._facts)).encode())
+        answer = self._ask("doctor.facts", {}, msgspec.json.encode(self._facts))
         if answer is None or not answer.frames:
             return None
         return _facts_in(answer)
@@ -237,7 +235,7 @@ class _Visit:
 
 
 def _within(end: float, seconds: float) -> float:
-    """So long, or until the end."""
+    """`seconds`, or what is left until the end."""
     return max(LEAST_S, min(seconds, end - time.monotonic()))
 
 
@@ -255,8 +253,8 @@ def _is_number(address: str) -> bool:
 
 def _facts_in(message: Message) -> Facts | None:
     try:
-        return machine_from_dict(json.loads(bytes(message.frames[0])))
-    except (PotluckError, ValueError, RecursionError, IndexError):
+        return msgspec.json.decode(message.frames[0], type=Facts)
+    except (msgspec.DecodeError, RecursionError, IndexError):
         return None
 
 
@@ -287,7 +285,7 @@ class Listener:
         for entry in [entry for entry in self._tries if entry[2].done()]:
             self._tries.remove(entry)
             peer, number, future = entry
-            self._send(peer, "doctor.back", {"id": number, "reach": asdict(future.result())})
+            self._send(peer, "doctor.back", {"id": number, "reach": msgspec.to_builtins(future.result())})
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
@@ -316,7 +314,7 @@ class Listener:
                 future.add_done_callback(lambda _: self._door.wake())
                 self._tries.append((peer, number, future))
         elif message.kind == "doctor.facts":
-            self._send(peer, "doctor.facts", {"id": number}, json.dumps(machine_to_dict(self._facts)).encode())
+            self._send(peer, "doctor.facts", {"id": number}, msgspec.json.encode(self._facts))
             if message.frames and (theirs := _facts_in(message)) is not None:
                 self.learned(theirs)
 

@@ -5,13 +5,13 @@ Owns the public face of training. How it was started is `launch`; how steps go i
 
 from __future__ import annotations
 
-import dataclasses
 import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Unpack
 
+import msgspec
 import torch
 from torch import nn
 
@@ -383,7 +383,7 @@ def manifest(launch: Launch, recipe: dict[str, Any]) -> dict[str, Any]:
     """What the run folder says of the run before it starts."""
     return {
         "what": launch.what,
-        "config": dataclasses.asdict(launch.config),
+        "config": msgspec.to_builtins(launch.config),
         "recipe": recipe,
         "source": {k: v for k, v in launch.source.items() if k != "files"} | {"files": launch.source.get("files")},
         "versions": versions(),
