@@ -1,8 +1,8 @@
 """The messages between host and guests: their fields, the bounds of each, and what travels beside them.
 
 PURE. One class for each kind. A message is decoded and checked once, where it arrives (`wire.frames.Reader`); from
-there on it is an object with fields. Numbers are finite and bounded, and words that a person gets to see are cut and
-hold nothing that steers a terminal. Unknown fields are ignored, so that a field can be added without a new protocol.
+there on it is an object with fields. Numbers are finite and bounded. Words that a person gets to see are cut and
+hold nothing that steers a terminal. Unknown fields are ignored: a field can be added without a new protocol.
 
 `docs/reference/protocol.md` is generated from these classes: a class's docstring says when the message is sent, the
 docstring under a field what it means.
@@ -131,8 +131,8 @@ class HelloMessage(Message, frozen=True, kw_only=True):
 
 
 class WaitMessage(Message, frozen=True, kw_only=True):
-    """Answers `hello` while the script has not reached its training loop. `welcome` follows when it does, `bye` if it
-    never does."""
+    """Answers `hello` while the script has not reached its training loop. `welcome` follows when it does, `bye` if
+    it never does."""
 
     kind = "wait"
     sender = "host"
@@ -155,9 +155,9 @@ class Source(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def __post_init__(self) -> None:
         if bool(self.recipe) == bool(self.files):
-            raise ValueError("it names neither a recipe nor a script's files" if not self.recipe else "it names both")
+            raise ValueError("a recipe or the files of a script, and not both")
         if self.files and not self.sha256:
-            raise ValueError("it has files without their sha256")
+            raise ValueError("files without their sha256")
 
 
 class WelcomeMessage(Message, frozen=True, kw_only=True):
@@ -236,8 +236,8 @@ class WholeMessage(Message, frozen=True, kw_only=True):
 
 
 class CheckMessage(Message, frozen=True, kw_only=True):
-    """The batch of the parity check, once the host has computed it. Without indices, the tensors that the host computed
-    follow as `samples`."""
+    """The batch of the parity check, once the host has computed it. Without indices, the tensors that the host
+    computed follow as `samples`."""
 
     kind = "check"
     sender = "host"
@@ -263,7 +263,7 @@ class SketchMessage(Message, frozen=True, kw_only=True):
     frames = Frames(
         least=1,
         most=1,
-        holds="float32: the norm of each trained tensor's gradient, then values at a fixed stride (up to some 262,144)",
+        holds="float32: the norm of each trained tensor's gradient, then values at a fixed stride (some 262,144)",
     )
     check: Count
     """Number of the check."""
@@ -412,7 +412,7 @@ class DoneMessage(Message, frozen=True, kw_only=True):
     """Time to compute them."""
     finite: bool
     """Whether loss and gradient are finite."""
-    receive_s: Seconds = 0.0
+    receive_s: Seconds
     """Time that the changes of this step took to arrive; 0: unknown."""
     micro_batch: Count
     """As in `ready`."""
@@ -460,8 +460,8 @@ class DroppedMessage(Message, frozen=True, kw_only=True):
 
 
 class HashMessage(Message, frozen=True, kw_only=True):
-    """After the last `change` or `whole` of that version, and before any of a later one, so that both sides hash the
-    same weights."""
+    """After the last `change` or `whole` of that version, and before any of a later one, so that both sides hash
+    the same weights."""
 
     kind = "hash"
     sender = "host"
@@ -537,7 +537,8 @@ class ByeMessage(Message, frozen=True, kw_only=True):
 
 
 class UnknownMessage(Message, frozen=True, kw_only=True):
-    """The host does not know this guest, which then starts again with `hello`. `potluck doctor` reads the versions."""
+    """The host does not know this guest, which then starts again with `hello`. `potluck doctor` reads the
+    versions."""
 
     kind = "unknown"
     sender = "host"
