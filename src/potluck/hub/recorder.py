@@ -26,6 +26,15 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from potluck.spec.events import (
+    GuestLeft,
+    GuestLost,
+    GuestRefused,
+    LeaseTakenBack,
+    ReplicaMismatch,
+    RunEvent,
+    kind_of,
+)
 from potluck.spec.messages import Message
 
 ENTRIES = 500
@@ -40,9 +49,6 @@ ABOUT = ("lease", "version")
 """Messages that differ in one of these are never one entry."""
 LONGEST_TEXT = 300
 MOST_MACHINES = 256
-
-FAULTS = frozenset({"guest_lost", "guest_refused", "replica_mismatch"})
-"""Events of the log that mean that a machine has failed."""
 
 
 @dataclass(slots=True)
@@ -88,6 +94,16 @@ def _kept(kind: type[Message]) -> tuple[tuple[str, ...], Callable[[Message], Any
     """Which numbers of a kind of message are kept, and how they and what it is about are read."""
     names = tuple(name for name in NUMBERS if name in kind.__struct_fields__)
     return names, _getter(names), _getter(tuple(name for name in ABOUT if name in names))
+
+
+def _is_fault(event: RunEvent) -> bool:
+    """Whether the event means that a machine has failed."""
+    match event:
+        case GuestLost() | GuestRefused() | ReplicaMismatch():
+            return True
+        case LeaseTakenBack(silent=failed) | GuestLeft(failed=failed):
+            return failed
+    return False
 
 
 class Recorder:
@@ -145,13 +161,12 @@ class Recorder:
             )
             self._ring.append(entry)
 
-    def event(self, event: Mapping[str, Any]) -> None:
+    def event(self, event: RunEvent) -> None:
         """An event of the run's log. One that means a fault has the record written soon."""
-        kind, machine = str(event.get("event", "")), str(event.get("machine") or "")
-        words = {k: str(event[k])[:LONGEST_TEXT] for k in ("address", "reason") if event.get(k)}
-        self.note(kind, machine, {k: v for k, v in event.items() if k in NUMBERS}, words)
-        failed = event.get({"lease_taken_back": "silent", "guest_left": "failed"}.get(kind, ""))
-        if kind in FAULTS or failed:
+        kind, machine = kind_of(event), str(getattr(event, "machine", None) or "")
+        words = {k: str(v)[:LONGEST_TEXT] for k in ("address", "reason") if (v := getattr(event, k, None))}
+        self.note(kind, machine, {k: getattr(event, k) for k in NUMBERS if hasattr(event, k)}, words)
+        if _is_fault(event):
             self.fault(f"{kind} {machine}: {words.get('reason', '')}")
 
     def note(self, kind: str, machine: str, numbers: Mapping[str, Any], words: Mapping[str, str]) -> None:
