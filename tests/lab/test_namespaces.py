@@ -13,7 +13,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from msgspec.structs import replace
 
 from potluck.errors import UserError
 from potluck.lab import cgroup, permission, state
@@ -192,7 +194,7 @@ def test_it_works_without_root(tmp_path: Path) -> None:
             assert owner.stdout is not None
             assert owner.stdout.readline() == "up\n"
             (file,) = place.glob("*/*.json")
-            found = state.State.from_dict(json.loads(file.read_text()))
+            found = msgspec.json.decode(file.read_bytes(), type=state.State)
             network = f"/proc/{found.holders['desk'].pid}/ns/net"
             assert os.stat(network).st_ino != os.stat("/proc/self/ns/net").st_ino
             assert "eth0" in Path(f"/proc/{found.holders['b'].pid}/net/dev").read_text()
@@ -295,9 +297,7 @@ def test_a_later_process_with_the_same_id_is_not_the_supervisor(runtime: Path, t
         ("elsewhere", {"space": "pid:[1]"}),
         ("here", {}),
     ):
-        table = state.State(supervisor=own).to_dict()
-        table["supervisor"] |= process
-        state.write(folder, name, state.State.from_dict(table))
+        state.write(folder, name, state.State(supervisor=replace(own, **process)))
         state.lock_path(folder, name).touch()
     with state.starting(folder):
         assert state.sweep(folder) == ["earlier", "rebooted"]

@@ -16,9 +16,10 @@ import click
 import pytest
 
 from potluck import errors
+from potluck.checked import to_json
 from potluck.cli import _app
 from potluck.cli.train import show_end
-from potluck.spec.facts import Case, Disk, to_json
+from potluck.spec.facts import Case, Disk
 from support import sample_events as sample
 from support.healthy import linux
 from support.processes import SOURCE

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from potluck.checked import convert
 from potluck.cli import _app
 from potluck.plan import advice, inputs, models
 from potluck.report import plan_plot, plan_table, screen
@@ -47,7 +48,7 @@ def test_machines_by_name_say_what_is_assumed(capsys: pytest.CaptureFixture[str]
 
 def test_json_is_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     table = json.loads(out_of(capsys, *PAIR, "--json"))
-    assert Plan.from_dict(table).row("potluck").speedup > 1
+    assert convert(table, Plan).row("potluck").speedup > 1
 
 
 def test_facts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

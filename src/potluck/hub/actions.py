@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from potluck.spec.events import RunEvent
-
-CONTROL = "control"
-DATA = "data"
+from potluck.spec.messages import FromHost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,14 +15,12 @@ class Send:
     """Send a message to a guest."""
 
     guest: str
-    channel: str
-    kind: str
-    fields: dict[str, Any] = field(default_factory=dict)
+    message: FromHost
     frames: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Welcome:
+class SendWelcome:
     """Send a guest what it needs to build the model."""
 
     guest: str
@@ -121,5 +117,15 @@ class Forget:
 
 
 Action = (
-    Send | Welcome | SendSamples | SendReplica | Decode | CompareSketch | HashReplica | Emit | Pump | Wake | Forget
+    Send
+    | SendWelcome
+    | SendSamples
+    | SendReplica
+    | Decode
+    | CompareSketch
+    | HashReplica
+    | Emit
+    | Pump
+    | Wake
+    | Forget
 )

@@ -12,11 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from potluck.errors import WireError
-from potluck.hub.actions import DATA, Action, Emit, HashReplica, Pump, Send
+from potluck.hub.actions import Action, Emit, HashReplica, Pump, Send
 from potluck.hub.hashes import DIGEST_BYTES, differing
 from potluck.hub.members import COMPUTING, LATE, SITTING_OUT, SYNCING, Member
 from potluck.hub.stepping import Stepping
 from potluck.spec.events import ReplicaChecked, ReplicaMismatch
+from potluck.spec.messages import HashMessage, ResyncMessage
 
 TRUSTED = (COMPUTING, LATE, SITTING_OUT)
 """States of guests whose gradients count: the others are about to be sent or checked anyway."""
@@ -68,7 +69,7 @@ class ReplicaGuard:
         if (version // self._every) % 2 ** min(member.mismatches, LONGEST_PAUSE):
             return []
         member.hash_awaited = version
-        return [Send(guest=member.id, channel=DATA, kind="hash", fields={"version": version})]
+        return [Send(guest=member.id, message=HashMessage(version=version))]
 
     def answered(self, member: Member, version: int, digests: bytes, now: float) -> list[Action]:
         """A guest's hashes, one for each piece (none: it does not hold that version)."""
@@ -123,7 +124,7 @@ class ReplicaGuard:
         reason = f"held weights that are not the host's ({different} of {len(member.feed.have)} pieces differ)"
         return [
             *actions,
-            Send(guest=member.id, channel=DATA, kind="resync", fields={"version": version}),
+            Send(guest=member.id, message=ResyncMessage(version=version)),
             Emit(
                 event=ReplicaMismatch(
                     machine=member.name,

@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from potluck import checked
 from potluck.errors import PotluckError
 from potluck.lab import peers
 from potluck.lab.box import Box
@@ -20,6 +20,7 @@ from potluck.lab.meter import StageMeter
 from potluck.lab.shares import balanced_shares, equal_shares
 from potluck.lab.stage import Actor, Progress, Report, Stage
 from potluck.lab.striker import Striker
+from potluck.lab.worker_spec import RankSpec, RecipeSpec, WorkerSpec
 from potluck.lab.workload import device_name, recipe_flags, recipe_settings
 from potluck.spec import about
 from potluck.spec.events import RunEvent, RunStarted, StepEnded, from_json
@@ -110,7 +111,7 @@ def alone(arena: Arena, machine: Machine) -> float:
     return 1 / (mean_sample_s + mean_update_s / rig.workload.global_batch)
 
 
-def _train(rig: Rig, machine: Machine, settings: dict[str, Any], runs: Path, *, steady: bool) -> list[str]:
+def _train(rig: Rig, machine: Machine, settings: dict[str, int], runs: Path, *, steady: bool) -> list[str]:
     command = ["-m", "potluck", "train", rig.workload.recipe, "--guests", "0", "--runs", str(runs), *QUIET]
     return [*command, *_machine_flags(machine, steady=steady), *recipe_flags(settings)]
 
@@ -290,29 +291,28 @@ def _worker_spec(
 ) -> tuple[Path, Path]:
     folder = arena.folder / strategy
     rig, out, spec = arena.rig, folder / "steps.jsonl", folder / "spec.json"
-    content: dict[str, Any] = {
-        "recipe": {"name": rig.workload.recipe, "config": recipe_settings(rig.workload)},
-        "machines": [
-            {
-                "name": m.name,
-                "device": device_name(m),
-                "micro_batch": m.micro_batch or WORKER_MICRO_BATCH,
-                "address": arena.box.address(m.name),
-            }
-            for m in machines
-        ],
-        "shares": list(shares),
-        "steps": steps,
-        "seed": rig.workload.seed,
-        "master_address": arena.box.address(rig.host.name),
-        "master_port": MASTER_PORT,
-        "interface": "eth0",
-        "out": str(out),
-        "threads": 1,
-    }
-    if strategy == DDP_BALANCED:
-        content["bucket_mb"] = BALANCED_BUCKET_MB
-    spec.write_text(json.dumps(content, indent=1))
+    members = tuple(
+        RankSpec(
+            name=machine.name,
+            device=device_name(machine),
+            micro_batch=machine.micro_batch or WORKER_MICRO_BATCH,
+            share=share,
+            address=arena.box.address(machine.name),
+        )
+        for machine, share in zip(machines, shares, strict=True)
+    )
+    content = WorkerSpec(
+        recipe=RecipeSpec(name=rig.workload.recipe, config=recipe_settings(rig.workload)),
+        members=members,
+        steps=steps,
+        seed=rig.workload.seed,
+        master_address=arena.box.address(rig.host.name),
+        master_port=MASTER_PORT,
+        interface="eth0",
+        out=out,
+        bucket_mb=BALANCED_BUCKET_MB if strategy == DDP_BALANCED else None,
+    )
+    spec.write_text(checked.to_json(content), encoding="utf-8")
     return spec, out
 
 

@@ -187,7 +187,7 @@ def _facts(rig: Rig, facts: RigFacts, width: int) -> list[Line]:
 
 def _fact_texts(rig: Rig, facts: RigFacts) -> list[tuple[str, str]]:
     workload = rig.workload
-    what, of = workload.recipe, "samples"
+    what, of = str(workload.recipe), "samples"
     if workload.recipe == "gpt":
         what = f"gpt of depth {workload.depth or GPT_DEPTH}"
         of = f"samples of {workload.sequence or GPT_SEQUENCE} bytes"
