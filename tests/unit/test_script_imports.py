@@ -106,7 +106,7 @@ def test_the_traceback_of_a_script_has_no_frames_of_potluck(
 ) -> None:
     script = tmp_path / "mine.py"
     script.write_text("def f():\n    raise KeyError('x')\nf()\n")
-    with pytest.raises(ScriptError, match="mine.py failed with KeyError"), running("mine.py"):
+    with pytest.raises(ScriptError, match=r"mine\.py failed with KeyError"), running("mine.py"):
         run_file(script, ())
     files = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  File")]
     assert [Path(line.split('"')[1]).name for line in files] == [Path(__file__).name, "mine.py", "mine.py"]
