@@ -136,8 +136,7 @@ def test_a_reader_that_has_seen_enough_ends_it_without_a_word(what: str, tmp_pat
     """As `potluck plan home-pair | head -1`, with the status that a shell knows from other programs."""
     here = linux(disk=Disk(path="/x", writable=False))  # a blocker, whose status is another
     (tmp_path / "facts.json").write_text(to_json(Case(here=here)), encoding="utf-8")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in sample.whole_run()))
+    sample.write(tmp_path / "run", sample.whole_run())
     reader, writer = os.pipe()
     os.close(reader)
     try:
@@ -281,9 +280,7 @@ class TestReport:
     def run(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.chdir(tmp_path)
         folder = tmp_path / "runs" / "1115-gpt"
-        folder.mkdir(parents=True)
-        (folder / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in sample.whole_run()))
-        return folder
+        return sample.write(folder, sample.whole_run())
 
     @pytest.mark.parametrize("by", ["path", "id", "newest"])
     def test_text(self, run: Path, by: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -336,10 +333,7 @@ def test_the_end_of_a_run_is_shown_on_a_terminal_of_any_encoding(
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="latin-1", write_through=True))
     folder = tmp_path / "läufe → alle"
-    folder.mkdir()
-    (folder / "events.jsonl").write_text(
-        "".join(json.dumps(event) + "\n" for event in (sample.run_start(), sample.step(1))), encoding="utf-8"
-    )
+    sample.write(folder, [sample.run_start(), sample.step(1)])
     show_end(folder, [1, 2], [3.0, 2.0], "\ufffdle ×", 1.5)
     text = written.getvalue().decode("latin-1")
     assert "?le x" in text

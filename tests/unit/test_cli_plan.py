@@ -171,10 +171,8 @@ def test_help_and_planning_import_no_torch() -> None:
 class TestReport:
     @pytest.fixture
     def run(self, tmp_path: Path) -> Path:
-        events = [{**event, "predicted_s": 0.98, "update_s": 0.01} for event in sample.whole_run()]
-        lines = "".join(json.dumps(event) + "\n" for event in events)
-        (tmp_path / "events.jsonl").write_text(lines)
-        return tmp_path
+        steps = (sample.step(number, predicted_s=0.98, update_s=0.01) for number in range(1, 5))
+        return sample.write(tmp_path, [sample.run_start(), *steps, sample.run_end()])
 
     def test_the_hosts_own_prediction(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert _app.run(["report", str(run)]) == 0

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 import pytest
@@ -25,12 +25,14 @@ from potluck.lab.stage import Actor
 from potluck.lab.striker import Striker
 from potluck.report.lab_table import results_lines
 from potluck.report.lab_timeline import draw_timeline, window_start
+from potluck.spec import events as ev
 from potluck.spec.aftermath import Aftermath, aftermath
 from potluck.spec.faults import LINK_KINDS, FaultPlan, PlannedFault, loads
 from potluck.spec.figures import Results, results
 from potluck.spec.outcome import FaultDone, Incident, Outcome
 from potluck.spec.rig import Rig, parse
 from support import lab_outcomes
+from support import sample_events as sample
 from support.rigs import wait_until
 
 RIG = parse(
@@ -208,8 +210,8 @@ class Scene:
         self.box, self.guests = FakeBox(), Sleepers()
         self.striker = Striker(plan(text).faults, cast(Box, self.box), self.guests, lambda: self.now)
 
-    def event(self, kind: str, **fields: Any) -> None:
-        self.striker.saw({"event": kind, "t_s": self.now - 90.0, **fields})
+    def event(self, event: ev.RunEvent) -> None:
+        self.striker.saw(msgspec.structs.replace(event, t_s=self.now - 90.0))
 
 
 @pytest.fixture(name="scene")
@@ -232,7 +234,7 @@ LINKS = "\n".join(
 def test_faults_of_links_go_to_the_box_at_their_time(scene: Scene) -> None:
     scene.striker.tick()
     assert scene.box.faults == []  # the run has not begun
-    scene.event("run_start", clock_s=90.0)
+    scene.event(sample.run_start(clock_s=90.0))
     for number in range(len(LINK_KINDS)):
         assert [fault.kind for _, fault in scene.box.faults] == list(LINK_KINDS[: number + 1])
         scene.now += 1.0
@@ -245,10 +247,10 @@ def test_faults_of_links_go_to_the_box_at_their_time(scene: Scene) -> None:
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="/proc")
 @pytest.mark.parametrize("scene", ["[[fault]]\nkind='stop'\nat_step=3\nfor_s=5"], indirect=True)
 def test_a_stopped_guest_goes_on_when_its_time_is_over_and_at_the_end(scene: Scene) -> None:
-    scene.event("run_start", clock_s=90.0)
-    scene.event("step", step=1)
+    scene.event(sample.run_start(clock_s=90.0))
+    scene.event(sample.step(1))
     assert scene.striker.done == []
-    scene.event("step", step=2)
+    scene.event(sample.step(2))
     assert wait_until(lambda: scene.guests.state() == "T")
     scene.now += 4.9
     scene.striker.tick()
@@ -262,23 +264,23 @@ def test_a_stopped_guest_goes_on_when_its_time_is_over_and_at_the_end(scene: Sce
 @pytest.mark.parametrize("scene", ["[[fault]]\nkind='kill'\nat_step=2\nreturn_after_s=3"], indirect=True)
 def test_a_killed_guest_is_started_again_and_what_the_host_says_is_kept(scene: Scene) -> None:
     first = scene.guests.actors["laptop"]
-    scene.event("run_start", clock_s=90.0)
-    scene.event("guest_joined", machine="laptop")
-    scene.event("step", step=1)
+    scene.event(sample.run_start(clock_s=90.0))
+    scene.event(sample.joined())
+    scene.event(sample.step(1))
     assert first.process.returncode is not None
     scene.now += 1.0
-    scene.event("guest_lost", machine="laptop", samples_taken_back=7)
+    scene.event(ev.GuestLost(**sample.LAPTOP, reason="is gone", step=2, samples_taken_back=7))
     scene.now += 2.0
     scene.striker.tick()
     assert scene.guests.starts == 2
-    scene.event("guest_joined", machine="laptop")
+    scene.event(sample.joined())
     told = [(i.kind, i.at, i.samples) for i in scene.striker.incidents]
     assert told == [("guest_lost", 101.0, 7), ("guest_joined", 103.0, 0)]
 
 
 @pytest.mark.parametrize("scene", ["[[fault]]\nkind='stop'\nat_step=9\nfor_s=5"], indirect=True)
 def test_a_fault_whose_time_never_came_is_told(scene: Scene) -> None:
-    scene.event("run_start", clock_s=90.0)
+    scene.event(sample.run_start(clock_s=90.0))
     assert scene.striker.missed == 1
 
 

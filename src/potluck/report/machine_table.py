@@ -1,7 +1,4 @@
-"""The live view's table: one row per machine, fewer columns where the terminal is narrow.
-
-It knows machines as rows of text and numbers, nothing of how they train.
-"""
+"""The live view's table: one row per machine, fewer columns where the terminal is narrow."""
 
 from __future__ import annotations
 
@@ -95,7 +92,7 @@ def _columns(machines: Sequence[MachineRow], total: int, width: int) -> list[_Co
     ]
 
 
-def _at_once(micro_batch: int) -> str:
+def _at_once(micro_batch: int | None) -> str:
     return str(micro_batch) if micro_batch else "–"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from potluck.report.messages import loss_text
+from potluck.report.messages import loss_text, wire_text
 from potluck.report.summary import MachineSummary, Summary
 from potluck.report.text import clean
 from potluck.units import (
@@ -72,8 +72,7 @@ def _fleet_facts(s: Summary) -> list[tuple[str, str]]:
     facts.append(
         (
             "wire",
-            f"{bytes_text(s.bytes_up)} of gradients in, {bytes_text(s.bytes_down)} of weights out "
-            f"({bytes_text((s.bytes_up + s.bytes_down) / each)} a step)",
+            f"{wire_text(s.bytes_up, s.bytes_down)} ({bytes_text((s.bytes_up + s.bytes_down) / each)} a step)",
         )
     )
     return facts
