@@ -40,7 +40,8 @@ UP_S = 60.0
 DOWN_S = 10.0
 PATIENCE_S = 3.0
 _MOST_NAME = 40
-MODULES = (str(Path(__file__).resolve().parents[2]), str(Path(msgspec.__file__).resolve().parents[1]))
+SOURCE = str(Path(__file__).resolve().parents[2])
+MODULES = (SOURCE, str(Path(msgspec.__file__).resolve().parents[1]))
 """What the supervisor imports from. It starts without `site`, which would take longer than the rest."""
 
 
