@@ -1,7 +1,4 @@
-"""A caller's tensors as collectives want them: flat, contiguous, in host memory; owns bringing results back.
-
-It must not know collectives.
-"""
+"""A caller's tensors as collectives need them, flat, contiguous and in host memory: owns copying results back."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from potluck.dist.counting import spends
 
 
 class HostTensor:
-    """One tensor of any device and strides; `flat` is what collectives read and write."""
+    """A tensor of any device and strides; collectives read and write `flat`."""
 
     def __init__(self, tensor: Tensor, *, read: bool) -> None:
         self._tensor = tensor
@@ -22,7 +19,7 @@ class HostTensor:
         self._same = staging.is_plain(own)
         self.flat = own.view(-1) if self._same else _staged(own, read)
 
-    def bring_back(self) -> None:
+    def copy_back(self) -> None:
         if not self._same:
             _unstage(self.flat, self._tensor)
 
@@ -38,12 +35,12 @@ def _unstage(flat: Tensor, tensor: Tensor) -> None:
 
 
 def read(tensors: Iterable[Tensor]) -> list[HostTensor]:
-    """With their values, for what is sent (and perhaps replaced)."""
+    """With their values, for tensors that are sent."""
     return [HostTensor(tensor, read=True) for tensor in tensors]
 
 
-def rooms(tensors: Iterable[Tensor]) -> list[HostTensor]:
-    """Without values, for what is received."""
+def buffers(tensors: Iterable[Tensor]) -> list[HostTensor]:
+    """Without values, for tensors that are received."""
     return [HostTensor(tensor, read=False) for tensor in tensors]
 
 
@@ -51,6 +48,6 @@ def flats(tensors: Sequence[HostTensor]) -> list[Tensor]:
     return [tensor.flat for tensor in tensors]
 
 
-def bring_back(tensors: Iterable[HostTensor]) -> None:
+def copy_back(tensors: Iterable[HostTensor]) -> None:
     for tensor in tensors:
-        tensor.bring_back()
+        tensor.copy_back()
