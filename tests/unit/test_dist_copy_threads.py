@@ -71,10 +71,10 @@ def test_how_many(asked: int, cores: int, members: int, number: int) -> None:
 def test_the_setting_comes_to_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
     monkeypatch.setattr(LocalGroup, "create", lambda *args, **named: given.update(named))
-    card = SimpleNamespace(endpoint=SimpleNamespace(host="here"))
-    meeting: Any = SimpleNamespace(neighbours=lambda rank: [0, 1], cards=[card, card])
+    info = SimpleNamespace(endpoint=SimpleNamespace(host="here"))
+    members: Any = SimpleNamespace(neighbours=lambda rank: [0, 1], ranks=[info, info])
     settings: Any = SimpleNamespace(transport="auto", copy_threads=3)
-    formation._local_group(None, 0, meeting, settings, 1.0)
+    formation._local_group(None, 0, members, settings, 1.0)
     assert given["copy_threads"] == 3
 
 

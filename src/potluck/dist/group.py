@@ -17,12 +17,12 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from potluck.device import staging
-from potluck.dist import arguments, composed, host_tensors, profiled, reduction, splitting
+from potluck.dist import arguments, composed, profiled, reduction, splitting
 from potluck.dist.arguments import header_of
 from potluck.dist.compression import identity_of
 from potluck.dist.counting import METRICS
 from potluck.dist.formation import Formation, form
-from potluck.dist.host_tensors import HostTensor
+from potluck.dist.host_tensors import HostTensor, staged
 from potluck.dist.record import Call, Header
 from potluck.dist.untraced import untraced
 from potluck.dist.work import PotluckWork
@@ -252,11 +252,12 @@ class PotluckGroup(dist.ProcessGroup):
             identity = identity_of(tensors[0], None if len(tensors) == 1 else f"{name} {len(tensors)}")
 
         def body(call: Call) -> None:
-            hosts = host_tensors.read(tensors)
+            hosts = [HostTensor(tensor, read=True) for tensor in tensors]
             for flat, scattered in arguments.bundles(hosts):
                 self._collectives.all_reduce(call, flat, op, identity)
                 arguments.unbundle(flat, scattered)
-            host_tensors.copy_back(hosts)
+            for host in hosts:
+                host.copy_back()
 
         return self._run(header_of(name, tensors, op=op), tensors, opts, body)
 
@@ -300,10 +301,8 @@ class PotluckGroup(dist.ProcessGroup):
         reduction.check(op, output.dtype)
 
         def body(call: Call) -> None:
-            buffer = HostTensor(output, read=False)
-            flats = host_tensors.flats(host_tensors.read(parts))
-            composed.uneven_reduce_scatter(self._collectives, call, self.rank(), buffer.flat, flats, op)
-            buffer.copy_back()
+            with staged([output], parts) as ((flat,), flats):
+                composed.uneven_reduce_scatter(self._collectives, call, self.rank(), flat, flats, op)
 
         return self._run(header_of(name, parts, op=op), [output, *parts], opts, body, [output])
 
@@ -336,10 +335,8 @@ class PotluckGroup(dist.ProcessGroup):
 
         def body(call: Call) -> None:
             for output, parts in zip(outputs, inputs, strict=True):
-                buffer = HostTensor(output, read=False)
-                flats = host_tensors.flats(host_tensors.read(parts))
-                self._collectives.reduce_scatter(call, buffer.flat, flats, op)
-                buffer.copy_back()
+                with staged([output], parts) as ((flat,), flats):
+                    self._collectives.reduce_scatter(call, flat, flats, op)
 
         used = [*outputs, *(part for parts in inputs for part in parts)]
         return self._run(header_of(name, outputs, op=op), used, opts, body, outputs)
@@ -388,10 +385,8 @@ class PotluckGroup(dist.ProcessGroup):
 
         def body(call: Call) -> None:
             for mine, parts in zip(inputs, outputs, strict=True):
-                buffers = host_tensors.buffers(parts)
-                flat = HostTensor(mine, read=True).flat
-                self._collectives.all_gather(call, host_tensors.flats(buffers), flat)
-                host_tensors.copy_back(buffers)
+                with staged(parts, [mine]) as (flats, (flat,)):
+                    self._collectives.all_gather(call, flats, flat)
 
         parts = [part for parts in outputs for part in parts]
         return self._run(
@@ -407,10 +402,8 @@ class PotluckGroup(dist.ProcessGroup):
             arguments.alike("gather", [mine, *parts])
 
         def body(call: Call) -> None:
-            buffers = host_tensors.buffers(parts)
-            flat = HostTensor(mine, read=True).flat
-            self._collectives.gather(call, host_tensors.flats(buffers), flat, root)
-            host_tensors.copy_back(buffers)
+            with staged(parts, [mine]) as (flats, (flat,)):
+                self._collectives.gather(call, flats, flat, root)
 
         return self._run(header_of("gather", [mine], root=root), [mine, *parts], opts, body, parts)
 
@@ -423,10 +416,8 @@ class PotluckGroup(dist.ProcessGroup):
             arguments.alike("scatter", [output, *parts])
 
         def body(call: Call) -> None:
-            buffer = HostTensor(output, read=False)
-            flats = host_tensors.flats(host_tensors.read(parts))
-            self._collectives.scatter(call, buffer.flat, flats, root)
-            buffer.copy_back()
+            with staged([output], parts) as ((flat,), flats):
+                self._collectives.scatter(call, flat, flats, root)
 
         return self._run(header_of("scatter", [output], root=root), [output, *parts], opts, body, [output])
 
@@ -442,11 +433,11 @@ class PotluckGroup(dist.ProcessGroup):
             arguments.dense("broadcast", tensor)
 
         def body(call: Call) -> None:
-            hosts = host_tensors.read(tensors) if self.rank() == root else host_tensors.buffers(tensors)
-            for host in hosts:
+            for tensor in tensors:
+                host = HostTensor(tensor, read=self.rank() == root)
                 self._collectives.broadcast(call, host.flat, root)
-            if self.rank() != root:
-                host_tensors.copy_back(hosts)
+                if self.rank() != root:
+                    host.copy_back()
 
         return self._run(header_of("broadcast", tensors, root=root), tensors, opts, body)
 
@@ -456,10 +447,8 @@ class PotluckGroup(dist.ProcessGroup):
         opts = arguments.options(c10d.AllToAllOptions, opts)
 
         def body(call: Call) -> None:
-            buffers = host_tensors.buffers(outputs)
-            flats = host_tensors.flats(host_tensors.read(inputs))
-            self._collectives.all_to_all(call, host_tensors.flats(buffers), flats)
-            host_tensors.copy_back(buffers)
+            with staged(outputs, inputs) as (received, sent):
+                self._collectives.all_to_all(call, received, sent)
 
         return self._run(header_of("all_to_all", inputs, sized=False), [*outputs, *inputs], opts, body, outputs)
 
@@ -476,10 +465,8 @@ class PotluckGroup(dist.ProcessGroup):
         opts = arguments.options(c10d.AllToAllOptions, opts)
 
         def body(call: Call) -> None:
-            buffer = HostTensor(output, read=False)
-            flat = HostTensor(input, read=True).flat
-            self._collectives.all_to_all(call, buffer.flat.split(wanted), flat.split(counts))
-            buffer.copy_back()
+            with staged([output], [input]) as ((received,), (sent,)):
+                self._collectives.all_to_all(call, received.split(wanted), sent.split(counts))
 
         return self._run(
             header_of("all_to_all_single", [input], sized=False), [output, input], opts, body, [output]

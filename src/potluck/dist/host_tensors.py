@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -34,20 +35,10 @@ def _unstage(flat: Tensor, tensor: Tensor) -> None:
     staging.from_host(flat, tensor)
 
 
-def read(tensors: Iterable[Tensor]) -> list[HostTensor]:
-    """With their values, for tensors that are sent."""
-    return [HostTensor(tensor, read=True) for tensor in tensors]
-
-
-def buffers(tensors: Iterable[Tensor]) -> list[HostTensor]:
-    """Without values, for tensors that are received."""
-    return [HostTensor(tensor, read=False) for tensor in tensors]
-
-
-def flats(tensors: Sequence[HostTensor]) -> list[Tensor]:
-    return [tensor.flat for tensor in tensors]
-
-
-def copy_back(tensors: Iterable[HostTensor]) -> None:
-    for tensor in tensors:
-        tensor.copy_back()
+@contextmanager
+def staged(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Flat tensors to write and to read; what was written is copied back at the end."""
+    buffers = [HostTensor(tensor, read=False) for tensor in outputs]
+    yield [buffer.flat for buffer in buffers], [HostTensor(tensor, read=True).flat for tensor in inputs]
+    for buffer in buffers:
+        buffer.copy_back()
