@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from potluck import env
+from potluck.checked import did_you_mean
 from potluck.codec.names import parse as parse_codec
 from potluck.errors import CollectiveError, ConfigError
-from potluck.spec.config import did_you_mean
 
 PREFIX = "POTLUCK_DIST_"
 TRANSPORTS = ("auto", "tcp", "shm")

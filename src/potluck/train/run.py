@@ -5,13 +5,13 @@ Owns the public face of training. How it was started is `launch`; how steps go i
 
 from __future__ import annotations
 
-import dataclasses
 import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Unpack
 
+import msgspec
 import torch
 from torch import nn
 
@@ -30,11 +30,13 @@ from potluck.hub.tensors import ModelTensors
 from potluck.limits import usable_cores
 from potluck.sinks import guarded
 from potluck.spec.config import RunConfig
+from potluck.spec.events import RunEvent, RunNote
+from potluck.spec.messages import Source, WelcomeMessage
 from potluck.train import ranks
 from potluck.train.batch_statistics import batch_statistics, least_samples
 from potluck.train.checkpoint import Loaded
 from potluck.train.data import Loader, epoch_order
-from potluck.train.events import Event, EventLog
+from potluck.train.events import EventLog
 from potluck.train.given import check_model, check_optimizer, check_scheduler
 from potluck.train.guest_loop import GuestParts, GuestTrainer
 from potluck.train.host_loop import HostTrainer, Parts, restore
@@ -51,7 +53,7 @@ from potluck.train.rank_loop import (
 )
 from potluck.train.step import Step
 from potluck.train.telemetry import versions
-from potluck.wire.frames import PROTOCOL, Message
+from potluck.wire.frames import PROTOCOL
 
 LARGEST_GUEST_MICRO_BATCH = 16
 """Where the search for the fastest size ends on a guest; with batch statistics it is the global batch."""
@@ -150,7 +152,7 @@ class Run:
         )
         if options.global_batch > loader.samples:
             text = f"a step of {options.global_batch} samples is more than the data set has ({loader.samples}): "
-            launch.log.emit({"event": "note", "text": text + "samples come several times in a step"})
+            launch.log.emit(RunNote(text=text + "samples come several times in a step"))
         statistics = batch_statistics(model)
         least = least_samples(statistics, options.global_batch)
         micro = self._micro_batch(options, limit=options.global_batch, statistics=statistics is not None)
@@ -275,32 +277,32 @@ class Run:
                 raise
         return hub
 
-    def _welcome(self, name: str) -> Message:
+    def _welcome(self, name: str) -> tuple[WelcomeMessage, tuple[bytes, ...]]:
         launch = self._launch
-        fields = {
-            "name": name,
-            "host": launch.name,
-            "run": launch.folder.id if launch.folder else "",
-            "codec": launch.config.codec,
-            "codec_down": down_codec(launch.config),
-            "versions": versions(),
-            "source": launch.source,
-        }
-        return Message(kind="welcome", fields=fields, frames=launch.files)
+        welcome = WelcomeMessage(
+            name=name,
+            host=launch.name,
+            run=launch.folder.id if launch.folder else "",
+            codec=launch.config.codec,
+            codec_down=down_codec(launch.config),
+            versions=versions(),
+            source=msgspec.convert(launch.source, Source),
+        )
+        return welcome, launch.files
 
     # -- guest ------------------------------------------------------------------------------------------
 
     def _guest(self, options: Options, model: nn.Module, dataset: Any, tensors: ModelTensors) -> Iterator[Step]:
         launch = self._launch
         assert launch.link is not None and launch.welcome is not None
-        fields = launch.welcome.fields
+        welcome = launch.welcome.message
         together = batch_statistics(model) is not None
         limit = options.global_batch if together else LARGEST_GUEST_MICRO_BATCH
         hub = GuestHub(
             launch.link,
             tensors,
-            down=codecs.get(str(fields["codec_down"])),
-            up=codecs.get(str(fields["codec"])),
+            down=codecs.get(welcome.codec_down),
+            up=codecs.get(welcome.codec),
             device=launch.device,
         )
         parts = GuestParts(
@@ -337,7 +339,7 @@ def down_codec(config: RunConfig) -> str:
     return "int8" if config.codec.startswith("topk") else config.codec
 
 
-def start(show: Callable[[Event], None] | None = None) -> Run:
+def start(show: Callable[[RunEvent], None] | None = None) -> Run:
     """Begin a run: alone, as host or as guest, as this process was started.
 
     Under plain `python script.py` the run is alone and writes no files; under `potluck host script.py` guests
@@ -383,7 +385,7 @@ def manifest(launch: Launch, recipe: dict[str, Any]) -> dict[str, Any]:
     """What the run folder says of the run before it starts."""
     return {
         "what": launch.what,
-        "config": dataclasses.asdict(launch.config),
+        "config": msgspec.to_builtins(launch.config),
         "recipe": recipe,
         "source": {k: v for k, v in launch.source.items() if k != "files"} | {"files": launch.source.get("files")},
         "versions": versions(),
