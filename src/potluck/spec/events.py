@@ -146,7 +146,7 @@ class RunEnded(_Event, frozen=True, kw_only=True, tag="run_end"):
     seconds: float
     """Seconds since `run_start`."""
     samples_per_s: float
-    """Samples per second since `run_start`."""
+    """Samples per second over the steps' own seconds."""
     speedup: float | None
     """Mean of the steps' speed-ups, weighted by their seconds."""
     reason: str
