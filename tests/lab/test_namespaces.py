@@ -19,9 +19,9 @@ from msgspec.structs import replace
 
 from potluck.errors import UserError
 from potluck.lab import cgroup, permission, state
-from potluck.lab.namespaces import NamespaceBox
+from potluck.lab.namespaces import MODULES, NamespaceBox
 from potluck.lab.permission import why_not
-from support.rigs import SOURCE, assert_nothing_is_left, cgroups, files, processes, rig, the_state, wait_until
+from support.rigs import assert_nothing_is_left, cgroups, files, processes, rig, the_state, wait_until
 
 pytestmark = [
     pytest.mark.skipif(why_not() is not None, reason=why_not() or ""),
@@ -87,7 +87,7 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "runtime"
     path.mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(path))
-    monkeypatch.setenv("PYTHONPATH", str(SOURCE))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(MODULES))
     return path
 
 

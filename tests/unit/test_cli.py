@@ -153,6 +153,37 @@ def test_a_reader_that_has_seen_enough_ends_it_without_a_word(what: str, tmp_pat
     assert (done.returncode, done.stderr) == (_app.READER_GONE, b"")
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="/dev/full, of Linux")
+@pytest.mark.parametrize(
+    "words", [["--help"], ["plan", "home-pair"], ["lab", "list", "--json"]], ids=lambda w: w[0]
+)
+def test_output_that_cannot_be_written_is_one_clear_line(words: list[str]) -> None:
+    """As on a full disk."""
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "potluck", *words],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(SOURCE)},
+            timeout=60,
+        )
+    assert done.returncode == 1
+    assert done.stderr.decode().splitlines() == ["error: cannot write the output: No space left on device"]
+
+
+def test_an_option_of_a_script_is_told_where_it_goes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "s.py").touch()
+    assert _app.run(["host", "s.py", "--epochs", "5"]) == 2
+    assert (
+        "hint: options of s.py go after --, for example: potluck host s.py -- --epochs" in capsys.readouterr().err
+    )
+    assert _app.run(["host", "--epochs", "5"]) == 2
+    assert "hint:" not in capsys.readouterr().err
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="a shell closes the stream")
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
 def test_a_stream_that_was_closed_before_the_start_is_no_fault(closed: str) -> None:

@@ -249,7 +249,7 @@ class HostHub:
     def close(self, reason: str) -> None:
         """Tell the guests that the run is over, and end the threads."""
         hit("host.before-bye")
-        if reason == "failed" and self._thread.is_alive():
+        if reason == "failed" and self._thread.is_alive() and self.members():  # else there are no messages to show
             self._parts.recorder.fault("the host's training failed")
         with self._lock:
             for guest in self._protocol.members:

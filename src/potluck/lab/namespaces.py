@@ -41,6 +41,8 @@ DOWN_S = 10.0
 PATIENCE_S = 3.0
 _MOST_NAME = 40
 SOURCE = str(Path(__file__).resolve().parents[2])
+MODULES = (SOURCE, str(Path(msgspec.__file__).resolve().parents[1]))
+"""What the supervisor imports from. It starts without `site`, which would take longer than the rest."""
 
 
 class NamespaceBox(Box):
@@ -209,8 +211,8 @@ class NamespaceBox(Box):
         )
         try:
             self._supervisor = subprocess.Popen(
-                [*before, sys.executable, "-m", "potluck.lab.supervisor"],
-                env={**permission.environment(), "PYTHONPATH": SOURCE},
+                [*before, sys.executable, "-S", "-m", "potluck.lab.supervisor"],
+                env={**permission.environment(), "PYTHONPATH": os.pathsep.join(MODULES)},
                 cwd="/",
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

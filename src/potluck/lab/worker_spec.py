@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from msgspec import Struct
@@ -27,7 +28,7 @@ class RankSpec(Struct, frozen=True, kw_only=True):
 
 class RecipeSpec(Struct, frozen=True, kw_only=True):
     name: str
-    config: dict[str, int]
+    config: Mapping[str, int | float | str | None]
 
 
 class WorkerSpec(Struct, frozen=True, kw_only=True):
