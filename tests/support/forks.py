@@ -49,7 +49,7 @@ MAY_DIFFER = (
 itself when the first optimizer is made."""
 STARTED_WITH = dict(os.environ)
 """The server's own: not what a test has changed when the first fork is asked for."""
-MODULES = ("potluck", "potluck.lab.ddp_worker", "support.dist_endings")
+MODULES = ("potluck", "potluck.lab.ddp_worker", "support.dist_endings", "support.ranks")
 VERBS = ("host", "join", "probe", "train")
 """The other verbs import no torch, or should not: they start as they do for a person."""
 PARENTS = ("potluck", "torch.distributed.run")
