@@ -11,13 +11,13 @@ import ast
 import itertools
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "potluck"
 DOCS = ROOT / "docs"
-BEGIN, END = "<!-- docs/generate.py: begin -->\n", "<!-- docs/generate.py: end -->"
+BEGIN, END = "<!-- docs/generate.py: {} -->\n", "<!-- docs/generate.py: end -->"
 JSON_TYPES = {
     "Any": "any",
     "Natural": "integer",
@@ -116,21 +116,27 @@ def json_type(annotation: ast.expr) -> str:
 # -- pages ----------------------------------------------------------------------------------------------
 
 
-def page(path: Path, lines: Iterator[str]) -> str:
-    """The page as it should be."""
-    before, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
-    made = re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n")
-    return before + BEGIN + made + "\n" + END + rest.partition(END)[2]
+def page(path: Path, parts: dict[str, Iterable[str]]) -> str:
+    """The page as it should be, with each of these parts between its marks."""
+    text = path.read_text(encoding="utf-8")
+    for name, lines in parts.items():
+        begin = BEGIN.format(name)
+        before, mark, rest = text.partition(begin)
+        if not mark:
+            sys.exit(f"{path.relative_to(ROOT)} has no line {begin.strip()}")
+        made = re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n")
+        text = before + begin + made + "\n" + END + rest.partition(END)[2]
+    return text
 
 
 def main() -> None:
-    pages = {
-        DOCS / "architecture.md": file_list(),
-        DOCS / "reference" / "run-folder.md": class_tables(SOURCE / "spec" / "events.py"),
+    pages: dict[Path, dict[str, Iterable[str]]] = {
+        DOCS / "architecture.md": {"files": file_list()},
+        DOCS / "reference" / "run-folder.md": {"events": class_tables(SOURCE / "spec" / "events.py")},
     }
     old = []
-    for path, lines in pages.items():
-        wanted = page(path, lines)
+    for path, parts in pages.items():
+        wanted = page(path, parts)
         if wanted != path.read_text(encoding="utf-8"):
             old.append(str(path.relative_to(ROOT)))
             if "--check" not in sys.argv:
