@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import zmq
@@ -35,6 +36,7 @@ ACCEPTED, HUNG_UP, STAYED = "accepted", "hung up on", "held the line"
 PATIENCE_S = 0.3
 """How long a stranger waits to be let in."""
 _READY = b"\x05READY"
+TESTS = Path(__file__).resolve().parents[1]
 
 
 def greeting(mechanism: bytes = b"CURVE", *, major: int = 3, server: bool = False) -> bytes:
@@ -408,7 +410,8 @@ def files_in_a_burst(listen: str) -> int:
     Args:
         listen: code that sets `listening`, which can be closed, and its `port`.
     """
-    command, env = [sys.executable, "-c", _BURST.format(listen=listen)], {**os.environ, "PYTHONPATH": str(SOURCE)}
+    command = [sys.executable, "-c", _BURST.format(listen=listen)]
+    env = {**os.environ, "PYTHONPATH": f"{SOURCE}{os.pathsep}{TESTS}"}
     with (
         subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process,
         contextlib.ExitStack() as crowd,
