@@ -15,6 +15,7 @@ from torch import nn
 from potluck.cli import join
 from potluck.errors import LoopError, ScriptError
 from potluck.report.messages import describe
+from potluck.spec.messages import Source
 from potluck.train import ending, guest_loop
 from potluck.train.events import EventLog
 from potluck.train.guest_loop import GuestTrainer
@@ -90,7 +91,7 @@ class Opened:
         self.failure = ""
         self.said: list[tuple[str, bool]] = []
         self.faults: list[str] = []
-        self.welcome = SimpleNamespace(fields={"source": {"files": ["job.py"], "arguments": []}})
+        self.welcome = SimpleNamespace(message=SimpleNamespace(source=Source(files=("job.py",), sha256="0")))
         self.discarded = 0
         recorder = SimpleNamespace(fault=self.faults.append, write=lambda now: None, discard=self.discard)
         self.link = SimpleNamespace(recorder=recorder, close=self.close)
