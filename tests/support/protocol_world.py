@@ -17,6 +17,7 @@ from potluck.hub.feed import NOTHING, Item, PieceState
 from potluck.hub.members import COMPUTING, Member
 from potluck.hub.protocol import HostProtocol, HostTerms
 from potluck.hub.stepping import StepResult
+from potluck.spec.events import RunEvent, kind_of
 from potluck.spec.layout import TensorSpec, fingerprint_to_json
 from potluck.spec.messages import FromGuest, RefuseMessage
 from potluck.train.data import epoch_order
@@ -71,7 +72,7 @@ class World:
         self.batch, self.now = batch, 10.0
         self.state = [PieceState(NOTHING, 0, 10, 80) for _ in range(PIECES)]
         self.sent: dict[str, list[act.Send]] = defaultdict(list)
-        self.events: list[dict[str, Any]] = []
+        self.events: list[RunEvent] = []
         self.decoding: list[act.Decode] = []
         self.comparing: list[act.CompareSketch] = []
         self.asked: list[tuple[str, Item]] = []
@@ -293,5 +294,5 @@ def refusals(world: World, guest: str) -> list[str]:
     return [s.message.reason for s in world.sent[guest] if isinstance(s.message, RefuseMessage)]
 
 
-def of_kind(world: World, kind: str) -> list[dict[str, Any]]:
-    return [e for e in world.events if e["event"] == kind]
+def of_kind(world: World, kind: str) -> list[Any]:
+    return [e for e in world.events if kind_of(e) == kind]

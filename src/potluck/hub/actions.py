@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from potluck.spec.events import RunEvent
 from potluck.spec.messages import FromHost
 
 
@@ -93,7 +94,7 @@ class HashReplica:
 class Emit:
     """Tell the log and the view."""
 
-    event: dict[str, Any]
+    event: RunEvent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

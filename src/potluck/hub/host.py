@@ -29,6 +29,7 @@ from potluck.hub.recorder import Recorder
 from potluck.hub.standstill import Standstill
 from potluck.hub.stepping import StepResult
 from potluck.hub.tensors import ModelTensors
+from potluck.spec.events import FlightRecorded, RunEvent
 from potluck.spec.messages import (
     DATA,
     ByeMessage,
@@ -47,7 +48,6 @@ PART_BYTES = 4 << 20
 """Frozen tensors travel in parts of this size."""
 LOOK_AGAIN_S = 0.003
 """How soon the training thread sees that its device has nothing left to do."""
-Event = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class HubParts:
     """The welcome for a guest that will be called so, and the script's files."""
     fetch: Callable[[Sequence[int]], Any]
     """The collated batch of these samples of the data set."""
-    emit: Callable[[Event], None]
+    emit: Callable[[RunEvent], None]
     early: Sequence[tuple[bytes, Sequence[Any]]] = ()
     """Messages that came before there was a hub."""
     recorder: Recorder = field(default_factory=lambda: Recorder("host", None))
@@ -249,7 +249,7 @@ class HostHub:
     def close(self, reason: str) -> None:
         """Tell the guests that the run is over, and end the threads."""
         hit("host.before-bye")
-        if reason == "failed" and self._thread.is_alive():
+        if reason == "failed" and self._thread.is_alive() and self.members():  # else there are no messages to show
             self._parts.recorder.fault("the host's training failed")
         with self._lock:
             for guest in self._protocol.members:
@@ -292,8 +292,8 @@ class HostHub:
         recorder = self._parts.recorder
         if (path := recorder.write(now=now)) is not None:
             # Faults may come in numbers: where the records lie is told once.
-            event = {"event": "flight_recorded", "machine": recorder.name, "path": str(path)}
-            self._parts.emit({**event, "first": recorder.files == 1})
+            first = recorder.files == 1
+            self._parts.emit(FlightRecorded(machine=recorder.name, path=str(path), first=first))
 
     def _turn(self, received: Sequence[tuple[bytes, Sequence[Any]]]) -> None:
         for peer, frames in received:
