@@ -16,6 +16,7 @@ from potluck.cli import join
 from potluck.errors import LoopError, ScriptError
 from potluck.report.messages import describe
 from potluck.spec.events import GuestLeft
+from potluck.spec.messages import Source
 from potluck.train import ending, guest_loop
 from potluck.train.events import EventLog
 from potluck.train.guest_loop import GuestTrainer
@@ -91,7 +92,7 @@ class Opened:
         self.failure = ""
         self.said: list[tuple[str, bool]] = []
         self.faults: list[str] = []
-        self.welcome = SimpleNamespace(fields={"source": {"files": ["job.py"], "arguments": []}})
+        self.welcome = SimpleNamespace(message=SimpleNamespace(source=Source(files=("job.py",), sha256="0")))
         self.discarded = 0
         recorder = SimpleNamespace(fault=self.faults.append, write=lambda now: None, discard=self.discard)
         self.link = SimpleNamespace(recorder=recorder, close=self.close)
@@ -120,7 +121,7 @@ def test_the_host_is_told_that_and_why_a_script_failed(tmp_path: Path, capsys: p
     assert is_failure
     assert reason.startswith("its script failed with ValueError: bad batch !!!")
     assert len(reason) <= 200
-    assert opened.faults == [reason], "and recorded here"
+    assert opened.faults == [], "what a script did wrong needs no flight record"
     assert "data set" not in failed.value.hint, "it failed in its loop: how it got there is not the matter"
     assert "the host has been told" in failed.value.hint
     assert "ValueError" in capsys.readouterr().err
