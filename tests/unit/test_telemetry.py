@@ -11,7 +11,7 @@ import pytest
 from potluck.hub.feed import Feed
 from potluck.hub.members import Member
 from potluck.hub.stepping import StepResult
-from potluck.train.launch import HOST
+from potluck.train.context import HOST
 from potluck.train.telemetry import Telemetry
 
 

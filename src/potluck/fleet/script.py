@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from potluck.errors import UserError, WireError
 
@@ -38,6 +39,15 @@ class Script:
         for name, content in zip(self.names, self.contents):
             digest.update(name.encode() + b"\0" + len(content).to_bytes(8, "big") + content)
         return digest.hexdigest()
+
+    def source(self, imports: Mapping[str, str]) -> dict[str, Any]:
+        """What guests are told of it before they run it; `imports` as of `imports_of`."""
+        return {
+            "files": list(self.names),
+            "arguments": list(self.arguments),
+            "sha256": self.sha256,
+            "imports": dict(imports),
+        }
 
 
 def read_script(path: Path, also: Sequence[Path] = (), arguments: Sequence[str] = ()) -> Script:

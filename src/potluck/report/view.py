@@ -11,24 +11,15 @@ import os
 import sys
 import threading
 from collections.abc import Mapping
-from typing import Any, Literal, Protocol, TextIO
+from typing import Any, Literal, TextIO
 
 from potluck.report.messages import describe, end_text, eta_text, loss_text, steps_text
 from potluck.report.text import Output, clean, integer, number, writes_utf8
+from potluck.train.events import View
 from potluck.units import count_text, factor_text, rate_text, seconds_text
 
 Event = Mapping[str, Any]
 Mode = Literal["auto", "live", "plain", "json", "quiet"]
-
-
-class View(Protocol):
-    """Shows events; both methods may be called from any thread."""
-
-    def event(self, event: dict[str, Any]) -> None:
-        """Show one event, cheaply: this runs beside training."""
-
-    def close(self) -> None:
-        """Leave the terminal as it was; events that come later are ignored."""
 
 
 def make_view(mode: Mode = "auto", stream: TextIO | None = None) -> View:

@@ -1,4 +1,4 @@
-"""Owns that a training ends once, and with the right reason. It must not know what has to be done then.
+"""The end of a training: it comes once, with the right reason; and the exceptions that end a script with it.
 
 A loop that is left by `break` and one that is left by an exception look alike from inside: Python closes both
 before anybody knows why. Whoever opened the training does know, a moment later.
@@ -16,6 +16,14 @@ WHY_S = 1.0
 """So long the end of a loop waits for a better reason, unless the script's own end comes first."""
 
 
+class Interrupted(KeyboardInterrupt):
+    """The person stopped the run; everything has been saved and told."""
+
+
+class GuestDone(BaseException):
+    """The run this guest took part in is over: the rest of the script is the host's affair."""
+
+
 class Ending:
     """Any thread may end it."""
 
@@ -28,6 +36,8 @@ class Ending:
         """What the end raised where nobody could hear it."""
         self.over = False
         """Whether the end has begun."""
+        self.done = False
+        """Whether everything has been saved and told, or has failed."""
 
     def now(self, reason: str) -> None:
         """Only the first call does anything; others wait until it is done, and hear what it failed with."""
@@ -40,7 +50,10 @@ class Ending:
             self.over = True
             if self._timer is not None:
                 self._timer.cancel()
-            self._do(reason)
+            try:
+                self._do(reason)
+            finally:
+                self.done = True
 
     def soon(self, reason: str) -> None:
         """In a moment, with this reason if nobody has another one by then."""

@@ -15,13 +15,23 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from potluck.errors import RunFolderError
 from potluck.failpoints import hit
 from potluck.sinks import guarded, to_stderr
 
 Event = dict[str, Any]
+
+
+class View(Protocol):
+    """Shows events; both methods may be called from any thread."""
+
+    def event(self, event: Event) -> None:
+        """Show one event, cheaply: this runs beside training."""
+
+    def close(self) -> None:
+        """Leave the terminal as it was; events that come later are ignored."""
 
 
 class EventLog:

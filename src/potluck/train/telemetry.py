@@ -19,7 +19,7 @@ from potluck.hub.members import Member
 from potluck.hub.stepping import StepResult
 from potluck.hub.tensors import ModelTensors
 from potluck.train.batch_statistics import BatchStatistics, StatisticsNotice
-from potluck.train.launch import ALONE, Launch
+from potluck.train.context import ALONE, RunContext
 from potluck.train.options import Options
 
 RECENT_STEPS = 8
@@ -35,7 +35,7 @@ class Telemetry:
 
     def __init__(
         self,
-        launch: Launch,
+        launch: RunContext,
         options: Options,
         hub: HostHub | AloneHub,
         statistics: BatchStatistics | None = None,
