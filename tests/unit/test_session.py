@@ -110,17 +110,24 @@ def test_whoever_closes_second_finds_nothing_to_do(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("handlers")
-def test_the_first_signal_stops_the_training_in_order_and_after_it_one_interrupts(tmp_path: Path) -> None:
+def test_the_first_signal_stops_the_training_in_order(tmp_path: Path) -> None:
     view = Seen()
     with session(tmp_path, view, role=ALONE) as opened:
         with pytest.raises(KeyboardInterrupt):  # before the loop as Python does it
             os.kill(os.getpid(), signal.SIGINT)
         with pytest.raises(Interrupted):
             trained(opened, at=lambda step: os.kill(os.getpid(), signal.SIGINT), steps=10)
-        with pytest.raises(KeyboardInterrupt):  # after it: there is nothing left to stop in order
-            os.kill(os.getpid(), signal.SIGTERM)
     assert (view.events[-1]["reason"], view.events[-1]["step"]) == ("interrupted", 1)
     assert list(opened.folder.checkpoints.glob("step-00000001"))
+
+
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_past_the_loop_the_first_signal_interrupts(tmp_path: Path, number: int) -> None:
+    with session(tmp_path, role=ALONE) as opened:
+        trained(opened)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
 
 
 def test_another_thread_has_no_signals_and_needs_none(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import click
 
 from potluck.cli import _options as options
 from potluck.cli._app import Settings
-from potluck.cli._runs import find_run, runs_folder
+from potluck.cli._runs import runs_folder
 from potluck.cli.train import recipe_spec, run_recipe
 from potluck.errors import UserError
 
@@ -63,7 +63,7 @@ def run_script(
     from potluck.fleet.script import imports_of, not_sent, read_script, run_file
     from potluck.train.context import HOST
     from potluck.train.ending import Interrupted
-    from potluck.train.folder import open_folder
+    from potluck.train.folder import find_run, open_folder
     from potluck.train.session import RunSpec
 
     script = read_script(path, send, arguments)

@@ -13,7 +13,7 @@ import click
 
 from potluck.cli import _options as options
 from potluck.cli._app import Settings
-from potluck.cli._runs import find_run, runs_folder
+from potluck.cli._runs import runs_folder
 from potluck.errors import RunFolderError, UserError
 from potluck.spec.config import RunConfig, build
 
@@ -86,7 +86,7 @@ def resumed_spec(settings: Settings, flags: dict[str, Any], command: str) -> Run
     """A run that is resumed: as its manifest says, but for what the flags change."""
     from potluck.cli._session import resumed_by
     from potluck.train.context import HOST
-    from potluck.train.folder import open_folder
+    from potluck.train.folder import find_run, open_folder
     from potluck.train.session import RunSpec
 
     fixed = [n for n in options.RECIPE_FLAGS if n != "steps" and flags.get(n) is not None]

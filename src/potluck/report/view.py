@@ -23,18 +23,31 @@ Mode = Literal["auto", "live", "plain", "json", "quiet"]
 
 
 def make_view(mode: Mode = "auto", stream: TextIO | None = None) -> View:
-    """The view for this mode; "auto" is live on a terminal that can show it, and plain elsewhere."""
+    """The view for this mode; "auto" is live in a notebook and on a terminal that can show it, plain elsewhere."""
     stream = sys.stdout if stream is None else stream
     if mode == "quiet":
         return QuietView()
     if mode == "json":
         return JsonView(stream)
+    if mode == "auto" and in_notebook():
+        from potluck.report.notebook_view import NotebookView
+
+        return NotebookView()
     if mode == "live" or (mode == "auto" and can_be_live(stream)):
         # Here, because rich takes longer to import than everything else in `potluck --help`.
         from potluck.report.live import LiveView
 
         return LiveView(stream)
     return PlainView(stream)
+
+
+def in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook."""
+    if "IPython" not in sys.modules:
+        return False
+    import IPython
+
+    return hasattr(IPython.get_ipython(), "kernel")
 
 
 def can_be_live(stream: TextIO) -> bool:

@@ -21,6 +21,7 @@ from potluck.train.events import EventLog
 from potluck.train.folder import RunFolder
 from potluck.train.ranks import Ranks
 from potluck.wire.frames import Message
+from potluck.wire.keys import HostKeys
 from potluck.wire.transport import HostSocket
 
 ALONE, HOST, GUEST, RANK = "alone", "host", "guest", "rank"
@@ -33,6 +34,7 @@ class Admission:
     socket: HostSocket
     waiting: WaitingRoom
     """Answers on the socket until the training begins."""
+    keys: HostKeys
     token: str = field(repr=False)
     source: dict[str, Any] = field(default_factory=dict)
     """For the welcome: the recipe and its config, or the names of the files that come as frames."""
@@ -85,6 +87,18 @@ class RunContext:
     def training(self) -> bool:
         """Whether a training has begun and has not ended."""
         return self.began and (self._ending is None or not self._ending.done)
+
+    def finish_training(self) -> None:
+        """End a training whose loop was left: with the reason it would have had a moment later."""
+        if self._ending is not None:
+            self._ending.finish()
+
+    def after_training(self, call: Callable[[], None]) -> None:
+        """Call this once the training has ended, whichever thread ends it."""
+        if self._ending is None:
+            call()
+        else:
+            self._ending.then(call)
 
     def end_training(self, reason: str) -> None:
         """End the training that is under way, with its reason; harmless when it has ended.

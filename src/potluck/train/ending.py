@@ -32,6 +32,8 @@ class Ending:
         self._do = end
         self._lock = threading.RLock()
         self._timer: threading.Timer | None = None
+        self._soon = ""
+        self._then: list[Callable[[], None]] = []
         self._failure: PotluckError | None = None
         """What the end raised where nobody could hear it."""
         self.over = False
@@ -41,25 +43,43 @@ class Ending:
 
     def now(self, reason: str) -> None:
         """Only the first call does anything; others wait until it is done, and hear what it failed with."""
+        try:
+            with self._lock:
+                if self.over:
+                    failure, self._failure = self._failure, None
+                    if failure is not None:
+                        raise failure
+                    return
+                self.over = True
+                if self._timer is not None:
+                    self._timer.cancel()
+                try:
+                    self._do(reason)
+                finally:
+                    self.done = True
+        finally:
+            # Not under the lock: they may wait for somebody who waits for it.
+            while self._then:
+                self._then.pop()()
+
+    def finish(self) -> None:
+        """Now, with the reason that `soon` was given; without one, it failed."""
+        self.now(self._soon or "failed")
+
+    def then(self, call: Callable[[], None]) -> None:
+        """Call this when the end is done, in the thread that made it; at once if it is done already."""
         with self._lock:
-            if self.over:
-                failure, self._failure = self._failure, None
-                if failure is not None:
-                    raise failure
+            if not self.done:
+                self._then.append(call)
                 return
-            self.over = True
-            if self._timer is not None:
-                self._timer.cancel()
-            try:
-                self._do(reason)
-            finally:
-                self.done = True
+        call()
 
     def soon(self, reason: str) -> None:
         """In a moment, with this reason if nobody has another one by then."""
         with self._lock:
             if self.over or self._timer is not None:
                 return
+            self._soon = reason
             self._timer = threading.Timer(WHY_S, self._alone, (reason,))
             self._timer.start()
 

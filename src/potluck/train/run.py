@@ -8,7 +8,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Unpack
+from types import TracebackType
+from typing import Any, Self, Unpack
 
 import torch
 from torch import nn
@@ -61,7 +62,29 @@ class Run:
 
     def __init__(self, launch: RunContext) -> None:
         self._launch = launch
-        self._used = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(error)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End the training, if one is under way: finished, or failed with `error`. The script's end does it too."""
+        if self.is_host:
+            self._launch.end_training("finished" if error is None else "failed")
+
+    @property
+    def token(self) -> str | None:
+        """On a host: the secret that guests join with."""
+        return self._launch.admission.token if self._launch.admission is not None else None
+
+    @property
+    def join_line(self) -> str | None:
+        """On a host: the command to type on each machine that should help."""
+        return f"potluck join {self.token}" if self.token is not None else None
 
     @property
     def role(self) -> str:
@@ -100,10 +123,7 @@ class Run:
             global_batch: samples in every step, whoever computes them.
             keywords: see `potluck.train.options.Options`.
         """
-        if self._used:
-            raise LoopError("run.steps() was called twice", hint="a run has one training loop")
-        self._used = True
-        self._launch.began = True
+        self._begin()
         options = make_options(global_batch, keywords)
         check_model(model)
         if self._launch.ranks is not None:
@@ -119,6 +139,18 @@ class Run:
         if self._launch.role == RANK:
             return self._rank(options, model, optimizer, dataset, tensors)
         return self._host(options, model, optimizer, dataset, tensors)
+
+    def _begin(self) -> None:
+        launch = self._launch
+        if launch.began:
+            if launch.role != ALONE or launch.folder is not None or launch.ranks is not None:
+                raise LoopError(
+                    "run.steps() was called twice in one run",
+                    hint="a run has one training loop; to train several times in one program, start it with plain "
+                    "python and host from it with run = potluck.start(host=True)",
+                )
+            launch.finish_training()  # a loop that was left by an error may still be open
+        launch.began = True
 
     # -- host and alone ---------------------------------------------------------------------------------
 
@@ -336,16 +368,11 @@ def down_codec(config: RunConfig) -> str:
     return "int8" if config.codec.startswith("topk") else config.codec
 
 
-def start(show: Callable[[Event], None] | None = None) -> Run:
-    """Begin a run: alone, as host or as guest, as this process was started.
-
-    Under plain `python script.py` the run is alone and writes no files; under `potluck host script.py` guests
-    can join it; `potluck join` runs the same script as a guest. Under torchrun the processes of one machine are one
-    host. `show` is told of a run alone.
-    """
+def start(show: Callable[[Event], None] | None = None, config: RunConfig | None = None) -> Run:
+    """The run that this process was started for. Without one, a run alone; `show` is told of its events."""
     launch = current()
     if launch is not None:
         return Run(launch.context)
     environment = env.read()
     failpoints.arm(environment.failpoint)
-    return Run(alone(environment, show, what=sys.argv[0]))
+    return Run(alone(environment, show, what=sys.argv[0], config=config))

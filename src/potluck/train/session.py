@@ -30,7 +30,7 @@ from potluck.train.context import ALONE, HOST, RANK, Admission, RunContext
 from potluck.train.events import Event, EventLog, View
 from potluck.train.folder import RunFolder, new_folder, open_folder
 from potluck.train.telemetry import versions
-from potluck.wire.keys import load_keys, new_keys, save_keys
+from potluck.wire.keys import HostKeys, load_keys, new_keys, save_keys
 from potluck.wire.token import LOOPBACK, Token, checked_bind, encode, local_addresses
 from potluck.wire.transport import HostSocket
 
@@ -64,6 +64,8 @@ class RunSpec:
     """The folder of the run to resume."""
     guests: int = 0
     """Guests to start on this machine. With any, the port is open to this machine only."""
+    keys: HostKeys | None = None
+    """A new run's keys, where it shares those of an earlier one, and so its token; made if not given."""
     again: Callable[[Path], str] | None = None
     """How to resume the run in a folder, in words; where a NaN ends the run, the error says it."""
 
@@ -90,6 +92,7 @@ class Session:
         self._make_guests = guests
         self._all_signals = signals
         self._closing = ExitStack()
+        self.closed = False
         self._lock = threading.RLock()
         self._joined: dict[str, dict[str, Any]] = {}
 
@@ -123,11 +126,16 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._lock:  # whoever comes second waits, and finds nothing to do
+            self.closed = True
             self._closing.__exit__(kind, error, trace)
 
     def close(self, error: BaseException | None = None) -> None:
         """End the run: finished, or failed with `error`. Harmless when it has been closed. From any thread."""
         self.__exit__(type(error) if error is not None else None, error, None)
+
+    def on_close(self, call: Callable[[], None]) -> None:
+        """Call this when the run is closed, before anything else is."""
+        self._closing.callback(call)
 
     def check_began(self) -> None:
         """After a script: one that never came to its loop trained alone, if at all, while guests waited."""
@@ -204,6 +212,12 @@ class Session:
 
     # -- while it runs ----------------------------------------------------------------------------------
 
+    def send(self, source: dict[str, Any], files: tuple[bytes, ...]) -> None:
+        """What guests run, where that is not known before the training begins."""
+        assert self.context.admission is not None
+        self.context.admission = dataclasses.replace(self.context.admission, source=source, files=files)
+        self.folder.write_manifest({**self.folder.read_manifest(), "source": source})
+
     @contextmanager
     def signals(self) -> Iterator[None]:
         """Inside, the first Ctrl-C (or SIGTERM, or the end of the terminal) ends the training in order.
@@ -247,15 +261,18 @@ def machine_name(config: RunConfig, environment: Environment) -> str:
     return config.name or environment.name or socket.gethostname().split(".")[0] or "machine"
 
 
-def alone(environment: Environment, show: Callable[[Event], None] | None, what: str) -> RunContext:
+def alone(
+    environment: Environment, show: Callable[[Event], None] | None, what: str, config: RunConfig | None = None
+) -> RunContext:
     """A run in this process only: no folder, no guests."""
-    device, group = device_here(environment.device, environment.threads)
+    config = config or RunConfig()
+    device, group = device_here(config.device or environment.device, config.threads or environment.threads)
     return RunContext(
         role=ALONE if group is None or group.place.leads else RANK,
-        config=RunConfig(),
+        config=config,
         device=device,
         ranks=group,
-        name=environment.name or socket.gethostname(),
+        name=machine_name(config, environment),
         log=EventLog(None, show),
         what=what,
     )
@@ -328,7 +345,7 @@ def _admission(stack: ExitStack, spec: RunSpec, folder: RunFolder, log: EventLog
         keys = load_keys(folder.keys)
         port = port or int(folder.read_manifest().get("port", 0))
     else:
-        keys = new_keys()
+        keys = spec.keys or new_keys()
         save_keys(folder.keys, keys)
     bind = LOOPBACK if only_here else checked_bind(config.bind) or next(iter(local_addresses()), LOOPBACK)
     listening = HostSocket(bind=bind, port=port, keys=keys, on_denied=_denied(log))
@@ -346,7 +363,9 @@ def _admission(stack: ExitStack, spec: RunSpec, folder: RunFolder, log: EventLog
     )
     folder.write_token(token)
     waiting = WaitingRoom(listening, what=spec.what, emit=log.emit)
-    return Admission(socket=listening, waiting=waiting, token=token, source=spec.source, files=spec.files)
+    return Admission(
+        socket=listening, waiting=waiting, keys=keys, token=token, source=spec.source, files=spec.files
+    )
 
 
 def _denied(log: EventLog) -> Callable[[str], None]:
