@@ -8,20 +8,23 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+import msgspec
+
 from potluck import codec as codecs
 from potluck import env, failpoints
+from potluck.checked import build
 from potluck.errors import ConfigError, LoopError
 from potluck.fleet import cells
 from potluck.fleet.local import LocalGuests
 from potluck.fleet.script import Script, imports_of, not_sent, read_script
 from potluck.report.notices import to_stderr
 from potluck.report.view import make_view
-from potluck.spec.config import RunConfig, build
+from potluck.spec.config import RunConfig
 from potluck.train import run
 from potluck.train.context import HOST, RANK
 from potluck.train.folder import find_run, open_folder
@@ -33,7 +36,7 @@ from potluck.train.step import Step
 ViewMode = Literal["auto", "live", "plain", "json", "quiet"]
 AnyPath = str | os.PathLike[str]
 
-_SETTINGS = tuple(field.name for field in fields(RunConfig))
+_SETTINGS = RunConfig.__struct_fields__
 _EVERYWHERE = ("name", "device", "threads", "micro_batch")
 """Settings that a run alone has, too."""
 
@@ -235,7 +238,7 @@ class HostedRun(Run):
         self.close()
         spec = replace(self._spec, resume=None)
         if admission is not None:
-            config = replace(spec.config, port=admission.socket.port)
+            config = msgspec.structs.replace(spec.config, port=admission.socket.port)
             spec = replace(spec, keys=admission.keys, config=config)
         self._open(spec)
         if self._launch.role != RANK and not spec.guests and self._view != "quiet":

@@ -20,6 +20,7 @@ from potluck.errors import LoopError, RunFolderError
 from potluck.fleet.local import LocalGuests
 from potluck.report.view import QuietView
 from potluck.spec.config import RunConfig
+from potluck.spec.events import RunEnded, RunEvent
 from potluck.train.context import ALONE, HOST
 from potluck.train.ending import Interrupted
 from potluck.train.launch import current, launched
@@ -32,14 +33,18 @@ SAMPLES = [torch.ones(2)] * 8
 
 class Seen(QuietView):
     def __init__(self) -> None:
-        self.events: list[dict[str, Any]] = []
+        self.events: list[RunEvent] = []
         self.closed = False
 
-    def event(self, event: dict[str, Any]) -> None:
+    def event(self, event: RunEvent) -> None:
         self.events.append(event)
 
     def close(self) -> None:
         self.closed = True
+
+    @property
+    def ends(self) -> list[tuple[str, int]]:
+        return [(event.reason, event.step) for event in self.events if isinstance(event, RunEnded)]
 
 
 def session(runs: Path, view: Seen | None = None, role: str = HOST, **more: Any) -> Session:
@@ -82,8 +87,7 @@ def test_a_run_is_opened_trained_and_closed(tmp_path: Path) -> None:
         trained(opened)
     assert not port_is_open(port)
     assert view.closed
-    assert view.events[-1]["event"] == "run_end"
-    assert view.events[-1]["reason"] == "finished"
+    assert view.ends == [("finished", 2)]
     with session(tmp_path, resume=folder.path) as again:
         assert again.token == opened.token, "a resumed run has the same keys and port"
         assert again.folder == folder
@@ -106,7 +110,7 @@ def test_whoever_closes_second_finds_nothing_to_do(tmp_path: Path) -> None:
     trained(opened)
     opened.close(ValueError("late"))
     opened.close()
-    assert [e["reason"] for e in view.events if e["event"] == "run_end"] == ["finished"]
+    assert view.ends == [("finished", 2)]
 
 
 @pytest.mark.usefixtures("handlers")
@@ -117,7 +121,7 @@ def test_the_first_signal_stops_the_training_in_order(tmp_path: Path) -> None:
             os.kill(os.getpid(), signal.SIGINT)
         with pytest.raises(Interrupted):
             trained(opened, at=lambda step: os.kill(os.getpid(), signal.SIGINT), steps=10)
-    assert (view.events[-1]["reason"], view.events[-1]["step"]) == ("interrupted", 1)
+    assert view.ends == [("interrupted", 1)]
     assert list(opened.folder.checkpoints.glob("step-00000001"))
 
 

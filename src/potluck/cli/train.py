@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
+from potluck.checked import build
 from potluck.cli import _options as options
 from potluck.cli._app import Settings
 from potluck.cli._runs import runs_folder
 from potluck.errors import RunFolderError, UserError
-from potluck.spec.config import RunConfig, build
+from potluck.spec.config import RunConfig
+from potluck.spec.messages import Source
 
 if TYPE_CHECKING:
     from potluck.train.session import RunSpec
@@ -48,7 +51,7 @@ def train(settings: Settings, /, recipe: str, **flags: Any) -> None:
 
     spec = recipe_spec(settings, recipe, flags, command="train")
     guests = spec.guests if flags["guests"] is None else flags["guests"]
-    spec = dataclasses.replace(spec, guests=guests, role=HOST if guests else ALONE)
+    spec = replace(spec, guests=guests, role=HOST if guests else ALONE)
     run_recipe(settings, spec, flags["view"])
 
 
@@ -69,13 +72,13 @@ def recipe_spec(settings: Settings, recipe: str, flags: dict[str, Any], *, comma
         **options.pairs(flags["more"]),
     }
     config = build(kind.Config, settings_of_recipe)
-    table = dataclasses.asdict(config)
+    table = msgspec.to_builtins(config)
     return RunSpec(
         role=HOST,
         config=options.run_config(in_run, flags),
         what=recipe,
         recipe={"name": recipe, "config": table},
-        source={"recipe": recipe, "config": {**table, "data": None}},
+        source=Source(recipe=recipe, config={**table, "data": None}),
         guests=1 if command == "train" else 0,
         runs=runs_folder(settings, flags["runs"]),
         again=resumed_by(command),
@@ -114,7 +117,7 @@ def resumed_spec(settings: Settings, flags: dict[str, Any], command: str) -> Run
         config=build(RunConfig, run),
         what=str(manifest.get("what", recipe["name"])),
         recipe=recipe,
-        source={"recipe": recipe["name"], "config": {**recipe["config"], "data": None}},
+        source=Source(recipe=recipe["name"], config={**recipe["config"], "data": None}),
         resume=folder.path,
         guests=int(manifest.get("guests", 0)) if command == "train" else 0,
         again=resumed_by(command),

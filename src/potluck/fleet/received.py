@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from potluck.checked import build
 from potluck.errors import MissingModuleError
 from potluck.fleet.running import GUEST_HINT, HINT, IN_LOOP_HINT, running
 from potluck.fleet.script import guest_hint, missing_here, read_script, received_script, run_file, run_received
-from potluck.spec.config import build
 from potluck.train import recipes
 from potluck.train.context import RunContext
 from potluck.train.recipes.job import train as train_recipe
@@ -21,13 +21,13 @@ _NAME = re.compile(r"[A-Za-z0-9._/-]{0,80}")
 def run_work(context: RunContext, local: Path | None, tell: Callable[[str], None]) -> None:
     """Run the host's work, or the script `local` in its place; `tell` is told what, before it begins."""
     assert context.welcome is not None
-    source = dict(context.welcome.fields["source"])
-    if "recipe" in source:
-        recipe = recipes.get(str(source["recipe"]))
+    source = context.welcome.message.source
+    if source.recipe:
+        recipe = recipes.get(source.recipe)
         tell(f"the recipe {recipe.name}")
-        train_recipe(recipe, build(recipe.Config, source["config"]))
+        train_recipe(recipe, build(recipe.Config, source.config))
         return
-    names, arguments = [str(n) for n in source["files"]], [str(a) for a in source["arguments"]]
+    names, arguments = source.files, source.arguments
     if local is not None:
         script = read_script(local, (), arguments)
         tell(f"the local script {local} (sha256 {script.sha256[:16]}…)")
@@ -35,8 +35,8 @@ def run_work(context: RunContext, local: Path | None, tell: Callable[[str], None
             run_file(local, arguments)
         return
     contents = [bytes(f) for f in context.welcome.frames]
-    script = received_script(names, contents, arguments, str(source["sha256"]))
-    _check_modules(names[0], source.get("imports", {}))
+    script = received_script(names, contents, arguments, source.sha256)
+    _check_modules(names[0], source.imports)
     tell(f"{names[0]} from the host (sha256 {script.sha256[:16]}…)")
     with running(names[0], hint=lambda: IN_LOOP_HINT if context.began else GUEST_HINT, guest=True):
         run_received(script)

@@ -16,9 +16,9 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from potluck.errors import UserError, WireError
+from potluck.spec.messages import Source
 
 MAX_SCRIPT_BYTES = 4 << 20
 MAX_FILES = 48
@@ -40,14 +40,9 @@ class Script:
             digest.update(name.encode() + b"\0" + len(content).to_bytes(8, "big") + content)
         return digest.hexdigest()
 
-    def source(self, imports: Mapping[str, str]) -> dict[str, Any]:
+    def source(self, imports: Mapping[str, str]) -> Source:
         """What guests are told of it before they run it; `imports` as of `imports_of`."""
-        return {
-            "files": list(self.names),
-            "arguments": list(self.arguments),
-            "sha256": self.sha256,
-            "imports": dict(imports),
-        }
+        return Source(files=self.names, arguments=self.arguments, sha256=self.sha256, imports=dict(imports))
 
 
 def read_script(path: Path, also: Sequence[Path] = (), arguments: Sequence[str] = ()) -> Script:

@@ -12,6 +12,7 @@ from typing import Any
 
 from potluck.report.live import REFRESH_PER_S, Drawing
 from potluck.report.messages import describe
+from potluck.spec.events import RunEvent, RunStarted
 
 WIDTH, HEIGHT = 100, 40
 
@@ -27,12 +28,12 @@ class NotebookView:
         self._drawn = -1.0
         self._closed = False
 
-    def event(self, event: dict[str, Any]) -> None:
+    def event(self, event: RunEvent) -> None:
         with self._lock:
             if self._closed:
                 return
             self._drawing.fold(event)
-            if event.get("event") == "run_start" and self._handle is None:
+            if isinstance(event, RunStarted) and self._handle is None:
                 from IPython.display import display
 
                 self._handle = display(self._bundle(), raw=True, display_id=True)

@@ -10,17 +10,17 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from potluck.device import Device
 from potluck.hub.link import GuestLink
 from potluck.hub.waiting import WaitingRoom
 from potluck.spec.config import RunConfig
+from potluck.spec.messages import Source, WelcomeMessage
 from potluck.train.ending import Ending
 from potluck.train.events import EventLog
 from potluck.train.folder import RunFolder
 from potluck.train.ranks import Ranks
-from potluck.wire.frames import Message
+from potluck.wire.frames import Received
 from potluck.wire.keys import HostKeys
 from potluck.wire.transport import HostSocket
 
@@ -36,8 +36,8 @@ class Admission:
     """Answers on the socket until the training begins."""
     keys: HostKeys
     token: str = field(repr=False)
-    source: dict[str, Any] = field(default_factory=dict)
-    """For the welcome: the recipe and its config, or the names of the files that come as frames."""
+    source: Source | None = None
+    """None only before a notebook's training has begun."""
     files: tuple[bytes, ...] = ()
 
 
@@ -61,7 +61,7 @@ class RunContext:
     """On a host."""
     link: GuestLink | None = None
     """On a guest, with the `welcome` that came over it."""
-    welcome: Message | None = None
+    welcome: Received[WelcomeMessage] | None = None
     again: Callable[[Path], str] = lambda folder: f"--resume {shlex.quote(str(folder))}"
     """How to resume the run in this folder, in words."""
 

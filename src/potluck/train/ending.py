@@ -81,7 +81,10 @@ class Ending:
                 return
             self._soon = reason
             self._timer = threading.Timer(WHY_S, self._alone, (reason,))
-            self._timer.start()
+            try:
+                self._timer.start()
+            except RuntimeError:  # the interpreter is shutting down, and starts no more threads
+                self._alone(reason)
 
     def _alone(self, reason: str) -> None:
         """In the timer's thread, while the script goes on: whoever runs it hears of a failure at its end."""

@@ -10,17 +10,19 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from potluck.device import Device
-from potluck.errors import LoopError, NetworkError, PotluckError, ScriptError
+from potluck.errors import LoopError, NetworkError, PotluckError, ScriptError, UserError
 from potluck.hub.link import GuestLink
 from potluck.hub.recorder import Recorder
 from potluck.sinks import guarded
 from potluck.spec.config import RunConfig
+from potluck.spec.events import RunEvent
+from potluck.spec.messages import HelloMessage
 from potluck.train.context import GUEST, RunContext
 from potluck.train.ending import GuestDone
-from potluck.train.events import Event, EventLog
+from potluck.train.events import EventLog
 from potluck.train.launch import launched
 from potluck.train.telemetry import versions
 from potluck.wire.token import Token
@@ -39,7 +41,7 @@ class GuestObserver(Protocol):
     def missing(self, seconds: float, give_up_s: float) -> None: ...
     def found(self) -> None: ...
     def recorded(self, path: object, why: str) -> None: ...
-    def event(self, event: Event) -> None: ...
+    def event(self, event: RunEvent) -> None: ...
     def ended(self, words: str) -> None: ...
     def close(self) -> None: ...
 
@@ -64,26 +66,25 @@ def connect(
         recorder = Recorder(f"{name}-{os.getpid()}", Path(tempfile.gettempdir()), tell=view.recorded)
     else:
         recorder = Recorder(name, records, tell=view.recorded)
-    hello: dict[str, Any] = {"name": name, "device": device.label, "platform": sys.platform, **versions()}
+    hello = HelloMessage(name=name, device=device.label, platform=sys.platform, **versions())
     link = GuestLink(token, hello, give_up_s=give_up_s, recorder=guarded(recorder, "the flight recorder"))
     link.waiting = view.waiting
     link.preparing = view.preparing
     link.missing = lambda seconds: view.missing(seconds, give_up_s)
     link.found = view.found
     welcome = link.connect(wait_s)
-    fields = welcome.fields
     view.joined(
-        host=str(fields["host"]),
+        host=welcome.message.host,
         address=link.address,
-        run=str(fields["run"]),
-        name=str(fields["name"]),
+        run=welcome.message.run,
+        name=welcome.message.name,
         device=f"{device.label} ({device.reason})",
     )
     return RunContext(
         role=GUEST,
         config=config,
         device=device,
-        name=str(fields["name"]),
+        name=welcome.message.name,
         log=EventLog(None, view.event),
         link=link,
         welcome=welcome,
@@ -117,7 +118,7 @@ def compute(context: RunContext, work: Callable[[], None], view: GuestObserver) 
         raise
     except Exception as error:
         if not isinstance(error, NetworkError):  # the link has recorded what happened to it
-            _failed(context, _why(error))
+            _failed(context, _why(error), records=not isinstance(error, UserError))
         raise
     finally:
         context.end_training(LEFT_ITS_LOOP)
@@ -135,10 +136,11 @@ def _why(error: Exception) -> str:
     return f"its script failed with {type(cause).__name__}" + (f": {words}" if words else "")
 
 
-def _failed(context: RunContext, why: str) -> None:
-    """Tell the host, whose user may be able to fix it, and write a flight record here."""
+def _failed(context: RunContext, why: str, *, records: bool = False) -> None:
+    """Tell the host, whose user may be able to fix it. `records`: a bug is possible, so write a flight record."""
     assert context.link is not None
     context.failure = why[:200]
-    context.link.recorder.fault(context.failure)
+    if records:
+        context.link.recorder.fault(context.failure)
     context.end_training(context.failure)
     context.link.close(context.failure, failed=True)

@@ -27,13 +27,14 @@ from potluck.hub.recorder import Recorder
 from potluck.hub.tensors import ModelTensors
 from potluck.sinks import guarded
 from potluck.spec.config import RunConfig
+from potluck.spec.events import RunEvent, RunNote
+from potluck.spec.messages import WelcomeMessage
 from potluck.train import ranks
 from potluck.train.batch_statistics import batch_statistics, least_samples
 from potluck.train.checkpoint import Loaded
 from potluck.train.context import ALONE, GUEST, HOST, RANK, RunContext
 from potluck.train.data import Loader, epoch_order
 from potluck.train.ending import Interrupted
-from potluck.train.events import Event
 from potluck.train.given import check_model, check_optimizer, check_scheduler
 from potluck.train.guest_loop import GuestParts, GuestTrainer
 from potluck.train.host_loop import HostTrainer, Parts, restore
@@ -51,7 +52,7 @@ from potluck.train.rank_loop import (
 from potluck.train.session import alone
 from potluck.train.step import Step
 from potluck.train.telemetry import versions
-from potluck.wire.frames import PROTOCOL, Message
+from potluck.wire.frames import PROTOCOL
 
 LARGEST_GUEST_MICRO_BATCH = 16
 """Where the search for the fastest size ends on a guest; with batch statistics it is the global batch."""
@@ -181,7 +182,7 @@ class Run:
         )
         if options.global_batch > loader.samples:
             text = f"a step of {options.global_batch} samples is more than the data set has ({loader.samples}): "
-            launch.log.emit({"event": "note", "text": text + "samples come several times in a step"})
+            launch.log.emit(RunNote(text=text + "samples come several times in a step"))
         statistics = batch_statistics(model)
         least = least_samples(statistics, options.global_batch)
         micro = self._micro_batch(options, limit=options.global_batch, statistics=statistics is not None)
@@ -305,33 +306,33 @@ class Run:
                 raise
         return hub
 
-    def _welcome(self, name: str) -> Message:
+    def _welcome(self, name: str) -> tuple[WelcomeMessage, tuple[bytes, ...]]:
         launch, admission = self._launch, self._launch.admission
-        assert admission is not None
-        fields = {
-            "name": name,
-            "host": launch.name,
-            "run": launch.folder.id if launch.folder else "",
-            "codec": launch.config.codec,
-            "codec_down": down_codec(launch.config),
-            "versions": versions(),
-            "source": admission.source,
-        }
-        return Message(kind="welcome", fields=fields, frames=admission.files)
+        assert admission is not None and admission.source is not None
+        welcome = WelcomeMessage(
+            name=name,
+            host=launch.name,
+            run=launch.folder.id if launch.folder else "",
+            codec=launch.config.codec,
+            codec_down=down_codec(launch.config),
+            versions=versions(),
+            source=admission.source,
+        )
+        return welcome, admission.files
 
     # -- guest ------------------------------------------------------------------------------------------
 
     def _guest(self, options: Options, model: nn.Module, dataset: Any, tensors: ModelTensors) -> Iterator[Step]:
         launch = self._launch
         assert launch.link is not None and launch.welcome is not None
-        fields = launch.welcome.fields
+        welcome = launch.welcome.message
         together = batch_statistics(model) is not None
         limit = options.global_batch if together else LARGEST_GUEST_MICRO_BATCH
         hub = GuestHub(
             launch.link,
             tensors,
-            down=codecs.get(str(fields["codec_down"])),
-            up=codecs.get(str(fields["codec"])),
+            down=codecs.get(welcome.codec_down),
+            up=codecs.get(welcome.codec),
             device=launch.device,
         )
         parts = GuestParts(
@@ -368,7 +369,7 @@ def down_codec(config: RunConfig) -> str:
     return "int8" if config.codec.startswith("topk") else config.codec
 
 
-def start(show: Callable[[Event], None] | None = None, config: RunConfig | None = None) -> Run:
+def start(show: Callable[[RunEvent], None] | None = None, config: RunConfig | None = None) -> Run:
     """The run that this process was started for. Without one, a run alone; `show` is told of its events."""
     launch = current()
     if launch is not None:

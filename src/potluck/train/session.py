@@ -6,17 +6,18 @@ what lies above it: a view that shows events, and something that starts guests o
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
+
+import msgspec
 
 from potluck.device import Device, pick, pick_for_rank
 from potluck.env import Environment
@@ -25,9 +26,11 @@ from potluck.hub.waiting import WaitingRoom
 from potluck.limits import usable_cores
 from potluck.sinks import guarded
 from potluck.spec.config import RunConfig
+from potluck.spec.events import GuestJoined, RunEvent, RunNote, StrangerRefused
+from potluck.spec.messages import Source
 from potluck.train import ranks
 from potluck.train.context import ALONE, HOST, RANK, Admission, RunContext
-from potluck.train.events import Event, EventLog, View
+from potluck.train.events import EventLog, View
 from potluck.train.folder import RunFolder, new_folder, open_folder
 from potluck.train.telemetry import versions
 from potluck.wire.keys import HostKeys, load_keys, new_keys, save_keys
@@ -54,8 +57,8 @@ class RunSpec:
     """The recipe's or the script's name."""
     recipe: dict[str, Any] = field(default_factory=dict)
     """The recipe's name and config; empty for a script."""
-    source: dict[str, Any] = field(default_factory=dict)
-    """What guests run, for the welcome (see `Admission`)."""
+    source: Source | None = None
+    """What guests run."""
     files: tuple[bytes, ...] = ()
     """The contents of the files in `source`."""
     runs: Path = Path("runs")
@@ -203,20 +206,19 @@ class Session:
             config.device or environment.device, config.threads or environment.threads, beside=self.spec.guests
         )
 
-    def _seen(self, event: Event) -> None:
+    def _seen(self, event: RunEvent) -> None:
         """Show an event, and remember who took part."""
-        if event["event"] == "guest_joined":
-            entry = {"name": event["machine"], "role": "guest", "device": event["device"]}
-            self._joined[event["machine"]] = entry
+        if isinstance(event, GuestJoined):
+            self._joined[event.machine] = {"name": event.machine, "role": "guest", "device": event.device}
         self._view.event(event)
 
     # -- while it runs ----------------------------------------------------------------------------------
 
-    def send(self, source: dict[str, Any], files: tuple[bytes, ...]) -> None:
+    def send(self, source: Source, files: tuple[bytes, ...]) -> None:
         """What guests run, where that is not known before the training begins."""
         assert self.context.admission is not None
-        self.context.admission = dataclasses.replace(self.context.admission, source=source, files=files)
-        self.folder.write_manifest({**self.folder.read_manifest(), "source": source})
+        self.context.admission = replace(self.context.admission, source=source, files=files)
+        self.folder.write_manifest({**self.folder.read_manifest(), "source": msgspec.to_builtins(source)})
 
     @contextmanager
     def signals(self) -> Iterator[None]:
@@ -235,7 +237,7 @@ class Session:
                 raise KeyboardInterrupt
             signalled = True
             self.context.request_stop()
-            note = {"event": "note", "text": "stopping: saving first (once more Ctrl-C to stop at once)"}
+            note = RunNote(text="stopping: saving first (once more Ctrl-C to stop at once)")
             # In a thread: the signal may have come while this very thread holds the view's lock.
             threading.Thread(target=self._view.event, args=(note,), daemon=True).start()
 
@@ -262,7 +264,7 @@ def machine_name(config: RunConfig, environment: Environment) -> str:
 
 
 def alone(
-    environment: Environment, show: Callable[[Event], None] | None, what: str, config: RunConfig | None = None
+    environment: Environment, show: Callable[[RunEvent], None] | None, what: str, config: RunConfig | None = None
 ) -> RunContext:
     """A run in this process only: no folder, no guests."""
     config = config or RunConfig()
@@ -324,9 +326,9 @@ def _manifest(context: RunContext, spec: RunSpec) -> dict[str, Any]:
     """What the run folder says of the run before it starts."""
     content: dict[str, Any] = {
         "what": spec.what,
-        "config": dataclasses.asdict(spec.config),
+        "config": msgspec.to_builtins(spec.config),
         "recipe": spec.recipe,
-        "source": {k: v for k, v in spec.source.items() if k != "files"} | {"files": spec.source.get("files")},
+        "source": msgspec.to_builtins(spec.source),
         "versions": versions(),
         "machines": [{"name": context.name, "role": context.role, "device": context.device.label}],
         "command": "host" if spec.role == HOST and not spec.guests else "train",
@@ -351,7 +353,7 @@ def _admission(stack: ExitStack, spec: RunSpec, folder: RunFolder, log: EventLog
     listening = HostSocket(bind=bind, port=port, keys=keys, on_denied=_denied(log))
     stack.callback(listening.close)
     if listening.warning is not None and not only_here:
-        log.emit({"event": "note", "text": listening.warning})
+        log.emit(RunNote(text=listening.warning))
     addresses = local_addresses(ipv6=bind == "::") if bind in ("0.0.0.0", "::") else (bind,)
     token = encode(
         Token(
@@ -377,7 +379,7 @@ def _denied(log: EventLog) -> Callable[[str], None]:
         count += 1
         if count <= 5 or count % 100 == 0:
             reason = "no valid token" + (f" ({count} so far)" if count > 5 else "")
-            log.emit({"event": "refused_stranger", "address": address, "reason": reason})
+            log.emit(StrangerRefused(address=address, reason=reason))
 
     return on_denied
 
@@ -397,7 +399,7 @@ def send_away(context: RunContext, error: BaseException | None) -> None:
 def _send_home(guests: GuestProcesses, log: EventLog, *, tell: bool) -> None:
     for words in guests.close():
         if tell:
-            log.emit({"event": "note", "text": words})
+            log.emit(RunNote(text=words))
 
 
 @contextmanager
