@@ -200,11 +200,9 @@ class PotluckGroup(dist.ProcessGroup):
                     if ranges is not None:
                         ranges.turn()
                     now = time.monotonic()
-                    measured.begin_spending()
                     try:
                         body(Call(header, seq, now, now + timeout_s))
                     finally:
-                        measured.end_spending()
                         if ranges is not None:
                             ranges.leave()
             except BaseException as raised:
