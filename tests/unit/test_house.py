@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TypeGuard
 
 import pytest
 
@@ -168,8 +169,13 @@ def test_no_pickle_and_nothing_evaluated() -> None:
     modules = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
     functions_ = {"eval", "torch.load", "torch.save", "np.load", "numpy.load"}
 
+    def may_be_one(node: ast.AST) -> TypeGuard[ast.Call]:
+        """By its last name: to write out every call would take seconds."""
+        last_name = getattr(node.func, "attr", getattr(node.func, "id", "")) if isinstance(node, ast.Call) else ""
+        return any(name.endswith(last_name) for name in functions_) if last_name else False
+
     def forbidden(path: Path) -> list[str]:
-        calls = ((n.lineno, ast.unparse(n.func)) for n in ast.walk(parsed(path)) if isinstance(n, ast.Call))
+        calls = ((n.lineno, ast.unparse(n.func)) for n in ast.walk(parsed(path)) if may_be_one(n))
         imports = (pair for pair in imported_modules(path) if top(pair[1]) in modules)
         return [
             *(f"{path}:{line} imports {name}" for line, name in imports),
