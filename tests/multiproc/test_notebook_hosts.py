@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,6 +65,7 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
         yield fleet
 
 
+@pytest.mark.skipif(os.name != "posix", reason="a kernel is interrupted by a signal")
 @pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_the_example_with_a_guest_and_cells_that_end_in_other_ways(

@@ -28,6 +28,7 @@ from potluck.train.run import Run
 from potluck.train.session import RunSpec, Session
 from support.fleet import port_is_open
 
+posix = pytest.mark.skipif(os.name != "posix", reason="signals and modes of POSIX")
 SAMPLES = [torch.ones(2)] * 8
 
 
@@ -72,6 +73,7 @@ def handlers() -> Iterator[list[Any]]:
     assert [signal.getsignal(n) for n in numbers] == before
 
 
+@posix
 @pytest.mark.usefixtures("handlers")
 def test_a_run_is_opened_trained_and_closed(tmp_path: Path) -> None:
     view = Seen()
@@ -113,6 +115,7 @@ def test_whoever_closes_second_finds_nothing_to_do(tmp_path: Path) -> None:
     assert view.ends == [("finished", 2)]
 
 
+@posix
 @pytest.mark.usefixtures("handlers")
 def test_the_first_signal_stops_the_training_in_order(tmp_path: Path) -> None:
     view = Seen()
@@ -125,6 +128,7 @@ def test_the_first_signal_stops_the_training_in_order(tmp_path: Path) -> None:
     assert list(opened.folder.checkpoints.glob("step-00000001"))
 
 
+@posix
 @pytest.mark.usefixtures("handlers")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_past_the_loop_the_first_signal_interrupts(tmp_path: Path, number: int) -> None:
