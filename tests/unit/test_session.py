@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import stat
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -126,6 +128,29 @@ def test_the_first_signal_stops_the_training_in_order(tmp_path: Path) -> None:
             trained(opened, at=lambda step: os.kill(os.getpid(), signal.SIGINT), steps=10)
     assert view.ends == [("interrupted", 1)]
     assert list(opened.folder.checkpoints.glob("step-00000001"))
+
+
+@posix
+@pytest.mark.filterwarnings("ignore:.*use of fork")
+def test_a_process_that_the_loop_forks_can_be_ended(tmp_path: Path) -> None:
+    """As torch ends the workers of a loader: they are not meant by what this process does about signals."""
+    codes = []
+
+    def fork(step: int) -> None:
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(30,))
+        child.start()
+        assert child.pid is not None
+        os.kill(child.pid, signal.SIGINT)  # Ctrl-C reaches the whole group; the parent decides
+        child.join(0.2)
+        codes.append(child.exitcode)
+        child.terminate()
+        child.join(10)
+        codes.append(child.exitcode)
+        child.kill()
+
+    with session(tmp_path, role=ALONE) as opened:
+        trained(opened, at=fork, steps=1)
+    assert codes == [None, -signal.SIGTERM]
 
 
 @posix
