@@ -77,6 +77,9 @@ class RunSpec:
 class Session:
     """One run's life: open from `__enter__` to `__exit__`, or to `close`."""
 
+    context: RunContext
+    """The run as its loop sees it, from `__enter__` on."""
+
     def __init__(
         self,
         spec: RunSpec,
@@ -99,8 +102,6 @@ class Session:
         self.closed = False
         self._lock = threading.RLock()
         self._joined: dict[str, dict[str, Any]] = {}
-
-    context: RunContext
 
     @property
     def folder(self) -> RunFolder:
