@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -125,3 +126,8 @@ def last():
         assert kernel.says("print(last())") == "('run_end', 'finished', 1, ['step-00000001'], False, [])\n"
         assert kernel.says("print(run.token)") == token
         assert kernel.says("print(signal.getsignal(signal.SIGTERM))") == "0\n"
+        # A loop that is open when the kernel is shut down.
+        kernel.run("steps = run.steps(model, optimizer, spirals, global_batch=8); step = next(steps)")
+    open_last = max((tmp_path / "others").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    event = json.loads((open_last / "events.jsonl").read_text().splitlines()[-1])
+    assert (event["event"], event["step"]) == ("run_end", 0)
