@@ -6,12 +6,13 @@ what lies above it: a view that shows events, and something that starts guests o
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -77,6 +78,9 @@ class RunSpec:
 class Session:
     """One run's life: open from `__enter__` to `__exit__`, or to `close`."""
 
+    context: RunContext
+    """The run as its loop sees it, from `__enter__` on."""
+
     def __init__(
         self,
         spec: RunSpec,
@@ -99,8 +103,6 @@ class Session:
         self.closed = False
         self._lock = threading.RLock()
         self._joined: dict[str, MachineEntry] = {}
-
-    context: RunContext
 
     @property
     def folder(self) -> RunFolder:
@@ -410,10 +412,20 @@ def _handled(on_signal: Callable[[int, Any], None]) -> Iterator[None]:
     numbers = [signal.SIGINT, signal.SIGTERM]
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         numbers.append(signal.SIGHUP)  # with nohup it outlives its terminal
-    before = {n: signal.signal(n, on_signal) for n in numbers}
+    owner = os.getpid()
+
+    def handler(number: int, frame: Any) -> None:
+        if os.getpid() == owner:
+            on_signal(number, frame)
+        elif number != signal.SIGINT:  # in a forked child: Ctrl-C is its parent's affair, the others are for it
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    before = {n: signal.signal(n, handler) for n in numbers}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            if signal.getsignal(number) is on_signal:
-                signal.signal(number, handler)
+        for number, previous in before.items():
+            if signal.getsignal(number) is handler:
+                with suppress(ValueError):  # a generator may be closed by another thread, which may not
+                    signal.signal(number, previous)
