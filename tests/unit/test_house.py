@@ -45,7 +45,7 @@ RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 
 PURE = [
     *(path for part in ("spec", "balance", "plan", "doctor") for path in sorted((SOURCE / part).glob("*.py"))),
-    *(SOURCE / "hub" / f"{name}.py" for name in ("checks", "norms", "protocol", "reasons", "said", "stepping")),
+    *(SOURCE / "hub" / f"{name}.py" for name in ("checks", "norms", "protocol", "reasons", "stepping")),
     *(SOURCE / "dist" / name for name in ("schedules.py", "config.py")),
     SOURCE / "probe" / "stream.py",
     *(SOURCE / "lab" / name for name in ("network.py", "shaping.py", "shares.py")),

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from potluck.device import Device
 from potluck.errors import ConfigError
 from potluck.plan import models
+from potluck.spec.config import MEMORY_PART
 from potluck.spec.probed import DeviceSpeed
 from potluck.train.data import Loader, to_device
-from potluck.train.microbatch import MEMORY_PART, MicroBatch
+from potluck.train.microbatch import MicroBatch
 from potluck.train.recipes import Recipe
 from potluck.train.recipes.modes import compiled, precision
 from potluck.train.step import SavedBytes

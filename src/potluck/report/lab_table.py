@@ -1,44 +1,20 @@
-"""What the strategies reached on a rig, as a table for the terminal, for a pipe and for markdown.
-
-It is pure: results in, lines out. It does not know how anything was measured.
-"""
+"""What the strategies reached on a rig, as a table for a terminal or a pipe. PURE."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TextIO
 
 from potluck.report.line import Line
 from potluck.report.screen import columns, paragraph, show
+from potluck.report.table import LABEL, table_lines
 from potluck.report.text import clean
 from potluck.spec.aftermath import Aftermath
 from potluck.spec.figures import Results, Row
 from potluck.units import UNKNOWN, rate_text
 
-_LABEL = "dim"
-_BEST = "bold green"
-_GAP = 2
 _INDENT = 14
-
-
-@dataclass(frozen=True, slots=True)
-class _Column:
-    header: str
-    text: Callable[[Row], str]
-    right: bool = True
-
-
-_COLUMNS = (
-    _Column("strategy", lambda row: clean(row.strategy, 24), right=False),
-    _Column("s/step", lambda row: _number(row.step_s, 2 if (row.step_s or 0) >= 10 else 3)),
-    _Column("predicted", lambda row: _number(row.predicted_s, 2 if (row.predicted_s or 0) >= 10 else 3)),
-    _Column("speed-up", lambda row: _number(row.speedup, 3)),
-    _Column("efficiency", lambda row: _number(row.efficiency, 3)),
-    _Column("recovery", lambda row: _number(row.recovery, 2)),
-    _Column("MB/step", lambda row: _number(None if row.bytes_per_step is None else row.bytes_per_step / 1e6, 2)),
-    _Column("loss", lambda row: _number(row.loss, 3)),
-)
+_HEADERS = ("strategy", "s/step", "predicted", "speed-up", "efficiency", "recovery", "MB/step", "loss")
 _MEANINGS = (
     ("predicted", "seconds a step, as `potluck plan` has them from the rig"),
     ("speed-up", "the time of a step of the host alone ÷ the strategy's"),
@@ -54,21 +30,29 @@ def show_results(results: Results, stream: TextIO) -> None:
 
 def results_lines(results: Results, width: int) -> list[Line]:
     """The table and what a reader of it should know."""
-    cells = [[column.text(row) for column in _COLUMNS] for row in results.rows]
-    widths = [max([len(c.header), *(len(row[i]) for row in cells)]) for i, c in enumerate(_COLUMNS)]
     best = best_row(results.rows)
-    lines = [_title(results), Line()]
-    lines.append(_row([c.header for c in _COLUMNS], widths, _LABEL))
-    lines.append(Line("─" * (sum(widths) + _GAP * (len(widths) - 1)), _LABEL))
-    for row, texts in zip(results.rows, cells):
-        lines.append(_row(texts, widths, _BEST if row is best else ""))
+    marked = results.rows.index(best) if best is not None else None
+    lines = [_title(results), Line(), *table_lines(_HEADERS, [_cells(row) for row in results.rows], best=marked)]
     lines.append(Line())
     for label, text in _below(results, best):
         lines += paragraph(text, width, label=label, indent=_INDENT)
     lines.append(Line())
     for label, text in _MEANINGS:
-        lines += paragraph(text, width, _LABEL, label=label, indent=_INDENT)
+        lines += paragraph(text, width, LABEL, label=label, indent=_INDENT)
     return [line.trimmed().cropped(max(width, 80)) for line in lines]
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    return (
+        clean(row.strategy, 24),
+        _number(row.step_s, 2 if (row.step_s or 0) >= 10 else 3),
+        _number(row.predicted_s, 2 if (row.predicted_s or 0) >= 10 else 3),
+        _number(row.speedup, 3),
+        _number(row.efficiency, 3),
+        _number(row.recovery, 2),
+        _number(None if row.bytes_per_step is None else row.bytes_per_step / 1e6, 2),
+        _number(row.loss, 3),
+    )
 
 
 def best_row(rows: Sequence[Row]) -> Row | None:
@@ -140,13 +124,6 @@ def _faster(speedup: float) -> str:
 
 def _steps(count: int) -> str:
     return "step" if count == 1 else f"{count} steps"
-
-
-def _row(texts: Sequence[str], widths: Sequence[int], style: str) -> Line:
-    line = Line()
-    for column, text, width in zip(_COLUMNS, texts, widths):
-        line.cell(text, width, style, right=column.right).add(" " * _GAP)
-    return line.trimmed()
 
 
 def _number(value: float | None, digits: int) -> str:

@@ -1,14 +1,17 @@
 """What a probe measured, as lines for a terminal or a pipe.
 
-Figures in, lines out. It measures nothing. Text of other machines is cleaned before it reaches this terminal.
+Text from other machines is cleaned before it reaches this terminal.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rich.text import Text
+
 from potluck.report.line import Line
 from potluck.report.screen import paragraph
+from potluck.report.table import table_lines
 from potluck.report.text import clean
 from potluck.spec import collectives
 from potluck.spec.probed import DeviceSpeed, Probed, ProbedPath, Rate, RoundTrips, Way
@@ -16,8 +19,6 @@ from potluck.units import UNKNOWN, bits_text, bytes_text, count_text, percent_te
 
 _INDENT = 16
 _LABEL = "dim"
-_COLUMNS = (19, 21, 14, 14, 10)
-"""Of the table of rates: direction, ours, bare, iperf3, the ratio."""
 _GOOD, _FAIR = 0.9, 0.6
 _EXPLAINED = "busbw: what each rank must have sent at the least. bound: the time of a perfect ring over that link"
 
@@ -148,21 +149,16 @@ def _round_trips(trips: RoundTrips) -> str:
 
 def _rates(ways: list[tuple[str, Way]]) -> Iterator[Line]:
     iperf = any(way.iperf3 is not None for _, way in ways)
-    heads = ("", "potluck, encrypted", "bare TCP", "iperf3", "of bare")
-    yield _cells(heads, iperf, _LABEL, _LABEL)
+    headers = ("", "potluck, encrypted", "bare TCP", *(("iperf3",) if iperf else ()), "of bare")
+    rows: list[tuple[str | Text, ...]] = []
     for label, way in ways:
         ratio = _ratio(way)
-        texts = (label, _rate(way.ours), _rate(way.bare, spread=False), _rate(way.iperf3, spread=False))
         style = "" if ratio is None else "green" if ratio >= _GOOD else "yellow" if ratio >= _FAIR else "red"
-        yield _cells((*texts, percent_text(ratio)), iperf, "bold", style)
-
-
-def _cells(texts: tuple[str, ...], iperf: bool, style: str, last: str) -> Line:
-    line = Line("  ")
-    for number, (text, width) in enumerate(zip(texts, _COLUMNS)):
-        if number != 3 or iperf:
-            line.cell(text, width, ("", style, "", "", last)[number], right=number > 0)
-    return line.trimmed()
+        rates = [_rate(way.ours), _rate(way.bare, spread=False)]
+        rates += [_rate(way.iperf3, spread=False)] if iperf else []
+        rows.append((label, *rates, Text(percent_text(ratio), style)))
+    for line in table_lines(headers, rows, styles=("", "bold"), ruled=False):
+        yield Line("  ").join(line)
 
 
 def _rate(rate: Rate | None, *, spread: bool = True) -> str:

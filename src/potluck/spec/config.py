@@ -10,6 +10,10 @@ from potluck.checked import Natural, Positive
 
 MOST_GUESTS = 64
 """The most guests that one host admits."""
+MEMORY_PART = 0.5
+"""The share of the free memory that activations may fill."""
+MOST_MICRO_BATCH = 256
+"""The most samples that a machine computes at once, however much memory it has."""
 
 
 class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
