@@ -1,7 +1,6 @@
-"""What no single message of a log tells: who failed first, what its script raised, who was ahead of whom.
+"""Findings that no single message of a log shows: who failed first, what its script raised, which rank was ahead.
 
-PURE: a log's text and its tracebacks in, findings out, each with its rank among the others. It must not know how a
-log is shown.
+PURE. Each finding has its rank among the others.
 """
 
 from __future__ import annotations

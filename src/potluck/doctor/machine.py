@@ -1,7 +1,4 @@
-"""Checks of one machine's means: cores, memory, disk, power; and of what earlier runs left on it.
-
-PURE, each a function of facts. It must not know networks.
-"""
+"""Checks of one machine's cores, memory, disk and power, and of what earlier runs left on it. PURE."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The table's messages in a log: where each stands, which line tells the most, and the finding it becomes.
-
-PURE: a log's text in, hits and findings out. It must not know which was first, nor what several tell together.
-"""
+"""Finds the known messages in a log, and turns each into a finding. PURE."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What Potluck itself wrote into a log: its errors, by class or by page, each with its hint and what helps.
+"""Finds Potluck's own errors in a log, by class or by page, with their hints.
 
-PURE: a log's text in, findings out, each with its rank among the others. It must not know what other tools write.
+PURE. Each finding has its rank among the others.
 """
 
 from __future__ import annotations

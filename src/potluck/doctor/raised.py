@@ -1,7 +1,4 @@
-"""Tracebacks in a log: which rank raised which exception, and where.
-
-PURE: a log's text in, exceptions out. It must not know which of them are known troubles, nor how they are told.
-"""
+"""Finds the tracebacks in a log: which rank raised which exception, and where. PURE."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What failed runs write into their logs: the table of known messages, of torchrun, gloo, NCCL and their kin.
+"""The table of known messages in logs of failed runs: torchrun, gloo, NCCL and others.
 
-PURE data: each row says how a message looks and what it means. It must not know how a log is read or shown. The
-messages were collected from the reports that troubleshooting/doctor.md names, and from runs made to fail.
+PURE data: each row has the pattern of a message and its meaning. The messages come from the reports listed in
+troubleshooting/doctor.md, and from runs made to fail.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A rig and its strategies, one after the other, on one box: outcomes out, figures made of them.
-
-Owns the order of things and what is measured alone. How a strategy runs is `strategies.py`'s affair.
-"""
+"""Runs the strategies on a rig, one after the other, and turns their outcomes into figures."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What an emulated fleet offers to whoever runs something on it, whichever way it is emulated.
-
-Owns the contract and nothing else: `namespaces.py` and `loopback.py` fulfil it.
-"""
+"""The interface of an emulated fleet; `namespaces.py` and `loopback.py` implement it."""
 
 from __future__ import annotations
 

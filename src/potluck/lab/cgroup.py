@@ -1,7 +1,6 @@
 """CPU limits of machines: one cgroup each, with a quota. Version 1 and version 2.
 
-Owns the folders below the cgroup mount whose names begin with its prefix, and touches no other. It does not know
-what runs in them.
+Only touches folders below the cgroup mount whose names begin with its prefix.
 """
 
 from __future__ import annotations

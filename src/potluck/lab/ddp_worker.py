@@ -1,10 +1,9 @@
-"""One machine of the strategies `ddp` and `ddp-balanced`: stock DistributedDataParallel on gloo, a rank a process.
+"""One machine of the strategies `ddp` and `ddp-balanced`: a rank of stock DistributedDataParallel on gloo.
 
     python -m potluck.lab.ddp_worker --spec FILE --rank R
 
-It trains what Potluck would, on the same samples in the same order with the same optimizer, and shares with it only
-that: no hub, no codec. It does not know how its machine is emulated; what it is to do stands in the spec, a JSON
-file that all ranks read.
+It trains the same samples in the same order with the same optimizer as Potluck, without hub and codec. All ranks
+read the same spec (`worker_spec.py`).
 """
 
 from __future__ import annotations

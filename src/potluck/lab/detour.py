@@ -1,7 +1,6 @@
-"""Tokens that lead through a proxy, and the proxies that stand on emulated machines so that their links can fail.
+"""Proxies on emulated machines through which tokens lead, so that links can have planned faults.
 
-Owns those proxies and the token files beside them. It must not know what crosses them: shaping is the kernel's
-affair here, the proxies only let planned faults happen.
+The kernel shapes the links; these proxies only inject faults.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Enter a machine: join the namespaces that a process holds, then become the command.
+"""Enters a machine: joins the namespaces that a process holds, then becomes the command.
 
     python enter.py PID PARENT SIGNAL CGROUP -- COMMAND...
 
-Owns the calls of Linux for it. Imports nothing of Potluck, so that it starts in an instant, from anywhere, whatever
-the environment meant for the command says.
+Imports nothing of Potluck, so that it starts at once, in any environment.
 """
 
 from __future__ import annotations

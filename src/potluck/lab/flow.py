@@ -1,10 +1,8 @@
-"""Connections that cross links: owns their sockets and what is on its way between them.
+"""Moves the bytes of connections over links: the sockets, and what is in transit between them.
 
-What a link does to a chunk is `shaping.py`'s to decide; where connections come from is `proxy.py`'s affair. It must
-not know what the bytes mean.
-
-Rates hold when a chunk is read, so whoever sends too fast finds its own buffer full; the latency holds when it is
-written. Connections take turns, a chunk each, and a chunk takes some 2 ms of its link's time.
+`shaping.py` decides what a link does to a chunk. Rates apply when a chunk is read, so that a sender that is too
+fast finds its own buffer full; latency applies when it is written. Connections take turns, a chunk each, and a
+chunk takes about 2 ms of its link's time.
 """
 
 from __future__ import annotations

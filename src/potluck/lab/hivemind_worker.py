@@ -2,8 +2,7 @@
 
     python -m potluck.lab.hivemind_worker --spec FILE --rank R
 
-Owns how hivemind is set up, synchronously (nothing delayed by a step) and with fp16 on the wire. It does not know
-how its machine is emulated.
+hivemind runs synchronously (nothing is delayed by a step), with fp16 on the wire.
 """
 
 from __future__ import annotations

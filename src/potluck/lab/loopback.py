@@ -1,8 +1,7 @@
 """A rig on 127.0.0.1: every machine is this computer, and each guest reaches the host through a shaping proxy.
 
-Owns the proxy process, the token files that lead through it, and the end of what it started. It must not know what
-that does. It needs no rights and works on every system, but only what goes through a token is shaped: machines can
-still connect to each other directly, and a machine's cpu_limit has no effect.
+Needs no rights and works on every system, but only connections made with a token are shaped: machines can still
+connect to each other directly, and a machine's cpu_limit has no effect.
 """
 
 from __future__ import annotations

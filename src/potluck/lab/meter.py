@@ -1,7 +1,6 @@
-"""Watches the machines' links while a strategy runs: when each sends and receives, and how much crosses the host's.
+"""Measures the machines' links while a strategy runs: when each sends and receives, and the host's bytes.
 
-Owns a thread that reads the box's counters. It does not know what the bytes are, so every strategy is measured
-alike.
+A thread reads the box's counters, so every strategy is measured alike.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""What every peer strategy's worker needs: its orders, the training they name, a board for notes, the record.
-
-Owns the samples of a step and the rows that the host writes. It knows no peer system: each has a worker of its own
-that brings the machines together.
-"""
+"""What the workers of all peer strategies share: orders, training, a board for notes, and the record of steps."""
 
 from __future__ import annotations
 

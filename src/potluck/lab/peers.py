@@ -1,6 +1,6 @@
 """The reference strategies of the extra `peers`: whether each can run here, and how its worker is started.
 
-Owns the reasons in words. It imports no peer system and no torch: the workers do.
+Imports no peer system and no torch: the workers do.
 """
 
 from __future__ import annotations

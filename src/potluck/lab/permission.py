@@ -1,7 +1,4 @@
-"""Whether this box lets this user make the lab's namespaces, found out by making some; and if not, why.
-
-Owns the trial and the words about it. What it makes is gone when it returns; it emulates nothing.
-"""
+"""Finds out by a trial whether this user may make the lab's namespaces, and if not, why."""
 
 from __future__ import annotations
 

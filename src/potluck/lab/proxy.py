@@ -1,16 +1,8 @@
-"""A TCP proxy in user space that moves bytes as described links would: slowly, late, or wrongly.
+"""A TCP proxy in user space that emulates links: their rate, latency and faults.
 
-It owns where connections come in and where they lead, and its life as a process; `flow.py` moves the bytes. It must
-not know what they mean. One thread, one selector, the standard library: it works wherever Python does, without any
-rights. `Proxy` runs in a thread of the caller's; `ProxyProcess` is one in a process of its own:
-
-    python -m potluck.lab.proxy SPEC.json
-
-    {"links": [{"name": "laptop", "rate_bytes_per_s": 5e6, "latency_s": 0.005}], "shared": null, "counters": PATH,
-     "routes": [{"link": "laptop", "host": "127.0.0.1", "port": 5555}]}
-
-It prints {"ports": [...]}, the port of each route, then one line of JSON for each that comes on its stdin, and ends
-when that ends: {"do": "open", "link", "host", "port"} or {"do": "faults", "link", "faults": [...]}.
+One thread, one selector, the standard library: it works wherever Python does, without any rights. `Proxy` runs in a
+thread of the caller; `ProxyProcess` runs one in a process of its own, which gets orders as lines of JSON on stdin,
+answers each with one line, and ends when stdin ends. `flow.py` moves the bytes.
 """
 
 from __future__ import annotations

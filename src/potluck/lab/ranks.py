@@ -1,7 +1,4 @@
-"""One command as a rank on each of two emulated machines; owns the rig it takes and the variables each rank gets.
-
-It must not know what the command does.
-"""
+"""Runs one command as a rank on each of two emulated machines."""
 
 from __future__ import annotations
 

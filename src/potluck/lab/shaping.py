@@ -1,7 +1,7 @@
-"""What a link does to the bytes that cross it: its rate, its latency, and its faults on a schedule.
+"""Decides what a link does to the bytes that cross it: its rate, its latency, and its scheduled faults.
 
-It decides about chunks and must not know sockets or clocks: times are given, in seconds of one monotonic clock.
-`proxy.py` asks it before it reads a chunk and tells it what it read.
+PURE: times are given, in seconds of one monotonic clock. `proxy.py` asks before it reads a chunk and reports what
+it read.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The ways to train on a fleet, each run for real on a box: alone, torch's DDP, and Potluck.
-
-Owns how each is started and what its log means. What the figures are is `spec/figures.py`'s affair.
-"""
+"""Runs each strategy on a box and reads its log: alone, torch's DDP, the peers, and Potluck."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Lets planned faults happen while a run goes on, and keeps what the host tells of its guests meanwhile.
+"""Injects planned faults during a run, and records what the host reports about its guests meanwhile.
 
-Owns when each fault begins and ends. It must not know what the guests compute; how a link suffers is the proxy's
-affair. It has no thread: whoever follows the run calls it several times a second.
+It has no thread: the caller that follows the run calls it several times a second.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""The process that is a rig while it is up: it sits in the switch's namespace and holds the machines'.
+"""The process of a rig that is up: it runs in the switch's namespace and holds the machines' namespaces.
 
     python -m potluck.lab.supervisor    (a request as JSON on stdin; the state, or what is wrong, as JSON on stdout)
 
-Owns the namespaces, one small child for each machine, and takes all of it down when nobody uses it any more. It
-does not know what runs on the machines, only that it must not outlive them.
+It has one small child for each machine, and takes everything down when the rig has no users left.
 """
 
 from __future__ import annotations

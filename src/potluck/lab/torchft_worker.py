@@ -2,8 +2,7 @@
 
     python -m potluck.lab.torchft_worker --spec FILE --rank R
 
-Owns how torchft is set up (lighthouse, manager, its DDP), with shares by speed, exactly weighted. It does not know
-how its machine is emulated.
+torchft runs with its lighthouse, manager and DDP. Shares are by speed and exactly weighted.
 """
 
 # No `from __future__ import annotations` here: torch looks at the types of a communication hook.

@@ -1,7 +1,4 @@
-"""A fleet from words ("desk=RTX 4070,link=1GbE") or from facts that were measured or found.
-
-PURE.
-"""
+"""A fleet from words ("desk=RTX 4070,link=1GbE") or from saved facts, measured or found. PURE."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""One plain TCP connection between two probes: what the link gives without our stack, for comparison.
+"""One plain TCP connection between two probes: the rate of the link without our stack, for comparison.
 
-Owns those sockets. It must not know how the two agreed: port and secret come from outside, over the encrypted
-connection. Whoever brings the secret of this one measurement is served, from the visitor's own address, once.
+Port and one-time secret are agreed over the encrypted connection. A client is served once, if it has the secret and
+comes from the visitor's own address.
 """
 
 from __future__ import annotations

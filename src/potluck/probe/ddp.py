@@ -1,6 +1,6 @@
-"""How fast a small GPT trains under stock DistributedDataParallel on the group that is up; owns the measurement.
+"""Measures how fast a small GPT trains under stock DistributedDataParallel on the group that is up.
 
-It must not know how the processes were started. The training is a user's: nothing of Potluck but the model.
+The training is a user's: only the model comes from Potluck.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The probe that listens: answers another that came with its token, and measures with it, one visitor at a time.
 
-Owns its part of the messages in `spec/probe_messages.py`, over the encrypted transport. The visitor decides what is
-measured next; every size and time it names is bounded. A doctor or a guest that took this token for a doctor's or
-a host's is told that it is none.
+The visitor decides what is measured next; every size and time it names is bounded. `spec/probe_messages.py` has the
+messages. A doctor or a guest that came with this token is told that nothing for it runs here.
 """
 
 from __future__ import annotations

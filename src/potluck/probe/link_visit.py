@@ -1,7 +1,6 @@
 """The probe that comes with a token: measures the link to the one that listens, path by path.
 
-Owns the visitor's part of the messages (`spec/probe_messages.py` lists them) and the order of the measurements. It
-must not know what a result is good for.
+`spec/probe_messages.py` has the messages.
 """
 
 from __future__ import annotations

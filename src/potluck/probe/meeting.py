@@ -1,7 +1,7 @@
-"""Two doctors meet: one listens, one comes with its token; they exchange facts and try the way in both directions.
+"""Two doctors: one listens, one connects with its token. They exchange facts and test both directions.
 
-Owns when which of the messages in `spec/probe_messages.py` is sent, over the encrypted transport. A running host
-answers a doctor with `unknown`, which shows all the same that it is there and what gets through to it.
+`spec/probe_messages.py` has the messages. A running host answers a doctor with `unknown`, which still shows that it
+is there and what reaches it.
 """
 
 from __future__ import annotations

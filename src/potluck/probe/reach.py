@@ -1,7 +1,4 @@
-"""Tries to open TCP connections, all at once, and what came of each.
-
-Owns the deadline and the words for outcomes. It sends nothing and must not know what listens.
-"""
+"""Tries to open TCP connections, all at once, and reports the outcome of each. Sends nothing."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""How fast a device is: training a recipe, matrix products, its memory, copies to and from the host.
-
-Owns what is timed and for how long. It must not know any vendor, nor what the figures are used for.
-"""
+"""Measures a device: training a recipe, matrix products, its memory, copies to and from the host."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""How much to send, how fast it arrives, how long round trips take: the arithmetic of a link's measurement.
+"""The arithmetic of a link's measurement: how much to send, how fast it arrives, round trips.
 
-PURE: it is told sizes and times, and must not know sockets or clocks.
+PURE: sizes and times are given.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A rig as a picture in the terminal: machines as boxes, links between them, then the facts. Also the rigs' list.
+"""A rig as a picture in the terminal: machines as boxes, links between them, then the facts. Also the list of rigs.
 
-It is pure: rigs and facts in, lines out. It does not know how a rig is emulated.
+PURE: rigs and facts in, lines out.
 """
 
 from __future__ import annotations

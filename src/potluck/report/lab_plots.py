@@ -1,6 +1,6 @@
-"""The lab's pictures: speed-up, timeline and loss of the strategies on a rig, each as PNG and as SVG.
+"""The lab's plots: speed-up, timeline and loss of the strategies on a rig, each as PNG and as SVG.
 
-It draws results and outcomes and knows nothing of how they came about. matplotlib is imported only here, and late.
+matplotlib is imported only here, and late.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The timeline: what every machine did in a few steps, strategy by strategy, all on one time scale.
 
-It draws outcomes and knows nothing of how they came about. Intervals come by the thousand and are joined first.
+There are thousands of intervals, so adjacent ones are joined first.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One line of styled text, measured in terminal columns. It does not know what it says.
+"""One line of styled text, measured in terminal columns.
 
 Lighter than rich's Text, because the live view makes some thirty of them beside training, twice a second.
 """

@@ -1,6 +1,6 @@
 """Styled lines on a stream: colours on a terminal, plain text in a pipe, ASCII where UTF-8 cannot be written.
 
-It does not know what the lines say. Every sign has one ASCII sign in its place, so that pictures stay in shape.
+Every sign has exactly one ASCII sign in its place, so that pictures keep their shape.
 """
 
 from __future__ import annotations

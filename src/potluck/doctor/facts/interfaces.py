@@ -1,7 +1,4 @@
-"""Interfaces, routes and neighbours of this machine.
-
-Owns how each system names its kinds of interface. It must not know which one is right.
-"""
+"""Interfaces, routes and neighbours of this machine, on each operating system."""
 
 from __future__ import annotations
 
