@@ -25,7 +25,7 @@ _HINT_WITHIN = 8
 """Lines: those of other ranks may stand between an error and its hint."""
 _ALL_NEEDED = (
     "under torchrun every rank is needed, with this backend, too. With `potluck host` a machine that dies costs "
-    "its share of one step, and the run goes on"
+    "its share of one step, and the run continues"
 )
 
 

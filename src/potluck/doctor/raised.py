@@ -38,7 +38,7 @@ class Raised:
     """That line, and those of a message that has more."""
     file: str
     at: int
-    """Of the last frame in a file of the person's own, else of the last one."""
+    """Line of the last frame in a file of the user, else of the last frame."""
 
     @property
     def name(self) -> str:

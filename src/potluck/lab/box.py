@@ -26,7 +26,7 @@ class Box(Protocol):
     ) -> None: ...
 
     def address(self, machine: str) -> str:
-        """Where the machine can bind and where the others reach it."""
+        """The address that the machine can bind and the others reach."""
 
     def start(
         self, machine: str, command: Sequence[str], *, env: Mapping[str, str], log: Path

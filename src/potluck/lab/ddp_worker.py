@@ -37,7 +37,7 @@ from potluck.train import recipes
 from potluck.train.data import Loader, epoch_order, to_device
 
 TIMEOUT = timedelta(minutes=10)
-"""Of every collective: longer than any rig's step."""
+"""Timeout of every collective: longer than any rig's step."""
 
 
 # -- computing ------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ class Worker:
 
 
 def work(spec: WorkerSpec, rank: int) -> None:
-    """Be one rank until all steps are done; what goes wrong is told with the machine and the step."""
+    """Run one rank until all steps are done. Errors name the machine and the step."""
     worker = Worker(spec, rank)
     try:
         worker.run()
@@ -198,7 +198,7 @@ def work(spec: WorkerSpec, rank: int) -> None:
 
 
 def _first_sentence(text: str) -> str:
-    """Of what torch says, without the source file that gloo puts before it."""
+    """The message of torch without the source file that gloo puts before it."""
     line = next(iter(text.strip().splitlines()), "no reason was given")
     return re.sub(r"^\[[^]]*\] ", "", line).split(". ")[0].rstrip(".")
 

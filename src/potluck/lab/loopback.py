@@ -31,9 +31,9 @@ from potluck.lab.warden import end
 from potluck.spec.rig import HOST, Machine, Rig
 
 PREFIX = "potluck-loopback-"
-"""Of the private folder; the owner's process id follows."""
+"""Prefix of the private folder; the owner's process id follows."""
 GRACE_S = 3.0
-"""For a process to end in order before it is killed."""
+"""Time for a process to end in order before it is killed."""
 
 
 class LoopbackBox:
@@ -138,7 +138,7 @@ class LoopbackBox:
                 process.wait(max(0.0, deadline - time.monotonic()))
 
     def _dismiss_warden(self) -> None:
-        """Have the warden kill whoever is left, and reap them."""
+        """Have the warden kill the processes that are left, and reap them."""
         assert self._warden.stdin is not None
         self._warden.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):

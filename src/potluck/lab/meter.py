@@ -17,7 +17,7 @@ EVERY_S = 0.025
 LEAST_BYTES = 1_500
 """Less than this in one look (0.5 Mbit/s) is heartbeats and acknowledgements, no transfer."""
 LEAST_PART = 0.1
-"""Of what goes the other way: acknowledgements of a transfer are no transfer either."""
+"""Share of the bytes of the other direction that counts as acknowledgements, not as a transfer."""
 
 
 class StageMeter:

@@ -308,7 +308,7 @@ def _end_supervisor(supervisor: subprocess.Popen[bytes]) -> None:
 
 
 def _end_groups(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End processes and what they started in their sessions: politely, then not."""
+    """End processes and what they started in their sessions: SIGTERM first, then SIGKILL."""
     deadline = time.monotonic() + PATIENCE_S
     try:
         for process in processes:

@@ -68,7 +68,7 @@ def require(*, netem: bool) -> tuple[str, ...]:
 
 
 def hint() -> str:
-    """What to do where it cannot be."""
+    """A hint for a box where it is not possible."""
     elsewhere = "`potluck lab bench RIG --loopback` needs no namespaces"
     if sys.platform != "linux" or os.geteuid() == 0:
         return elsewhere
@@ -86,7 +86,7 @@ def _missing_tool() -> str | None:
 
 @functools.cache  # neither changes while a command runs
 def _try(before: tuple[str, ...], script: str) -> str:
-    """What goes wrong; nothing where it works."""
+    """What goes wrong; empty if it works."""
     try:
         done = subprocess.run(
             [*before, "sh", "-c", script],
@@ -112,7 +112,7 @@ def _reason() -> str:
 
 
 def explain(found: str, *, root: bool, read: Callable[[str], str | None], container: str | None) -> str:
-    """In words, from what the trial said and from the kernel's switches."""
+    """The reason, from the output of the trial and the kernel's settings."""
     for name, forbids, words in () if root else _SWITCHES:
         if read(name) == forbids:
             return words

@@ -66,7 +66,7 @@ class Proxy:
         self.counters = [0] * (2 * len(links)) if counters is None else counters
         self.flow = Flow(self.counters)
         self.refused = 0
-        """Connections that were one too many."""
+        """Number of connections refused because there were too many."""
         self._listen = listen
         self._listeners: list[socket.socket] = []
         self._asked: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -153,7 +153,7 @@ class Proxy:
             self.close()
 
     def close(self) -> None:
-        """Close every socket; run() does it, so this is for whoever never called that."""
+        """Close every socket. Only needed if run() was never called."""
         self.flow.close()
         for member in (*self._listeners, self._waker, self._wake):
             member.close()
@@ -211,7 +211,7 @@ _Order = _Open | _AddFaults
 
 class _Answer(Struct, frozen=True, kw_only=True):
     port: int = 0
-    """Where the way begins that was opened."""
+    """The port at which the opened path begins."""
     error: str = ""
     hint: str = ""
 
@@ -268,7 +268,7 @@ class ProxyProcess:
         return self._process.pid
 
     def open(self, link: str, target: tuple[str, int]) -> int:
-        """Open a way over a link to a target; the port of 127.0.0.1 where it begins."""
+        """Open a path over a link to a target. Returns the port of 127.0.0.1 where it begins."""
         return self._order(_Open(link=link, host=target[0], port=target[1])).port
 
     def add_faults(self, link: str, faults: Sequence[Fault]) -> None:

@@ -19,7 +19,7 @@ _TAIL = 30
 
 
 def pair(link_mbit: float | None) -> Rig:
-    """Two machines with a link of so many Mbit/s, or as fast as this box can make it."""
+    """Two machines with a link of `mbit` Mbit/s; None: as fast as this box can make it."""
     machines = (
         Machine(name="one", role="host", link_mbit=link_mbit),
         Machine(name="two", role="guest", link_mbit=link_mbit),

@@ -48,7 +48,7 @@ class Fault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     for_s: Seconds = 0.0
     """How long it lasts; a reset may last no time at all."""
     amount: float = 0.0
-    """Of a delay: seconds. Of a limit: bytes a second."""
+    """Seconds of a delay; bytes per second of a limit."""
     direction: Literal["both", "up", "down"] = "both"
     """Which way it works; a reset always works both ways."""
 

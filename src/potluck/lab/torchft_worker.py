@@ -36,7 +36,7 @@ RETRIES = 3
 
 
 def work(orders: Orders) -> None:
-    """Be one replica group until all steps are done."""
+    """Run one replica group until all steps are done."""
     os.environ["GLOO_SOCKET_IFNAME"] = orders.spec.interface
     training, board = PeerTraining(orders), Board(orders)
     lighthouse = _lighthouse(orders, board) if orders.is_host else None

@@ -20,7 +20,7 @@ import psutil
 
 
 def watch(lines: Iterable[str], folder: str) -> None:
-    """Remember who is named until the lines end; then end them."""
+    """Collect process ids until the lines end, then end these processes."""
     known: list[psutil.Process] = []
     for line in lines:
         with contextlib.suppress(psutil.NoSuchProcess):  # it was quick
@@ -31,7 +31,7 @@ def watch(lines: Iterable[str], folder: str) -> None:
 
 
 def end(process: psutil.Process) -> None:
-    """Kill a process and the group it leads, unless its id is another's by now."""
+    """Kill a process and the group it leads, unless its id now belongs to another."""
     if not process.is_running() and psutil.pid_exists(process.pid):
         return
     if os.name == "posix":

@@ -50,7 +50,7 @@ class Trained(Struct, frozen=True, kw_only=True):
     exposed_s: float | None
     """What a step takes longer than one without any exchange: the part that is not hidden behind backward."""
     loss: float
-    """Of the last step, averaged over the ranks."""
+    """Loss of the last step, averaged over the ranks."""
 
 
 def train(job: DdpJob, backend: str, link_bytes_per_s: float | None, where: str, group: Any = None) -> Trained:

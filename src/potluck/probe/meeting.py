@@ -311,7 +311,7 @@ class Listener:
             case DoctorAsk():
                 self._send(peer, DoctorBulk(id=message.id), bytes(message.bytes))
             case DoctorBack():
-                # Only to where the visitor itself is: nobody can have this machine knock elsewhere.
+                # Only to the visitor's own address: nobody can have this machine connect elsewhere.
                 if _is_number(address) and len(self._tries) < 8:
                     future = self._pool.submit(tried, self._facts.name, address, message.port, timeout_s=BACK_S)
                     future.add_done_callback(lambda _: self._door.wake())

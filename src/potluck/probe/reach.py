@@ -18,7 +18,7 @@ from potluck.spec.facts import CONNECTED, DENIED, FAILED, NO_ROUTE, REFUSED, TIM
 
 TRY_S = 3.0
 COMMON_PORTS = (22, 80, 445, 5000, 29500)
-"""Where many machines listen, or at least refuse: any answer shows that the machine is there."""
+"""Ports on which many machines listen or at least refuse: any answer shows that the machine is there."""
 
 _OUTCOMES = {
     errno.ECONNREFUSED: REFUSED,

@@ -85,7 +85,7 @@ def family_of(address: str) -> socket.AddressFamily:
 
 
 def route_to(system: System, address: str) -> Route | None:
-    """Where packets to an address leave. Connecting UDP only looks at routes; nothing is sent."""
+    """The route to an address. Connecting UDP only looks at routes; nothing is sent."""
     with socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, 9))
