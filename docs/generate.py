@@ -20,9 +20,9 @@ DOCS = ROOT / "docs"
 BEGIN, END = "<!-- docs/generate.py: begin -->\n", "<!-- docs/generate.py: end -->"
 JSON_TYPES = {
     "Any": "any",
-    "Count": "integer",
+    "Natural": "integer",
     "None": "null",
-    "StepNumber": "integer",
+    "Positive": "integer",
     "bool": "boolean",
     "dict": "object",
     "float": "number",

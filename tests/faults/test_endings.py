@@ -187,7 +187,7 @@ def test_one_that_does_not_heed_it_is_ended_all_the_same(tmp_path: Path) -> None
 def test_guests_on_this_machine_end_with_their_host(tmp_path: Path) -> None:
     """However the host goes: here -9, in the middle of a run."""
     with Fleet(tmp_path) as fleet:
-        train = fleet.train("--guests", "2", "--steps", "100000", "--depth", "1", "--view", "plain")
+        train = fleet.train("--steps", "100000", "--depth", "1", "--view", "plain", guests=2)
         train.wait_until(lambda: fleet.runs.exists() and list(fleet.runs.iterdir()), 30, "run folder")
         fleet.wait_for(train, lambda: fleet.events("guest_joined"), "a guest")
         guests = descendants(train)

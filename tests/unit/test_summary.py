@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from rich.cells import cell_len
 
+from potluck import checked
 from potluck.errors import RunFolderError
 from potluck.report.summary import losses, read_events, summarize
 from potluck.report.summary_text import summary_text
@@ -114,7 +116,7 @@ def test_alone_says_nothing_about_guests() -> None:
 
 def test_the_summary_goes_through_json() -> None:
     summary = summarize(sample.whole_run())
-    again = json.loads(json.dumps(summary.to_dict()))
+    again = json.loads(checked.to_json(summary))
     assert again["machines"][1]["name"] == "laptop"
     assert again["efficiency"] == summary.efficiency
 
@@ -166,3 +168,10 @@ def test_what_is_sent_to_guests_is_called_what_it_is() -> None:
     assert "4 kB of gradients in, 8 kB of weights and samples out (3 kB a step)" in summary_text(
         summarize(sample.whole_run())
     )
+
+
+def test_columns_stand_under_their_headers_whatever_a_machine_is_called() -> None:
+    machines = [sample.host(), sample.machine("東京のノート", 8)]
+    text = summary_text(summarize([sample.run_start(), sample.step(1, machines=machines), sample.run_end()]))
+    header, *rows = text.splitlines()[-3:]
+    assert [cell_len(row[: row.index(m.role)]) for row, m in zip(rows, machines)] == [header.index("role")] * 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.cells import cell_len
 
 from potluck.report.curve import sparkline
@@ -10,7 +12,7 @@ from potluck.report.machine_table import machine_table
 from potluck.report.messages import eta_text, loss_text, wire_text
 from potluck.report.state import Notice, RunState
 from potluck.report.text import clean
-from potluck.spec.events import RunStarted, StepEnded
+from potluck.spec.events import RunEnded, RunStarted, StepEnded
 from potluck.units import count_text, factor_text, percent_text, rate_text, seconds_text
 
 _LABEL = "dim"
@@ -19,7 +21,7 @@ _LEVEL_MARK = {"good": "✓", "info": "·", "warn": "!", "bad": "✗"}
 _MIN_WIDTH = 20
 _MOST_NEWS = 5
 _MOST_LINES = 8
-"""Of all news together, where some take more than one."""
+"""Lines of all news together; one message may take several."""
 _AIRY_HEIGHT = 14
 
 
@@ -70,7 +72,7 @@ def _progress(state: RunState, width: int, elapsed_s: float, since_step_s: float
     if step is None:
         return [Line(f"waiting for the first step, {eta_text(elapsed_s)}")]
     lines = [_step_line(state, step, width, elapsed_s, since_step_s), _loss_line(state, step, width)]
-    lines.append(_speed_line(step, width))
+    lines.append(_speed_line(step, state.end, width))
     wire = _wire_line(step)
     if wire is not None and wire.width <= width:
         lines.append(wire)
@@ -99,7 +101,7 @@ def _step_line(state: RunState, step: StepEnded, width: int, elapsed_s: float, s
 
 
 def _bar(fraction: float, width: int) -> Line:
-    """A bar in half characters; the rest is thinner, so that it reads without colours too."""
+    """A bar in steps of half a character; the rest is a thinner line, to be readable without colours."""
     halves = round(min(max(fraction, 0.0), 1.0) * width * 2)
     bar = Line("━" * (halves // 2) + "╸" * (halves % 2), "green")
     return bar.add("─" * (width - halves // 2 - halves % 2), "bright_black")
@@ -115,18 +117,26 @@ def _loss_line(state: RunState, step: StepEnded, width: int) -> Line:
     return line
 
 
-def _speed_line(step: StepEnded, width: int) -> Line:
-    facts: list[tuple[str, str]] = [(rate_text(step.samples_per_s, "samples"), "bold")]
-    speedup = step.speedup
+def _speed_line(step: StepEnded, end: RunEnded | None, width: int) -> Line:
+    """The speed of the last steps; once the run has ended, of all its steps."""
+    facts: list[tuple[str, str]] = [(rate_text((end or step).samples_per_s, "samples"), "bold")]
+    speedup = (end or step).speedup
     if speedup is not None:
         style = "bold green" if speedup >= 1.005 else "" if speedup >= 0.985 else "bold yellow"
         facts.append((factor_text(speedup) + (" this machine alone" if width >= 74 else " alone"), style))
+    if end is not None:
+        return _fitting(_labelled("speed"), facts, width)
     if step.tokens_per_s is not None:
         facts.append((rate_text(step.tokens_per_s, "tokens"), ""))
     facts.append((f"{seconds_text(step.step_s)} a step", ""))
     if step.mfu is not None:
         facts.append((f"MFU {step.mfu:.0%}", ""))
-    line, gap = _labelled("speed"), ""
+    return _fitting(_labelled("speed"), facts, width)
+
+
+def _fitting(line: Line, facts: Sequence[tuple[str, str]], width: int) -> Line:
+    """The line with those facts for which there is room."""
+    gap = ""
     for text, style in facts:
         if line.width + len(gap) + len(text) <= width:
             line.add(gap).add(text, style)
@@ -146,7 +156,7 @@ def _wire_line(step: StepEnded) -> Line | None:
 
 
 def _news(state: RunState, width: int, room: int) -> list[Line]:
-    """The last few things that happened, the newest last. None is cut at the right edge while there is room."""
+    """The last messages, the newest last. A long one is wrapped while there is room."""
     digits = max((len(str(n.step)) for n in state.notices if n.step is not None), default=0)
     lines: list[Line] = []
     for notice in list(state.notices)[: -_MOST_NEWS - 1 : -1]:
@@ -175,7 +185,7 @@ def _notice_lines(notice: Notice, width: int, digits: int) -> list[Line]:
 
 
 def _wrapped(text: str, first: int, width: int) -> list[str]:
-    """The text in rows of so many columns, the first of another width. Too long a word is broken."""
+    """The text wrapped to `width` columns, the first row to `first`. A word that is too long is broken."""
     rows, row, room = [], "", first
     for word in text.split(" "):
         while cell_len(f"{row} {word}" if row else word) > room:

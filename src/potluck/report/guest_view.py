@@ -14,16 +14,16 @@ from potluck.report.text import clean
 from potluck.spec.events import Delivered, HostBack, HostGone, HostPreparing, RunEvent, RunNote, to_json
 
 EVERY_S = 2.0
-"""Between two progress lines."""
+"""Seconds between two progress lines."""
 REMIND_S = 30.0
-"""Between two lines that say that the host is gone."""
+"""Seconds between two lines that say that the host is gone."""
 
 
 _MOST_TEXT = 2000
 
 
 class GuestView:
-    """A few lines on a terminal or in a pipe; any thread may call. A terminal that is gone ends nothing here."""
+    """A few lines on a terminal or in a pipe. Any thread may call. A closed terminal is no error here."""
 
     def __init__(self, mode: str) -> None:
         self._lock = threading.RLock()
@@ -38,13 +38,13 @@ class GuestView:
         self._reminded: float | None = None
 
     def waiting(self, error: Exception) -> None:
-        """The host did not answer: say so once."""
+        """The host did not answer; said once."""
         if not self._waited:
             self._waited = True
             self._say(f"no answer yet ({error}); trying again")
 
     def preparing(self, reason: str) -> None:
-        """The host is there, but has nothing to compute yet."""
+        """The host answers, but its script has not reached the training loop."""
         self._json_line(HostPreparing(reason=reason))
         self._say(f"connected; {reason}: waiting until it does (Ctrl-C to leave)")
 
@@ -55,7 +55,7 @@ class GuestView:
         self._say(f"computing {what}; waiting for weights (Ctrl-C to leave)")
 
     def missing(self, seconds: float, give_up_s: float) -> None:
-        """The host has not been heard for so long: in place every second, as lines now and then."""
+        """The host has been silent for this long: shown in place every second, or as a line every half minute."""
         words = f"host gone, waiting ({seconds:.0f} s); gives up after {give_up_s:.0f} s, Ctrl-C to leave"
         with self._lock:
             if self._in_place:

@@ -1,12 +1,11 @@
-"""A rig as a picture in the terminal: machines as boxes, links between them, then the facts. Also the list of rigs.
-
-PURE: rigs and facts in, lines out.
-"""
+"""A rig as a picture in the terminal: boxes, links and facts; also a list of rigs. PURE."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+
+from rich.text import Text
 
 from potluck.report.curve import BLOCKS
 from potluck.report.line import Line, cut
@@ -103,7 +102,7 @@ def _speed_bar(relative: float | None, width: int, fastest: float, style: str) -
 
 
 def _relative_text(relative: float) -> str:
-    """Two digits, and a third where it says something: an eighth is 0.125."""
+    """Two digits, or three where the third is not 0: an eighth is 0.125."""
     text = f"{relative:.3f}"
     return text.removesuffix("0")
 
@@ -113,7 +112,7 @@ def _steady(machine: Machine) -> bool:
 
 
 def _over_time(rig: Rig, machine: Machine, width: int) -> Line:
-    """The machine's speed in each step; a dot where it is not there."""
+    """The machine's speed in each step; a dot where it is absent."""
     steps = rig.workload.steps
     shown = [1 + at * steps // width for at in range(width)] if steps > width else list(range(1, steps + 1))
     speeds = [1 / (machine.seconds_per_sample_at(step) or 1.0) for step in range(1, steps + 1)]
@@ -125,7 +124,7 @@ def _over_time(rig: Rig, machine: Machine, width: int) -> Line:
 
 
 def _between(rig: Rig, number: int, joints: dict[int, Machine], width: int) -> Line:
-    """What stands between the host's box and a guest's in one row: the stem, the rail, a link with its rate."""
+    """One row between the host's box and a guest's: the stem, the rail, a link with its rate."""
     first, last = min(joints), max(joints)
     stem = f"─ {_rate_text(rig.host)} ─" if _on_stem(rig) else "───"
     rail = len(stem) if len(joints) > 1 else 0
@@ -148,7 +147,7 @@ def _between(rig: Rig, number: int, joints: dict[int, Machine], width: int) -> L
 
 
 def _on_stem(rig: Rig) -> bool:
-    """Whether the host's rate stands on the line that all guests share; beside their own there is no room."""
+    """Whether the host's rate is on the line that all guests share: there is no room beside their own."""
     own = any(_rate_text(guest) or _latency_text(guest) for guest in rig.guests)
     return bool(_rate_text(rig.host)) and not own
 
@@ -165,7 +164,7 @@ def _latency_text(machine: Machine) -> str:
 
 
 def _moves(rig: Rig, width: int) -> list[Line]:
-    """Who comes, goes and changes speed, in words."""
+    """Which machines join, leave or change speed, in words."""
     lines: list[Line] = []
     for machine in rig.machines:
         events = [f"joins at step {machine.join_at_step}"] if machine.join_at_step > 1 else []
@@ -215,7 +214,7 @@ def _fact_texts(rig: Rig, facts: RigFacts) -> list[tuple[str, str]]:
 
 
 def _links(rig: Rig, facts: RigFacts, width: int) -> list[Line]:
-    """What the gradients take over each guest's link."""
+    """The seconds that the gradients take on each guest's link."""
     codec = rig.workload.codec
     coded = facts.parameters * codec_bytes(codec)
     sizes = f"{bytes_text(facts.gradient_bytes)} of gradients in fp32, {bytes_text(coded)} in {codec}"
@@ -248,12 +247,12 @@ def _ratio(ratio: float | None) -> str:
 
 
 def list_lines(rigs: Sequence[tuple[Rig, RigFacts]], width: int | None) -> list[Line]:
-    """One row per rig: what it is and what could be gained. None: as wide as it is, for a pipe."""
+    """One row per rig: its machines and the ideal speed-up. None: as wide as it is, for a pipe."""
     rows = []
     for rig, facts in rigs:
         ratios = [m.gradient_ratio for m in facts.machines if m.gradient_ratio is not None]
         ideal = "–" if facts.ideal_speedup is None else f"{facts.ideal_speedup:.3f}×"
         ratio = f"{max(ratios):.2f}" if ratios else "–"
-        rows.append((rig.name, str(len(rig.machines)), ideal, ratio, clean(rig.about)))
-    headers = ("rig", "machines", "ideal", "grad/step", "about")
-    return table_lines(headers, rows, left=(0, 4), wrapped=4, styles=("bold",), width=width, ruled=False)
+        rows.append((Text(rig.name, "bold"), str(len(rig.machines)), ideal, ratio, clean(rig.about)))
+    header = ("rig", "machines", "ideal", "grad/step", "about")
+    return table_lines(header, rows, right=(1, 2, 3), rule=False, wrapped=4, width=width)

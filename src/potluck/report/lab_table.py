@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TextIO
 
 from potluck.report.line import Line
 from potluck.report.screen import columns, paragraph, show
-from potluck.report.table import LABEL, table_lines
+from potluck.report.table import table_lines
 from potluck.report.text import clean
 from potluck.spec.aftermath import Aftermath
 from potluck.spec.figures import Results, Row
 from potluck.units import UNKNOWN, rate_text
 
+_LABEL = "dim"
+_BEST = "bold green"
 _INDENT = 14
-_HEADERS = ("strategy", "s/step", "predicted", "speed-up", "efficiency", "recovery", "MB/step", "loss")
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    header: str
+    text: Callable[[Row], str]
+
+
+_COLUMNS = (
+    _Column("strategy", lambda row: clean(row.strategy, 24)),
+    _Column("s/step", lambda row: _number(row.step_s, 2 if (row.step_s or 0) >= 10 else 3)),
+    _Column("predicted", lambda row: _number(row.predicted_s, 2 if (row.predicted_s or 0) >= 10 else 3)),
+    _Column("speed-up", lambda row: _number(row.speedup, 3)),
+    _Column("efficiency", lambda row: _number(row.efficiency, 3)),
+    _Column("recovery", lambda row: _number(row.recovery, 2)),
+    _Column("MB/step", lambda row: _number(None if row.bytes_per_step is None else row.bytes_per_step / 1e6, 2)),
+    _Column("loss", lambda row: _number(row.loss, 3)),
+)
 _MEANINGS = (
     ("predicted", "seconds a step, as `potluck plan` has them from the rig"),
     ("speed-up", "the time of a step of the host alone ÷ the strategy's"),
@@ -30,29 +50,17 @@ def show_results(results: Results, stream: TextIO) -> None:
 
 def results_lines(results: Results, width: int) -> list[Line]:
     """The table and what a reader of it should know."""
+    cells = [[column.text(row) for column in _COLUMNS] for row in results.rows]
     best = best_row(results.rows)
-    marked = results.rows.index(best) if best is not None else None
-    lines = [_title(results), Line(), *table_lines(_HEADERS, [_cells(row) for row in results.rows], best=marked)]
-    lines.append(Line())
+    styles = {number: _BEST for number, row in enumerate(results.rows) if row is best}
+    header, right = [column.header for column in _COLUMNS], range(1, len(_COLUMNS))
+    lines = [_title(results), Line(), *table_lines(header, cells, right=right, styles=styles), Line()]
     for label, text in _below(results, best):
         lines += paragraph(text, width, label=label, indent=_INDENT)
     lines.append(Line())
     for label, text in _MEANINGS:
-        lines += paragraph(text, width, LABEL, label=label, indent=_INDENT)
+        lines += paragraph(text, width, _LABEL, label=label, indent=_INDENT)
     return [line.trimmed().cropped(max(width, 80)) for line in lines]
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    return (
-        clean(row.strategy, 24),
-        _number(row.step_s, 2 if (row.step_s or 0) >= 10 else 3),
-        _number(row.predicted_s, 2 if (row.predicted_s or 0) >= 10 else 3),
-        _number(row.speedup, 3),
-        _number(row.efficiency, 3),
-        _number(row.recovery, 2),
-        _number(None if row.bytes_per_step is None else row.bytes_per_step / 1e6, 2),
-        _number(row.loss, 3),
-    )
 
 
 def best_row(rows: Sequence[Row]) -> Row | None:

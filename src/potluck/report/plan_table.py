@@ -1,9 +1,9 @@
-"""A plan, a sweep and a scale as lines for a terminal or a pipe."""
+"""A plan, a sweep and a scale as lines for a terminal or a pipe. PURE."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from potluck.plan.devices import DEVICES
 from potluck.plan.links import LINKS
@@ -12,14 +12,16 @@ from potluck.plan.scale import Scale
 from potluck.plan.sweep import Sweep
 from potluck.report.line import Line
 from potluck.report.screen import paragraph
-from potluck.report.table import LABEL, table_lines
+from potluck.report.table import GAP, table_lines
 from potluck.report.text import clean
 from potluck.spec.fleet import POTLUCK, SOLO, STRATEGIES, Fleet, FleetMachine, Plan, Prediction
 from potluck.units import UNKNOWN, bits_text, bytes_text, count_text, percent_text, rate_text, seconds_text
 
+_LABEL, _BEST = "dim", "bold green"
 _INDENT = 14
 _MOST_MACHINES = 8
 _LONGEST_DEVICE = 60
+_LEAST_CUT = 12
 _HEADERS = ("strategy", "s/step", "computing", "wire", "waited", "speed-up", "efficiency")
 
 
@@ -27,7 +29,8 @@ def plan_lines(plan: Plan, width: int, *, whole: bool = False) -> list[Line]:
     """Everything a plan says: the verdict first. `whole`: the tables are as wide as they are, for a pipe."""
     most = max(width, 80)
     lines = [*_title(plan, most), Line(), *paragraph(plan.verdict, width, "bold"), Line()]
-    lines += [*_machines(plan, None if whole else most), Line(), *_strategies(plan.rows), Line()]
+    lines += _machines(plan, None if whole else most)
+    lines += [Line(), *_table(plan.rows), Line()]
     lines += paragraph(
         f"speed-up {plan.ideal_speedup:.3f}, if every machine computed all the time",
         width,
@@ -40,7 +43,7 @@ def plan_lines(plan: Plan, width: int, *, whole: bool = False) -> list[Line]:
             lines += paragraph(words, width, label=row.strategy, indent=_INDENT + 2)
     lines += _levers(plan, width)
     for number, text in enumerate(plan.assumptions):
-        lines += paragraph(clean(text), width, LABEL, label="" if number else "assumed", indent=_INDENT)
+        lines += paragraph(clean(text), width, _LABEL, label="" if number else "assumed", indent=_INDENT)
     return [line.trimmed() if whole else line.trimmed().cropped(most) for line in lines]
 
 
@@ -62,16 +65,18 @@ def _batch(plan: Plan) -> str:
 
 def _machines(plan: Plan, width: int | None) -> list[Line]:
     """A row for each machine, in shorter words where the long ones are too wide; None: as wide as it is."""
-    shown = plan.fleet.machines[:_MOST_MACHINES]
-    headers = ("machine", "device", "alone", "link", "share", "memory")
-    lines = table_lines(headers, [_machine(plan, m, short=False) for m in shown], left=(0, 1, 3))
-    if width is not None and max(line.width for line in lines) > width:
+    right = {2, 4, 5}
+    rows = [_machine(plan, machine, short=False) for machine in plan.fleet.machines[:_MOST_MACHINES]]
+    cells = [("machine", "device", "alone", "link", "share", "memory"), *rows]
+    if width is not None and _grid_width(cells) > width:
+        rows = [_machine(plan, machine, short=True) for machine in plan.fleet.machines[:_MOST_MACHINES]]
         unit = "tokens/s" if plan.job.tokens_per_sample > 1 else "samples/s"
-        headers = ("machine", "device", unit, "link", "share", "memory")
-        rows = [_machine(plan, m, short=True) for m in shown]
-        lines = table_lines(headers, rows, left=(0, 1, 3), wrapped=1, width=width)
+        cells = [("machine", "device", unit, "link", "share", "memory"), *rows]
+        for column in (1, 0):  # a device's name says much with its beginning, and a machine's enough
+            cells = _narrowed(cells, column, _grid_width(cells) - width)
+    lines = _grid(cells, right=right)
     more = len(plan.fleet.machines) - _MOST_MACHINES
-    return [*lines, Line(f"and {more} more", LABEL)] if more > 0 else lines
+    return [*lines, Line(f"and {more} more", _LABEL)] if more > 0 else lines
 
 
 def _machine(plan: Plan, machine: FleetMachine, *, short: bool) -> tuple[str, ...]:
@@ -104,14 +109,25 @@ def _plain_device(name: str) -> str:
     return " ".join(re.sub(r"\((?:R|TM)\)|\b(?:CPU|Processor|GeForce|NVIDIA)\b|@.*$", " ", name).split()) or name
 
 
+def _narrowed(rows: Sequence[tuple[str, ...]], column: int, excess: int) -> list[tuple[str, ...]]:
+    """The rows with one column narrower by so much, or by as much as leaves it readable."""
+    now = max(len(row[column]) for row in rows)
+    most = max(min(now, _LEAST_CUT), now - max(0, excess))
+    return [(*row[:column], clean(row[column], most), *row[column + 1 :]) for row in rows]
+
+
+def _grid_width(rows: Sequence[Sequence[str]]) -> int:
+    return sum(max(len(row[i]) for row in rows) for i in range(len(rows[0]))) + GAP * (len(rows[0]) - 1)
+
+
 def _rate(bytes_per_s: float | None) -> str:
     return "no limit" if bytes_per_s is None else bits_text(bytes_per_s)
 
 
-def _strategies(rows: Sequence[Prediction]) -> list[Line]:
+def _table(rows: Sequence[Prediction]) -> list[Line]:
     best = max(rows, key=lambda row: row.speedup)
-    cells = [_cells(row) for row in rows]
-    return table_lines(_HEADERS, cells, best=None if best.strategy == SOLO else rows.index(best))
+    cells = [_HEADERS, *(_cells(row) for row in rows)]
+    return _grid(cells, right={1, 2, 3, 4, 5, 6}, best=None if best.strategy == SOLO else rows.index(best))
 
 
 def _cells(row: Prediction) -> tuple[str, ...]:
@@ -138,6 +154,11 @@ def _levers(plan: Plan, width: int) -> list[Line]:
     return [*lines, Line()]
 
 
+def _grid(rows: Sequence[Sequence[str]], *, right: Collection[int], best: int | None = None) -> list[Line]:
+    """The first row is the header; `best`: the row below it that is marked."""
+    return table_lines(rows[0], rows[1:], right=right, styles={} if best is None else {best: _BEST})
+
+
 # -- sweeps and scales ----------------------------------------------------------------------------------
 
 UNITS = {"link_mbit": "Mbit/s", "guests": "guests", "batch_tokens": "tokens", "parameters": "parameters"}
@@ -151,11 +172,11 @@ def sweep_lines(sweep: Sweep, width: int) -> list[Line]:
     """A row for each value, and where it starts to pay."""
     variable = sweep.span.variable
     names = strategies_of(sweep)
-    rows = []
+    rows = [(UNITS[variable], *names, "ideal")]
     for point in sweep.points:
         speeds = [f"{point.speedup[name]:.2f}×" if name in point.speedup else UNKNOWN for name in names]
         rows.append((value_text(variable, point.value), *speeds, f"{point.ideal:.2f}×"))
-    lines = table_lines((UNITS[variable], *names, "ideal"), rows, left=())
+    lines = _grid(rows, right=range(len(rows[0])))
     lines += [Line(), *paragraph(pays_text(sweep), width, "bold")]
     return lines + (paragraph(_crowded(sweep), width) if sweep.crowded_from is not None else [])
 
@@ -188,8 +209,7 @@ def pays_text(sweep: Sweep) -> str:
 
 def scale_lines(scale: Scale, fleet: Fleet, width: int) -> list[Line]:
     """A row for each number of guests, and where the hub is full."""
-    headers = ("guests", "one hub", "helping", "link busy", "tree of hubs", "DDP's ring", "ideal")
-    rows = []
+    rows = [("guests", "one hub", "helping", "link busy", "tree of hubs", "DDP's ring", "ideal")]
     for row in scale.rows:
         tree = f"{row.tree:.2f}×" + (f" ({row.fan}^{row.levels})" if row.tree > 1.001 * row.flat else "")
         rows.append(
@@ -206,33 +226,32 @@ def scale_lines(scale: Scale, fleet: Fleet, width: int) -> list[Line]:
     kinds = ", ".join(clean(g.device or g.name, 24) for g in fleet.guests[:4])
     title = Line(f"more and more guests ({kinds}) for {clean(fleet.host.name, 24)}", "bold")
     words = scale.words[0].upper() + scale.words[1:] + "."
-    grid = table_lines(headers, rows, left=())
+    grid = _grid(rows, right=range(len(rows[0])))
     notes = paragraph(
         "helping: guests with whom one hub is fastest, and of whom it counts; leave the others out yourself: the "
         "host lets in everybody who has a sample to compute. 2^6: hubs of 2 guests each, 6 levels",
         width,
-        LABEL,
+        _LABEL,
     )
     return [title, Line(), *grid, Line(), *paragraph(words, width, "bold"), *notes]
 
 
 def catalogue_lines() -> list[Line]:
     """What is known by name, with where each figure comes from."""
-    rows = []
+    rows = [("device", "bf16 TFLOP/s", "fp32", "memory", "utilisation", "peak from")]
     for sheet in DEVICES.values():
         bf16 = UNKNOWN if sheet.bf16_tflops is None else f"{sheet.bf16_tflops:g}"
         fp32, memory = f"{sheet.fp32_tflops:g}", f"{sheet.memory_gb:g} GB"
         rows.append((sheet.name, bf16, fp32, memory, f"× {sheet.utilisation:.2f}", sheet.source))
-    wires = [
-        (link.name, f"{link.line_mbit:,.0f}", f"× {link.part:.2f}", seconds_text(link.latency_s))
-        for link in LINKS.values()
-    ]
+    wires = [("link", "Mbit/s", "payload", "latency")]
+    for link in LINKS.values():
+        wires.append((link.name, f"{link.line_mbit:,.0f}", f"× {link.part:.2f}", seconds_text(link.latency_s)))
     note = "Peaks are dense and from data sheets; utilisation and payload are assumed. Nothing here was measured."
     return [
-        *table_lines(("device", "bf16 TFLOP/s", "fp32", "memory", "utilisation", "peak from"), rows, left=(0, 5)),
+        *_grid(rows, right={1, 2, 3, 4}),
         Line(),
-        *table_lines(("link", "Mbit/s", "payload", "latency"), wires),
+        *_grid(wires, right={1, 2, 3}),
         Line(),
         Line(f"models: {', '.join(NAMES)}; gpt:12 is the recipe gpt of depth 12; 350M is a number of parameters"),
-        Line(note, LABEL),
+        Line(note, _LABEL),
     ]

@@ -1,7 +1,4 @@
-"""What a probe measured, as lines for a terminal or a pipe.
-
-Text from other machines is cleaned before it reaches this terminal.
-"""
+"""What a probe measured, as lines for a terminal or a pipe. Text from other machines is cleaned first. PURE."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ _EXPLAINED = "busbw: what each rank must have sent at the least. bound: the time
 
 
 def probe_lines(probed: Probed, width: int) -> Iterator[Line]:
-    """Everything: the sum of it first."""
+    """All lines, the one-sentence summary first."""
     yield from paragraph(summary(probed), width, "bold")
     for side in (probed.here, probed.there):
         if side is not None and side.device:
@@ -39,7 +36,7 @@ def probe_lines(probed: Probed, width: int) -> Iterator[Line]:
 
 
 def summary(probed: Probed) -> str:
-    """In one sentence."""
+    """The result in one sentence."""
     here, link = clean(probed.here.name, 40), probed.link
     if probed.collectives:
         best = max(probed.collectives, key=lambda row: row.busbw)
@@ -149,15 +146,14 @@ def _round_trips(trips: RoundTrips) -> str:
 
 def _rates(ways: list[tuple[str, Way]]) -> Iterator[Line]:
     iperf = any(way.iperf3 is not None for _, way in ways)
-    headers = ("", "potluck, encrypted", "bare TCP", *(("iperf3",) if iperf else ()), "of bare")
+    header = ("", "potluck, encrypted", "bare TCP", *(("iperf3",) if iperf else ()), "of bare")
     rows: list[tuple[str | Text, ...]] = []
     for label, way in ways:
         ratio = _ratio(way)
         style = "" if ratio is None else "green" if ratio >= _GOOD else "yellow" if ratio >= _FAIR else "red"
-        rates = [_rate(way.ours), _rate(way.bare, spread=False)]
-        rates += [_rate(way.iperf3, spread=False)] if iperf else []
-        rows.append((label, *rates, Text(percent_text(ratio), style)))
-    for line in table_lines(headers, rows, styles=("", "bold"), ruled=False):
+        rates = [_rate(way.bare, spread=False), *([_rate(way.iperf3, spread=False)] if iperf else [])]
+        rows.append((label, Text(_rate(way.ours), "bold"), *rates, Text(percent_text(ratio), style)))
+    for line in table_lines(header, rows, right=range(1, 5), rule=False):
         yield Line("  ").join(line)
 
 

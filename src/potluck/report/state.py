@@ -29,7 +29,7 @@ _MACHINES = 128
 
 
 class History:
-    """All values so far in bounded memory: when full, neighbours are merged into their means."""
+    """All values so far in bounded memory: when it is full, each two neighbours are replaced by their mean."""
 
     def __init__(self, capacity: int = _HISTORY) -> None:
         self.values: list[float] = []
@@ -68,11 +68,11 @@ class MachineRow:
 
 @dataclass(slots=True, kw_only=True)
 class Notice:
-    """A message in the list, with the step it belongs to, and how often it came."""
+    """A message in the list, with its step and how often it came."""
 
     message: EventText
     step: int | None
-    """None: it came before there was a step."""
+    """None: it came before the first step."""
     times: int = 1
 
 

@@ -1,57 +1,54 @@
-"""Tables as lines: rich measures, wraps and aligns the cells, and nothing is cut in a pipe."""
+"""A table as lines, laid out by rich: columns as wide as their widest cell, measured in terminal columns."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Literal
 
-from rich import box
 from rich.console import Console
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from potluck.report.line import Line
 
-LABEL, BEST = "dim", "bold green"
-_UNLIMITED = 10_000
-_RULED = box.Box("    \n    \n ── \n    \n    \n    \n    \n    \n")
-"""Only a rule below the headers; columns are two blanks apart."""
+GAP = 2
+_HEADER = "dim"
+_MOST_RULE = 100
 
 
 def table_lines(
-    headers: Sequence[str],
+    header: Sequence[str],
     rows: Sequence[Sequence[str | Text]],
     *,
-    left: Collection[int] = (0,),
+    right: Collection[int] = (),
+    styles: Mapping[int, str] | None = None,
+    rule: bool = True,
     wrapped: int | None = None,
-    styles: Sequence[str] = (),
-    best: int | None = None,
     width: int | None = None,
-    ruled: bool = True,
 ) -> list[Line]:
-    """The table in at most `width` columns; None: as wide as it is, for a pipe.
+    """The header, a rule below it and the rows. No cell is cut; beyond `width` the column `wrapped` is wrapped.
 
-    `left` are the columns that are not numbers; where there is no room, the `wrapped` one is broken into lines.
-    `styles` are of the columns, and `best` is a row to stand out.
+    `right`: columns aligned to the right. `styles`: style of a row, by its number. A cell with a style is a `Text`.
     """
-    table = Table(box=_RULED if ruled else None, show_edge=False, pad_edge=False, header_style=LABEL)
-    table.border_style = LABEL
-    table.padding = (0, 1, 0, 0) if ruled else (0, 2, 0, 0)
-    for number, header in enumerate(headers):
-        table.add_column(
-            header,
-            justify="left" if number in left else "right",
-            no_wrap=number != wrapped,
-            overflow="fold" if number == wrapped else "ellipsis",
-            style=styles[number] if number < len(styles) else None,
-        )
+    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style=_HEADER)
+    for number, name in enumerate(header):
+        justify: Literal["left", "right"] = "right" if number in right else "left"
+        table.add_column(Text(name), justify=justify, no_wrap=number != wrapped, overflow="fold")
     for number, row in enumerate(rows):
-        table.add_row(*row, style=BEST if number == best else None)
-    console = Console(file=io.StringIO(), width=width or _UNLIMITED, markup=False, emoji=False, highlight=False)
-    lines = []
-    for segments in console.render_lines(table, pad=False):
-        line = Line()
-        for segment in segments:
-            line.add(segment.text, str(segment.style) if segment.style else "")
-        lines.append(line.trimmed())
+        cells = (cell if isinstance(cell, Text) else Text(cell) for cell in row)
+        table.add_row(*cells, style=(styles or {}).get(number))
+    # Without a given width that of a page without an edge: the caller crops the lines.
+    console = Console(file=io.StringIO(), width=width or 100_000, legacy_windows=False)
+    lines = [_line(segments) for segments in console.render_lines(table, pad=False)]
+    if rule:
+        lines.insert(1, Line("─" * min(max(line.width for line in lines), _MOST_RULE), _HEADER))
     return lines
+
+
+def _line(segments: Sequence[Segment]) -> Line:
+    line = Line()
+    for text, style, _ in segments:
+        line.add(text, "" if style is None or not style else str(style))
+    return line.trimmed()

@@ -80,7 +80,7 @@ class GuestTrainer:
                 yield step
                 if not step.finished:
                     raise LoopError(
-                        f"step {step.index} was left before all its samples were computed",
+                        f"step {step.number} was left before all its samples were computed",
                         hint="let `for batch in step` run to its end",
                     )
         except RunOver as over:

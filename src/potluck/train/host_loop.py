@@ -147,7 +147,7 @@ class HostTrainer:
                 yield step
                 if not step.finished:
                     raise LoopError(
-                        f"step {step.index} was left before all its samples were computed",
+                        f"step {step.number} was left before all its samples were computed",
                         hint="let `for batch in step` run to its end; break out of the outer loop instead",
                     )
             self._flight.finish()
@@ -393,7 +393,7 @@ class HostTrainer:
         result, guests_loss = self._hub.end_step()
         options, samples = self._p.options, self._own_samples
         total = None if self._ranks is None else self._sum_of_ranks(step, guests_loss)
-        norm = prepare_gradients(step.index, self._trained, options, self._p.model)
+        norm = prepare_gradients(step.number, self._trained, options, self._p.model)
         finite = norm.isfinite() if self._ranks is None else self._ranks.agree(norm.isfinite())
         if self._writer is not None:
             self._writer.before_update()
