@@ -56,7 +56,7 @@ class PointToPoint:
             with measured.phase("staging"):
                 view = raw(staging.to_host(tensor).reshape(-1))
             with measured.phase("network"):
-                for start, stop in chunks(total, peers.terms.chunk_bytes):
+                for start, stop in chunks(total, peers.settings.chunk_bytes):
                     part = view[start:stop]
                     label = (Kind.POINT_TO_POINT, peers.group, tag)
                     peers.queues.send(peers.endpoints[to], label, part, about=about, total=total)
