@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from potluck.hub import inputs
 from potluck.report.messages import describe
 from support.fleet import JOB, Fleet, port_is_open
 from support.protocol_world import joined, of_kind
@@ -66,12 +67,12 @@ def test_when_the_host_slept_its_guests_are_not_to_blame() -> None:
     world.begin()
     world.take_all("a")
     world.now += 300.0
-    world.do(world.protocol.stood_still(300.0, world.now))
-    world.do(world.protocol.tick(world.now))
+    world.handle(inputs.StoodStill(seconds=300.0))
+    world.tick()
     assert world.members.keys() == {"a"}
     assert "stood still for 300.0 s" in of_kind(world, "note")[-1]["text"]
     world.now += 5.1
-    world.do(world.protocol.tick(world.now))
+    world.tick()
     assert world.members == {}, "but from now on their silence counts again"
     world.finish()
 

@@ -20,6 +20,7 @@ import torch
 
 from potluck import codec as codecs
 from potluck.errors import TokenError, WireError
+from potluck.hub import inputs
 from potluck.hub.parity import Reference, Sketch, judge
 from potluck.hub.tensors import from_bytes
 from potluck.wire import frames as wire
@@ -447,10 +448,9 @@ class Host:
         try:
             arrived = unpack(raw)
         except WireError as error:
-            if (member := world.members.get(guest)) is not None:
-                world.do(world.protocol.put_out(member, f"sent bytes that are no message: {error}"))
+            world.handle(inputs.UnreadableArrived(guest=guest, why=str(error)))
             raise
-        world.do(world.protocol.message(guest, arrived.kind, arrived.fields, arrived.frames, world.now, "1.2.3.4"))
+        world.arrives(guest, arrived.kind, arrived.fields, arrived.frames)
 
     def _go_on(self) -> None:
         """What the host does meanwhile."""
@@ -472,7 +472,7 @@ class Host:
         else:
             world.hash()
             world.now += 0.1
-            world.do(world.protocol.tick(world.now))
+            world.tick()
 
     def _end(self) -> None:
         """However wild it was: the step under way ends full."""

@@ -1,10 +1,12 @@
-"""What the host's protocol asks the outside to do. Owns the vocabulary; does nothing itself. PURE."""
+"""What the host's protocol asks for: the outputs of `HostProtocol.handle`. Owns their vocabulary. PURE."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from potluck.hub.feed import Item, TensorPart
 
 CONTROL = "control"
 DATA = "data"
@@ -31,7 +33,7 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendSamples:
-    """Fetch the samples of one micro-batch and send them."""
+    """Fetch and pack the samples of one micro-batch, and report `SamplesPacked`."""
 
     guest: str
     lease: int
@@ -40,16 +42,29 @@ class SendSamples:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SendReplica:
-    """A guest's model fits: see which frozen tensors it lacks, then bring it the replica."""
+class HashFixed:
+    """A guest's model fits: hash the frozen parameters and buffers, and report `FixedHashed`."""
 
     guest: str
-    hashes: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadPart:
+    """Read a whole piece, or a part of a fixed tensor, and report `PartRead`."""
+
+    guest: str
+    item: Item
+    part: TensorPart | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeChange:
+    """Bring the replica to the weights' version, and report each `PieceCoded`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decode:
-    """Check a complete contribution and add it to the step's sum."""
+    """Check a complete contribution, add it to the step's sum and report `ContributionDecoded`."""
 
     guest: str
     lease: int
@@ -60,10 +75,12 @@ class Decode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareSketch:
-    """Compare a guest's gradient of the common batch with the host's."""
+    """Compare a guest's gradient of the common batch with the host's, and report `SketchCompared`."""
 
     guest: str
     check: int
+    reference: Any
+    """The host's own; None where it is no longer kept."""
     sketch: Any
     loss: float
     random: Mapping[str, str] = field(default_factory=dict)
@@ -72,7 +89,7 @@ class CompareSketch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What a comparison came to: the outside's answer to `CompareSketch`."""
+    """What a comparison came to."""
 
     cosine: float
     why_not: str | None = None
@@ -83,11 +100,13 @@ class Verdict:
     """Random generators that drew other numbers on the guest."""
     again: bool = False
     """Random numbers may be the reason: another comparison, with the host's spread, can tell."""
+    void: str = ""
+    """Why nothing could be compared; empty where it could."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HashReplica:
-    """Hash the replica at this version, beside everything else."""
+    """Hash the replica at this version, and report `ReplicaHashed`."""
 
     version: int
 
@@ -100,10 +119,58 @@ class Emit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pump:
-    """See whether this guest can be sent more."""
+class LimitNorm:
+    """From now on a contribution counts up to this norm, divided by its samples."""
 
-    guest: str
+    most_a_sample: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommonBatch:
+    """What the host's training thread has to compute for a check."""
+
+    samples: int
+    seed: int
+    """Every machine seeds its random generators with it before the loop's body computes the batch."""
+    twice: frozenset[str] | None = None
+    """Compute the batch a second time, with another seed for these generators. None: once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Take:
+    """The training thread's next micro-batch, or what it does instead. One of the four."""
+
+    positions: tuple[int, ...] = ()
+    common: CommonBatch | None = None
+    """How to compute them where they are a common batch."""
+    full: bool = False
+    """The step is complete."""
+    wait_until: float | None = None
+    idle: bool = True
+    """Whether that wait counts as time lost; not while the host's device computes."""
+    ask_device: bool = False
+    """Ask again, and say whether the host's device still computes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What a step came to."""
+
+    samples: dict[str, int]
+    wait_s: float
+    dropped_samples: int
+    taken_back_samples: int
+    predicted_s: float | None
+    micro_batches: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """The sizes of every machine's micro-batches that were counted."""
+    guests_loss_sum: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What the training thread asked for. At most one comes from an input, after all other actions."""
+
+    value: Take | StepResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,5 +186,18 @@ class Forget:
 
 
 Action = (
-    Send | Welcome | SendSamples | SendReplica | Decode | CompareSketch | HashReplica | Emit | Pump | Wake | Forget
+    Send
+    | Welcome
+    | SendSamples
+    | HashFixed
+    | ReadPart
+    | CodeChange
+    | Decode
+    | CompareSketch
+    | HashReplica
+    | LimitNorm
+    | Emit
+    | Wake
+    | Forget
+    | Reply
 )

@@ -1,32 +1,32 @@
-"""Do the guests still hold the replica? Every few steps its hash is compared, and now and then the gradients again.
+"""Whether the guests still hold the replica: every few steps its hash is compared, sometimes the gradients too.
 
-PURE: it decides who is asked and what a difference means; it computes no hash and knows no socket and no clock.
+PURE: it decides who is asked and what a difference means.
 
-A guest is asked when it has been sent all of a version and nothing of a later one, on the connection on which the
-weights travel: so both sides hash the very same version, and neither has to stand still for it.
+A guest is asked when it has been sent all of a version and nothing of a later one, on the connection that carries
+the weights. So both sides hash the same version, and neither has to pause for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from potluck.errors import WireError
-from potluck.hub.actions import DATA, Action, Emit, HashReplica, Pump, Send
+from potluck.hub.actions import DATA, Action, Emit, HashReplica, Send
 from potluck.hub.hashes import DIGEST_BYTES, differing
 from potluck.hub.members import COMPUTING, LATE, SITTING_OUT, SYNCING, Member
 from potluck.hub.stepping import Stepping
 
 TRUSTED = (COMPUTING, LATE, SITTING_OUT)
-"""States of guests whose gradients count: the others are about to be sent or checked anyway."""
+"""States of guests whose gradients count. The others are sent everything, or checked, anyway."""
 VERSIONS_KEPT = 4
 PARITY_EVERY = 20
-"""After so many equal hashes in a row a guest's gradient is compared with the host's once more."""
+"""After this many equal hashes in a row a guest's gradient is compared with the host's again."""
 PARITY_SELDOM = 8 * PARITY_EVERY
-"""Where that takes a guest longer than a step: it falls behind and has to be sent everything anew."""
+"""The same where a check takes a guest longer than a step: it falls behind and is sent everything again."""
 PARITY_SAMPLES = 8
-"""What such a comparison has to compute, at most."""
+"""The most samples in such a comparison."""
 LONGEST_PAUSE = 6
 """A guest that differed again and again is asked 2^6 times less often, not never."""
 
@@ -44,8 +44,17 @@ class _Version:
 class ReplicaGuard:
     """Compares hashes; see `HostTerms.check_replica_every`."""
 
-    def __init__(self, *, every: int, members: Mapping[str, Member], stepping: Stepping) -> None:
+    def __init__(
+        self,
+        *,
+        every: int,
+        members: Mapping[str, Member],
+        stepping: Stepping,
+        pump: Callable[[Member], list[Action]],
+    ) -> None:
+        """`pump` sends a guest what it lacks."""
         self._every = every
+        self._pump = pump
         self._members = members
         self._stepping = stepping
         self._versions: list[_Version] = []
@@ -112,7 +121,7 @@ class ReplicaGuard:
         return PARITY_EVERY if fits else PARITY_SELDOM
 
     def _mismatch(self, member: Member, version: int, different: int, now: float) -> list[Action]:
-        """What it computes does not count, and it is sent everything anew; then its gradient is checked."""
+        """What it computes does not count: send it everything again, then check its gradient."""
         member.mismatches += 1
         member.hashes_equal = 0
         back, actions = self._stepping.void(member)
@@ -125,7 +134,7 @@ class ReplicaGuard:
             *actions,
             Send(guest=member.id, channel=DATA, kind="resync", fields={"version": version}),
             _event("replica_mismatch", member, step=version + 1, samples=back, pieces=different, reason=reason),
-            Pump(guest=member.id),
+            *self._pump(member),
         ]
 
 

@@ -1,7 +1,8 @@
-"""The host's side of the protocol, sans-I/O: messages and ticks in, actions out, so that every race is a unit test.
+"""The host's side of the protocol, sans-I/O: one input in, actions out, so that every race is a unit test. PURE.
 
-Owns who is at the table and in which state. It knows no socket, no thread, no clock (`now` is an argument) and
-no tensor; what a step does with its members is `stepping`.
+Owns which guests there are and in which state. `HostProtocol.handle` is the only way in: whoever drives it reports
+what happened, with the time, and performs the actions. Everything else that is public only reads. Leases are
+`stepping`, parity checks `checks`, the replica's hash `guard`, what guests are sent of the replica `feeding`.
 """
 
 from __future__ import annotations
@@ -11,25 +12,31 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from potluck.balance.leases import Least
+from potluck.balance.leases import Least, next_size
 from potluck.balance.ledger import Ledger
 from potluck.errors import WireError
+from potluck.hub import inputs
 from potluck.hub.actions import (
     CONTROL,
+    DATA,
     Action,
+    CodeChange,
     Decode,
     Emit,
     Forget,
-    Pump,
+    HashFixed,
+    LimitNorm,
+    Reply,
     Send,
-    SendReplica,
+    Take,
     Wake,
     Welcome,
 )
 from potluck.hub.checks import Checks
-from potluck.hub.feed import Feed, PieceState
+from potluck.hub.feed import Feed, lacking
+from potluck.hub.feeding import Feeding
 from potluck.hub.guard import ReplicaGuard
-from potluck.hub.members import JOINING, SYNCING, Member
+from potluck.hub.members import CHECKING, JOINING, SYNCING, Member
 from potluck.hub.norms import Norms
 from potluck.hub.said import LARGEST_NUMBER, micro_batches, real, seconds, whole
 from potluck.hub.stepping import Stepping
@@ -47,6 +54,8 @@ WRONG_BEFORE_OUT = 3
 """Contributions in a row that cannot be right, and a guest is put out."""
 WRONG_HINT = "this device may compute something else: update torch, or try --device cpu"
 LONGEST_GOODBYE = 200
+LOOK_AGAIN_S = 0.003
+"""How soon the training thread asks again whether its device still computes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,17 +106,48 @@ class HostProtocol:
             local_data=terms.local_data,
             least=terms.least,
         )
-        self.guard = ReplicaGuard(every=terms.check_replica_every, members=self.members, stepping=self.stepping)
+        self.feeding = Feeding(pieces=terms.pieces, members=self.members)
+        self.guard = ReplicaGuard(
+            every=terms.check_replica_every, members=self.members, stepping=self.stepping, pump=self._pump
+        )
         self.checks = Checks(
             ledger=ledger,
             members=self.members,
             local_data=terms.local_data,
             least=terms.least,
-            put_out=self.put_out,
+            put_out=self._put_out,
         )
         self.norms = Norms(terms.guest_bound)
         self._most_about_bytes = ABOUT_BYTES + 4 * len(dump_json(fingerprint_to_json(terms.fingerprint)))
         self._last_alive = 0.0
+        self._weights_stay = True
+        """Whether the model has the weights of a version: in a step, and before the first one."""
+        self._inputs: dict[type[inputs.Input], Callable[[Any, float], list[Action]]] = {
+            inputs.MessageArrived: self._message,
+            inputs.UnreadableArrived: self._unreadable,
+            inputs.OtherProtocolArrived: self._other_protocol,
+            inputs.PeerUnreachable: self._unreachable,
+            inputs.PeerNotReading: self._not_reading,
+            inputs.Tick: self._tick,
+            inputs.StoodStill: self._stood_still,
+            inputs.PieceCoded: self._piece_coded,
+            inputs.PartRead: self._part_read,
+            inputs.ContributionDecoded: self._decoded,
+            inputs.ReplicaHashed: lambda event, now: self.guard.hashed(event.version, event.digests, now),
+            inputs.FixedHashed: self._fixed_hashed,
+            inputs.SamplesPacked: self._samples_packed,
+            inputs.SamplesNotPacked: self._samples_not_packed,
+            inputs.SketchCompared: lambda event, now: self.checks.compared(event.guest, event.check, event.verdict),
+            inputs.StepBegun: self._step_begun,
+            inputs.BatchWanted: self._batch_wanted,
+            inputs.HostWaited: self._host_waited,
+            inputs.HostLaunched: self._host_launched,
+            inputs.HostComputed: self._host_computed,
+            inputs.CommonComputed: self._common_computed,
+            inputs.StepEnded: self._step_ended,
+            inputs.GradientKnown: self._gradient_known,
+            inputs.RunEnded: self._run_ended,
+        }
         self._handlers: dict[str, Callable[[Member, dict[str, Any], Sequence[Any], float], list[Action]]] = {
             "alive": lambda member, fields, frames, now: [],
             "ready": self._ready,
@@ -121,20 +161,28 @@ class HostProtocol:
             "leave": self._leave,
         }
 
+    def handle(self, event: inputs.Input, now: float) -> list[Action]:
+        """Take in what happened, and say what to do about it. `now` is by the host's monotonic clock."""
+        return self._inputs[type(event)](event, now)
+
+    # -- what may be read -------------------------------------------------------------------------------
+
+    def synced(self) -> list[Member]:
+        """Guests that hold the replica (whether checked already or not)."""
+        return [m for m in self.members.values() if m.state != JOINING and m.feed.current(self.feeding.pieces)]
+
+    def samples_for(self, guest: str, lease: int, positions: Sequence[int]) -> list[int] | None:
+        """The data set's indices of these positions, if the guest still holds the lease."""
+        member = self.members.get(guest)
+        return self.ledger.samples_of(positions) if member is not None and member.holds(lease) else None
+
     # -- messages ---------------------------------------------------------------------------------------
 
-    def message(
-        self,
-        guest: str,
-        kind: str,
-        fields: dict[str, Any],
-        frames: Sequence[Any],
-        now: float,
-        address: str = "",
-    ) -> list[Action]:
+    def _message(self, event: inputs.MessageArrived, now: float) -> list[Action]:
         """One message of an authenticated guest. A message that makes no sense puts the guest out."""
+        guest, kind = event.guest, event.kind
         if kind == "hello":
-            return self._hello(guest, fields, now, address)
+            return self._hello(guest, event.fields, now, event.address)
         member = self.members.get(guest)
         if member is None:
             # With versions, for `potluck doctor`, which is no guest and does not mean to be one.
@@ -146,10 +194,14 @@ class HostProtocol:
         try:
             if handler is None:
                 raise WireError(f"an unknown message {kind!r}")
-            return handler(member, fields, frames, now)
+            return handler(member, event.fields, event.frames, now)
         except (LookupError, TypeError, ValueError, ArithmeticError, WireError) as error:
             what = str(error) if isinstance(error, WireError) else f"a malformed {kind!r} message ({error!r})"
-            return self.put_out(member, f"sent {what}")
+            return self._put_out(member, f"sent {what}")
+
+    def _unreadable(self, event: inputs.UnreadableArrived, now: float) -> list[Action]:
+        member = self.members.get(event.guest)
+        return [] if member is None else self._put_out(member, f"sent bytes that are no message: {event.why}")
 
     def _hello(self, guest: str, fields: dict[str, Any], now: float, address: str) -> list[Action]:
         if guest in self.members:
@@ -190,13 +242,12 @@ class HostProtocol:
                 )
         return actions
 
-    def wrong_version(self, guest: str, theirs: int, address: str) -> list[Action]:
-        """Somebody with the right key speaks another protocol."""
-        reason = f"it speaks protocol {theirs}, this host speaks {self.terms.versions['protocol']}"
-        member = self.members.get(guest)
+    def _other_protocol(self, event: inputs.OtherProtocolArrived, now: float) -> list[Action]:
+        reason = f"it speaks protocol {event.theirs}, this host speaks {self.terms.versions['protocol']}"
+        member = self.members.get(event.guest)
         if member is not None:
-            return self.put_out(member, reason, refused=True)
-        return self._refuse(guest, "a guest", address, reason)
+            return self._put_out(member, reason, refused=True)
+        return self._refuse(event.guest, "a guest", event.address, reason)
 
     def _ready(self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float) -> list[Action]:
         """The guest has built its model: compare fingerprints, then bring it the weights."""
@@ -207,11 +258,11 @@ class HostProtocol:
         about = load_json(bytes(frames[0]))
         difference = first_difference(self.terms.fingerprint, fingerprint_from_json(about["fingerprint"]))
         if difference is not None:
-            return self.put_out(member, f"a different model: {difference}", refused=True)
+            return self._put_out(member, f"a different model: {difference}", refused=True)
         micro_batches(member, fields)
-        hashes = {str(k): str(v) for k, v in dict(about["hashes"]).items()}
+        member.fixed_digests = {str(k): str(v) for k, v in dict(about["hashes"]).items()}
         member.state, member.sync_started = SYNCING, now
-        return [SendReplica(guest=member.id, hashes=hashes), Wake()]
+        return [HashFixed(guest=member.id), Wake()]
 
     def _taken(self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float) -> list[Action]:
         count = whole(fields, "bytes")
@@ -219,8 +270,8 @@ class HostProtocol:
         if member.state == SYNCING:
             member.sync_bytes += count
             member.sync_ended = now
-            return [Pump(guest=member.id), Wake()]
-        return [Pump(guest=member.id)]
+            return [*self._pump(member), Wake()]
+        return self._pump(member)
 
     def _leave(self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float) -> list[Action]:
         member.failed = fields.get("failed") is True
@@ -280,43 +331,38 @@ class HostProtocol:
         self.norms.suspect(member.id, step=member.lease.step, norm=norm)
         return self.stepping.drop(member, reason=reason, now=now, late=False)
 
-    def host_gradient(self, step: int, norm: float, samples: int) -> list[Action]:
-        """The host's own gradient of a step that has ended, before the guests' were added: its norm, of so many
-        samples. It tells how large a guest's may be, and who sent what the host itself did not find."""
+    def _gradient_known(self, event: inputs.GradientKnown, now: float) -> list[Action]:
+        """The host's own gradient tells how large a guest's may be, and whose was wrong."""
         actions: list[Action] = []
-        for guest, guilty in self.norms.host_gradient(step, norm, samples):
+        for guest, guilty in self.norms.host_gradient(event.step, event.norm, event.samples):
             member = self.members.get(guest)
             if member is None:
                 continue
             member.wrong_in_a_row = member.wrong_in_a_row + 1 if guilty else 0
             if member.wrong_in_a_row >= WRONG_BEFORE_OUT:
                 packed = f" (in codec {self.terms.codec})" if self.terms.codec else ""
-                actions += self.put_out(
+                actions += self._put_out(
                     member,
                     f"sent gradients that are not finite or far too large {member.wrong_in_a_row} times in a row"
                     f"{packed}, of samples whose gradient here is neither",
                     hint=WRONG_HINT,
                 )
-        return actions
+        if not event.applied:
+            # What packing this gradient has lost must not be added to the next one.
+            helped = [member for member in self.members.values() if member.samples]
+            actions += [Send(guest=m.id, channel=CONTROL, kind="dropped", fields={"lease": 0}) for m in helped]
+        return [*actions, LimitNorm(most_a_sample=self.norms.most_a_sample)]
 
-    def not_applied(self) -> list[Action]:
-        """A step's gradient was not applied: what packing it has lost must not come with the next one."""
-        helped = [member for member in self.members.values() if member.samples]
-        return [Send(guest=m.id, channel=CONTROL, kind="dropped", fields={"lease": 0}) for m in helped]
-
-    def decoded(
-        self, guest: str, lease: int, why_not: str | None, now: float, wrong_norm: float | None = None
-    ) -> list[Action]:
-        """The coder has added a contribution to the sum, or says why it must not count."""
-        member = self.members.get(guest)
-        if member is None or member.lease is None or member.lease.id != lease:
+    def _decoded(self, event: inputs.ContributionDecoded, now: float) -> list[Action]:
+        member = self.members.get(event.guest)
+        if member is None or member.lease is None or member.lease.id != event.lease:
             raise AssertionError("a contribution was decoded whose guest is gone")  # see _remove
-        if why_not is not None and wrong_norm is not None:
-            actions = self._wrong(member, why_not, wrong_norm, now)
-        elif why_not is not None:
-            actions = self.stepping.drop(member, reason=why_not, now=now)
+        if event.why_not is not None and event.wrong_norm is not None:
+            actions = self._wrong(member, event.why_not, event.wrong_norm, now)
+        elif event.why_not is not None:
+            actions = self.stepping.drop(member, reason=event.why_not, now=now)
         else:
-            actions = self.stepping.counted(member)
+            actions = self.stepping.counted(member, event.loss_sum)
         if member.leaving is not None:
             actions += self._remove(member, *member.leaving)
         return actions
@@ -335,15 +381,111 @@ class HostProtocol:
         )
         return [Wake()]
 
-    # -- steps --------------------------------------------------------------------------------------------
+    # -- the training thread ------------------------------------------------------------------------------
 
-    def begin_step(
-        self, now: float, pieces: Sequence[PieceState], host_keeps: int, head_start_s: float = 0.0
-    ) -> list[Action]:
+    def _step_begun(self, event: inputs.StepBegun, now: float) -> list[Action]:
         """Open the step: leases for those who count, a common batch for those to be checked."""
+        self._weights_stay = True
+        pieces, keeps = self.feeding.pieces, self.terms.least.lease
         self.checks.begin_step(pieces)
-        leases = self.stepping.begin(now, pieces, host_keeps, head_start_s)
-        return [*leases, *self.guard.begin_step(self.ledger.step)]
+        actions = self.stepping.begin(now, pieces, keeps, event.head_start_s)
+        actions += self.guard.begin_step(self.ledger.step)
+        if any(m.feed.open for m in self.members.values()):
+            actions.append(CodeChange())
+        return actions
+
+    def _batch_wanted(self, event: inputs.BatchWanted, now: float) -> list[Action]:
+        if event.computing is not False and self._stays():
+            if event.computing is None:
+                return [Reply(value=Take(ask_device=True))]
+            return [Reply(value=Take(wait_until=now + LOOK_AGAIN_S, idle=False))]
+        common = self.checks.due
+        least = self.terms.least.micro_batch
+        count = common.samples if common else next_size(self.ledger.in_pool, event.count, least) or event.count
+        take, actions = self.stepping.take(count, now, common)
+        actions.append(Reply(value=take))
+        return actions
+
+    def _stays(self) -> bool:
+        """Whether the step must not end while the device computes: leases are out, or guests wait to be let in.
+
+        The model has the weights of this step only until the step ends. Where the step is one micro-batch, that is
+        all the time in which they can be coded, sent, and used by guests that are checked.
+        """
+        if self.ledger.in_pool:
+            return False
+        members = self.members.values()
+        coded = self.feeding.coded(self.ledger.step)
+        waiting = any(m.state == CHECKING or (m.feed.open and not coded) for m in members)
+        return waiting or not self.ledger.full
+
+    def _host_waited(self, event: inputs.HostWaited, now: float) -> list[Action]:
+        self.stepping.waited(event.seconds)
+        return []
+
+    def _host_launched(self, event: inputs.HostLaunched, now: float) -> list[Action]:
+        self.stepping.host_launched(event.positions, event.sizes)
+        return []
+
+    def _host_computed(self, event: inputs.HostComputed, now: float) -> list[Action]:
+        self.stepping.host_computed(event.samples, event.seconds)
+        return []
+
+    def _common_computed(self, event: inputs.CommonComputed, now: float) -> list[Action]:
+        return self.checks.computed(event.positions, event.batch, event.reference)
+
+    def _step_ended(self, event: inputs.StepEnded, now: float) -> list[Action]:
+        self._weights_stay = False
+        return [Reply(value=self.stepping.end())]
+
+    def _run_ended(self, event: inputs.RunEnded, now: float) -> list[Action]:
+        fields = {"reason": event.reason}
+        return [Send(guest=guest, channel=CONTROL, kind="bye", fields=fields) for guest in self.members]
+
+    # -- what guests are sent -----------------------------------------------------------------------------
+
+    def _pump(self, member: Member) -> list[Action]:
+        return [*self.feeding.pump(member), *self.guard.ask(member)]
+
+    def _piece_coded(self, event: inputs.PieceCoded, now: float) -> list[Action]:
+        self.feeding.pieces[event.index] = event.piece
+        actions = [action for member in self.members.values() for action in self._pump(member)]
+        return [*actions, Wake()]
+
+    def _part_read(self, event: inputs.PartRead, now: float) -> list[Action]:
+        member = self.members.get(event.guest)
+        return [] if member is None else [*self.feeding.read(member, event), *self._pump(member)]
+
+    def _fixed_hashed(self, event: inputs.FixedHashed, now: float) -> list[Action]:
+        """Queue the fixed tensors that the newcomer lacks, then the replica."""
+        member = self.members.get(event.guest)
+        if member is None or member.fixed_digests is None:
+            return []  # it is gone, or came back and is not ready yet
+        member.feed.tensors.extend(lacking(event.tensors, member.fixed_digests))
+        member.feed.open, member.fixed_digests = True, None
+        # Between two steps the user's code may have other weights in the model (an evaluation): then the next step
+        # codes them.
+        code: list[Action] = [CodeChange()] if self._weights_stay else []
+        return [*code, *self._pump(member)]
+
+    def _samples_packed(self, event: inputs.SamplesPacked, now: float) -> list[Action]:
+        member = self.members.get(event.guest)
+        if member is None:
+            return []
+        if member.lease is not None and member.lease.id == event.lease:
+            member.lease.unread -= 1
+        member.feed.extra(sum(len(frame) for frame in event.frames))
+        fields = {"lease": event.lease, "batch": event.batch, "tree": event.tree}
+        return [Send(guest=member.id, channel=DATA, kind="samples", fields=fields, frames=event.frames)]
+
+    def _samples_not_packed(self, event: inputs.SamplesNotPacked, now: float) -> list[Action]:
+        """The guest cannot help with such batches. The training itself goes on."""
+        member = self.members.get(event.guest)
+        if member is None:
+            return []
+        return self._put_out(member, f"the samples cannot be sent: {event.why}", refused=True)
+
+    # -- checks ---------------------------------------------------------------------------------------------
 
     def _sketch(self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float) -> list[Action]:
         count, compute_s = whole(fields, "count"), seconds(fields, "compute_s")
@@ -367,8 +509,8 @@ class HostProtocol:
 
     # -- time -------------------------------------------------------------------------------------------
 
-    def tick(self, now: float) -> list[Action]:
-        """Heartbeats out; guests that stayed silent too long are out, their leases back."""
+    def _tick(self, event: inputs.Tick, now: float) -> list[Action]:
+        """Send heartbeats. Remove guests that were silent for too long, and take their leases back."""
         actions: list[Action] = []
         if now - self._last_alive >= self.terms.heartbeat_s:
             self._last_alive = now
@@ -378,23 +520,23 @@ class HostProtocol:
             if now - member.last_heard > limit and not self._decoding(member):
                 actions += self._remove(member, "guest_lost", f"sent nothing for {now - member.last_heard:.1f} s")
             elif (overdue := member.overdue(now, self.terms.joining_s, self.terms.checking_s)) is not None:
-                actions += self.put_out(member, overdue, refused=not member.joined)
+                actions += self._put_out(member, overdue, refused=not member.joined)
         return actions
 
-    def reads_too_little(self, guest: str, waiting_bytes: int) -> list[Action]:
-        """The memory for what waits for guests is spent, and this one has not read for the longest time."""
-        member = self.members.get(guest)
+    def _not_reading(self, event: inputs.PeerNotReading, now: float) -> list[Action]:
+        member = self.members.get(event.guest)
         if member is None:
             return []
-        return self.put_out(member, f"did not read what it was sent: {waiting_bytes / 1e6:.0f} MB waited for it")
+        waiting_mb = event.waiting_bytes / 1e6
+        return self._put_out(member, f"did not read what it was sent: {waiting_mb:.0f} MB waited for it")
 
-    def unreachable(self, guest: str) -> list[Action]:
-        """Nothing can be sent to this guest any more: its process has ended, or it takes nothing."""
-        member = self.members.get(guest)
+    def _unreachable(self, event: inputs.PeerUnreachable, now: float) -> list[Action]:
+        member = self.members.get(event.guest)
         return [] if member is None else self._remove(member, "guest_lost", "lost its connection")
 
-    def stood_still(self, seconds: float, now: float) -> list[Action]:
-        """This host itself did nothing for a while (it was asleep): whoever could not be heard is not to blame."""
+    def _stood_still(self, event: inputs.StoodStill, now: float) -> list[Action]:
+        """No guest is blamed for a time in which this host heard nobody."""
+        seconds = event.seconds
         for member in self.members.values():
             member.last_heard = min(now, member.last_heard + seconds)
             member.joined_at += seconds
@@ -404,13 +546,9 @@ class HostProtocol:
         text = f"this machine stood still for {seconds:.1f} s (asleep, or overloaded); no guest is blamed for that"
         return [_event("note", machine=self.terms.name, text=text)] if self.members else []
 
-    def synced(self, pieces: Sequence[PieceState]) -> list[Member]:
-        """Guests that hold the replica (whether checked already or not)."""
-        return [m for m in self.members.values() if m.state != JOINING and m.feed.current(pieces)]
-
     # -- leaving ----------------------------------------------------------------------------------------
 
-    def put_out(self, member: Member, reason: str, *, refused: bool = False, hint: str = "") -> list[Action]:
+    def _put_out(self, member: Member, reason: str, *, refused: bool = False, hint: str = "") -> list[Action]:
         """End a guest's part in the run, and tell it why."""
         kind, reason = "guest_refused" if refused else "guest_lost", reason[:LONGEST_REASON]
         member.put_out = True

@@ -1,10 +1,9 @@
 """One step at a time: who gets how many samples, what the host computes itself, and when it stops waiting.
 
-PURE and sans-I/O: times come in as arguments, what should happen goes out as actions. It knows no socket, no
-tensor, and of the guests only what their `Member` says.
+PURE: times come in as arguments, actions go out.
 
-The host never waits longer for a lease than computing it itself would take: when its own samples are done and
-a lease is still out, it waits at most as long as those samples would cost it, then takes them back.
+The host never waits longer for a lease than it would take to compute it. When its own samples are done and a lease
+is still out, it waits at most as long as those samples would take it, then takes them back.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ from __future__ import annotations
 import itertools
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from potluck.balance.leases import Least, Quotas, Speed, lease_sizes, quotas, split_evenly, takeable
 from potluck.balance.ledger import Ledger
 from potluck.balance.quota import Estimate, extra_samples
-from potluck.hub.actions import CONTROL, Action, Emit, Send, SendSamples, Wake
+from potluck.hub.actions import CONTROL, Action, CommonBatch, Emit, Send, SendSamples, StepResult, Take, Wake
 from potluck.hub.feed import PieceState
 from potluck.hub.members import (
     COMPUTING,
@@ -39,28 +38,6 @@ MOST_MICRO_BATCHES = 512
 """A lease has no more: they are all on the wire at once, and named in one header."""
 SILENT_S = 2.5
 """A guest that said nothing for this long gets no patience at the end of a step."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Take:
-    """The answer to the training thread: positions to compute, or wait until then, or the step is full."""
-
-    positions: tuple[int, ...] = ()
-    wait_until: float | None = None
-    full: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    """What the step came to."""
-
-    samples: dict[str, int]
-    wait_s: float
-    dropped_samples: int
-    taken_back_samples: int
-    predicted_s: float | None
-    micro_batches: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """The sizes of every machine's micro-batches that were counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +80,7 @@ class Stepping:
         self._taken_back = 0
         self._sizes: dict[str, tuple[int, ...]] = {}
         self._predicted: float | None = None
+        self._guests_loss_sum = 0.0
 
     # -- begin and end ----------------------------------------------------------------------------------
 
@@ -119,6 +97,7 @@ class Stepping:
         self._wait_s, self._dropped, self._taken_back = 0.0, 0, 0
         self._sizes = {}
         self._predicted = None
+        self._guests_loss_sum = 0.0
         self._head_start_s = head_start_s
         seconds = self.host_sample_s
         if not seconds:
@@ -187,6 +166,7 @@ class Stepping:
             taken_back_samples=self._taken_back,
             predicted_s=self._predicted,
             micro_batches=self._sizes,
+            guests_loss_sum=self._guests_loss_sum,
         )
 
     def _candidates(self) -> list[Member]:
@@ -236,7 +216,15 @@ class Stepping:
         member.leased = True
         # Cut where the quota ends: as a rule the guest stops there, and then nothing is left half used.
         sizes = lease_sizes(quota, speed) + split_evenly(extra, member.micro_batch)
-        member.lease = OpenLease(id=lease.id, step=lease.step, count=count, sizes=sizes, started=now, tail_s=tail_s)
+        member.lease = OpenLease(
+            id=lease.id,
+            step=lease.step,
+            count=count,
+            sizes=sizes,
+            started=now,
+            tail_s=tail_s,
+            unread=0 if self.local_data else len(sizes),
+        )
         member.state, member.reason = COMPUTING, ""
         batches, start = [], 0
         for size in sizes:
@@ -263,8 +251,8 @@ class Stepping:
 
     # -- the host's own work ----------------------------------------------------------------------------
 
-    def take(self, count: int, now: float) -> tuple[Take, list[Action]]:
-        """What the training thread should do next."""
+    def take(self, count: int, now: float, common: CommonBatch | None = None) -> tuple[Take, list[Action]]:
+        """What the training thread should do next. `common`: what it takes now is a common batch."""
         actions: list[Action] = []
         if not self.ledger.in_pool:
             if self.ledger.full:
@@ -274,7 +262,7 @@ class Stepping:
             actions += self._take_back_overdue(now)
         positions = self.ledger.take(takeable(self.ledger.in_pool, count, self.least.micro_batch))
         if positions:
-            return Take(positions=positions), actions
+            return Take(positions=positions, common=common), actions
         if self.ledger.full:
             return Take(full=True), actions
         return Take(wait_until=self._next_deadline(now)), actions
@@ -461,13 +449,14 @@ class Stepping:
         self._taken_back += back
         return back, [Send(guest=member.id, channel=CONTROL, kind="revoke", fields={"lease": own.id}), Wake()]
 
-    def counted(self, member: Member) -> list[Action]:
+    def counted(self, member: Member, loss_sum: float = 0.0) -> list[Action]:
         """The decoded contribution is in the sum: count its samples."""
         own = member.lease
         assert own is not None
         if not self.ledger.deliver(own.id, own.count):
             raise AssertionError(f"lease {own.id} was decoded but is not open")
         member.lease = None
+        self._guests_loss_sum += loss_sum
         ends = itertools.accumulate(own.sizes)
         self._computed(member.name, [size for size, end in zip(own.sizes, ends) if end <= own.count])
         member.samples += own.count

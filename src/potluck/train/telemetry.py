@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from potluck._version import __version__
+from potluck.hub.actions import StepResult
 from potluck.hub.alone import AloneHub
 from potluck.hub.host import HostHub
 from potluck.hub.members import Member
-from potluck.hub.stepping import StepResult
 from potluck.hub.tensors import ModelTensors
 from potluck.train.batch_statistics import BatchStatistics, StatisticsNotice
 from potluck.train.launch import ALONE, Launch
