@@ -32,6 +32,7 @@ from potluck.wire.transport import HostSocket
 from potluck.wire.tree import pack_tree
 
 Event = dict[str, Any]
+TICK = inputs.Tick()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +178,7 @@ class HostHub:
 
     def samples_of(self, positions: Sequence[int]) -> list[int]:
         with self._lock:
-            return self._protocol.ledger.samples_of(positions)
+            return self._protocol.samples_of(positions)
 
     def traffic(self) -> tuple[int, int]:
         """Bytes received and sent since the last call."""
@@ -188,7 +189,7 @@ class HostHub:
 
     def host_sample_s(self) -> float | None:
         with self._lock:
-            return self._protocol.stepping.host_sample_s
+            return self._protocol.host_sample_s
 
     def members(self) -> list[Member]:
         with self._lock:
@@ -248,7 +249,7 @@ class HostHub:
         with self._changed:
             now = time.monotonic()
             self._excuse_guests(self._standstill.seconds(now), now)
-            self._handle(inputs.Tick(), now)
+            self._handle(TICK, now)
             self._hear_coder()
         self._flush()
         self._record()
@@ -256,7 +257,7 @@ class HostHub:
     def _receive(self, peer: bytes, frames: Sequence[Any]) -> None:
         guest = peer[:-1].hex()
         address = self._socket.address_of(frames)
-        with self._changed:
+        with self._lock:
             try:
                 message = unpack(frames)
             except VersionError as error:
@@ -307,7 +308,7 @@ class HostHub:
 
     def _handle(self, happened: inputs.Input, now: float | None = None) -> act.Take | act.StepResult | None:
         """Report this to the protocol and perform what it asks for. Returns its reply, if it has one."""
-        with self._changed:
+        with self._lock:
             reply = None
             for action in self._protocol.handle(happened, time.monotonic() if now is None else now):
                 if isinstance(action, act.Reply):

@@ -171,6 +171,15 @@ class HostProtocol:
         """Guests that hold the replica (whether checked already or not)."""
         return [m for m in self.members.values() if m.state != JOINING and m.feed.current(self.feeding.pieces)]
 
+    @property
+    def host_sample_s(self) -> float | None:
+        """Seconds that a sample takes the host."""
+        return self.stepping.host_sample_s
+
+    def samples_of(self, positions: Sequence[int]) -> list[int]:
+        """The data set's indices of these positions."""
+        return self.ledger.samples_of(positions)
+
     def samples_for(self, guest: str, lease: int, positions: Sequence[int]) -> list[int] | None:
         """The data set's indices of these positions, if the guest still holds the lease."""
         member = self.members.get(guest)
