@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 from potluck.balance.ledger import Ledger
 from potluck.errors import WireError
@@ -20,14 +20,15 @@ from potluck.hub.inputs import Packed
 from potluck.hub.members import COMPUTING, Member
 from potluck.hub.protocol import HostProtocol, HostTerms
 from potluck.spec.layout import TensorSpec, fingerprint_to_json
+from potluck.spec.messages import FromGuest, RefuseMessage
 from potluck.train.data import epoch_order
-from potluck.wire.frames import Message, dump_json, pack
+from potluck.wire.frames import FROM_GUEST, FROM_HOST, MalformedError, UnknownKindError, dump_json, pack
+from support.plain import Plain, packed
 
 PIECES, GRADIENT_BYTES, HOST_S = 2, 10, 0.1
 MODEL = (TensorSpec(name="w", shape=(4, 2), dtype="float32", role="trained"),)
 VERSIONS = {"potluck": "1", "torch": "2", "python": "3", "protocol": "2"}
-KINDS = ["hello", "alive", "ready", "taken", "closing", "grad", "done", "stopped", "sketch", "hashed", "leave"]
-KINDS += ["nonsense"]
+KINDS = [*(kind.kind for kind in get_args(FromGuest)), "nonsense"]
 """Whatever a guest can say, and something that it cannot."""
 SIZES: dict[str, Any] = {"micro_batch": 2, "largest_micro_batch": 2}
 DONE: dict[str, Any] = {"compute_s": 0.1, "loss_sum": 1.0, "finite": True, "receive_s": 0.0, **SIZES}
@@ -57,9 +58,10 @@ def new_protocol(batch: int, samples: int, **terms: Any) -> HostProtocol:
 
 
 def _check_travels(action: act.Send) -> None:
-    """What the host says itself can be packed: a WireError would pass for a guest's fault."""
+    """What the host says itself can be packed, and a guest can read it."""
     try:
-        pack(Message(kind=action.kind, fields=action.fields, frames=action.frames))
+        read = FROM_HOST.read(pack(action.message, action.frames))
+        assert read == (action.message, action.frames)
     except WireError as error:
         raise AssertionError(f"the host would send what cannot travel: {error}") from error
 
@@ -165,12 +167,19 @@ class World:
     # -- guests
 
     def say(self, guest: str, kind: str, *frames: bytes, **fields: Any) -> list[act.Action]:
-        return self.arrives(guest, kind, fields, frames)
+        """A guest sends this, whether it makes sense or not."""
+        return self.arrives(guest, packed(Plain(kind=kind, fields=fields, frames=frames)))
 
-    def arrives(self, guest: str, kind: str, fields: dict[str, Any], frames: Sequence[Any]) -> list[act.Action]:
-        return self.handle(
-            inputs.MessageArrived(guest=guest, kind=kind, fields=fields, frames=tuple(frames), address="1.2.3.4")
-        )
+    def arrives(self, guest: str, raw: Sequence[bytes | memoryview]) -> list[act.Action]:
+        event: inputs.Input
+        try:
+            message, frames = FROM_GUEST.read(raw)
+            event = inputs.MessageArrived(guest=guest, message=message, frames=frames, address="1.2.3.4")
+        except (UnknownKindError, MalformedError) as error:
+            event = inputs.UnreadableArrived(guest=guest, kind=error.kind, why=str(error), address="1.2.3.4")
+        except WireError as error:
+            event = inputs.UnreadableArrived(guest=guest, why=str(error), address="1.2.3.4")
+        return self.handle(event)
 
     def goes_wrong(self, guest: str) -> None:
         """What a guest sends is no message."""
@@ -201,7 +210,8 @@ class World:
 
     def sketch(self, guest: str, seconds_a_sample: float = HOST_S) -> None:
         check = self.members[guest].check
-        self.say(guest, "sketch", b"\0\0\0\0", check=check, count=2, loss=1.0, compute_s=2 * seconds_a_sample)
+        about = {"count": 2, "loss": 1.0, "compute_s": 2 * seconds_a_sample, **SIZES}
+        self.say(guest, "sketch", b"\0\0\0\0", check=check, **about)
 
     def compare(self, why_not: str | None = None, **more: Any) -> None:
         verdict = act.Verdict(cosine=1.0, why_not=why_not, **more)
@@ -322,7 +332,7 @@ def joined(*guests: str, batch: int = 6, **terms: Any) -> World:
 
 
 def refusals(world: World, guest: str) -> list[str]:
-    return [s.fields["reason"] for s in world.sent[guest] if s.kind == "refuse"]
+    return [s.message.reason for s in world.sent[guest] if isinstance(s.message, RefuseMessage)]
 
 
 def of_kind(world: World, kind: str) -> list[dict[str, Any]]:

@@ -42,9 +42,24 @@ LAYERS = (
 )
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 
+BORDER = (
+    "actions",
+    "checks",
+    "feed",
+    "feeding",
+    "guard",
+    "hashes",
+    "inputs",
+    "members",
+    "norms",
+    "protocol",
+    "reasons",
+    "stepping",
+)
+"""The host's protocol: everything behind `HostProtocol.handle`."""
 PURE = [
     *(path for part in ("spec", "balance", "plan", "doctor") for path in sorted((SOURCE / part).glob("*.py"))),
-    *(SOURCE / "hub" / f"{name}.py" for name in ("checks", "norms", "protocol", "reasons", "said", "stepping")),
+    *(SOURCE / "hub" / f"{name}.py" for name in BORDER),
     *(SOURCE / "dist" / name for name in ("schedules.py", "config.py")),
     SOURCE / "probe" / "stream.py",
     *(SOURCE / "lab" / name for name in ("network.py", "shaping.py", "shares.py")),

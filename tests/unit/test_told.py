@@ -7,10 +7,10 @@ import struct
 from typing import Any
 
 import pytest
+from potluck.hub.told import NEEDED, checked
 
 from potluck.errors import RefusedError, WireError
 from potluck.hub.link import GuestLink
-from potluck.hub.told import NEEDED, checked
 from potluck.report.guest_view import GuestView
 from potluck.wire.frames import Message, pack
 from potluck.wire.token import Token

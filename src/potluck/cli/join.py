@@ -109,6 +109,7 @@ def _serve(settings: Settings, token: Any, flags: dict[str, Any]) -> int:
     from potluck.report.guest_view import GuestView
     from potluck.sinks import guarded
     from potluck.spec.config import RunConfig
+    from potluck.spec.messages import HelloMessage
     from potluck.train.events import EventLog
     from potluck.train.launch import GUEST, Launch, set_launch
     from potluck.train.telemetry import versions
@@ -119,7 +120,7 @@ def _serve(settings: Settings, token: Any, flags: dict[str, Any]) -> int:
         threads=flags["threads"] or settings.environment.threads,
     )
     name = machine_name(settings, config)
-    hello = {"name": name, "device": device.label, "platform": sys.platform, **versions()}
+    hello = HelloMessage(name=name, device=device.label, platform=sys.platform, **versions())
     view = guarded(GuestView(flags["view"]), "the view")
     link = GuestLink(token, hello, give_up_s=flags["give_up_s"], recorder=_recorder(name, flags["runs"], view))
     link.waiting = view.waiting
@@ -127,19 +128,18 @@ def _serve(settings: Settings, token: Any, flags: dict[str, Any]) -> int:
     link.missing = lambda seconds: view.missing(seconds, flags["give_up_s"])
     link.found = view.found
     welcome = link.connect(flags["wait_s"])
-    fields = welcome.fields
     view.joined(
-        host=str(fields["host"]),
+        host=welcome.message.host,
         address=link.address,
-        run=str(fields["run"]),
-        name=str(fields["name"]),
+        run=welcome.message.run,
+        name=welcome.message.name,
         device=f"{device.label} ({device.reason})",
     )
     launch = Launch(
         role=GUEST,
         config=config,
         device=device,
-        name=str(fields["name"]),
+        name=welcome.message.name,
         log=EventLog(None, view.event),
         link=link,
         welcome=welcome,
@@ -232,13 +232,13 @@ def _run_work(launch: Any, local: Path | None, view: Any) -> None:
     from potluck.train import recipes
     from potluck.train.recipes.job import train as train_recipe
 
-    source = dict(launch.welcome.fields["source"])
-    if "recipe" in source:
-        recipe = recipes.get(str(source["recipe"]))
+    source = launch.welcome.message.source
+    if source.recipe:
+        recipe = recipes.get(source.recipe)
         view.runs(f"the recipe {recipe.name}")
-        train_recipe(recipe, build(recipe.Config, source["config"]))
+        train_recipe(recipe, build(recipe.Config, source.config))
         return
-    names, arguments = [str(n) for n in source["files"]], [str(a) for a in source["arguments"]]
+    names, arguments = source.files, source.arguments
     if local is not None:
         script = read_script(local, (), arguments)
         view.runs(f"the local script {local} (sha256 {script.sha256[:16]}…)")
@@ -246,8 +246,8 @@ def _run_work(launch: Any, local: Path | None, view: Any) -> None:
             run_file(local, arguments)
         return
     contents = [bytes(f) for f in launch.welcome.frames]
-    script = received_script(names, contents, arguments, str(source["sha256"]))
-    _check_modules(names[0], source.get("imports", {}))
+    script = received_script(names, contents, arguments, source.sha256)
+    _check_modules(names[0], source.imports)
     view.runs(f"{names[0]} from the host (sha256 {script.sha256[:16]}…)")
     with running(names[0], hint=lambda: IN_LOOP_HINT if launch.began else GUEST_HINT, guest=True):
         run_received(script)

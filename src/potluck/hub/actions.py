@@ -1,6 +1,6 @@
 """What the host's protocol asks for: the outputs of `HostProtocol.handle`. Owns their vocabulary. PURE.
 
-They are Structs, as the inputs are: a frozen dataclass takes a microsecond to make, and one is made for each message.
+They are Structs, as the inputs are. A frozen dataclass takes a microsecond to make, and each message needs one.
 """
 
 from __future__ import annotations
@@ -11,22 +11,18 @@ from typing import Any
 from msgspec import Struct
 
 from potluck.hub.feed import Item, TensorPart
-
-CONTROL = "control"
-DATA = "data"
+from potluck.spec.messages import FromHost
 
 
 class Send(Struct, frozen=True, kw_only=True):
     """Send a message to a guest."""
 
     guest: str
-    channel: str
-    kind: str
-    fields: dict[str, Any] = {}
+    message: FromHost
     frames: tuple[Any, ...] = ()
 
 
-class Welcome(Struct, frozen=True, kw_only=True):
+class SendWelcome(Struct, frozen=True, kw_only=True):
     """Send a guest what it needs to build the model."""
 
     guest: str
@@ -173,7 +169,7 @@ class Forget(Struct, frozen=True, kw_only=True):
 
 Action = (
     Send
-    | Welcome
+    | SendWelcome
     | SendSamples
     | HashFixed
     | ReadPart

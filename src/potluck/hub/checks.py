@@ -9,6 +9,7 @@ twice: the distance between its own two gradients then tells how far a guest's m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,12 +17,12 @@ from typing import Any
 from potluck.balance.leases import Least
 from potluck.balance.ledger import Ledger
 from potluck.errors import WireError
-from potluck.hub.actions import CONTROL, DATA, Action, CommonBatch, CompareSketch, Emit, Send, Verdict
+from potluck.hub.actions import Action, CommonBatch, CompareSketch, Emit, Send, Verdict
 from potluck.hub.feed import PieceState
 from potluck.hub.inputs import Packed
 from potluck.hub.members import CHECKING, COMPUTING, LONGEST_BENCH_STEPS, SYNCING, Member
-from potluck.hub.said import whole
 from potluck.hub.stepping import pack_samples
+from potluck.spec.messages import CheckMessage, NoteMessage, SamplesMessage, SketchMessage
 
 CHECK_SAMPLES = 4
 """At most this many samples in a common batch, unless the model needs more at once."""
@@ -116,13 +117,12 @@ class Checks:
                 actions += self.put_out(member, f"the samples cannot be sent: {batch.why_not}", refused=True)
                 continue
             member.state, member.check = CHECKING, check.id
-            fields: dict[str, Any] = {"check": check.id, "step": check.step, "sizes": [len(positions)]}
-            fields["seed"] = check.seed
-            actions.append(Send(guest=guest, channel=CONTROL, kind="check", fields=fields, frames=frames))
+            asked = CheckMessage(check=check.id, step=check.step, sizes=(len(positions),), seed=check.seed)
+            actions.append(Send(guest=guest, message=asked, frames=frames))
             if not by_index:
                 member.feed.extra(sum(len(frame) for frame in batch.frames))
-                fields = {"lease": -check.id, "batch": 0, "tree": batch.tree}
-                actions.append(Send(guest=guest, channel=DATA, kind="samples", fields=fields, frames=batch.frames))
+                samples = SamplesMessage(lease=-check.id, batch=0, tree=batch.tree)
+                actions.append(Send(guest=guest, message=samples, frames=batch.frames))
         return actions
 
     def _tell_unpacked(self, why_not: str) -> list[Action]:
@@ -135,15 +135,17 @@ class Checks:
         )
         return [Emit(event={"event": "note", "text": text})]
 
-    def answered(self, member: Member, fields: dict[str, Any], frames: Sequence[Any], loss: float) -> list[Action]:
+    def answered(self, member: Member, answer: SketchMessage, sketch: Any) -> list[Action]:
         """A guest's gradient of the common batch is here."""
-        if member.check is None or whole(fields, "check") != member.check or len(frames) != 1:
+        if member.check is None or answer.check != member.check:
             raise WireError("a gradient sketch that nobody asked for")
-        random = {str(name): str(digest) for name, digest in dict(fields.get("random", {})).items()}
         check, member.check = member.check, None
+        loss = math.nan if answer.loss is None else answer.loss
         own = self._references.get(check)
         return [
-            CompareSketch(guest=member.id, check=check, reference=own, sketch=frames[0], loss=loss, random=random)
+            CompareSketch(
+                guest=member.id, check=check, reference=own, sketch=sketch, loss=loss, random=answer.random
+            )
         ]
 
     def void(self, guest: str, check: int, reason: str = "a step is over before its weights are there") -> None:
@@ -208,5 +210,5 @@ class Checks:
         )
         return [
             Emit(event={"event": "note", "machine": member.name, "text": text}),
-            Send(guest=member.id, channel=CONTROL, kind="note", fields={"text": text}),
+            Send(guest=member.id, message=NoteMessage(text=text)),
         ]

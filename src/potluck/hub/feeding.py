@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from potluck.hub.actions import DATA, Action, ReadPart, Send
+from potluck.hub.actions import Action, ReadPart, Send
 from potluck.hub.feed import NOTHING, PieceState
 from potluck.hub.inputs import PartRead
 from potluck.hub.members import Member
+from potluck.spec.messages import ChangeMessage, TensorMessage, WholeMessage
 
 
 class Feeding:
@@ -31,21 +32,21 @@ class Feeding:
                 actions.append(ReadPart(guest=member.id, item=item, part=part))
                 continue
             piece = self.pieces[item.index]
-            fields = {"piece": item.index, "base": piece.base, "version": piece.version}
-            frames = (piece.change,)
-            actions.append(Send(guest=member.id, channel=DATA, kind="change", fields=fields, frames=frames))
+            change = ChangeMessage(piece=item.index, base=piece.base, version=piece.version)
+            actions.append(Send(guest=member.id, message=change, frames=(piece.change,)))
             member.feed.change_sent(item, piece.version)
             self._release(item.index, piece.version)
         return actions
 
     def read(self, member: Member, read: PartRead) -> list[Action]:
         """Something whole was read for this guest: send it."""
+        message: TensorMessage | WholeMessage
         if read.part is not None:
-            kind, fields = "tensor", {"name": read.part.name, "start": read.part.start}
+            message = TensorMessage(name=read.part.name, start=read.part.start)
         else:
-            kind, fields = "whole", {"piece": read.item.index, "version": read.version}
+            message = WholeMessage(piece=read.item.index, version=read.version)
         member.feed.answered(read.item, read.version)
-        return [Send(guest=member.id, channel=DATA, kind=kind, fields=fields, frames=(read.payload,))]
+        return [Send(guest=member.id, message=message, frames=(read.payload,))]
 
     def _release(self, index: int, version: int) -> None:
         """Drop a coded change that every guest it is meant for has been sent: its memory is needed."""

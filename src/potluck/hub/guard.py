@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from potluck.errors import WireError
-from potluck.hub.actions import DATA, Action, Emit, HashReplica, Send
+from potluck.hub.actions import Action, Emit, HashReplica, Send
 from potluck.hub.hashes import DIGEST_BYTES, differing
 from potluck.hub.members import COMPUTING, LATE, SITTING_OUT, SYNCING, Member
 from potluck.hub.stepping import Stepping
+from potluck.spec.messages import HashMessage, ResyncMessage
 
 TRUSTED = (COMPUTING, LATE, SITTING_OUT)
 """States of guests whose gradients count. The others are sent everything, or checked, anyway."""
@@ -77,7 +78,7 @@ class ReplicaGuard:
         if (version // self._every) % 2 ** min(member.mismatches, LONGEST_PAUSE):
             return []
         member.hash_awaited = version
-        return [Send(guest=member.id, channel=DATA, kind="hash", fields={"version": version})]
+        return [Send(guest=member.id, message=HashMessage(version=version))]
 
     def answered(self, member: Member, version: int, digests: bytes, now: float) -> list[Action]:
         """A guest's hashes, one for each piece (none: it does not hold that version)."""
@@ -132,7 +133,7 @@ class ReplicaGuard:
         reason = f"held weights that are not the host's ({different} of {len(member.feed.have)} pieces differ)"
         return [
             *actions,
-            Send(guest=member.id, channel=DATA, kind="resync", fields={"version": version}),
+            Send(guest=member.id, message=ResyncMessage(version=version)),
             _event("replica_mismatch", member, step=version + 1, samples=back, pieces=different, reason=reason),
             *self._pump(member),
         ]

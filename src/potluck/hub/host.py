@@ -27,7 +27,8 @@ from potluck.hub.protocol import HostProtocol
 from potluck.hub.recorder import Recorder
 from potluck.hub.standstill import Standstill
 from potluck.hub.tensors import ModelTensors
-from potluck.wire.frames import Message, VersionError, pack, unpack
+from potluck.spec.messages import DATA, FromHost, WelcomeMessage
+from potluck.wire.frames import FROM_GUEST, MalformedError, UnknownKindError, VersionError, pack
 from potluck.wire.transport import HostSocket
 from potluck.wire.tree import pack_tree
 
@@ -43,8 +44,8 @@ class HubParts:
     protocol: HostProtocol
     coder: HostCoder
     tensors: ModelTensors
-    welcome: Callable[[str], Message]
-    """The welcome for a guest of this name."""
+    welcome: Callable[[str], tuple[WelcomeMessage, tuple[bytes, ...]]]
+    """The welcome for a guest of this name, and the script's files."""
     fetch: Callable[[Sequence[int]], Any]
     """The collated batch of these samples of the data set."""
     emit: Callable[[Event], None]
@@ -259,23 +260,25 @@ class HostHub:
         address = self._socket.address_of(frames)
         with self._lock:
             try:
-                message = unpack(frames)
+                message, payload = FROM_GUEST.read(frames)
             except VersionError as error:
                 self._handle(inputs.OtherProtocolArrived(guest=guest, theirs=error.theirs, address=address))
                 return
-            except WireError as error:
-                self._handle(inputs.UnreadableArrived(guest=guest, why=str(error)))
+            except (UnknownKindError, MalformedError) as error:
+                wrong = inputs.UnreadableArrived(guest=guest, kind=error.kind, why=str(error), address=address)
+                self._handle(wrong)
                 return
-            nbytes = sum(len(f) for f in message.frames)
+            except WireError as error:
+                self._handle(inputs.UnreadableArrived(guest=guest, why=str(error), address=address))
+                return
+            nbytes = sum(map(len, payload))
             self._bytes_up += nbytes
-            self._parts.recorder.message("in", self._name_of(guest), message.kind, message.fields, nbytes)
+            self._parts.recorder.message("in", self._name_of(guest), message, nbytes)
             hit("host.received", message.kind)
             now = time.monotonic()
             # First: the message may end the time of a contribution.
             self._excuse_guests(self._standstill.ongoing(now), now)
-            arrived = inputs.MessageArrived(
-                guest=guest, kind=message.kind, fields=message.fields, frames=message.frames, address=address
-            )
+            arrived = inputs.MessageArrived(guest=guest, message=message, frames=payload, address=address)
             self._handle(arrived, now)
             hit("host.handled", message.kind)
 
@@ -320,8 +323,7 @@ class HostHub:
     def _perform(self, action: act.Action) -> None:
         match action:
             case act.Send():
-                message = Message(kind=action.kind, fields=action.fields, frames=action.frames)
-                self._send(action.guest, action.channel, message)
+                self._send(action.guest, action.message, action.frames)
             case act.Wake():
                 self._changed.notify_all()
             case act.ReadPart():
@@ -345,16 +347,16 @@ class HostHub:
                 self._loader.submit(self._guarded, self._hash_fixed, action)
             case act.CompareSketch():
                 self._loader.submit(self._guarded, self._compare, action)
-            case act.Welcome():
-                self._send(action.guest, act.CONTROL, self._parts.welcome(action.name))
+            case act.SendWelcome():
+                self._send(action.guest, *self._parts.welcome(action.name))
 
-    def _send(self, guest: str, channel: str, message: Message) -> None:
+    def _send(self, guest: str, message: FromHost, frames: Sequence[Any] = ()) -> None:
         hit("host.sending", message.kind)
-        peer = bytes.fromhex(guest) + (b"c" if channel == act.CONTROL else b"d")
-        nbytes = sum(len(f) for f in message.frames)
+        peer = bytes.fromhex(guest) + (b"d" if message.channel == DATA else b"c")
+        nbytes = sum(map(len, frames))
         self._bytes_down += nbytes
-        self._parts.recorder.message("out", self._name_of(guest), message.kind, message.fields, nbytes)
-        self._outbox.append((peer, list(pack(message))))
+        self._parts.recorder.message("out", self._name_of(guest), message, nbytes)
+        self._outbox.append((peer, pack(message, frames)))
         self._socket.wake()
 
     # -- the loader thread ------------------------------------------------------------------------------

@@ -9,37 +9,40 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
+from msgspec import Struct
 
 from potluck.hub.actions import Verdict
 from potluck.hub.feed import FixedTensor, Item, PieceState, TensorPart
+from potluck.spec.messages import FromGuest
 
 
-class Input(msgspec.Struct, frozen=True, tag=True, tag_field="input"):
+class _Input(Struct, frozen=True, tag=True, tag_field="input"):
     """Base of all inputs. One is made for each message: a frozen dataclass would take five times as long."""
 
 
 # -- from the network -----------------------------------------------------------------------------------
 
 
-class MessageArrived(Input, frozen=True, kw_only=True):
+class MessageArrived(_Input, frozen=True, kw_only=True):
     """A message of an authenticated peer."""
 
     guest: str
-    kind: str
-    fields: dict[str, Any]
+    message: FromGuest
     frames: tuple[Any, ...] = ()
     address: str = ""
 
 
-class UnreadableArrived(Input, frozen=True, kw_only=True):
-    """Bytes of an authenticated peer that are no message."""
+class UnreadableArrived(_Input, frozen=True, kw_only=True):
+    """Bytes of an authenticated peer that cannot be read."""
 
     guest: str
     why: str
+    kind: str = ""
+    """The kind of the message; empty where the bytes are no message at all."""
+    address: str = ""
 
 
-class OtherProtocolArrived(Input, frozen=True, kw_only=True):
+class OtherProtocolArrived(_Input, frozen=True, kw_only=True):
     """A message of an authenticated peer that speaks another version of the protocol."""
 
     guest: str
@@ -47,13 +50,13 @@ class OtherProtocolArrived(Input, frozen=True, kw_only=True):
     address: str
 
 
-class PeerUnreachable(Input, frozen=True, kw_only=True):
+class PeerUnreachable(_Input, frozen=True, kw_only=True):
     """Nothing can be sent to this guest any more: its process has ended, or it takes nothing."""
 
     guest: str
 
 
-class PeerNotReading(Input, frozen=True, kw_only=True):
+class PeerNotReading(_Input, frozen=True, kw_only=True):
     """The memory for unsent messages is spent, and this guest has not read for the longest time."""
 
     guest: str
@@ -63,11 +66,11 @@ class PeerNotReading(Input, frozen=True, kw_only=True):
 # -- time -----------------------------------------------------------------------------------------------
 
 
-class Tick(Input, frozen=True, kw_only=True):
+class Tick(_Input, frozen=True, kw_only=True):
     """Time has passed. Comes several times a second."""
 
 
-class StoodStill(Input, frozen=True, kw_only=True):
+class StoodStill(_Input, frozen=True, kw_only=True):
     """This host itself did nothing for a while: it was asleep, stopped or overloaded."""
 
     seconds: float
@@ -76,14 +79,14 @@ class StoodStill(Input, frozen=True, kw_only=True):
 # -- from the coder -------------------------------------------------------------------------------------
 
 
-class PieceCoded(Input, frozen=True, kw_only=True):
+class PieceCoded(_Input, frozen=True, kw_only=True):
     """A piece of the replica has reached the weights' version."""
 
     index: int
     piece: PieceState
 
 
-class PartRead(Input, frozen=True, kw_only=True):
+class PartRead(_Input, frozen=True, kw_only=True):
     """A whole piece or a part of a fixed tensor, read for a guest: the answer to `ReadPart`."""
 
     guest: str
@@ -93,7 +96,7 @@ class PartRead(Input, frozen=True, kw_only=True):
     part: TensorPart | None = None
 
 
-class ContributionDecoded(Input, frozen=True, kw_only=True):
+class ContributionDecoded(_Input, frozen=True, kw_only=True):
     """A contribution was added to the step's sum, or must not count: the answer to `Decode`."""
 
     guest: str
@@ -104,7 +107,7 @@ class ContributionDecoded(Input, frozen=True, kw_only=True):
     """Its norm, where that is why it must not count: an upper bound, or infinite where it is not finite."""
 
 
-class ReplicaHashed(Input, frozen=True, kw_only=True):
+class ReplicaHashed(_Input, frozen=True, kw_only=True):
     """The replica's hashes at a version, one for each piece: the answer to `HashReplica`."""
 
     version: int
@@ -114,14 +117,14 @@ class ReplicaHashed(Input, frozen=True, kw_only=True):
 # -- from the loader ------------------------------------------------------------------------------------
 
 
-class FixedHashed(Input, frozen=True, kw_only=True):
+class FixedHashed(_Input, frozen=True, kw_only=True):
     """The host's frozen parameters and buffers with their hashes: the answer to `HashFixed`."""
 
     guest: str
     tensors: tuple[FixedTensor, ...]
 
 
-class SamplesPacked(Input, frozen=True, kw_only=True):
+class SamplesPacked(_Input, frozen=True, kw_only=True):
     """A micro-batch is ready to be sent: the answer to `SendSamples`."""
 
     guest: str
@@ -131,14 +134,14 @@ class SamplesPacked(Input, frozen=True, kw_only=True):
     frames: tuple[Any, ...]
 
 
-class SamplesNotPacked(Input, frozen=True, kw_only=True):
+class SamplesNotPacked(_Input, frozen=True, kw_only=True):
     """A micro-batch that cannot be sent."""
 
     guest: str
     why: str
 
 
-class SketchCompared(Input, frozen=True, kw_only=True):
+class SketchCompared(_Input, frozen=True, kw_only=True):
     """The outcome of a parity check: the answer to `CompareSketch`."""
 
     guest: str
@@ -149,14 +152,14 @@ class SketchCompared(Input, frozen=True, kw_only=True):
 # -- from the training thread -----------------------------------------------------------------------------
 
 
-class StepBegun(Input, frozen=True, kw_only=True):
+class StepBegun(_Input, frozen=True, kw_only=True):
     """The weights are at the step's version, or will be when the device has done what it was given."""
 
     head_start_s: float = 0.0
     """See `Stepping.begin`."""
 
 
-class BatchWanted(Input, frozen=True, kw_only=True):
+class BatchWanted(_Input, frozen=True, kw_only=True):
     """The training thread asks for its next micro-batch. The reply is a `Take`."""
 
     count: int
@@ -164,13 +167,13 @@ class BatchWanted(Input, frozen=True, kw_only=True):
     """Whether the host's device still computes. None: not looked at yet."""
 
 
-class HostWaited(Input, frozen=True, kw_only=True):
+class HostWaited(_Input, frozen=True, kw_only=True):
     """The training thread stood idle for leases that are out."""
 
     seconds: float
 
 
-class HostLaunched(Input, frozen=True, kw_only=True):
+class HostLaunched(_Input, frozen=True, kw_only=True):
     """The host's device was given these samples."""
 
     positions: tuple[int, ...]
@@ -178,7 +181,7 @@ class HostLaunched(Input, frozen=True, kw_only=True):
     """Each rank's part."""
 
 
-class HostComputed(Input, frozen=True, kw_only=True):
+class HostComputed(_Input, frozen=True, kw_only=True):
     """The host's device took so long for so many samples."""
 
     samples: int
@@ -197,7 +200,7 @@ class Packed:
     """Read twice, it was the same: guests with local data read it themselves, which shows that they have it."""
 
 
-class CommonComputed(Input, frozen=True, kw_only=True):
+class CommonComputed(_Input, frozen=True, kw_only=True):
     """The host's gradient of the common batch, and the batch as guests get it."""
 
     positions: tuple[int, ...]
@@ -206,11 +209,11 @@ class CommonComputed(Input, frozen=True, kw_only=True):
     """What guests' gradients are compared with; comes back in `CompareSketch`."""
 
 
-class StepEnded(Input, frozen=True, kw_only=True):
+class StepEnded(_Input, frozen=True, kw_only=True):
     """Every sample of the step is counted. The reply is a `StepResult`."""
 
 
-class GradientKnown(Input, frozen=True, kw_only=True):
+class GradientKnown(_Input, frozen=True, kw_only=True):
     """The norm of the host's own gradient of a step that has ended, before the guests' were added."""
 
     step: int
@@ -220,7 +223,35 @@ class GradientKnown(Input, frozen=True, kw_only=True):
     """Whether the step's whole gradient was applied."""
 
 
-class RunEnded(Input, frozen=True, kw_only=True):
+class RunEnded(_Input, frozen=True, kw_only=True):
     """The run is over."""
 
     reason: str
+
+
+Input = (
+    MessageArrived
+    | UnreadableArrived
+    | OtherProtocolArrived
+    | PeerUnreachable
+    | PeerNotReading
+    | Tick
+    | StoodStill
+    | PieceCoded
+    | PartRead
+    | ContributionDecoded
+    | ReplicaHashed
+    | FixedHashed
+    | SamplesPacked
+    | SamplesNotPacked
+    | SketchCompared
+    | StepBegun
+    | BatchWanted
+    | HostWaited
+    | HostLaunched
+    | HostComputed
+    | CommonComputed
+    | StepEnded
+    | GradientKnown
+    | RunEnded
+)

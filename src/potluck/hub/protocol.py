@@ -8,17 +8,15 @@ what happened, with the time, and performs the actions. Everything else that is 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, assert_never
 
 from potluck.balance.leases import Least, next_size
 from potluck.balance.ledger import Ledger
 from potluck.errors import WireError
 from potluck.hub import inputs
 from potluck.hub.actions import (
-    CONTROL,
-    DATA,
     Action,
     CodeChange,
     Decode,
@@ -28,9 +26,9 @@ from potluck.hub.actions import (
     LimitNorm,
     Reply,
     Send,
+    SendWelcome,
     Take,
     Wake,
-    Welcome,
 )
 from potluck.hub.checks import Checks
 from potluck.hub.feed import Feed, lacking
@@ -38,12 +36,28 @@ from potluck.hub.feeding import Feeding
 from potluck.hub.guard import ReplicaGuard
 from potluck.hub.members import CHECKING, JOINING, SYNCING, Member
 from potluck.hub.norms import Norms
-from potluck.hub.said import LARGEST_NUMBER, micro_batches, real, seconds, whole
 from potluck.hub.stepping import Stepping
 from potluck.spec.config import MOST_GUESTS
 from potluck.spec.layout import TensorSpec, fingerprint_from_json, fingerprint_to_json, first_difference
-from potluck.units import printable
-from potluck.wire.frames import dump_json, load_json
+from potluck.spec.messages import (
+    AliveMessage,
+    ByeMessage,
+    ClosingMessage,
+    DoneMessage,
+    DroppedMessage,
+    GradMessage,
+    HashedMessage,
+    HelloMessage,
+    LeaveMessage,
+    ReadyMessage,
+    RefuseMessage,
+    SamplesMessage,
+    SketchMessage,
+    StoppedMessage,
+    TakenMessage,
+    UnknownMessage,
+)
+from potluck.wire.frames import dump_json, read_model
 
 ABOUT_BYTES = 1 << 20
 """What a guest may say of its model, beside four times of what the host would say of its own."""
@@ -53,7 +67,6 @@ LONGEST_REASON = 500
 WRONG_BEFORE_OUT = 3
 """Contributions in a row that cannot be right, and a guest is put out."""
 WRONG_HINT = "this device may compute something else: update torch, or try --device cpu"
-LONGEST_GOODBYE = 200
 LOOK_AGAIN_S = 0.003
 """How soon the training thread asks again whether its device still computes."""
 
@@ -122,48 +135,64 @@ class HostProtocol:
         self._last_alive = 0.0
         self._weights_stay = True
         """Whether the model has the weights of a version: in a step, and before the first one."""
-        self._inputs: dict[type[inputs.Input], Callable[[Any, float], list[Action]]] = {
-            inputs.MessageArrived: self._message,
-            inputs.UnreadableArrived: self._unreadable,
-            inputs.OtherProtocolArrived: self._other_protocol,
-            inputs.PeerUnreachable: self._unreachable,
-            inputs.PeerNotReading: self._not_reading,
-            inputs.Tick: self._tick,
-            inputs.StoodStill: self._stood_still,
-            inputs.PieceCoded: self._piece_coded,
-            inputs.PartRead: self._part_read,
-            inputs.ContributionDecoded: self._decoded,
-            inputs.ReplicaHashed: lambda event, now: self.guard.hashed(event.version, event.digests, now),
-            inputs.FixedHashed: self._fixed_hashed,
-            inputs.SamplesPacked: self._samples_packed,
-            inputs.SamplesNotPacked: self._samples_not_packed,
-            inputs.SketchCompared: lambda event, now: self.checks.compared(event.guest, event.check, event.verdict),
-            inputs.StepBegun: self._step_begun,
-            inputs.BatchWanted: self._batch_wanted,
-            inputs.HostWaited: self._host_waited,
-            inputs.HostLaunched: self._host_launched,
-            inputs.HostComputed: self._host_computed,
-            inputs.CommonComputed: self._common_computed,
-            inputs.StepEnded: self._step_ended,
-            inputs.GradientKnown: self._gradient_known,
-            inputs.RunEnded: self._run_ended,
-        }
-        self._handlers: dict[str, Callable[[Member, dict[str, Any], Sequence[Any], float], list[Action]]] = {
-            "alive": lambda member, fields, frames, now: [],
-            "ready": self._ready,
-            "taken": self._taken,
-            "closing": self._closing,
-            "grad": self._grad,
-            "done": self._done,
-            "stopped": self._stopped,
-            "sketch": self._sketch,
-            "hashed": self._hashed,
-            "leave": self._leave,
-        }
 
     def handle(self, event: inputs.Input, now: float) -> list[Action]:
         """Take in what happened, and say what to do about it. `now` is by the host's monotonic clock."""
-        return self._inputs[type(event)](event, now)
+        match event:
+            case inputs.MessageArrived():
+                return self._message(event, now)
+            case inputs.BatchWanted():
+                return self._batch_wanted(event, now)
+            case inputs.HostLaunched():
+                self.stepping.host_launched(event.positions, event.sizes)
+                return []
+            case inputs.HostComputed():
+                self.stepping.host_computed(event.samples, event.seconds)
+                return []
+            case inputs.HostWaited():
+                self.stepping.waited(event.seconds)
+                return []
+            case inputs.Tick():
+                return self._tick(now)
+            case inputs.PieceCoded():
+                return self._piece_coded(event)
+            case inputs.PartRead():
+                return self._part_read(event)
+            case inputs.SamplesPacked():
+                return self._samples_packed(event)
+            case inputs.ContributionDecoded():
+                return self._decoded(event, now)
+            case inputs.StepBegun():
+                return self._step_begun(event, now)
+            case inputs.StepEnded():
+                self._weights_stay = False
+                return [Reply(value=self.stepping.end())]
+            case inputs.GradientKnown():
+                return self._gradient_known(event)
+            case inputs.ReplicaHashed():
+                return self.guard.hashed(event.version, event.digests, now)
+            case inputs.CommonComputed():
+                return self.checks.computed(event.positions, event.batch, event.reference)
+            case inputs.SketchCompared():
+                return self.checks.compared(event.guest, event.check, event.verdict)
+            case inputs.FixedHashed():
+                return self._fixed_hashed(event)
+            case inputs.SamplesNotPacked():
+                return self._samples_not_packed(event)
+            case inputs.StoodStill():
+                return self._stood_still(event, now)
+            case inputs.UnreadableArrived():
+                return self._unreadable(event)
+            case inputs.OtherProtocolArrived():
+                return self._other_protocol(event)
+            case inputs.PeerUnreachable():
+                return self._unreachable(event)
+            case inputs.PeerNotReading():
+                return self._not_reading(event)
+            case inputs.RunEnded():
+                return [Send(guest=guest, message=ByeMessage(reason=event.reason)) for guest in self.members]
+            case _:
+                assert_never(event)
 
     # -- what may be read -------------------------------------------------------------------------------
 
@@ -188,45 +217,78 @@ class HostProtocol:
     # -- messages ---------------------------------------------------------------------------------------
 
     def _message(self, event: inputs.MessageArrived, now: float) -> list[Action]:
-        """One message of an authenticated guest. A message that makes no sense puts the guest out."""
-        guest, kind = event.guest, event.kind
-        if kind == "hello":
-            return self._hello(guest, event.fields, now, event.address)
+        """One message of an authenticated guest. A message that makes no sense here puts the guest out."""
+        guest, message, frames = event.guest, event.message, event.frames
+        if isinstance(message, HelloMessage):
+            return self._hello(guest, message, now, event.address)
         member = self.members.get(guest)
         if member is None:
-            # With versions, for `potluck doctor`, which is no guest and does not mean to be one.
-            return [Send(guest=guest, channel=CONTROL, kind="unknown", fields=dict(self.terms.versions))]
+            return self._unknown(guest)
         if member.leaving is not None:
             return []
         member.last_heard = now
-        handler = self._handlers.get(kind)
         try:
-            if handler is None:
-                raise WireError(f"an unknown message {kind!r}")
-            return handler(member, event.fields, event.frames, now)
-        except (LookupError, TypeError, ValueError, ArithmeticError, WireError) as error:
-            what = str(error) if isinstance(error, WireError) else f"a malformed {kind!r} message ({error!r})"
-            return self._put_out(member, f"sent {what}")
+            match message:
+                case GradMessage():
+                    return self._grad(member, message, frames[0])
+                case TakenMessage():
+                    return self._taken(member, message, now)
+                case AliveMessage():
+                    return []
+                case DoneMessage():
+                    return self._done(member, message, now)
+                case ClosingMessage():
+                    return self.stepping.closing(
+                        member, lease=message.lease, keep=message.keep, eta_s=message.eta_s, now=now
+                    )
+                case StoppedMessage():
+                    return self._stopped(member, message, now)
+                case ReadyMessage():
+                    return self._ready(member, message, frames[0], now)
+                case SketchMessage():
+                    return self._sketch(member, message, frames[0])
+                case HashedMessage():
+                    return self.guard.answered(member, message.version, bytes(frames[0]), now)
+                case LeaveMessage():
+                    member.failed = message.failed
+                    return self._remove(member, "guest_left", message.reason or "left")
+                case _:
+                    assert_never(message)
+        except WireError as error:
+            return self._put_out(member, f"sent {error}")
 
-    def _unreadable(self, event: inputs.UnreadableArrived, now: float) -> list[Action]:
+    def _unreadable(self, event: inputs.UnreadableArrived) -> list[Action]:
         member = self.members.get(event.guest)
-        return [] if member is None else self._put_out(member, f"sent bytes that are no message: {event.why}")
+        if member is not None:
+            what = event.why if event.kind else f"bytes that are no message: {event.why}"
+            return [] if member.leaving is not None else self._put_out(member, f"sent {what}")
+        if event.kind == HelloMessage.kind:
+            return self._refuse(event.guest, "a guest", event.address, f"sent {event.why}")
+        return self._unknown(event.guest) if event.kind else []
 
-    def _hello(self, guest: str, fields: dict[str, Any], now: float, address: str) -> list[Action]:
+    def _unknown(self, guest: str) -> list[Action]:
+        # With versions, for `potluck doctor`, which is no guest and does not mean to be one.
+        ours = self.terms.versions
+        versions = UnknownMessage(
+            protocol=ours["protocol"], potluck=ours["potluck"], torch=ours["torch"], python=ours["python"]
+        )
+        return [Send(guest=guest, message=versions)]
+
+    def _hello(self, guest: str, hello: HelloMessage, now: float, address: str) -> list[Action]:
         if guest in self.members:
             return []
         # It may have noticed that its last connection was broken before the host did. Only itself knows that name.
-        before = self.members.get(str(fields.get("before", "")))
+        before = self.members.get(hello.before)
         gone = [] if before is None else self._remove(before, "guest_lost", "came back on a new connection")
         if len(self.members) >= self.terms.max_guests:
             reason = f"all {self.terms.max_guests} places are taken"
-            return gone + self._refuse(guest, str(fields.get("name", "?"))[:40], address, reason)
-        about = {k: str(fields.get(k, "?"))[:80] for k in ("potluck", "torch", "python", "platform")}
+            return gone + self._refuse(guest, hello.name or "?", address, reason)
+        about = {part: getattr(hello, part) for part in ("potluck", "torch", "python", "platform")}
         member = Member(
             id=guest,
-            name=self._free_name(str(fields.get("name", "guest"))[:40] or "guest", besides=before),
+            name=self._free_name(hello.name or "guest", besides=before),
             address=address,
-            device=str(fields.get("device", "?"))[:80],
+            device=hello.device,
             about=about,
             last_heard=now,
             joined_at=now,
@@ -236,7 +298,7 @@ class HostProtocol:
         self.members[guest] = member
         actions: list[Action] = [
             *gone,
-            Welcome(guest=guest, name=member.name),
+            SendWelcome(guest=guest, name=member.name),
             _event("guest_hello", machine=member.name, address=address, device=member.device),
         ]
         for part in ("potluck", "torch"):
@@ -251,77 +313,59 @@ class HostProtocol:
                 )
         return actions
 
-    def _other_protocol(self, event: inputs.OtherProtocolArrived, now: float) -> list[Action]:
+    def _other_protocol(self, event: inputs.OtherProtocolArrived) -> list[Action]:
         reason = f"it speaks protocol {event.theirs}, this host speaks {self.terms.versions['protocol']}"
         member = self.members.get(event.guest)
         if member is not None:
             return self._put_out(member, reason, refused=True)
         return self._refuse(event.guest, "a guest", event.address, reason)
 
-    def _ready(self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float) -> list[Action]:
+    def _ready(self, member: Member, ready: ReadyMessage, about: Any, now: float) -> list[Action]:
         """The guest has built its model: compare fingerprints, then bring it the weights."""
         if member.state != JOINING:
             raise WireError("a second 'ready'")
-        if len(frames[0]) > self._most_about_bytes:  # it is read while the training may have to wait
-            raise WireError(f"{len(frames[0])} bytes about its model, at most {self._most_about_bytes} are read")
-        about = load_json(bytes(frames[0]))
-        difference = first_difference(self.terms.fingerprint, fingerprint_from_json(about["fingerprint"]))
+        if len(about) > self._most_about_bytes:  # it is read while the training may have to wait
+            raise WireError(f"{len(about)} bytes about its model, at most {self._most_about_bytes} are read")
+        model = read_model(about)
+        difference = first_difference(self.terms.fingerprint, fingerprint_from_json(model.fingerprint))
         if difference is not None:
             return self._put_out(member, f"a different model: {difference}", refused=True)
-        micro_batches(member, fields)
-        member.fixed_digests = {str(k): str(v) for k, v in dict(about["hashes"]).items()}
+        member.computes(ready.micro_batch, ready.largest_micro_batch)
+        member.fixed_digests = model.hashes
         member.state, member.sync_started = SYNCING, now
         return [HashFixed(guest=member.id), Wake()]
 
-    def _taken(self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float) -> list[Action]:
-        count = whole(fields, "bytes")
-        member.feed.taken(count)
+    def _taken(self, member: Member, taken: TakenMessage, now: float) -> list[Action]:
+        member.feed.taken(taken.bytes)
         if member.state == SYNCING:
-            member.sync_bytes += count
+            member.sync_bytes += taken.bytes
             member.sync_ended = now
             return [*self._pump(member), Wake()]
         return self._pump(member)
 
-    def _leave(self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float) -> list[Action]:
-        member.failed = fields.get("failed") is True
-        # Its words: they must not steer the terminal in which somebody reads the log.
-        reason = printable(fields.get("reason", ""), LONGEST_GOODBYE)
-        return self._remove(member, "guest_left", reason or "left")
-
     # -- contributions ----------------------------------------------------------------------------------
 
-    def _closing(self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float) -> list[Action]:
-        return self.stepping.closing(
-            member,
-            lease=whole(fields, "lease"),
-            keep=whole(fields, "keep"),
-            eta_s=seconds(fields, "eta_s"),
-            now=now,
-        )
-
-    def _grad(self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float) -> list[Action]:
-        index = whole(fields, "piece")
-        if not 0 <= index < self.terms.pieces or len(frames) != 1:
+    def _grad(self, member: Member, grad: GradMessage, payload: Any) -> list[Action]:
+        index = grad.piece
+        if index >= self.terms.pieces:
             raise WireError(f"a gradient for piece {index}, which does not exist")
-        if len(frames[0]) != self.terms.piece_bytes[index]:
-            raise WireError(f"{len(frames[0])} bytes for piece {index}, not {self.terms.piece_bytes[index]}")
-        self.stepping.piece(member, lease=whole(fields, "lease"), index=index, payload=frames[0])
+        if len(payload) != self.terms.piece_bytes[index]:
+            raise WireError(f"{len(payload)} bytes for piece {index}, not {self.terms.piece_bytes[index]}")
+        self.stepping.piece(member, lease=grad.lease, index=index, payload=payload)
         return []
 
-    def _done(self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float) -> list[Action]:
-        lease, count = whole(fields, "lease"), whole(fields, "count")
-        compute_s, loss_sum = seconds(fields, "compute_s"), real(fields, "loss_sum")
-        receive_s, finite = seconds(fields, "receive_s", least=-1.0), bool(fields["finite"])
-        micro_batches(member, fields)
+    def _done(self, member: Member, done: DoneMessage, now: float) -> list[Action]:
+        lease, count = done.lease, done.count
+        member.computes(done.micro_batch, done.largest_micro_batch)
         if member.lease is None or member.lease.id != lease:
             return []  # it answers no lease that is open
         if member.lease.arrived:
             raise WireError(f"lease {lease} twice")
-        if receive_s > 0 and not member.samples:
-            member.transfer.value = receive_s  # what the first weights told was a guess
-        elif receive_s > 0:
-            member.transfer.add(receive_s)
-        self.stepping.learn(member, count=count, compute_s=compute_s, now=now)
+        if done.receive_s > 0 and not member.samples:
+            member.transfer.value = done.receive_s  # what the first weights told was a guess
+        elif done.receive_s > 0:
+            member.transfer.add(done.receive_s)
+        self.stepping.learn(member, count=count, compute_s=done.compute_s, now=now)
         actions: list[Action] = []
         if member.lease.closing_at is None:
             # Its 'closing' travels on the other connection, and this may overtake it.
@@ -329,10 +373,11 @@ class HostProtocol:
         why_not = self.stepping.complete(member, lease=lease, count=count, pieces=self.terms.pieces)
         if why_not is not None:
             return actions + self.stepping.drop(member, reason=why_not, now=now)
-        if not finite:
+        if not done.finite:
             return actions + self._wrong(member, "its gradient or its loss is not finite", math.inf, now)
         pieces = member.lease.pieces
-        return [*actions, Decode(guest=member.id, lease=lease, pieces=pieces, loss_sum=loss_sum, count=count)]
+        decode = Decode(guest=member.id, lease=lease, pieces=pieces, loss_sum=done.loss_sum, count=count)
+        return [*actions, decode]
 
     def _wrong(self, member: Member, reason: str, norm: float, now: float) -> list[Action]:
         """Drop a contribution that cannot be right, unless the host finds the same when it computes the samples."""
@@ -340,7 +385,7 @@ class HostProtocol:
         self.norms.suspect(member.id, step=member.lease.step, norm=norm)
         return self.stepping.drop(member, reason=reason, now=now, late=False)
 
-    def _gradient_known(self, event: inputs.GradientKnown, now: float) -> list[Action]:
+    def _gradient_known(self, event: inputs.GradientKnown) -> list[Action]:
         """The host's own gradient tells how large a guest's may be, and whose was wrong."""
         actions: list[Action] = []
         for guest, guilty in self.norms.host_gradient(event.step, event.norm, event.samples):
@@ -359,7 +404,7 @@ class HostProtocol:
         if not event.applied:
             # What packing this gradient has lost must not be added to the next one.
             helped = [member for member in self.members.values() if member.samples]
-            actions += [Send(guest=m.id, channel=CONTROL, kind="dropped", fields={"lease": 0}) for m in helped]
+            actions += [Send(guest=m.id, message=DroppedMessage(lease=0)) for m in helped]
         return [*actions, LimitNorm(most_a_sample=self.norms.most_a_sample)]
 
     def _decoded(self, event: inputs.ContributionDecoded, now: float) -> list[Action]:
@@ -376,18 +421,12 @@ class HostProtocol:
             actions += self._remove(member, *member.leaving)
         return actions
 
-    def _stopped(self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float) -> list[Action]:
-        lease = whole(fields, "lease", least=-LARGEST_NUMBER)
-        if lease < 0:  # a check: its weights had gone on before the guest could begin
-            self.checks.void(member.id, -lease)
+    def _stopped(self, member: Member, stopped: StoppedMessage, now: float) -> list[Action]:
+        if stopped.lease < 0:  # a check: its weights had gone on before the guest could begin
+            self.checks.void(member.id, -stopped.lease)
             return [Wake()]
-        self.stepping.stopped(
-            member,
-            lease=lease,
-            computed=whole(fields, "computed"),
-            compute_s=seconds(fields, "compute_s"),
-            now=now,
-        )
+        lease, computed, compute_s = stopped.lease, stopped.computed, stopped.compute_s
+        self.stepping.stopped(member, lease=lease, computed=computed, compute_s=compute_s, now=now)
         return [Wake()]
 
     # -- the training thread ------------------------------------------------------------------------------
@@ -428,44 +467,21 @@ class HostProtocol:
         waiting = any(m.state == CHECKING or (m.feed.open and not coded) for m in members)
         return waiting or not self.ledger.full
 
-    def _host_waited(self, event: inputs.HostWaited, now: float) -> list[Action]:
-        self.stepping.waited(event.seconds)
-        return []
-
-    def _host_launched(self, event: inputs.HostLaunched, now: float) -> list[Action]:
-        self.stepping.host_launched(event.positions, event.sizes)
-        return []
-
-    def _host_computed(self, event: inputs.HostComputed, now: float) -> list[Action]:
-        self.stepping.host_computed(event.samples, event.seconds)
-        return []
-
-    def _common_computed(self, event: inputs.CommonComputed, now: float) -> list[Action]:
-        return self.checks.computed(event.positions, event.batch, event.reference)
-
-    def _step_ended(self, event: inputs.StepEnded, now: float) -> list[Action]:
-        self._weights_stay = False
-        return [Reply(value=self.stepping.end())]
-
-    def _run_ended(self, event: inputs.RunEnded, now: float) -> list[Action]:
-        fields = {"reason": event.reason}
-        return [Send(guest=guest, channel=CONTROL, kind="bye", fields=fields) for guest in self.members]
-
     # -- what guests are sent -----------------------------------------------------------------------------
 
     def _pump(self, member: Member) -> list[Action]:
         return [*self.feeding.pump(member), *self.guard.ask(member)]
 
-    def _piece_coded(self, event: inputs.PieceCoded, now: float) -> list[Action]:
+    def _piece_coded(self, event: inputs.PieceCoded) -> list[Action]:
         self.feeding.pieces[event.index] = event.piece
         actions = [action for member in self.members.values() for action in self._pump(member)]
         return [*actions, Wake()]
 
-    def _part_read(self, event: inputs.PartRead, now: float) -> list[Action]:
+    def _part_read(self, event: inputs.PartRead) -> list[Action]:
         member = self.members.get(event.guest)
         return [] if member is None else [*self.feeding.read(member, event), *self._pump(member)]
 
-    def _fixed_hashed(self, event: inputs.FixedHashed, now: float) -> list[Action]:
+    def _fixed_hashed(self, event: inputs.FixedHashed) -> list[Action]:
         """Queue the fixed tensors that the newcomer lacks, then the replica."""
         member = self.members.get(event.guest)
         if member is None or member.fixed_digests is None:
@@ -477,17 +493,17 @@ class HostProtocol:
         code: list[Action] = [CodeChange()] if self._weights_stay else []
         return [*code, *self._pump(member)]
 
-    def _samples_packed(self, event: inputs.SamplesPacked, now: float) -> list[Action]:
+    def _samples_packed(self, event: inputs.SamplesPacked) -> list[Action]:
         member = self.members.get(event.guest)
         if member is None:
             return []
         if member.lease is not None and member.lease.id == event.lease:
             member.lease.unread -= 1
         member.feed.extra(sum(len(frame) for frame in event.frames))
-        fields = {"lease": event.lease, "batch": event.batch, "tree": event.tree}
-        return [Send(guest=member.id, channel=DATA, kind="samples", fields=fields, frames=event.frames)]
+        samples = SamplesMessage(lease=event.lease, batch=event.batch, tree=event.tree)
+        return [Send(guest=member.id, message=samples, frames=event.frames)]
 
-    def _samples_not_packed(self, event: inputs.SamplesNotPacked, now: float) -> list[Action]:
+    def _samples_not_packed(self, event: inputs.SamplesNotPacked) -> list[Action]:
         """The guest cannot help with such batches. The training itself goes on."""
         member = self.members.get(event.guest)
         if member is None:
@@ -496,34 +512,25 @@ class HostProtocol:
 
     # -- checks ---------------------------------------------------------------------------------------------
 
-    def _sketch(self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float) -> list[Action]:
-        count, compute_s = whole(fields, "count"), seconds(fields, "compute_s")
-        # A loss that is not finite cannot be said in a header: it comes as null.
-        loss = float("nan") if fields["loss"] is None else real(fields, "loss")
-        actions = self.checks.answered(member, fields, frames, loss)
-        if "micro_batch" in fields:
-            micro_batches(member, fields)
+    def _sketch(self, member: Member, answer: SketchMessage, sketch: Any) -> list[Action]:
+        actions = self.checks.answered(member, answer, sketch)
+        member.computes(answer.micro_batch, answer.largest_micro_batch)
         # First guesses, until leases and the weights' changes tell; of one who is checked again more is known.
-        if count > 0 and compute_s > 0 and not member.joined:
-            member.rate.add(count / compute_s)
+        if answer.count > 0 and answer.compute_s > 0 and not member.joined:
+            member.rate.add(answer.count / answer.compute_s)
         synced_s = member.sync_ended - member.sync_started
         if member.sync_bytes and not member.joined:
             member.transfer.add(sum(self.terms.piece_bytes) * synced_s / member.sync_bytes)
         return actions
 
-    def _hashed(self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float) -> list[Action]:
-        if len(frames) != 1:
-            raise WireError("hashes in more frames than one")
-        return self.guard.answered(member, whole(fields, "version"), bytes(frames[0]), now)
-
     # -- time -------------------------------------------------------------------------------------------
 
-    def _tick(self, event: inputs.Tick, now: float) -> list[Action]:
+    def _tick(self, now: float) -> list[Action]:
         """Send heartbeats. Remove guests that were silent for too long, and take their leases back."""
         actions: list[Action] = []
         if now - self._last_alive >= self.terms.heartbeat_s:
             self._last_alive = now
-            actions += [Send(guest=g, channel=CONTROL, kind="alive") for g in self.members]
+            actions += [Send(guest=g, message=AliveMessage()) for g in self.members]
         for member in list(self.members.values()):
             limit = self.terms.joining_silence_s if member.state == JOINING else self.terms.silence_s
             if now - member.last_heard > limit and not self._decoding(member):
@@ -532,14 +539,14 @@ class HostProtocol:
                 actions += self._put_out(member, overdue, refused=not member.joined)
         return actions
 
-    def _not_reading(self, event: inputs.PeerNotReading, now: float) -> list[Action]:
+    def _not_reading(self, event: inputs.PeerNotReading) -> list[Action]:
         member = self.members.get(event.guest)
         if member is None:
             return []
         waiting_mb = event.waiting_bytes / 1e6
         return self._put_out(member, f"did not read what it was sent: {waiting_mb:.0f} MB waited for it")
 
-    def _unreachable(self, event: inputs.PeerUnreachable, now: float) -> list[Action]:
+    def _unreachable(self, event: inputs.PeerUnreachable) -> list[Action]:
         member = self.members.get(event.guest)
         return [] if member is None else self._remove(member, "guest_lost", "lost its connection")
 
@@ -561,13 +568,12 @@ class HostProtocol:
         """End a guest's part in the run, and tell it why."""
         kind, reason = "guest_refused" if refused else "guest_lost", reason[:LONGEST_REASON]
         member.put_out = True
-        fields: dict[str, Any] = {"reason": reason, "joined": member.joined, **({"hint": hint} if hint else {})}
-        bye = Send(guest=member.id, channel=CONTROL, kind="refuse", fields=fields)
-        return [bye, *self._remove(member, kind, reason)]
+        refuse = RefuseMessage(reason=reason, hint=hint, joined=member.joined)
+        return [Send(guest=member.id, message=refuse), *self._remove(member, kind, reason)]
 
     def _refuse(self, guest: str, name: str, address: str, reason: str) -> list[Action]:
         return [
-            Send(guest=guest, channel=CONTROL, kind="refuse", fields={"reason": reason}),
+            Send(guest=guest, message=RefuseMessage(reason=reason)),
             _event("guest_refused", machine=name, address=address, reason=reason),
         ]
 

@@ -13,6 +13,7 @@ gradient must not push everything else out.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -21,8 +22,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
+
+from potluck.spec.messages import Message
 
 ENTRIES = 500
 MOST_FILES = 6
@@ -32,7 +36,8 @@ TOGETHER_S = 1.0
 PAUSE_S = 5.0
 """Between two files: faults seldom come alone, and the second file holds what led to both."""
 NUMBERS = ("lease", "check", "step", "version", "base", "piece", "batch", "count", "keep", "computed", "samples")
-LARGEST = 1 << 53
+ABOUT = ("lease", "version")
+"""Messages that differ in one of these are never one entry."""
 LONGEST_TEXT = 300
 MOST_MACHINES = 256
 
@@ -52,6 +57,9 @@ class _Entry:
     times: int = 1
     words: dict[str, Any] = field(default_factory=dict)
 
+    about: Any = None
+    """Of a message: which lease or version it is about."""
+
     def line(self, started: float) -> dict[str, Any]:
         found: dict[str, Any] = {"t_s": round(self.began - started, 4), "dir": self.direction}
         found |= {"machine": self.machine, "kind": self.kind, **self.numbers, **self.words}
@@ -60,6 +68,26 @@ class _Entry:
         if self.times > 1:
             found |= {"times": self.times, "until_s": round(self.until - started, 4)}
         return found
+
+
+def _nothing(message: Message) -> tuple[int, ...]:
+    return ()
+
+
+def _getter(names: tuple[str, ...]) -> Callable[[Message], tuple[int, ...]]:
+    if not names:
+        return _nothing
+    if len(names) == 1:
+        name = names[0]
+        return lambda message: (getattr(message, name),)
+    return attrgetter(*names)
+
+
+@functools.cache
+def _kept(kind: type[Message]) -> tuple[tuple[str, ...], Callable[[Message], Any], Callable[[Message], Any]]:
+    """Which numbers of a kind of message are kept, and how they and what it is about are read."""
+    names = tuple(name for name in NUMBERS if name in kind.__struct_fields__)
+    return names, _getter(names), _getter(tuple(name for name in ABOUT if name in names))
 
 
 class Recorder:
@@ -91,18 +119,19 @@ class Recorder:
 
     # -- what happens -----------------------------------------------------------------------------------
 
-    def message(self, direction: str, machine: str, kind: str, fields: Mapping[str, Any], nbytes: int) -> None:
+    def message(self, direction: str, machine: str, message: Message, nbytes: int) -> None:
         """A message came "in" or went "out"; `machine` is the other one."""
-        numbers = {k: v for k in NUMBERS if type(v := fields.get(k)) is int and -LARGEST < v < LARGEST}
+        names, values_of, about_of = _kept(type(message))
+        numbers = dict(zip(names, values_of(message)))
+        about = about_of(message)
         now = self._clock()
         with self._lock:
             key = (direction, machine)
             last = self._last.get(key)
             if (
                 last is not None
-                and last.kind == kind
-                and last.numbers.get("lease") == numbers.get("lease")
-                and last.numbers.get("version") == numbers.get("version")
+                and last.kind == message.kind
+                and last.about == about
                 and now - last.began < TOGETHER_S
             ):
                 last.until, last.numbers = now, numbers
@@ -111,7 +140,9 @@ class Recorder:
                 return
             if len(self._last) >= MOST_MACHINES:
                 self._last.clear()
-            entry = self._last[key] = _Entry(now, now, direction, machine, kind, numbers, nbytes)
+            entry = self._last[key] = _Entry(
+                now, now, direction, machine, message.kind, numbers, nbytes, about=about
+            )
             self._ring.append(entry)
 
     def event(self, event: Mapping[str, Any]) -> None:

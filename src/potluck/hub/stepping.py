@@ -17,7 +17,7 @@ from typing import Any
 from potluck.balance.leases import Least, Quotas, Speed, lease_sizes, quotas, split_evenly, takeable
 from potluck.balance.ledger import Ledger
 from potluck.balance.quota import Estimate, extra_samples
-from potluck.hub.actions import CONTROL, Action, CommonBatch, Emit, Send, SendSamples, StepResult, Take, Wake
+from potluck.hub.actions import Action, CommonBatch, Emit, Send, SendSamples, StepResult, Take, Wake
 from potluck.hub.feed import PieceState
 from potluck.hub.members import (
     COMPUTING,
@@ -31,6 +31,7 @@ from potluck.hub.members import (
     OpenLease,
 )
 from potluck.hub.reasons import in_a_row, why_late, why_not
+from potluck.spec.messages import DroppedMessage, LeaseMessage, RevokeMessage
 
 FIRST_TAIL_S = 0.05
 """A guess of what it takes a guest to deliver the end of its gradient, until its first contribution tells."""
@@ -230,18 +231,18 @@ class Stepping:
         for size in sizes:
             batches.append(lease.positions[start : start + size])
             start += size
-        fields: dict[str, Any] = {
-            "lease": lease.id,
-            "step": lease.step,
-            "sizes": list(sizes),
-            "quota": quota,
-            "within_s": max(0.0, lot.step_s + self._head_start_s),
-            "host_sample_s": lot.host_sample_s,
-            "transfer_s": speed.transfer_s,
-            "tail_s": tail_s,
-        }
+        message = LeaseMessage(
+            lease=lease.id,
+            step=lease.step,
+            sizes=sizes,
+            quota=quota,
+            within_s=max(0.0, lot.step_s + self._head_start_s),
+            host_sample_s=lot.host_sample_s,
+            transfer_s=speed.transfer_s,
+            tail_s=tail_s,
+        )
         frames = (pack_samples(self.ledger.samples_of(lease.positions)),) if self.local_data else ()
-        actions: list[Action] = [Send(guest=member.id, channel=CONTROL, kind="lease", fields=fields, frames=frames)]
+        actions: list[Action] = [Send(guest=member.id, message=message, frames=frames)]
         if not self.local_data:
             actions += [
                 SendSamples(guest=member.id, lease=lease.id, batch=number, positions=positions)
@@ -338,7 +339,7 @@ class Stepping:
         silent = now - member.last_heard
         reason, miss = why_late(member, lease, silent_s=silent if silent > SILENT_S else 0.0, now=now)
         actions: list[Action] = [
-            Send(guest=member.id, channel=CONTROL, kind="revoke", fields={"lease": lease.id}),
+            Send(guest=member.id, message=RevokeMessage(lease=lease.id)),
             _event(
                 "lease_taken_back",
                 machine=member.name,
@@ -432,10 +433,7 @@ class Stepping:
         event = _event(
             "contribution_dropped", machine=member.name, step=own.step + 1, samples=own.count, reason=reason
         )
-        actions: list[Action] = [
-            Send(guest=member.id, channel=CONTROL, kind="dropped", fields={"lease": own.id}),
-            event,
-        ]
+        actions: list[Action] = [Send(guest=member.id, message=DroppedMessage(lease=own.id)), event]
         return actions + ([Wake()] if back else []) + self._judge(member)
 
     def void(self, member: Member) -> tuple[int, list[Action]]:
@@ -447,7 +445,7 @@ class Stepping:
         own.revoked = True
         own.pieces.clear()
         self._taken_back += back
-        return back, [Send(guest=member.id, channel=CONTROL, kind="revoke", fields={"lease": own.id}), Wake()]
+        return back, [Send(guest=member.id, message=RevokeMessage(lease=own.id)), Wake()]
 
     def counted(self, member: Member, loss_sum: float = 0.0) -> list[Action]:
         """The decoded contribution is in the sum: count its samples."""

@@ -16,10 +16,11 @@ from potluck.device import Device
 from potluck.hub.link import GuestLink
 from potluck.hub.waiting import WaitingRoom
 from potluck.spec.config import RunConfig
+from potluck.spec.messages import WelcomeMessage
 from potluck.train.events import EventLog
 from potluck.train.folder import RunFolder
 from potluck.train.ranks import Ranks
-from potluck.wire.frames import Message
+from potluck.wire.frames import Received
 from potluck.wire.keys import HostKeys
 from potluck.wire.transport import HostSocket
 
@@ -47,7 +48,7 @@ class Launch:
     """Answers on the socket until the training begins."""
     keys: HostKeys | None = None
     link: GuestLink | None = None
-    welcome: Message | None = None
+    welcome: Received[WelcomeMessage] | None = None
     ranks: Ranks | None = None
     """The host's processes under torchrun, of which this is one; None where it is the only one."""
     began: bool = False

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Unpack
 
+import msgspec
 import torch
 from torch import nn
 
@@ -30,6 +31,7 @@ from potluck.hub.tensors import ModelTensors
 from potluck.limits import usable_cores
 from potluck.sinks import guarded
 from potluck.spec.config import RunConfig
+from potluck.spec.messages import Source, WelcomeMessage
 from potluck.train import ranks
 from potluck.train.batch_statistics import batch_statistics, least_samples
 from potluck.train.checkpoint import Loaded
@@ -51,7 +53,7 @@ from potluck.train.rank_loop import (
 )
 from potluck.train.step import Step
 from potluck.train.telemetry import versions
-from potluck.wire.frames import PROTOCOL, Message
+from potluck.wire.frames import PROTOCOL
 
 LARGEST_GUEST_MICRO_BATCH = 16
 """Where the search for the fastest size ends on a guest; with batch statistics it is the global batch."""
@@ -275,32 +277,32 @@ class Run:
                 raise
         return hub
 
-    def _welcome(self, name: str) -> Message:
+    def _welcome(self, name: str) -> tuple[WelcomeMessage, tuple[bytes, ...]]:
         launch = self._launch
-        fields = {
-            "name": name,
-            "host": launch.name,
-            "run": launch.folder.id if launch.folder else "",
-            "codec": launch.config.codec,
-            "codec_down": down_codec(launch.config),
-            "versions": versions(),
-            "source": launch.source,
-        }
-        return Message(kind="welcome", fields=fields, frames=launch.files)
+        welcome = WelcomeMessage(
+            name=name,
+            host=launch.name,
+            run=launch.folder.id if launch.folder else "",
+            codec=launch.config.codec,
+            codec_down=down_codec(launch.config),
+            versions=versions(),
+            source=msgspec.convert(launch.source, Source),
+        )
+        return welcome, launch.files
 
     # -- guest ------------------------------------------------------------------------------------------
 
     def _guest(self, options: Options, model: nn.Module, dataset: Any, tensors: ModelTensors) -> Iterator[Step]:
         launch = self._launch
         assert launch.link is not None and launch.welcome is not None
-        fields = launch.welcome.fields
+        welcome = launch.welcome.message
         together = batch_statistics(model) is not None
         limit = options.global_batch if together else LARGEST_GUEST_MICRO_BATCH
         hub = GuestHub(
             launch.link,
             tensors,
-            down=codecs.get(str(fields["codec_down"])),
-            up=codecs.get(str(fields["codec"])),
+            down=codecs.get(welcome.codec_down),
+            up=codecs.get(welcome.codec),
             device=launch.device,
         )
         parts = GuestParts(

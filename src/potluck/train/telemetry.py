@@ -27,7 +27,7 @@ RECENT_STEPS = 8
 
 
 def versions() -> dict[str, str]:
-    return {"potluck": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    return {"potluck": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
 
 
 class Telemetry:
