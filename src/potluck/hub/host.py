@@ -81,7 +81,7 @@ class HostHub:
     def wait_for_guests(self, count: int, timeout_s: float, stop: Callable[[], bool]) -> bool:
         """Wait until `count` guests hold the replica. False: stopped. The error names who came and their states."""
         deadline = time.monotonic() + timeout_s
-        with self._changed:
+        with self._lock:
             while True:
                 self._raise_failure()
                 if stop():
@@ -104,7 +104,7 @@ class HostHub:
         The weights are at the step's version, or will be when the device has done what it was given. For
         `head_start_s` see `Stepping.begin`.
         """
-        with self._changed:
+        with self._lock:
             self._raise_failure()
             hit("host.before-step")
             self._hear_coder()  # the leases depend on who holds the newest replica
@@ -120,10 +120,11 @@ class HostHub:
         """
         computing: bool | None = None
         while True:
-            with self._changed:
+            with self._lock:
                 self._raise_failure()
                 now = time.monotonic()
-                self._excuse_guests(self._standstill.ongoing(now), now)
+                if still_s := self._standstill.ongoing(now):
+                    self._handle(inputs.StoodStill(seconds=still_s), now)
                 take = self._handle(inputs.BatchWanted(count=count, computing=computing), now)
                 assert isinstance(take, act.Take)
                 if take.full or take.positions:
@@ -228,13 +229,9 @@ class HostHub:
             self._flush()
         except BaseException as error:
             self._parts.recorder.fault(f"the host's I/O failed: {type(error).__name__}")
-            with self._changed:
+            with self._lock:
                 self._failure = error
                 self._changed.notify_all()
-
-    def _excuse_guests(self, still_s: float, now: float) -> None:
-        if still_s:
-            self._handle(inputs.StoodStill(seconds=still_s), now)
 
     def _record(self, *, now: bool = False) -> None:
         """After a fault, write what led to it into the run's folder. Call it without the lock: it writes a file."""
@@ -247,9 +244,10 @@ class HostHub:
     def _turn(self, received: Sequence[tuple[bytes, Sequence[Any]]]) -> None:
         for peer, frames in received:
             self._receive(peer, frames)
-        with self._changed:
+        with self._lock:
             now = time.monotonic()
-            self._excuse_guests(self._standstill.seconds(now), now)
+            if still_s := self._standstill.seconds(now):
+                self._handle(inputs.StoodStill(seconds=still_s), now)
             self._handle(TICK, now)
             self._hear_coder()
         self._flush()
@@ -258,26 +256,27 @@ class HostHub:
     def _receive(self, peer: bytes, frames: Sequence[Any]) -> None:
         guest = peer[:-1].hex()
         address = self._socket.address_of(frames)
+        try:
+            message, payload = FROM_GUEST.read(frames)
+        except VersionError as error:
+            self._handle(inputs.OtherProtocolArrived(guest=guest, theirs=error.theirs, address=address))
+            return
+        except (UnknownKindError, MalformedError) as error:
+            why = str(error)
+            self._handle(inputs.UnreadableArrived(guest=guest, kind=error.kind, why=why, address=address))
+            return
+        except WireError as error:
+            self._handle(inputs.UnreadableArrived(guest=guest, why=str(error), address=address))
+            return
+        nbytes = sum(map(len, payload))
         with self._lock:
-            try:
-                message, payload = FROM_GUEST.read(frames)
-            except VersionError as error:
-                self._handle(inputs.OtherProtocolArrived(guest=guest, theirs=error.theirs, address=address))
-                return
-            except (UnknownKindError, MalformedError) as error:
-                wrong = inputs.UnreadableArrived(guest=guest, kind=error.kind, why=str(error), address=address)
-                self._handle(wrong)
-                return
-            except WireError as error:
-                self._handle(inputs.UnreadableArrived(guest=guest, why=str(error), address=address))
-                return
-            nbytes = sum(map(len, payload))
             self._bytes_up += nbytes
             self._parts.recorder.message("in", self._name_of(guest), message, nbytes)
             hit("host.received", message.kind)
             now = time.monotonic()
             # First: the message may end the time of a contribution.
-            self._excuse_guests(self._standstill.ongoing(now), now)
+            if still_s := self._standstill.ongoing(now):
+                self._handle(inputs.StoodStill(seconds=still_s), now)
             arrived = inputs.MessageArrived(guest=guest, message=message, frames=payload, address=address)
             self._handle(arrived, now)
             hit("host.handled", message.kind)
@@ -366,7 +365,7 @@ class HostHub:
         try:
             job(action)
         except BaseException as error:
-            with self._changed:
+            with self._lock:
                 self._failure = error
                 self._changed.notify_all()
 
