@@ -24,8 +24,11 @@ from potluck.spec.messages import FromGuest, RefuseMessage
 from potluck.train.data import epoch_order
 from potluck.wire.frames import FROM_GUEST, FROM_HOST, MalformedError, UnknownKindError, dump_json, pack
 from support.plain import Plain, packed
+from support.replay import record
 
 PIECES, GRADIENT_BYTES, HOST_S = 2, 10, 0.1
+SEED = 1
+"""For the order of the samples."""
 MODEL = (TensorSpec(name="w", shape=(4, 2), dtype="float32", role="trained"),)
 VERSIONS = {"potluck": "1", "torch": "2", "python": "3", "protocol": "2"}
 KINDS = [*(kind.kind for kind in get_args(FromGuest)), "nonsense"]
@@ -43,7 +46,7 @@ ABOUT = {"fingerprint": fingerprint_to_json(MODEL), "hashes": {"b": "0"}}
 
 
 def new_protocol(batch: int, samples: int, **terms: Any) -> HostProtocol:
-    ledger = Ledger(samples=samples, global_batch=batch, order=epoch_order(samples, 1))
+    ledger = Ledger(samples=samples, global_batch=batch, order=epoch_order(samples, SEED))
     return HostProtocol(
         HostTerms(
             name="host",
@@ -69,8 +72,11 @@ def _check_travels(action: act.Send) -> None:
 class World:
     """What surrounds the protocol: a clock, the coder, the loader, and guests as honest as a test wants them."""
 
-    def __init__(self, batch: int = 6, samples: int = 7, **terms: Any) -> None:
+    def __init__(self, batch: int = 6, samples: int = 7, tape: list[str] | None = None, **terms: Any) -> None:
+        """`tape`: what the protocol is told is recorded there, see `support.replay`."""
         self.protocol = new_protocol(batch, samples, **terms)
+        if tape is not None:
+            record(self.protocol, tape.append)
         self.ledger, self.members = self.protocol.ledger, self.protocol.members
         self.batch, self.now = batch, 10.0
         self.sent: dict[str, list[act.Send]] = defaultdict(list)
