@@ -16,7 +16,8 @@ from potluck.errors import HostGoneError, LoopError, ScriptError
 from potluck.hub.link import GuestLink
 from potluck.hub.waiting import WaitingRoom
 from potluck.report.messages import describe
-from potluck.wire.frames import Message, pack, unpack
+from potluck.spec.messages import HelloMessage, Source, WelcomeMessage
+from potluck.wire.frames import FROM_GUEST, pack
 from potluck.wire.keys import new_keys
 from potluck.wire.token import Token
 from potluck.wire.transport import HostSocket
@@ -46,7 +47,7 @@ class House:
         self.told.set()
 
     def guest(self) -> GuestLink:
-        link = GuestLink(self.token, {"name": "ann"})
+        link = GuestLink(self.token, HelloMessage(name="ann"))
         link.preparing = lambda reason: (self.preparing.append(reason), self.waits.set())[0]
         return link
 
@@ -87,13 +88,13 @@ def test_a_guest_that_is_asked_to_wait_does_so_as_long_as_the_host_speaks(house:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     ((peer, frames),) = house.room.hand_over()
-    assert unpack(frames).kind == "hello"
+    assert FROM_GUEST.read(frames).message.kind == "hello"
     words = dict.fromkeys(("name", "host", "run", "codec", "codec_down"), "x")
-    fields = {**words, "versions": {}, "source": {"recipe": "gpt", "config": {}}}
-    house.socket.send(peer, pack(Message(kind="welcome", fields=fields)))
+    welcome = WelcomeMessage(**words, versions={}, source=Source(recipe="gpt"))
+    house.socket.send(peer, pack(welcome))
     while thread.is_alive() and time.monotonic() < deadline:
         house.socket.receive(0.05)  # as the hub does
-    assert [type(o).__name__ for o in outcome] == ["Message"]
+    assert [type(o).__name__ for o in outcome] == ["Received"]
     assert house.preparing == ["job.py has not reached its training loop yet"]
     link.close()
     thread.join()

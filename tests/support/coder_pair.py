@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,7 +25,9 @@ from potluck.hub.host_coder import HostCoder
 from potluck.hub.inputs import ContributionDecoded, PartRead, PieceCoded, ReplicaHashed
 from potluck.hub.members import Member
 from potluck.hub.tensors import ModelTensors
-from potluck.wire.frames import Message
+from potluck.spec.messages import DATA, FromGuest, FromHost, HashedMessage
+from potluck.wire.frames import FROM_HOST, Received
+from support.plain import Plain, packed, plain
 
 DEADLINE_S = 20.0
 
@@ -50,22 +52,25 @@ class FakeLink:
     def __init__(self) -> None:
         self.failure = None
         self.lost: Callable[[], None]
-        self.back: Callable[[Message], None]
+        self.back: Callable[[], None]
         self.ended: Callable[[], None]
         self.said: list[tuple[str, dict[str, Any]]] = []
-        self.sent: list[Message] = []
+        self.sent: list[Received[Any]] = []
         self.hashed: dict[int, bytes] = {}
 
-    def handle(self, handler: Callable[[str, Message], None]) -> None:
-        self.hear = handler
+    def handle(self, handler: Callable[[FromHost, Sequence[bytes | memoryview]], None]) -> None:
+        self.handler = handler
 
-    def control(self, kind: str, *frames: bytes, **fields: Any) -> None:
-        self.said.append((kind, fields))
-        if kind == "hashed":
-            self.hashed[fields["version"]] = frames[0]
+    def hear(self, kind: str, *frames: bytes | memoryview, **fields: Any) -> None:
+        self.handler(*FROM_HOST.read(packed(Plain(kind=kind, fields=fields, frames=frames))))
 
-    def data(self, message: Message) -> None:
-        self.sent.append(message)
+    def send(self, message: FromGuest, *frames: bytes | memoryview) -> None:
+        if message.channel == DATA:
+            self.sent.append(Received(message, frames))
+            return
+        self.said.append((message.kind, plain(message).fields))
+        if isinstance(message, HashedMessage):
+            self.hashed[message.version] = bytes(frames[0])
 
     def close(self, reason: str = "", *, failed: bool = False) -> None:
         pass
@@ -147,10 +152,10 @@ class Pair:
                 self.coder.ask("guest", action.item, action.part)
                 continue
             assert isinstance(action, act.Send)
-            self.changes += action.kind == "change"
-            self.wholes += action.kind == "whole"
-            frames = tuple(bytes(frame) for frame in action.frames)
-            self.link.hear("data", Message(kind=action.kind, fields=action.fields, frames=frames))
+            self.changes += action.message.kind == "change"
+            self.wholes += action.message.kind == "whole"
+            heard = plain(action.message, *map(bytes, action.frames))
+            self.link.hear(heard.kind, *heard.frames, **heard.fields)
 
     def turn(self) -> None:
         while self.coder.results:

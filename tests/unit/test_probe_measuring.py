@@ -14,14 +14,13 @@ from potluck.device import pick
 from potluck.errors import PotluckError
 from potluck.plan import inputs, models
 from potluck.probe import bare, iperf
-from potluck.probe.link_visit import _speed_in
+from potluck.probe.link_visit import speed_in
 from potluck.probe.speed import Training, busy_note, largest, measure, spread
 from potluck.probe.stream import FIRST_WINDOW, MOST_WINDOW, Meter, Shares, Window, round_trips
 from potluck.report.probe_table import probe_lines, summary
 from potluck.spec.facts import from_plain
 from potluck.spec.probed import DeviceSpeed, Probed, ProbedPath, Rate, RoundTrips, Way
 from potluck.train import recipes
-from potluck.wire.frames import Message
 from support import fake_device
 
 MB = 1e6
@@ -258,7 +257,7 @@ SPEED = DeviceSpeed(
 
 def heard(table: Any) -> DeviceSpeed:
     frame = table if isinstance(table, bytes) else json.dumps(table).encode()
-    return _speed_in(Message(kind="probe.hello", fields={}, frames=(frame,)))
+    return speed_in((frame,))
 
 
 def test_the_other_machines_speed_is_taken_as_it_is() -> None:
