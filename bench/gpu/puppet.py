@@ -17,13 +17,13 @@ from pathlib import Path
 import torch
 
 from potluck import codec
+from potluck.checked import build
 from potluck.device import Mark, pick
 from potluck.hub.guest import GuestHub, RunOver, Update
 from potluck.hub.link import GuestLink, RawFrames
 from potluck.hub.parity import SKETCH_VALUES
 from potluck.hub.tensors import ModelTensors, raw_bytes
 from potluck.hub.work import Work
-from potluck.spec.config import build
 from potluck.spec.messages import GradMessage, HashMessage, HelloMessage, ResyncMessage, TensorMessage
 from potluck.train import recipes
 from potluck.train.telemetry import versions

@@ -20,6 +20,7 @@ from potluck.failpoints import NAMES, armed
 from potluck.report.messages import describe
 from potluck.report.summary import read_events
 from potluck.spec.config import RunConfig
+from potluck.spec.events import CheckpointFailed, CheckpointSaved, RunEnded, StepEnded
 from potluck.train import checkpoint, checkpoint_folder
 from potluck.train.checkpoint import CheckpointWriter, Loaded, Snapshot, load_latest, save
 from potluck.train.events import EventLog
@@ -162,7 +163,7 @@ def trained(folder: Path, *, steps: int, every: int, at: Callable[[int], None] =
     finally:
         set_launch(None)
         log.close()
-    return [e["step"] for e in read_events(folder) if e["event"] == "checkpoint"]
+    return [e.step for e in read_events(folder) if isinstance(e, CheckpointSaved)]
 
 
 def test_one_that_falls_due_during_a_save_begins_at_the_next_step(
@@ -207,9 +208,9 @@ def test_a_save_that_fails_is_told_and_tried_again_at_the_next_interval(
 ) -> None:
     failing(monkeypatch, lambda step: step in (4, 6))
     assert trained(tmp_path, steps=9, every=2, at=between_saves) == [2, 8, 9]
-    told = [e for e in read_events(tmp_path) if e["event"] == "checkpoint_failed"]
-    assert [e["step"] for e in told] == [4, 6]
-    assert "No space left" in told[0]["reason"]
+    told = [e for e in read_events(tmp_path) if isinstance(e, CheckpointFailed)]
+    assert [e.step for e in told] == [4, 6]
+    assert "No space left" in told[0].reason
     message = describe(told[0])
     assert message is not None
     assert message.text.startswith("step 4 is not saved: cannot write")
@@ -221,9 +222,10 @@ def test_a_run_whose_last_save_fails_ends_with_that_error(tmp_path: Path, monkey
     with pytest.raises(RunFolderError, match="No space left"):
         trained(tmp_path, steps=6, every=2, at=between_saves)
     events = read_events(tmp_path)
-    assert [e["step"] for e in events if e["event"] == "step"] == [1, 2, 3, 4, 5, 6]
-    assert events[-1]["reason"] == "failed"
-    assert [e.get("again", False) for e in events if e["event"] == "checkpoint_failed"] == [True, False]
+    assert [e.step for e in events if isinstance(e, StepEnded)] == [1, 2, 3, 4, 5, 6]
+    assert isinstance(events[-1], RunEnded)
+    assert events[-1].reason == "failed"
+    assert [e.again for e in events if isinstance(e, CheckpointFailed)] == [True, False]
 
 
 def test_the_last_save_of_a_loop_that_was_left_is_not_lost_with_its_generator(
@@ -242,7 +244,9 @@ def test_the_last_save_of_a_loop_that_was_left_is_not_lost_with_its_generator(
     with pytest.raises(RunFolderError, match="No space left"):
         launch.end_training("finished")
     log.close()
-    assert read_events(tmp_path)[-1]["reason"] == "failed"
+    end = read_events(tmp_path)[-1]
+    assert isinstance(end, RunEnded)
+    assert end.reason == "failed"
 
 
 def between_saves(step: int) -> None:

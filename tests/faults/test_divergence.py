@@ -57,7 +57,7 @@ def test_only_every_so_many_steps() -> None:
         if world.members["a"].hash_awaited is not None:
             world.answer_hash("a")
     assert asked(world, "a") == [3, 6]
-    assert [e["step"] for e in of_kind(world, "replica_checked")] == [4, 7]
+    assert [e.step for e in of_kind(world, "replica_checked")] == [4, 7]
 
 
 def test_never_if_so_wished() -> None:
@@ -74,7 +74,7 @@ def test_equal_hashes_change_nothing(host_first: bool) -> None:
     for part in (world.hash, lambda: world.answer_hash("a"))[:: 1 if host_first else -1]:
         part()
     (event,) = of_kind(world, "replica_checked")
-    assert (event["machine"], event["step"]) == ("a", 2)
+    assert (event.machine, event.step) == ("a", 2)
     lease = world.members["a"].lease
     assert lease is not None
     assert not lease.revoked
@@ -93,12 +93,12 @@ def test_a_difference_takes_the_lease_back_and_sends_everything_anew(host_first:
     for part in (world.hash, lambda: world.answer_hash("a", theirs))[:: 1 if host_first else -1]:
         part()
     (event,) = of_kind(world, "replica_mismatch")
-    assert (event["machine"], event["step"], event["samples"]) == ("a", 2, lease.count)
+    assert (event.machine, event.step, event.samples) == ("a", 2, lease.count)
     message = describe(event)
     assert message is not None
     assert message.text == (
         "a (1.2.3.4) held weights that are not the host's (2 of 2 pieces differ) during step 2; "
-        f"its {lease.count} samples were taken back; the weights are sent to it anew"
+        f"its {lease.count} samples were taken back; the weights are sent to it again"
     )
     assert member.state == SYNCING
     kinds = [s.message.kind for s in world.sent["a"]]
@@ -122,7 +122,7 @@ def test_a_contribution_that_is_being_added_already_is_not_lost_twice() -> None:
     world.deliver("a")
     world.answer_hash("a", OTHERS)
     (event,) = of_kind(world, "replica_mismatch")
-    assert event["samples"] == 0
+    assert event.samples == 0
     world.decode()
     assert sum(world.finish().samples.values()) == 12
 

@@ -37,7 +37,7 @@ def test_a_guest_that_comes_back_before_the_host_noticed_keeps_its_name() -> Non
     assert [m.name for m in world.members.values()] == ["a"]
     assert world.members.keys() == {"new"}
     (lost,) = of_kind(world, "guest_lost")
-    assert lost["samples_taken_back"] == lease.count
+    assert lost.samples_taken_back == lease.count
     message = describe(lost)
     assert message is not None
     assert "a (1.2.3.4) came back on a new connection during step 2" in message.text
@@ -71,7 +71,7 @@ def test_when_the_host_slept_its_guests_are_not_to_blame() -> None:
     world.handle(inputs.StoodStill(seconds=300.0))
     world.tick()
     assert world.members.keys() == {"a"}
-    assert "stood still for 300.0 s" in of_kind(world, "note")[-1]["text"]
+    assert "stood still for 300.0 s" in of_kind(world, "note")[-1].text
     world.now += 5.1
     world.tick()
     assert world.members == {}, "but from now on their silence counts again"

@@ -14,6 +14,7 @@ from potluck.hub import recorder as recorders
 from potluck.hub.recorder import ENTRIES, MOST_FILES, PAUSE_S, Recorder
 from potluck.report.guest_view import GuestView
 from potluck.report.messages import describe
+from potluck.spec import events as ev
 from potluck.spec.messages import (
     ChangeMessage,
     DoneMessage,
@@ -194,27 +195,29 @@ def test_machines_that_come_and_go_cost_no_memory() -> None:
     assert len(recorder._last) <= recorders.MOST_MACHINES
 
 
+ABOUT: Any = {"machine": "laptop", "address": "10.0.0.7", "reason": "because", "step": 3}
 FAULTS = [
-    ({"event": "guest_lost"}, True),
-    ({"event": "replica_mismatch"}, True),
-    ({"event": "lease_taken_back", "silent": True}, True),
-    ({"event": "lease_taken_back", "silent": False}, False),
-    ({"event": "guest_left"}, False),
-    ({"event": "guest_left", "failed": True}, True),
-    ({"event": "step"}, False),
+    (ev.GuestLost(**ABOUT, samples_taken_back=4), True),
+    (ev.ReplicaMismatch(**ABOUT, samples=4, pieces=1), True),
+    (ev.LeaseTakenBack(**ABOUT, samples=4, silent=True), True),
+    (ev.LeaseTakenBack(**ABOUT, samples=4, silent=False), False),
+    (ev.GuestLeft(**ABOUT, samples_taken_back=4), False),
+    (ev.GuestLeft(**ABOUT, samples_taken_back=4, failed=True), True),
+    (ev.GuestSitsOut(machine="laptop", step=3, reason="because"), False),
 ]
 
 
 @pytest.mark.parametrize(("event", "written"), FAULTS)
-def test_which_events_are_faults(event: dict[str, Any], written: bool, tmp_path: Path) -> None:
+def test_which_events_are_faults(event: ev.RunEvent, written: bool, tmp_path: Path) -> None:
     recorder = Recorder("tower", tmp_path)
-    recorder.event({**event, "machine": "laptop", "reason": "because", "step": 3, "samples": 4})
+    recorder.event(event)
     path = recorder.write()
     assert (path is not None) == written
     if written:
         head, entry = lines(path)
-        assert head["why"] == f"{event['event']} laptop: because"
-        assert (entry["machine"], entry["step"], entry["samples"]) == ("laptop", 3, 4)
+        assert head["why"] == f"{ev.kind_of(event)} laptop: because"
+        assert (entry["machine"], entry["step"]) == ("laptop", 3)
+        assert entry.get("samples") == getattr(event, "samples", None)
 
 
 # -- the line in the terminal
@@ -257,7 +260,7 @@ def test_one_that_is_silent_at_the_end_of_the_step() -> None:
     world.now = world.members["laptop"].last_heard + 2.6
     world.take()
     assert sentence(world, "lease_taken_back") == f"laptop (1.2.3.4) sent nothing for 2.6 s during step 2; {words}"
-    assert of_kind(world, "lease_taken_back")[-1]["silent"]
+    assert of_kind(world, "lease_taken_back")[-1].silent
 
 
 def test_one_that_is_late() -> None:
@@ -271,7 +274,7 @@ def test_one_that_is_late() -> None:
     world.take()
     late = f"laptop (1.2.3.4) did not deliver within {seconds_text(until - started)} during step 2; {words}"
     assert sentence(world, "lease_taken_back") == late
-    assert not of_kind(world, "lease_taken_back")[-1]["silent"]
+    assert not of_kind(world, "lease_taken_back")[-1].silent
 
 
 def test_one_whose_connection_is_gone() -> None:

@@ -11,11 +11,11 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from potluck.lab import rigs
 from potluck.lab.permission import why_not

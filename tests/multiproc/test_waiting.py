@@ -16,6 +16,7 @@ from potluck.errors import HostGoneError, LoopError, ScriptError
 from potluck.hub.link import GuestLink
 from potluck.hub.waiting import WaitingRoom
 from potluck.report.messages import describe
+from potluck.spec.events import LoopAwaited, RunEvent
 from potluck.spec.messages import HelloMessage, Source, WelcomeMessage
 from potluck.wire.frames import FROM_GUEST, pack
 from potluck.wire.keys import new_keys
@@ -32,7 +33,7 @@ class House:
     def __init__(self, say_after_s: float = 60.0) -> None:
         keys = new_keys()
         self.socket = HostSocket(bind="127.0.0.1", port=0, keys=keys)
-        self.events: list[dict[str, Any]] = []
+        self.events: list[RunEvent] = []
         self.told = threading.Event()
         self.room = WaitingRoom(self.socket, what="job.py", emit=self.emit, say_after_s=say_after_s)
         self.room.start()
@@ -42,7 +43,7 @@ class House:
         self.preparing: list[str] = []
         self.waits = threading.Event()
 
-    def emit(self, event: dict[str, Any]) -> None:
+    def emit(self, event: RunEvent) -> None:
         self.events.append(event)
         self.told.set()
 
@@ -117,8 +118,9 @@ def test_after_a_while_the_person_at_the_host_is_told() -> None:
     finally:
         house.close()
     (event,) = house.events
-    assert (event["event"], event["what"], event["guests"]) == ("loop_awaited", "job.py", 0)
-    message = describe({**event, "seconds": 61.0, "guests": 2})
+    assert isinstance(event, LoopAwaited)
+    assert (event.what, event.guests) == ("job.py", 0)
+    message = describe(LoopAwaited(what=event.what, seconds=61.0, guests=2))
     assert message is not None
     assert message.text == "job.py has not reached run.steps() after 1 min 01 s: 2 guests wait until it does"
 

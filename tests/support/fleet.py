@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 
+from potluck.spec.events import from_json
 from support.processes import Processes, TestProcess
 
 Event = dict[str, Any]
@@ -100,6 +101,7 @@ class Fleet(Processes):
         file = self.folder / "events.jsonl"
         # The last line may be half written.
         lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.exists() else []
+        assert all(from_json(line) for line in lines if line), "an event that this version would not read"
         found = [json.loads(line) for line in lines]
         if kind is not None:
             found = [e for e in found if e["event"] == kind]

@@ -19,6 +19,7 @@ from potluck.hub.feed import NOTHING, FixedTensor, PieceState
 from potluck.hub.inputs import Packed
 from potluck.hub.members import COMPUTING, Member
 from potluck.hub.protocol import HostProtocol, HostTerms
+from potluck.spec.events import RunEvent, kind_of
 from potluck.spec.layout import TensorSpec, fingerprint_to_json
 from potluck.spec.messages import FromGuest, RefuseMessage
 from potluck.train.data import epoch_order
@@ -80,7 +81,7 @@ class World:
         self.ledger, self.members = self.protocol.ledger, self.protocol.members
         self.batch, self.now = batch, 10.0
         self.sent: dict[str, list[act.Send]] = defaultdict(list)
-        self.events: list[dict[str, Any]] = []
+        self.events: list[RunEvent] = []
         self.decoding: list[act.Decode] = []
         self.comparing: list[act.CompareSketch] = []
         self.asked: list[act.ReadPart] = []
@@ -267,7 +268,7 @@ class World:
         self.handle(inputs.CommonComputed(positions=self.in_hand[0], batch=batch, reference=reference))
 
     def end(self) -> StepResult:
-        result = self.ask(inputs.StepEnded())
+        result = self.ask(inputs.StepFilled())
         assert isinstance(result, StepResult)
         step = self.ledger.step - 1
         assert sorted(self.by_host + self.summed) == list(range(step * self.batch, (step + 1) * self.batch))
@@ -341,5 +342,5 @@ def refusals(world: World, guest: str) -> list[str]:
     return [s.message.reason for s in world.sent[guest] if isinstance(s.message, RefuseMessage)]
 
 
-def of_kind(world: World, kind: str) -> list[dict[str, Any]]:
-    return [e for e in world.events if e["event"] == kind]
+def of_kind(world: World, kind: str) -> list[Any]:
+    return [e for e in world.events if kind_of(e) == kind]

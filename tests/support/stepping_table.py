@@ -14,6 +14,7 @@ from potluck.hub.actions import Action, Emit, Send, Take
 from potluck.hub.feed import Feed, PieceState
 from potluck.hub.members import COMPUTING, Member
 from potluck.hub.stepping import Stepping
+from potluck.spec.events import kind_of
 from potluck.train.data import epoch_order
 
 HOST_S = 0.1
@@ -126,8 +127,8 @@ def freeze(*estimates: Estimate) -> None:
         estimate.weight, estimate.doubts = 0.0, False
 
 
-def events(actions: list[Action], kind: str) -> list[dict[str, Any]]:
-    return [a.event for a in actions if isinstance(a, Emit) and a.event["event"] == kind]
+def events(actions: list[Action], kind: str) -> list[Any]:
+    return [a.event for a in actions if isinstance(a, Emit) and kind_of(a.event) == kind]
 
 
 def sends(actions: list[Action], kind: str) -> list[Any]:

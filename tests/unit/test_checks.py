@@ -54,16 +54,16 @@ def test_a_gradient_that_differs_is_compared_once_more_with_the_hosts_spread() -
     world.compare(spread=0.4, unmatched=CPU)
     assert world.members["a"].state == COMPUTING
     (event,) = of_kind(world, "guest_joined")
-    assert event["spread"] == 0.4
+    assert event.spread == 0.4
     (note,) = of_kind(world, "note")
     (told,) = [s for s in world.sent["a"] if s.message.kind == "note"]
-    assert told.message == NoteMessage(text=note["text"])
-    assert "random numbers that differ between the host and a" in note["text"]
+    assert told.message == NoteMessage(text=note.text)
+    assert "random numbers that differ between the host and a" in note.text
 
 
 def test_one_that_passes_at_once_is_not_computed_twice_for() -> None:
     world = joined("a")
-    assert "spread" not in of_kind(world, "guest_joined")[0]
+    assert of_kind(world, "guest_joined")[0].spread is None
     assert of_kind(world, "note") == []
 
 
@@ -196,5 +196,5 @@ def test_with_local_data_guests_then_read_the_samples_themselves_and_the_host_sa
     assert struct.unpack("<2q", *check.frames) == tuple(world.ledger.samples_of([0, 1]))
     assert [s for s in world.sent["a"] if s.message.kind == "samples"] == []
     (note,) = of_kind(world, "note")
-    assert "batch[0] is a PIL.Image" in note["text"]
-    assert "random numbers in the data set" in note["text"]
+    assert "batch[0] is a PIL.Image" in note.text
+    assert "random numbers in the data set" in note.text

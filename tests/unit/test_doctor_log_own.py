@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from potluck.checked import to_json
 from potluck.cli._app import run
 from potluck.doctor.log import read_log
 from potluck.doctor.log_text import Part
-from potluck.spec.facts import Case, to_json
+from potluck.spec.facts import Case
 from potluck.spec.finding import NOTE, Finding, LogReading
 from support.healthy import linux
 

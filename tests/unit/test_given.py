@@ -15,6 +15,7 @@ from potluck.device import pick
 from potluck.errors import ConfigError, LoopError, RunFolderError
 from potluck.report.summary import read_events
 from potluck.spec.config import RunConfig
+from potluck.spec.events import RunNote
 from potluck.train.events import EventLog
 from potluck.train.folder import RunFolder, new_folder
 from potluck.train.launch import ALONE, GUEST, Launch
@@ -267,7 +268,7 @@ def test_a_batch_that_is_larger_than_the_data_set_is_told(tmp_path: Path) -> Non
     launch = launched(folder)
     assert len(trained(model, sgd(model), launch, global_batch=20)) == 3
     launch.log.close()
-    (note,) = [e["text"] for e in read_events(folder) if e["event"] == "note"]
+    (note,) = [e.text for e in read_events(folder) if isinstance(e, RunNote)]
     assert note.startswith("a step of 20 samples is more than the data set has (8)")
 
 

@@ -15,6 +15,8 @@ from torch import nn
 from potluck.cli import join
 from potluck.errors import LoopError, ScriptError
 from potluck.report.messages import describe
+from potluck.spec.events import GuestLeft
+from potluck.spec.messages import Source
 from potluck.train import ending, guest_loop
 from potluck.train.events import EventLog
 from potluck.train.guest_loop import GuestTrainer
@@ -90,7 +92,7 @@ class Opened:
         self.failure = ""
         self.said: list[tuple[str, bool]] = []
         self.faults: list[str] = []
-        self.welcome = SimpleNamespace(fields={"source": {"files": ["job.py"], "arguments": []}})
+        self.welcome = SimpleNamespace(message=SimpleNamespace(source=Source(files=("job.py",), sha256="0")))
         self.discarded = 0
         recorder = SimpleNamespace(fault=self.faults.append, write=lambda now: None, discard=self.discard)
         self.link = SimpleNamespace(recorder=recorder, close=self.close)
@@ -119,7 +121,7 @@ def test_the_host_is_told_that_and_why_a_script_failed(tmp_path: Path, capsys: p
     assert is_failure
     assert reason.startswith("its script failed with ValueError: bad batch !!!")
     assert len(reason) <= 200
-    assert opened.faults == [reason], "and recorded here"
+    assert opened.faults == [], "what a script did wrong needs no flight record"
     assert "data set" not in failed.value.hint, "it failed in its loop: how it got there is not the matter"
     assert "the host has been told" in failed.value.hint
     assert "ValueError" in capsys.readouterr().err
@@ -161,12 +163,12 @@ def test_a_guest_whose_run_failed_says_so(
 
 
 def test_a_goodbye_says_what_became_of_the_samples_and_a_failed_one_is_a_fault() -> None:
-    left = {"event": "guest_left", "machine": "laptop", "address": "192.0.2.2", "step": 7, "samples_taken_back": 5}
-    stopped = describe({**left, "reason": "stopped by the person there"})
+    left: Any = {"machine": "laptop", "address": "192.0.2.2", "step": 7, "samples_taken_back": 5}
+    stopped = describe(GuestLeft(**left, reason="stopped by the person there"))
     assert stopped is not None
     words = "laptop (192.0.2.2) left: stopped by the person there; its 5 samples were taken back"
     assert (stopped.text, stopped.level) == (words, "info")
-    failed = describe({**left, "reason": "its script failed with ValueError: x\x1b[2J", "failed": True})
+    failed = describe(GuestLeft(**left, reason="its script failed with ValueError: x\x1b[2J", failed=True))
     assert failed is not None
     assert failed.level == "bad"
     assert "\x1b" not in failed.text

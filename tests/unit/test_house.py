@@ -26,6 +26,7 @@ PAGES = SOURCE / "troubleshooting"
 # From the bottom up; parts on one line must not import each other.
 LAYERS = (
     ("errors", "_version"),
+    ("checked",),
     ("units", "env", "failpoints", "limits", "sinks"),
     ("durable",),
     ("spec",),

@@ -175,13 +175,13 @@ def test_a_guest_that_cannot_have_the_samples_is_refused() -> None:
     world.begin()
     world.handle(inputs.SamplesNotPacked(guest="a", why="batch[0] is an image"))
     assert "a" not in world.members
-    assert world.events[-1]["reason"] == "the samples cannot be sent: batch[0] is an image"
+    assert world.events[-1].reason == "the samples cannot be sent: batch[0] is an image"
     world.finish()
 
 
 def test_everybody_is_told_when_the_run_ends() -> None:
     world = joined("a", "b")
-    assert kinds(world.handle(inputs.RunEnded(reason="finished"))) == ["bye", "bye"]
+    assert kinds(world.handle(inputs.HostClosing(reason="finished"))) == ["bye", "bye"]
 
 
 def test_the_bound_of_a_contribution_follows_the_hosts_own_norm() -> None:

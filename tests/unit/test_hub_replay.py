@@ -38,9 +38,9 @@ def tape() -> list[str]:
     world.decode()
     assert world.finish().samples.keys() == {"host", "a"}
     (lost,) = of_kind(world, "guest_lost")
-    assert lost["samples_taken_back"] == lease.count
+    assert lost.samples_taken_back == lease.count
     assert of_kind(world, "replica_checked")
-    world.handle(inputs.RunEnded(reason="finished"))
+    world.handle(inputs.HostClosing(reason="finished"))
     return tape
 
 

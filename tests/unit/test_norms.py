@@ -88,8 +88,8 @@ def test_a_guest_that_is_wrong_three_times_in_a_row_is_put_out() -> None:
     bad_step(world, host=1.0)
     assert "a" not in world.members
     (lost,) = of_kind(world, "guest_lost")
-    assert lost["put_out"]
-    assert "not finite or far too large 3 times in a row (in codec fp16)" in lost["reason"]
+    assert lost.put_out
+    assert "not finite or far too large 3 times in a row (in codec fp16)" in lost.reason
     (refusal,) = [s for s in world.sent["a"] if s.message.kind == "refuse"]
     assert refusal.message.hint == WRONG_HINT, "its model was the same when it joined"
     assert len(of_kind(world, "contribution_dropped")) == 3
@@ -120,7 +120,7 @@ def test_one_that_is_too_large_does_not_count_and_its_samples_go_back() -> None:
     step = world.ledger.step
     world.decode("its gradient is too large: …", wrong_norm=1e9)
     (event,) = of_kind(world, "contribution_dropped")
-    assert (event["machine"], event["samples"]) == ("a", decode.count)
+    assert (event.machine, event.samples) == ("a", decode.count)
     world.finish()
     world.handle(inputs.GradientKnown(step=step, norm=1.0, samples=12, applied=True))
     assert world.members["a"].wrong_in_a_row == 1

@@ -68,7 +68,7 @@ def test_a_guest_joins_is_brought_up_to_date_checked_and_counts() -> None:
     world.sketch("a")
     world.compare()
     assert member.state == COMPUTING
-    assert of_kind(world, "guest_joined")[0]["machine"] == "mac"
+    assert of_kind(world, "guest_joined")[0].machine == "mac"
     world.finish()
     assert world.whole_step().samples == {"host": 3, "mac": 3}
 
@@ -76,7 +76,7 @@ def test_a_guest_joins_is_brought_up_to_date_checked_and_counts() -> None:
 def test_versions_that_differ_are_noted_and_not_refused() -> None:
     world = World()
     world.say("a", "hello", name="a", potluck="1", torch="1.9")
-    assert "runs torch 1.9, this host 2" in of_kind(world, "note")[0]["text"]
+    assert "runs torch 1.9, this host 2" in of_kind(world, "note")[0].text
     assert "a" in world.members
 
 
@@ -118,7 +118,7 @@ def test_another_model_is_refused_and_the_difference_named(theirs: TensorSpec | 
     assert world.members == {}
     assert "a different model" in refusals(world, "a")[0]
     assert reason in refusals(world, "a")[0]
-    assert reason in of_kind(world, "guest_refused")[0]["reason"]
+    assert reason in of_kind(world, "guest_refused")[0].reason
 
 
 def test_a_description_that_is_far_longer_than_the_hosts_own_is_not_read() -> None:
@@ -268,8 +268,8 @@ def test_a_lease_comes_back_when_its_guest_goes(go: Any, reason: str) -> None:
     go(world)
     assert world.members == {}
     (event,) = of_kind(world, "guest_left") + of_kind(world, "guest_lost")
-    assert reason in event["reason"]
-    assert (event["machine"], event["step"], event["samples_taken_back"]) == ("a", 2, 3)
+    assert reason in event.reason
+    assert (event.machine, event.step, event.samples_taken_back) == ("a", 2, 3)
     result = world.finish()
     assert result.samples == {"host": 6}
     assert result.taken_back_samples == 3
@@ -279,12 +279,12 @@ def test_a_guest_whose_script_failed_says_so_in_words_that_cannot_steer_a_termin
     world = joined("a")
     world.say("a", "leave", reason="its script failed with ValueError:\n\x1b[2J" + "x" * 900, failed=True)
     (event,) = of_kind(world, "guest_left")
-    assert event["failed"] is True
-    assert event["reason"].startswith("its script failed with ValueError:  [2Jxxx")
-    assert len(event["reason"]) <= 200
+    assert event.failed is True
+    assert event.reason.startswith("its script failed with ValueError:  [2Jxxx")
+    assert len(event.reason) <= 200
     world = joined("a")
     world.say("a", "leave", reason="left")
-    assert "failed" not in of_kind(world, "guest_left")[0]
+    assert not of_kind(world, "guest_left")[0].failed
 
 
 @pytest.mark.parametrize(("go", "reason"), WAYS)
@@ -304,7 +304,7 @@ def test_who_goes_while_decoding_goes_when_that_has_ended(go: Any, reason: str, 
     world.tick()
     assert world.members == {}
     (event,) = of_kind(world, "guest_left") + of_kind(world, "guest_lost")
-    assert reason in event["reason"]
+    assert reason in event.reason
     assert world.finish().samples == ({"host": 6} if why_not else {"host": 3, "a": 3})
 
 
@@ -336,7 +336,7 @@ def test_a_gradient_that_is_not_finite_is_dropped_and_reported() -> None:
     world.deliver("a", finite=False)
     assert not world.decoding
     (event,) = of_kind(world, "contribution_dropped")
-    assert (event["machine"], event["reason"]) == ("a", "its gradient or its loss is not finite")
+    assert (event.machine, event.reason) == ("a", "its gradient or its loss is not finite")
     result = world.finish()
     assert (result.samples, result.dropped_samples) == ({"host": 6}, 3)
 
@@ -374,7 +374,7 @@ def test_a_guest_that_is_heard_but_never_ready_or_never_answers_its_check_is_out
         if world.now < began + 25.0:
             assert set(world.members) == {"a", "b"}
     assert world.members == {}
-    reasons = {e["machine"]: e["reason"] for e in of_kind(world, "guest_refused")}
+    reasons = {e.machine: e.reason for e in of_kind(world, "guest_refused")}
     assert "within 30 s" in reasons["b"]
     assert "within 100 s" in reasons["a"]
     assert world.sent["b"][-1].message.kind == "refuse"
@@ -393,7 +393,7 @@ def test_a_guest_that_does_not_read_is_put_out_with_the_reason() -> None:
     world = joined("a")
     world.handle(inputs.PeerNotReading(guest="a", waiting_bytes=17_000_000))
     assert world.members == {}
-    assert "17 MB waited" in of_kind(world, "guest_lost")[0]["reason"]
+    assert "17 MB waited" in of_kind(world, "guest_lost")[0].reason
     assert world.handle(inputs.PeerNotReading(guest="a", waiting_bytes=1)) == []
 
 
@@ -428,7 +428,7 @@ def test_a_number_that_cannot_be_puts_its_guest_out_and_the_step_is_full(kind: s
     honest = next(m for m in of_guest(lease=lease.id, check=0) if m.kind == kind)
     world.say("a", kind, *map(bytes, honest.frames), **{**honest.fields, key: value})
     assert world.members == {}
-    assert len(of_kind(world, "guest_lost")[0]["reason"]) < 200
+    assert len(of_kind(world, "guest_lost")[0].reason) < 200
     world.finish()
 
 
@@ -452,6 +452,21 @@ def test_strangers_are_told_that_they_are_unknown() -> None:
         if kind != "hello":
             assert world.say("z", kind) == [answer]
     assert world.events == []
+
+
+def test_a_hello_that_cannot_be_read_is_refused_with_its_reason() -> None:
+    """As an unknown guest it would come back for ever."""
+    world = joined()
+    world.say("z", "hello", name=3)
+    why = "its 'name' is wrong: expected `str`, got `int`"
+    assert refusals(world, "z") == [f"sent a malformed 'hello' message: {why}"]
+    assert "z" not in world.members
+    assert len(of_kind(world, "guest_refused")) == 1
+
+
+def test_bytes_of_a_stranger_that_are_no_message_get_no_answer() -> None:
+    world = joined()
+    assert world.arrives("z", [b"GET / HTTP/1.1"]) == []
 
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("hello", "alive", "leave")])
@@ -593,7 +608,7 @@ def test_a_contribution_that_differs_from_what_was_announced_is_dropped(wrong: i
     world.say("a", "closing", lease=1, keep=3, eta_s=0.1)
     world.deliver("a", wrong=wrong)
     assert not world.decoding
-    assert "where 3 were leased" in of_kind(world, "contribution_dropped")[0]["reason"]
+    assert "where 3 were leased" in of_kind(world, "contribution_dropped")[0].reason
     assert world.finish().samples == {"host": 8}
 
 

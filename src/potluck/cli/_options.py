@@ -163,7 +163,7 @@ def read_config_file(path: Path | None, recipe: str | None) -> tuple[dict[str, A
 
 def run_config(table: dict[str, Any], flags: dict[str, Any]) -> RunConfig:
     from potluck import codec
-    from potluck.spec.config import build
+    from potluck.checked import build
 
     config = build(RunConfig, {**table, **given(flags, (*RUN_FLAGS, *HOST_FLAGS))})
     codec.get(config.codec)

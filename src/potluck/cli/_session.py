@@ -28,6 +28,7 @@ from potluck.limits import usable_cores
 from potluck.report.view import View, make_view
 from potluck.sinks import guarded
 from potluck.spec.config import RunConfig
+from potluck.spec.events import GuestJoined, RunEvent, RunNote, StrangerRefused
 from potluck.train.events import EventLog
 from potluck.train.folder import RunFolder, new_folder, open_folder
 from potluck.train.launch import ALONE, HOST, RANK, Launch, set_launch
@@ -211,13 +212,13 @@ def check_began(launch: Launch) -> None:
 def _send_home(guests: LocalGuests, log: EventLog, *, tell: bool) -> None:
     for words in guests.close():
         if tell:
-            log.emit({"event": "note", "text": words})
+            log.emit(RunNote(text=words))
 
 
-def _seen(event: dict[str, Any], joined: dict[str, dict[str, Any]], view: View) -> None:
+def _seen(event: RunEvent, joined: dict[str, dict[str, Any]], view: View) -> None:
     """Show an event, and remember who took part."""
-    if event["event"] == "guest_joined":
-        joined[event["machine"]] = {"name": event["machine"], "role": "guest", "device": event["device"]}
+    if isinstance(event, GuestJoined):
+        joined[event.machine] = {"name": event.machine, "role": "guest", "device": event.device}
     view.event(event)
 
 
@@ -247,7 +248,7 @@ def _open_door(launch: Launch, folder: RunFolder, *, only_here: bool) -> str:
     bind = LOOPBACK if only_here else checked_bind(config.bind) or next(iter(local_addresses()), LOOPBACK)
     launch.socket = HostSocket(bind=bind, port=port, keys=keys, on_denied=_denied(launch))
     if launch.socket.warning is not None and not only_here:
-        launch.log.emit({"event": "note", "text": launch.socket.warning})
+        launch.log.emit(RunNote(text=launch.socket.warning))
     addresses = local_addresses(ipv6=bind == "::") if bind in ("0.0.0.0", "::") else (bind,)
     token = encode(
         Token(
@@ -270,7 +271,7 @@ def _denied(launch: Launch) -> Callable[[str], None]:
         count += 1
         if count <= 5 or count % 100 == 0:
             reason = "no valid token" + (f" ({count} so far)" if count > 5 else "")
-            launch.log.emit({"event": "refused_stranger", "address": address, "reason": reason})
+            launch.log.emit(StrangerRefused(address=address, reason=reason))
 
     return on_denied
 
@@ -306,7 +307,7 @@ def _stop_on_signals(launch: Launch, view: View, *, seen: bool) -> Iterator[None
             raise KeyboardInterrupt
         signalled = True
         asked.set()
-        note = {"event": "note", "text": "stopping: saving first (once more Ctrl-C to stop at once)"}
+        note = RunNote(text="stopping: saving first (once more Ctrl-C to stop at once)")
         # In a thread: the signal may have come while this very thread holds the view's lock.
         threading.Thread(target=view.event, args=(note,), daemon=True).start()
 

@@ -13,7 +13,15 @@ import click
 
 from potluck.cli._app import Settings
 from potluck.cli._options import view_option
-from potluck.errors import LoopError, MissingModuleError, NetworkError, PotluckError, ScriptError, TokenError
+from potluck.errors import (
+    LoopError,
+    MissingModuleError,
+    NetworkError,
+    PotluckError,
+    ScriptError,
+    TokenError,
+    UserError,
+)
 
 _NAME = re.compile(r"[A-Za-z0-9._/-]{0,80}")
 """A valid name of a module, package or file. Other names from a host are not repeated in a suggested command."""
@@ -185,7 +193,7 @@ def _compute(launch: Any, script: Path | None, view: Any) -> int:
         raise
     except Exception as error:
         if not isinstance(error, NetworkError):  # the link has recorded what happened to it
-            _failed(launch, _why(error))
+            _failed(launch, _why(error), records=not isinstance(error, UserError))
         raise
     finally:
         launch.end_training("its script left the loop")
@@ -205,10 +213,11 @@ def _why(error: Exception) -> str:
     return f"its script failed with {type(cause).__name__}" + (f": {words}" if words else "")
 
 
-def _failed(launch: Any, why: str) -> None:
-    """Tell the host, whose user may be able to fix it, and write a flight record here."""
+def _failed(launch: Any, why: str, *, records: bool = False) -> None:
+    """Tell the host, whose user may be able to fix it. `records`: a bug is possible, so write a flight record."""
     launch.failure = why[:200]
-    launch.link.recorder.fault(launch.failure)
+    if records:
+        launch.link.recorder.fault(launch.failure)
     launch.end_training(launch.failure)
     launch.link.close(launch.failure, failed=True)
 
@@ -226,9 +235,9 @@ def _check_modules(script: str, imports: dict[str, str]) -> None:
 
 
 def _run_work(launch: Any, local: Path | None, view: Any) -> None:
+    from potluck.checked import build
     from potluck.cli._scripts import GUEST_HINT, HINT, IN_LOOP_HINT, running
     from potluck.fleet.script import read_script, received_script, run_file, run_received
-    from potluck.spec.config import build
     from potluck.train import recipes
     from potluck.train.recipes.job import train as train_recipe
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from potluck import checked
 from potluck.cli._app import Settings
 from potluck.cli._runs import find_run, runs_folder
 from potluck.errors import UserError
@@ -65,16 +66,18 @@ def planned_step_s(file: Path | None, folder: Path, *, alone: bool) -> float | N
     path = file or folder / PLAN_FILE
     if file is None and not path.exists():
         return None
+    hint = "make it with: potluck plan … --save FILE"
     try:
-        plan = Plan.from_dict(json.loads(path.read_text(encoding="utf-8")))
-        return next(row.step_s for row in plan.rows if row.strategy == (SOLO if alone else POTLUCK))
+        table = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(
             f"cannot read {path}: {error.strerror or error}",
             hint="--plan takes a file made by: potluck plan … --save FILE",
         ) from error
-    except (KeyError, TypeError, ValueError, StopIteration):
-        raise UserError(f"{path} is not a plan file", hint="make it with: potluck plan … --save FILE") from None
+    except (ValueError, RecursionError):
+        raise UserError(f"{path} is not a plan file", hint=hint) from None
+    plan = checked.convert(table, Plan, where=f"{path} is not a plan file", error=UserError, hint=hint)
+    return plan.row(SOLO if alone else POTLUCK).step_s
 
 
 def _write_png(path: Path, steps: list[int], values: list[float], title: str) -> None:

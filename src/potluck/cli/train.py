@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 import shutil
 import sys
@@ -10,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
+from potluck.checked import build
 from potluck.cli import _options as options
 from potluck.cli._app import Settings
 from potluck.cli._runs import find_run, runs_folder
 from potluck.errors import RunFolderError, UserError
-from potluck.spec.config import RunConfig, build
+from potluck.spec.config import RunConfig
 
 
 @click.command()
@@ -66,7 +67,7 @@ def recipe_plan(settings: Settings, recipe: str, flags: dict[str, Any], *, comma
         **options.pairs(flags["more"]),
     }
     config = build(kind.Config, settings_of_recipe)
-    table = dataclasses.asdict(config)
+    table = msgspec.to_builtins(config)
     return RunSpec(
         role=HOST,
         config=options.run_config(in_run, flags),

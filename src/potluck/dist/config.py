@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from potluck import env
+from potluck.checked import did_you_mean
 from potluck.codec.names import parse as parse_codec
 from potluck.errors import CollectiveError, ConfigError
-from potluck.spec.config import did_you_mean
 
 PREFIX = "POTLUCK_DIST_"
 TRANSPORTS = ("auto", "tcp", "shm")

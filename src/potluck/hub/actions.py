@@ -11,6 +11,7 @@ from typing import Any
 from msgspec import Struct
 
 from potluck.hub.feed import Item, TensorPart
+from potluck.spec.events import RunEvent
 from potluck.spec.messages import FromHost
 
 
@@ -104,7 +105,7 @@ class HashReplica(Struct, frozen=True, kw_only=True):
 class Emit(Struct, frozen=True, kw_only=True):
     """Tell the log and the view."""
 
-    event: dict[str, Any]
+    event: RunEvent
 
 
 class LimitNorm(Struct, frozen=True, kw_only=True):

@@ -22,6 +22,7 @@ from potluck.hub.feed import PieceState
 from potluck.hub.inputs import Packed
 from potluck.hub.members import CHECKING, COMPUTING, LONGEST_BENCH_STEPS, SYNCING, Member
 from potluck.hub.stepping import pack_samples
+from potluck.spec.events import GuestJoined, RunNote
 from potluck.spec.messages import CheckMessage, NoteMessage, SamplesMessage, SketchMessage
 
 CHECK_SAMPLES = 4
@@ -133,7 +134,7 @@ class Checks:
             f"the parity check's batch cannot be sent ({why_not}): guests read its samples themselves, and random "
             "numbers in the data set can make their gradients differ"
         )
-        return [Emit(event={"event": "note", "text": text})]
+        return [Emit(event=RunNote(text=text))]
 
     def answered(self, member: Member, answer: SketchMessage, sketch: Any) -> list[Action]:
         """A guest's gradient of the common batch is here."""
@@ -189,16 +190,14 @@ class Checks:
         member.by_spread = verdict.spread is not None
         if not member.joined:
             member.joined = True
-            event: dict[str, Any] = {
-                "event": "guest_joined",
-                "machine": member.name,
-                "address": member.address,
-                "device": member.device,
-                "parity": round(verdict.cosine, 6),
-                "rate": member.rate.value,
-            }
-            if verdict.spread is not None:
-                event["spread"] = round(verdict.spread, 6)
+            event = GuestJoined(
+                machine=member.name,
+                address=member.address,
+                device=member.device,
+                parity=round(verdict.cosine, 6),
+                rate=member.rate.value,
+                spread=None if verdict.spread is None else round(verdict.spread, 6),
+            )
             actions.append(Emit(event=event))
         return actions
 
@@ -209,6 +208,6 @@ class Checks:
             "gross errors are seen"
         )
         return [
-            Emit(event={"event": "note", "machine": member.name, "text": text}),
+            Emit(event=RunNote(machine=member.name, text=text)),
             Send(guest=member.id, message=NoteMessage(text=text)),
         ]

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from potluck.errors import WireError
 from potluck.hub.actions import Action, Emit, HashReplica, Send
 from potluck.hub.hashes import DIGEST_BYTES, differing
 from potluck.hub.members import COMPUTING, LATE, SITTING_OUT, SYNCING, Member
 from potluck.hub.stepping import Stepping
+from potluck.spec.events import ReplicaChecked, ReplicaMismatch
 from potluck.spec.messages import HashMessage, ResyncMessage
 
 TRUSTED = (COMPUTING, LATE, SITTING_OUT)
@@ -114,7 +114,7 @@ class ReplicaGuard:
         if member.hashes_equal % self._parity_every(member) == 0 and member.state == COMPUTING:
             # The next step's common batch takes it in, as it does newcomers; its lease of this one stays.
             member.state, member.reason = SYNCING, "its gradient is checked again"
-        return [_event("replica_checked", member, step=version + 1)]
+        return [Emit(event=ReplicaChecked(machine=member.name, address=member.address, step=version + 1))]
 
     def _parity_every(self, member: Member) -> int:
         step_s, rate = self._stepping.predicted_s, member.rate.value
@@ -134,10 +134,15 @@ class ReplicaGuard:
         return [
             *actions,
             Send(guest=member.id, message=ResyncMessage(version=version)),
-            _event("replica_mismatch", member, step=version + 1, samples=back, pieces=different, reason=reason),
+            Emit(
+                event=ReplicaMismatch(
+                    machine=member.name,
+                    address=member.address,
+                    step=version + 1,
+                    samples=back,
+                    pieces=different,
+                    reason=reason,
+                )
+            ),
             *self._pump(member),
         ]
-
-
-def _event(kind: str, member: Member, **fields: Any) -> Emit:
-    return Emit(event={"event": kind, "machine": member.name, "address": member.address, **fields})

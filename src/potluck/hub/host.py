@@ -27,12 +27,12 @@ from potluck.hub.protocol import HostProtocol
 from potluck.hub.recorder import Recorder
 from potluck.hub.standstill import Standstill
 from potluck.hub.tensors import ModelTensors
+from potluck.spec.events import FlightRecorded, RunEvent
 from potluck.spec.messages import DATA, FromHost, WelcomeMessage
 from potluck.wire.frames import FROM_GUEST, MalformedError, UnknownKindError, VersionError, pack
 from potluck.wire.transport import HostSocket
 from potluck.wire.tree import pack_tree
 
-Event = dict[str, Any]
 TICK = inputs.Tick()
 
 
@@ -48,7 +48,7 @@ class HubParts:
     """The welcome for a guest of this name, and the script's files."""
     fetch: Callable[[Sequence[int]], Any]
     """The collated batch of these samples of the data set."""
-    emit: Callable[[Event], None]
+    emit: Callable[[RunEvent], None]
     early: Sequence[tuple[bytes, Sequence[Any]]] = ()
     """Messages that arrived before there was a hub."""
     recorder: Recorder = field(default_factory=lambda: Recorder("host", None))
@@ -162,7 +162,7 @@ class HostHub:
         """Close a full step and add the contributions to the gradients."""
         with self._lock:
             hit("host.before-end-step")
-            result = self._handle(inputs.StepEnded())
+            result = self._handle(inputs.StepFilled())
         self._coder.collect()
         assert isinstance(result, act.StepResult)
         return result
@@ -200,10 +200,10 @@ class HostHub:
     def close(self, reason: str) -> None:
         """Tell the guests that the run is over, and end the threads."""
         hit("host.before-bye")
-        if reason == "failed" and self._thread.is_alive():
+        if reason == "failed" and self._thread.is_alive() and self.members():  # else there are no messages to show
             self._parts.recorder.fault("the host's training failed")
         with self._lock:
-            self._handle(inputs.RunEnded(reason=reason))
+            self._handle(inputs.HostClosing(reason=reason))
             self._stop = True
         self._socket.wake()
         if self._thread.is_alive():
@@ -238,8 +238,8 @@ class HostHub:
         recorder = self._parts.recorder
         if (path := recorder.write(now=now)) is not None:
             # There may be many faults: tell only once where the records are.
-            event = {"event": "flight_recorded", "machine": recorder.name, "path": str(path)}
-            self._parts.emit({**event, "first": recorder.files == 1})
+            first = recorder.files == 1
+            self._parts.emit(FlightRecorded(machine=recorder.name, path=str(path), first=first))
 
     def _turn(self, received: Sequence[tuple[bytes, Sequence[Any]]]) -> None:
         for peer, frames in received:

@@ -209,7 +209,7 @@ class CommonComputed(_Input, frozen=True, kw_only=True):
     """What guests' gradients are compared with; comes back in `CompareSketch`."""
 
 
-class StepEnded(_Input, frozen=True, kw_only=True):
+class StepFilled(_Input, frozen=True, kw_only=True):
     """Every sample of the step is counted. The reply is a `StepResult`."""
 
 
@@ -223,7 +223,7 @@ class GradientKnown(_Input, frozen=True, kw_only=True):
     """Whether the step's whole gradient was applied."""
 
 
-class RunEnded(_Input, frozen=True, kw_only=True):
+class HostClosing(_Input, frozen=True, kw_only=True):
     """The run is over."""
 
     reason: str
@@ -251,7 +251,7 @@ Input = (
     | HostLaunched
     | HostComputed
     | CommonComputed
-    | StepEnded
+    | StepFilled
     | GradientKnown
-    | RunEnded
+    | HostClosing
 )

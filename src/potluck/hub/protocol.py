@@ -38,6 +38,7 @@ from potluck.hub.members import CHECKING, JOINING, SYNCING, Member
 from potluck.hub.norms import Norms
 from potluck.hub.stepping import Stepping
 from potluck.spec.config import MOST_GUESTS
+from potluck.spec.events import GuestHello, GuestLeft, GuestLost, GuestRefused, RunEvent, RunNote
 from potluck.spec.layout import TensorSpec, fingerprint_from_json, fingerprint_to_json, first_difference
 from potluck.spec.messages import (
     AliveMessage,
@@ -165,9 +166,9 @@ class HostProtocol:
             inputs.HostLaunched: self._host_launched,
             inputs.HostComputed: self._host_computed,
             inputs.CommonComputed: self._common_computed,
-            inputs.StepEnded: self._step_ended,
+            inputs.StepFilled: self._step_filled,
             inputs.GradientKnown: self._gradient_known,
-            inputs.RunEnded: self._run_ended,
+            inputs.HostClosing: self._host_closing,
         }
 
     # -- what may be read -------------------------------------------------------------------------------
@@ -275,18 +276,15 @@ class HostProtocol:
         actions: list[Action] = [
             *gone,
             SendWelcome(guest=guest, name=member.name),
-            _event("guest_hello", machine=member.name, address=address, device=member.device),
+            Emit(event=GuestHello(machine=member.name, address=address, device=member.device)),
         ]
         for part in ("potluck", "torch"):
             if about[part] != self.terms.versions.get(part):
-                actions.append(
-                    _event(
-                        "note",
-                        machine=member.name,
-                        text=f"{member.name} runs {part} {about[part]}, this host "
-                        f"{self.terms.versions.get(part)}: its gradients are checked before they count",
-                    )
+                text = (
+                    f"{member.name} runs {part} {about[part]}, this host {self.terms.versions.get(part)}: its "
+                    "gradients are checked before they count"
                 )
+                actions.append(Emit(event=RunNote(machine=member.name, text=text)))
         return actions
 
     def _other_protocol(self, event: inputs.OtherProtocolArrived, now: float) -> list[Action]:
@@ -464,11 +462,11 @@ class HostProtocol:
     def _replica_hashed(self, event: inputs.ReplicaHashed, now: float) -> list[Action]:
         return self.guard.hashed(event.version, event.digests, now)
 
-    def _step_ended(self, event: inputs.StepEnded, now: float) -> list[Action]:
+    def _step_filled(self, event: inputs.StepFilled, now: float) -> list[Action]:
         self._weights_stay = False
         return [Reply(value=self.stepping.end())]
 
-    def _run_ended(self, event: inputs.RunEnded, now: float) -> list[Action]:
+    def _host_closing(self, event: inputs.HostClosing, now: float) -> list[Action]:
         return [Send(guest=guest, message=ByeMessage(reason=event.reason)) for guest in self.members]
 
     # -- what guests are sent -----------------------------------------------------------------------------
@@ -564,7 +562,7 @@ class HostProtocol:
                 member.checking_since += seconds
         self.stepping.stood_still(seconds, now)
         text = f"this machine stood still for {seconds:.1f} s (asleep, or overloaded); no guest is blamed for that"
-        return [_event("note", machine=self.terms.name, text=text)] if self.members else []
+        return [Emit(event=RunNote(machine=self.terms.name, text=text))] if self.members else []
 
     # -- leaving ----------------------------------------------------------------------------------------
 
@@ -578,7 +576,7 @@ class HostProtocol:
     def _refuse(self, guest: str, name: str, address: str, reason: str) -> list[Action]:
         return [
             Send(guest=guest, message=RefuseMessage(reason=reason)),
-            _event("guest_refused", machine=name, address=address, reason=reason),
+            Emit(event=GuestRefused(machine=name, address=address, reason=reason)),
         ]
 
     def _remove(self, member: Member, kind: str, reason: str) -> list[Action]:
@@ -590,16 +588,7 @@ class HostProtocol:
         back = self.stepping.gone(member)
         del self.members[member.id]
         return [
-            _event(
-                kind,
-                machine=member.name,
-                address=member.address,
-                reason=reason,
-                step=1 + (lease.step if lease and back else self.ledger.step),
-                samples_taken_back=back,
-                **({"put_out": True} if member.put_out else {}),
-                **({"failed": True} if member.failed else {}),
-            ),
+            Emit(event=_gone(member, kind, reason, 1 + (lease.step if lease and back else self.ledger.step), back)),
             Forget(guest=member.id),
             Wake(),
         ]
@@ -615,5 +604,21 @@ class HostProtocol:
         return name
 
 
-def _event(kind: str, **fields: Any) -> Emit:
-    return Emit(event={"event": kind, **fields})
+_GONE: dict[str, type[GuestLeft] | type[GuestLost] | type[GuestRefused]] = {
+    "guest_left": GuestLeft,
+    "guest_lost": GuestLost,
+    "guest_refused": GuestRefused,
+}
+
+
+def _gone(member: Member, kind: str, reason: str, step: int, samples_taken_back: int) -> RunEvent:
+    """The event that tells of a guest's end."""
+    return _GONE[kind](
+        machine=member.name,
+        address=member.address,
+        reason=reason,
+        step=step,
+        samples_taken_back=samples_taken_back,
+        put_out=member.put_out,
+        failed=member.failed,
+    )

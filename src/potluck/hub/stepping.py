@@ -12,7 +12,6 @@ import itertools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from potluck.balance.leases import Least, Quotas, Speed, lease_sizes, quotas, split_evenly, takeable
 from potluck.balance.ledger import Ledger
@@ -31,6 +30,7 @@ from potluck.hub.members import (
     OpenLease,
 )
 from potluck.hub.reasons import in_a_row, why_late, why_not
+from potluck.spec.events import ContributionDropped, GuestSitsOut, LeaseTakenBack
 from potluck.spec.messages import DroppedMessage, LeaseMessage, RevokeMessage
 
 FIRST_TAIL_S = 0.05
@@ -200,7 +200,7 @@ class Stepping:
         return (
             []
             if told
-            else [_event("guest_sits_out", machine=member.name, step=self.ledger.step + 1, reason=reason)]
+            else [Emit(event=GuestSitsOut(machine=member.name, step=self.ledger.step + 1, reason=reason))]
         )
 
     def _lease(self, member: Member, lot: Lot, now: float) -> tuple[int, list[Action]]:
@@ -340,14 +340,15 @@ class Stepping:
         reason, miss = why_late(member, lease, silent_s=silent if silent > SILENT_S else 0.0, now=now)
         actions: list[Action] = [
             Send(guest=member.id, message=RevokeMessage(lease=lease.id)),
-            _event(
-                "lease_taken_back",
-                machine=member.name,
-                address=member.address,
-                step=lease.step + 1,
-                samples=count,
-                reason=reason,
-                silent=silent > SILENT_S,
+            Emit(
+                event=LeaseTakenBack(
+                    machine=member.name,
+                    address=member.address,
+                    step=lease.step + 1,
+                    samples=count,
+                    reason=reason,
+                    silent=silent > SILENT_S,
+                )
             ),
         ]
         member.misses.append(miss)
@@ -366,14 +367,8 @@ class Stepping:
         else:
             return []
         member.rest(self.ledger.step, reason)
-        return [
-            _event(
-                "guest_sits_out",
-                machine=member.name,
-                step=self.ledger.step + 1,
-                reason=f"{reason}; tries again at step {member.rests_until_step + 1}",
-            )
-        ]
+        words = f"{reason}; tries again at step {member.rests_until_step + 1}"
+        return [Emit(event=GuestSitsOut(machine=member.name, step=self.ledger.step + 1, reason=words))]
 
     # -- what guests say about their lease --------------------------------------------------------------
 
@@ -430,10 +425,11 @@ class Stepping:
         member.lease = None
         if late and not own.revoked:
             member.misses.append(reason)
-        event = _event(
-            "contribution_dropped", machine=member.name, step=own.step + 1, samples=own.count, reason=reason
-        )
-        actions: list[Action] = [Send(guest=member.id, message=DroppedMessage(lease=own.id)), event]
+        event = ContributionDropped(machine=member.name, step=own.step + 1, samples=own.count, reason=reason)
+        actions: list[Action] = [
+            Send(guest=member.id, message=DroppedMessage(lease=own.id)),
+            Emit(event=event),
+        ]
         return actions + ([Wake()] if back else []) + self._judge(member)
 
     def void(self, member: Member) -> tuple[int, list[Action]]:
@@ -492,7 +488,3 @@ def _deserves_trial(member: Member, step_s: float) -> bool:
 def pack_samples(samples: Sequence[int]) -> bytes:
     """The data set's indices for a guest that has the data itself: too many for a header."""
     return struct.pack(f"<{len(samples)}q", *samples)
-
-
-def _event(kind: str, **fields: Any) -> Emit:
-    return Emit(event={"event": kind, **fields})

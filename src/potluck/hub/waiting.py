@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from potluck.errors import WireError
+from potluck.spec.events import LoopAwaited, RunEvent
 from potluck.spec.messages import AliveMessage, ByeMessage, FromHost, HelloMessage, LeaveMessage, WaitMessage
 from potluck.wire.frames import FROM_GUEST, MalformedError, VersionError, pack
 from potluck.wire.transport import HostSocket
@@ -33,7 +34,7 @@ class WaitingRoom:
         socket: HostSocket,
         *,
         what: str,
-        emit: Callable[[dict[str, Any]], None],
+        emit: Callable[[RunEvent], None],
         say_after_s: float = SAY_AFTER_S,
     ) -> None:
         """`what` is the name of the script that prepares."""
@@ -75,8 +76,8 @@ class WaitingRoom:
                 self._waiting = {p: f for p, f in self._waiting.items() if self._send(p, AliveMessage())}
             if not said and now - began >= self._say_after_s:
                 said = True
-                event = {"event": "loop_awaited", "what": self._what, "guests": len(self._waiting)}
-                self._emit({**event, "seconds": round(now - began, 1)})
+                guests = len(self._waiting)
+                self._emit(LoopAwaited(what=self._what, seconds=round(now - began, 1), guests=guests))
 
     def _receive(self, peer: bytes, frames: list[Any]) -> None:
         try:

@@ -8,13 +8,14 @@ a host's is told that it is none.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import get_args
+
+import msgspec
 
 from potluck.errors import WireError
 from potluck.probe import bare, iperf
@@ -134,7 +135,7 @@ class LinkServer:
             case ProbeEcho():
                 self._send(peer, ProbeEcho(id=message.id))
             case ProbeHello():
-                speed = json.dumps(asdict(self._speed)).encode()
+                speed = msgspec.json.encode(self._speed)
                 self._send(peer, ProbeHelloBack(id=message.id, iperf3=self._iperf3), speed)
                 if message.first:
                     self.visited(printable(message.name, 60), address)

@@ -16,13 +16,14 @@ from typing import Any, get_args
 
 from msgspec import structs
 
+from potluck import checked
 from potluck.doctor.facts.interfaces import route_to
 from potluck.doctor.facts.system import System
 from potluck.errors import NetworkError, PotluckError, WireError
 from potluck.probe import bare, iperf
 from potluck.probe.reach import number_of, tried_all
 from potluck.probe.stream import MOST_PIECE, Meter, Shares, Window, round_trips
-from potluck.spec.facts import CONNECTED, from_plain
+from potluck.spec.facts import CONNECTED
 from potluck.spec.messages import RefuseMessage, UnknownMessage
 from potluck.spec.probe_messages import (
     MOST_NUMBER,
@@ -394,11 +395,11 @@ def speed_in(frames: Sequence[bytes | memoryview]) -> DeviceSpeed:
     if len(frames) != 1 or len(frames[0]) > MOST_SPEED_BYTES:
         return unknown
     try:
-        speed = from_plain(DeviceSpeed, load_json(bytes(frames[0])), "the other machine")
+        speed = checked.convert(load_json(bytes(frames[0])), DeviceSpeed)
     except PotluckError:
         return unknown
     changes: dict[str, Any] = {}
-    for name in DeviceSpeed.__dataclass_fields__:
+    for name in DeviceSpeed.__struct_fields__:
         value = getattr(speed, name)
         if isinstance(value, str):
             changes[name] = value[:MOST_TEXT]
@@ -407,5 +408,5 @@ def speed_in(frames: Sequence[bytes | memoryview]) -> DeviceSpeed:
         elif isinstance(value, Mapping):
             items = list(value.items())[:8]
             changes[name] = {k[:8]: rate for k, rate in items if _number(rate) is not None}
-    speed = replace(speed, **changes)
-    return speed if speed.name else replace(speed, name=unknown.name)
+    speed = structs.replace(speed, **changes)
+    return speed if speed.name else structs.replace(speed, name=unknown.name)

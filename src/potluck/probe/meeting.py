@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import json
 import math
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
 
+import msgspec
 from msgspec import structs
 
+from potluck import checked
 from potluck.doctor.facts.interfaces import family_of, route_to
 from potluck.doctor.facts.system import System
 from potluck.errors import PotluckError, WireError
@@ -31,9 +31,6 @@ from potluck.spec.facts import (
     Facts,
     Reach,
     Transfer,
-    from_plain,
-    machine_from_dict,
-    machine_to_dict,
 )
 from potluck.spec.messages import HelloMessage, UnknownMessage
 from potluck.spec.probe_messages import (
@@ -216,11 +213,11 @@ class _Visit:
             answer = self._ask(DoctorBack(port=listening.getsockname()[1]), timeout_s=BACK_S + ANSWER_S)
         if answer is not None and isinstance(answer.message, DoctorBackOutcome):
             with contextlib.suppress(PotluckError):
-                self._back = (from_plain(Reach, answer.message.reach, "reach"),)
+                self._back = (checked.convert(answer.message.reach, Reach),)
 
     def _exchange_facts(self) -> Facts | None:
         self._progress("exchanging facts")
-        answer = self._ask(DoctorFacts(), json.dumps(machine_to_dict(self._facts)).encode())
+        answer = self._ask(DoctorFacts(), msgspec.json.encode(self._facts))
         return _facts_in(answer.frames) if answer is not None else None
 
     def _ask(
@@ -244,7 +241,7 @@ class _Visit:
 
 
 def _within(end: float, seconds: float) -> float:
-    """So long, or until the end."""
+    """`seconds`, or what is left until the end."""
     return max(LEAST_S, min(seconds, end - time.monotonic()))
 
 
@@ -262,8 +259,8 @@ def _is_number(address: str) -> bool:
 
 def _facts_in(frames: Sequence[bytes | memoryview]) -> Facts | None:
     try:
-        return machine_from_dict(json.loads(bytes(frames[0])))
-    except (PotluckError, ValueError, RecursionError, IndexError):
+        return msgspec.json.decode(frames[0], type=Facts)
+    except (msgspec.DecodeError, RecursionError, IndexError):
         return None
 
 
@@ -298,7 +295,7 @@ class Listener:
         for entry in [entry for entry in self._tries if entry[2].done()]:
             self._tries.remove(entry)
             peer, number, future = entry
-            self._send(peer, DoctorBackOutcome(id=number, reach=asdict(future.result())))
+            self._send(peer, DoctorBackOutcome(id=number, reach=msgspec.to_builtins(future.result())))
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
@@ -320,7 +317,7 @@ class Listener:
                     future.add_done_callback(lambda _: self._door.wake())
                     self._tries.append((peer, message.id, future))
             case DoctorFacts():
-                facts = json.dumps(machine_to_dict(self._facts)).encode()
+                facts = msgspec.json.encode(self._facts)
                 self._send(peer, DoctorFacts(id=message.id), facts)
                 if (theirs := _facts_in(frames)) is not None:
                     self.learned(theirs)

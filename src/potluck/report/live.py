@@ -1,14 +1,11 @@
-"""The live view: the run's state, redrawn in place twice a second.
-
-It owns the terminal while it is open; what it draws is made in `frame`.
-"""
+"""The live view: owns the terminal while it is open, and redraws the run's state twice a second."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import TextIO
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
@@ -17,7 +14,8 @@ from rich.segment import Segment
 from potluck.report.frame import frame_lines
 from potluck.report.messages import describe
 from potluck.report.state import RunState
-from potluck.report.text import Output, clean, integer, number
+from potluck.report.text import Output, clean
+from potluck.spec.events import RunEvent, RunStarted, StepEnded
 from potluck.units import seconds_text
 
 # Each redraw holds the GIL that training wants; a person does not read faster than this.
@@ -42,14 +40,14 @@ class LiveView:
             vertical_overflow="crop",
         )
 
-    def event(self, event: dict[str, Any]) -> None:
+    def event(self, event: RunEvent) -> None:
         with self._lock:
             if self._closed:
                 return
             self._drawing.fold(event)
             if not self._live.is_started and (message := describe(event)) is not None and message.level in _WARNS:
                 self._output.line(f"! {message.text}")  # there is no picture yet to show it in
-            if event.get("event") == "run_start" and not self._live.is_started:
+            if isinstance(event, RunStarted) and not self._live.is_started:
                 self._live.start()
 
     def close(self) -> None:
@@ -74,21 +72,20 @@ class _Drawing:
         self._stepped_s = self._started_s
         self._lock = threading.Lock()
 
-    def fold(self, event: dict[str, Any]) -> None:
+    def fold(self, event: RunEvent) -> None:
         with self._lock:
             self._state.fold(event)
-            if event.get("event") == "step":
+            if isinstance(event, StepEnded):
                 self._stepped_s = self._clock()
 
     def last_words(self) -> list[str]:
         """What the picture does not say: how long it took and where everything is."""
         with self._lock:
             end = self._state.end
-        if not end:
+        if end is None:
             return []
-        words = f"{clean(end.get('reason')) or 'ended'} after step {integer(end, 'step')}"
-        lines = [f"{words}, {seconds_text(number(end, 'seconds'))}"]
-        return [*lines, f"run folder: {clean(end.get('folder'))}"] if end.get("folder") else lines
+        lines = [f"{clean(end.reason) or 'ended'} after step {end.step}, {seconds_text(end.seconds)}"]
+        return [*lines, f"run folder: {clean(end.folder)}"] if end.folder else lines
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         with self._lock:

@@ -1,4 +1,4 @@
-"""Owns that a training ends once, and with the right reason. It must not know what has to be done then.
+"""Makes sure that a training ends once, and with the right reason.
 
 A loop that is left by `break` and one that is left by an exception look alike from inside: Python closes both
 before anybody knows why. Whoever opened the training does know, a moment later.
@@ -48,7 +48,10 @@ class Ending:
             if self.over or self._timer is not None:
                 return
             self._timer = threading.Timer(WHY_S, self._alone, (reason,))
-            self._timer.start()
+            try:
+                self._timer.start()
+            except RuntimeError:  # the interpreter is shutting down, and starts no more threads
+                self._alone(reason)
 
     def _alone(self, reason: str) -> None:
         """In the timer's thread, while the script goes on: whoever runs it hears of a failure at its end."""

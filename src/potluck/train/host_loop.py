@@ -26,6 +26,7 @@ from potluck.hub.alone import AloneHub
 from potluck.hub.host import HostHub
 from potluck.hub.parity import Reference, Sketch, sketch
 from potluck.hub.tensors import ModelTensors
+from potluck.spec.events import CheckpointDamaged, CheckpointFailed, CheckpointSaved, RunNote, StepEnded
 from potluck.train import checkpoint_folder, given
 from potluck.train.bad_steps import BadSteps, StepFacts
 from potluck.train.batch_statistics import BatchStatistics
@@ -139,14 +140,14 @@ class HostTrainer:
         self._telemetry.started(ledger.step, self._p.tensors)
         if options.steps is not None and ledger.step >= options.steps:
             text = f"nothing left to do: {ledger.step} steps are done, steps is {options.steps}"
-            self._p.launch.log.emit({"event": "note", "text": text})
+            self._p.launch.log.emit(RunNote(text=text))
         try:
             while options.steps is None or ledger.step < options.steps:
                 step = Step(ledger.step, self._batches, self._after_backward, options.loss_is, self._trained)
                 yield step
                 if not step.finished:
                     raise LoopError(
-                        f"step {step.index} was left before all its samples were computed",
+                        f"step {step.number} was left before all its samples were computed",
                         hint="let `for batch in step` run to its end; break out of the outer loop instead",
                     )
             self._flight.finish()
@@ -393,7 +394,7 @@ class HostTrainer:
         guests_loss = result.guests_loss_sum
         options, samples = self._p.options, self._own_samples
         total = None if self._ranks is None else self._sum_of_ranks(step, guests_loss)
-        norm = prepare_gradients(step.index, self._trained, options, self._p.model)
+        norm = prepare_gradients(step.number, self._trained, options, self._p.model)
         finite = norm.isfinite() if self._ranks is None else self._ranks.agree(norm.isfinite())
         if self._writer is not None:
             self._writer.before_update()
@@ -553,14 +554,12 @@ class HostTrainer:
 
     def _not_saved(self, step: int, error: RunFolderError) -> None:
         """The disk is full, or gone: the run goes on, and the next interval is the next attempt."""
-        again = {} if self._saving_last else {"again": True}
-        self._p.launch.log.emit({"event": "checkpoint_failed", "step": step, "reason": error.what, **again})
+        again = not self._saving_last
+        self._p.launch.log.emit(CheckpointFailed(step=step, reason=error.what, again=again))
 
     def _saved(self, step: int, path: Any, seconds: float) -> None:
         self._saved_step = step
-        self._p.launch.log.emit(
-            {"event": "checkpoint", "step": step, "path": str(path), "seconds": round(seconds, 3)}
-        )
+        self._p.launch.log.emit(CheckpointSaved(step=step, path=str(path), seconds=round(seconds, 3)))
 
 
 def finite_state(model: nn.Module) -> Iterator[str]:
@@ -591,9 +590,7 @@ def restore(
         _without_checkpoint(launch, launch.folder)
         return None
     for path, reason in loaded.skipped:
-        launch.log.emit(
-            {"event": "checkpoint_damaged", "path": str(path), "reason": reason, "resumed_from": loaded.step}
-        )
+        launch.log.emit(CheckpointDamaged(path=str(path), reason=reason, resumed_from=loaded.step))
     for key, now in (("global_batch", options.global_batch), ("seed", options.seed)):
         if loaded.extra.get(key, now) != now:
             raise ConfigError(
@@ -609,15 +606,15 @@ def _without_checkpoint(launch: Launch, folder: RunFolder) -> None:
     """A run that saved nothing begins again, and says so; one whose checkpoints are missing does not."""
     steps = saved = 0
     for event in events_in(folder.events):
-        step = event.get("step")
-        if isinstance(step, int) and event.get("event") == "checkpoint":
-            saved = max(saved, step)
-        elif isinstance(step, int) and event.get("event") == "step":
-            steps = max(steps, step)
+        match event:
+            case CheckpointSaved(step=step):
+                saved = max(saved, step)
+            case StepEnded(step=step):
+                steps = max(steps, step)
     if saved:
         raise CheckpointError(
             f"the run was saved up to step {saved}, but there is no checkpoint in {folder.checkpoints}",
             hint="bring the folder back, with all that was in it, or start a new run",
         )
     again = f"; the {steps} steps that were computed are computed again" if steps else ""
-    launch.log.emit({"event": "note", "text": f"there is no checkpoint yet: begins again at step 1{again}"})
+    launch.log.emit(RunNote(text=f"there is no checkpoint yet: begins again at step 1{again}"))

@@ -70,7 +70,7 @@ class RankTrainer:
                 yield step
                 if not step.finished:
                     raise LoopError(
-                        f"step {step.index} was left before all its samples were computed",
+                        f"step {step.number} was left before all its samples were computed",
                         hint="let `for batch in step` run to its end; break out of the outer loop instead",
                     )
             self._over()
@@ -136,7 +136,7 @@ class RankTrainer:
         options = self._p.options
         finite = own_norm(self._trained).isfinite()
         total = self._ranks.sum_gradients(self._trained, step.loss_so_far(), finite)
-        norm = prepare_gradients(step.index, self._trained, options, self._p.model)
+        norm = prepare_gradients(step.number, self._trained, options, self._p.model)
         self._step_update.make(self._ranks.agree(norm.isfinite()), buffers)
         step.loss = float(total[0]) / options.global_batch
         self._scheduling.step(step.loss)

@@ -5,7 +5,6 @@ Owns the public face of training. How it was started is `launch`; how steps go i
 
 from __future__ import annotations
 
-import dataclasses
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -31,12 +30,13 @@ from potluck.hub.tensors import ModelTensors
 from potluck.limits import usable_cores
 from potluck.sinks import guarded
 from potluck.spec.config import RunConfig
+from potluck.spec.events import RunEvent, RunNote
 from potluck.spec.messages import Source, WelcomeMessage
 from potluck.train import ranks
 from potluck.train.batch_statistics import batch_statistics, least_samples
 from potluck.train.checkpoint import Loaded
 from potluck.train.data import Loader, epoch_order
-from potluck.train.events import Event, EventLog
+from potluck.train.events import EventLog
 from potluck.train.given import check_model, check_optimizer, check_scheduler
 from potluck.train.guest_loop import GuestParts, GuestTrainer
 from potluck.train.host_loop import HostTrainer, Parts, restore
@@ -152,7 +152,7 @@ class Run:
         )
         if options.global_batch > loader.samples:
             text = f"a step of {options.global_batch} samples is more than the data set has ({loader.samples}): "
-            launch.log.emit({"event": "note", "text": text + "samples come several times in a step"})
+            launch.log.emit(RunNote(text=text + "samples come several times in a step"))
         statistics = batch_statistics(model)
         least = least_samples(statistics, options.global_batch)
         micro = self._micro_batch(options, limit=options.global_batch, statistics=statistics is not None)
@@ -339,7 +339,7 @@ def down_codec(config: RunConfig) -> str:
     return "int8" if config.codec.startswith("topk") else config.codec
 
 
-def start(show: Callable[[Event], None] | None = None) -> Run:
+def start(show: Callable[[RunEvent], None] | None = None) -> Run:
     """Begin a run: alone, as host or as guest, as this process was started.
 
     Under plain `python script.py` the run is alone and writes no files; under `potluck host script.py` guests
@@ -385,7 +385,7 @@ def manifest(launch: Launch, recipe: dict[str, Any]) -> dict[str, Any]:
     """What the run folder says of the run before it starts."""
     return {
         "what": launch.what,
-        "config": dataclasses.asdict(launch.config),
+        "config": msgspec.to_builtins(launch.config),
         "recipe": recipe,
         "source": {k: v for k, v in launch.source.items() if k != "files"} | {"files": launch.source.get("files")},
         "versions": versions(),
