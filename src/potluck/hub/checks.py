@@ -26,7 +26,7 @@ from potluck.spec.events import GuestJoined, RunNote
 from potluck.spec.messages import CheckMessage, NoteMessage, SamplesMessage, SketchMessage
 
 CHECK_SAMPLES = 4
-"""At most this many samples in a common batch, unless the model needs more at once."""
+"""The most samples in a common batch, unless the model needs more at once."""
 REFERENCES_KEPT = 4
 """A guest's gradient that comes after so many newer checks is not compared any more."""
 ATTEMPTS = 3
@@ -39,7 +39,7 @@ HINT = (
 
 @dataclass(slots=True)
 class _Check:
-    """A common batch: for whom, and once the host has computed it, which positions."""
+    """A common batch: its guests, and its positions once the host has computed it."""
 
     id: int
     step: int
@@ -68,7 +68,7 @@ class Checks:
     _told_unpacked: bool = False
 
     def begin_step(self, pieces: Sequence[PieceState]) -> None:
-        """A common batch for those who hold the weights and are not trusted yet, or not any more."""
+        """Plan a common batch for the guests that hold the weights and whose gradients do not count."""
         self._now = None
         new = [
             m

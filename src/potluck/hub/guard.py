@@ -29,12 +29,12 @@ PARITY_SELDOM = 8 * PARITY_EVERY
 PARITY_SAMPLES = 8
 """The most samples in such a comparison."""
 LONGEST_PAUSE = 6
-"""A guest that differed again and again is asked 2^6 times less often, not never."""
+"""A guest that differed again and again is asked up to 2^6 times less often."""
 
 
 @dataclass(slots=True)
 class _Version:
-    """What is known of one version that is compared."""
+    """The hashes of one version that is compared."""
 
     number: int
     ours: bytes | None = None
@@ -112,7 +112,7 @@ class ReplicaGuard:
             return self._mismatch(member, version, different, now)
         member.hashes_equal += 1
         if member.hashes_equal % self._parity_every(member) == 0 and member.state == COMPUTING:
-            # The next step's common batch takes it in, as it does newcomers; its lease of this one stays.
+            # The next step's common batch checks it like a newcomer. It keeps its lease of this step.
             member.state, member.reason = SYNCING, "its gradient is checked again"
         return [Emit(event=ReplicaChecked(machine=member.name, address=member.address, step=version + 1))]
 

@@ -61,12 +61,12 @@ from potluck.spec.messages import (
 from potluck.wire.frames import dump_json, read_model
 
 ABOUT_BYTES = 1 << 20
-"""What a guest may say of its model, beside four times of what the host would say of its own."""
+"""The description of a guest's model may have this many bytes, plus four times those of the host's own."""
 LONGEST_REASON = 500
-"""Reasons quote what a guest sent, and must fit into a header whatever that was."""
+"""Reasons quote what a guest sent. A longer one is cut, so that it always fits into a header."""
 
 WRONG_BEFORE_OUT = 3
-"""Contributions in a row that cannot be right, and a guest is put out."""
+"""After this many wrong contributions in a row a guest is put out."""
 WRONG_HINT = "this device may compute something else: update torch, or try --device cpu"
 LOOK_AGAIN_S = 0.003
 """How soon the training thread asks again whether its device still computes."""
@@ -74,7 +74,7 @@ LOOK_AGAIN_S = 0.003
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostTerms:
-    """What the host's protocol is set up with."""
+    """The settings of the host's protocol."""
 
     name: str
     versions: dict[str, str]
@@ -85,21 +85,21 @@ class HostTerms:
     heartbeat_s: float = 1.0
     silence_s: float = 5.0
     joining_silence_s: float = 60.0
-    """Building a model may keep a machine busy for long."""
+    """The same while a guest builds its model, which can keep a machine busy for long."""
     joining_s: float = 1800.0
-    """For all of that, however often it is heard meanwhile: imports, downloads, the model."""
+    """The longest time to join: imports, downloads and the model together."""
     checking_s: float = 300.0
-    """To answer a check, which is the gradient of a few samples."""
+    """The longest time to answer a check, which is the gradient of a few samples."""
     max_guests: int = MOST_GUESTS
     local_data: bool = False
     codec: str = ""
-    """How gradients are packed, for what is said of them."""
+    """The gradients' codec, for error messages."""
     guest_bound: float = 0.0
-    """A contribution's norm a sample counts up to so many times the host's own; 0: whatever it is."""
+    """A contribution counts if its norm a sample is at most this many times the host's own. 0: no limit."""
     check_replica_every: int = 50
-    """Steps between two comparisons of the replica's hash with the guests'; 0: never."""
+    """Steps between two comparisons of the replica's hash with the guests'. 0: never."""
     least: Least = field(default_factory=Least)
-    """How few samples the model bears in a micro-batch and in a lease."""
+    """The smallest micro-batch and the smallest lease that the model can train on."""
 
     @property
     def pieces(self) -> int:
@@ -107,7 +107,7 @@ class HostTerms:
 
 
 class HostProtocol:
-    """Everything the host decides about its guests."""
+    """Decides everything about the guests of one run."""
 
     def __init__(self, terms: HostTerms, ledger: Ledger) -> None:
         self.terms = terms
@@ -244,7 +244,7 @@ class HostProtocol:
         return self._unknown(event.guest) if event.kind else []
 
     def _unknown(self, guest: str) -> list[Action]:
-        # With versions, for `potluck doctor`, which is no guest and does not mean to be one.
+        # `potluck doctor` asks this way for the versions; it is no guest.
         ours = self.terms.versions
         versions = UnknownMessage(
             protocol=ours["protocol"], potluck=ours["potluck"], torch=ours["torch"], python=ours["python"]
@@ -254,7 +254,7 @@ class HostProtocol:
     def _hello(self, guest: str, hello: HelloMessage, now: float, address: str) -> list[Action]:
         if guest in self.members:
             return []
-        # It may have noticed that its last connection was broken before the host did. Only itself knows that name.
+        # It may notice a broken connection before the host does. Only the guest itself knows that connection's id.
         before = self.members.get(hello.before)
         gone = [] if before is None else self._remove(before, "guest_lost", "came back on a new connection")
         if len(self.members) >= self.terms.max_guests:
@@ -354,7 +354,7 @@ class HostProtocol:
         return [*actions, decode]
 
     def _wrong(self, member: Member, reason: str, norm: float, now: float) -> list[Action]:
-        """Drop a contribution that cannot be right, unless the host finds the same when it computes the samples."""
+        """Drop a contribution that cannot be right. It is no fault of the guest if the host finds the same."""
         assert member.lease is not None
         self.norms.suspect(member.id, step=member.lease.step, norm=norm)
         return self.stepping.drop(member, reason=reason, now=now, late=False)
@@ -517,7 +517,7 @@ class HostProtocol:
     def _sketch(self, member: Member, answer: SketchMessage, sketch: Any) -> list[Action]:
         actions = self.checks.answered(member, answer, sketch)
         member.computes(answer.micro_batch, answer.largest_micro_batch)
-        # First guesses, until leases and the weights' changes tell; of one who is checked again more is known.
+        # First guesses, until leases and changes measure it. A guest that is checked again has been measured.
         if answer.count > 0 and answer.compute_s > 0 and not member.joined:
             member.rate.add(answer.count / answer.compute_s)
         synced_s = member.sync_ended - member.sync_started
@@ -581,7 +581,7 @@ class HostProtocol:
 
     def _remove(self, member: Member, kind: str, reason: str) -> list[Action]:
         if self._decoding(member):
-            # Its contribution is complete and being added: let that end first, or a sample would be lost.
+            # Its contribution is being added to the sum. Wait for the end of that, or its samples would be lost.
             member.leaving = member.leaving or (kind, reason)
             return []
         lease = member.lease

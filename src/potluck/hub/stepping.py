@@ -34,11 +34,11 @@ from potluck.spec.events import ContributionDropped, GuestSitsOut, LeaseTakenBac
 from potluck.spec.messages import DroppedMessage, LeaseMessage, RevokeMessage
 
 FIRST_TAIL_S = 0.05
-"""A guess of what it takes a guest to deliver the end of its gradient, until its first contribution tells."""
+"""A guess of the time to deliver the end of a gradient, until the first contribution is measured."""
 MOST_MICRO_BATCHES = 512
-"""A lease has no more: they are all on the wire at once, and named in one header."""
+"""The most micro-batches of a lease: all are sent at once, and one header lists them."""
 SILENT_S = 2.5
-"""A guest that said nothing for this long gets no patience at the end of a step."""
+"""At the end of a step, a guest that was silent for this long is not waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Lot:
 
 
 class Stepping:
-    """Deals one step after the other."""
+    """Hands out the leases of one step after the other."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Stepping:
         ]
         shares = self._shares([m for m in ready if m.id in able.guests], host_keeps)
         lent = 0
-        # There is little to lend: whoever's speed changes most comes first.
+        # There is little to lend: guests whose speed changes most come first.
         for guest in sorted(shares.guests, key=lambda g: self.members[g].unsteadiness, reverse=True):
             lot = Lot(shares.guests[guest], shares.host - host_keeps - lent, lent, shares.step_s, seconds)
             extra, leasing = self._lease(self.members[guest], lot, now)
@@ -140,18 +140,18 @@ class Stepping:
         return quotas(self.ledger.global_batch, 1 / (self.host_sample_s or 1.0), speeds, host_keeps)
 
     def _counted_on(self, speed: Speed) -> Speed:
-        """As if a guest's overhead began with the host's own work."""
+        """The guest's speed, with the head start taken off its overhead."""
         return replace(speed, overhead_s=max(0.0, speed.overhead_s - self._head_start_s))
 
     @property
     def host_sample_s(self) -> float | None:
-        """Seconds a sample takes the host: over the last steps, or so far in the first one."""
+        """Seconds that a sample takes the host: over the last steps, or so far in the first one."""
         count, seconds = self._host_now
         return self._host_sample_s.value or (seconds / count if count else None)
 
     @property
     def predicted_s(self) -> float | None:
-        """How long this step should take, where guests have a part in it."""
+        """How long this step should take. None where no guest takes part."""
         return self._predicted
 
     def end(self) -> StepResult:
@@ -182,14 +182,14 @@ class Stepping:
         return found
 
     def _cannot_help(self, member: Member, step_s: float) -> list[Action]:
-        """The quota is under one sample: sit out, and try again later with fresh hope."""
+        """The quota is under one sample: let the guest sit out, and try again later."""
         assert member.speed is not None
         reason = why_not(self._counted_on(member.speed), step_s, guessed=not member.samples)
         told = member.state == SITTING_OUT
-        # Who has helped before may only have had a hiccup: it is asked again soon, then less and less often.
+        # A guest that has helped before is asked again soon, then less and less often.
         steps = None if member.samples else QUOTA_RETRY_STEPS * 2**member.rests
         member.rest(self.ledger.step, reason, steps=steps)
-        # Estimates grow old while it rests: a little hope each time, or a passing slowness would last for ever.
+        # Estimates grow old while it rests: improve them each time, or a short slowness would last for ever.
         if member.samples and member.rate.value is not None:
             member.rate.value *= 1.2
         for estimate in (member.overhead, member.transfer):
@@ -204,7 +204,7 @@ class Stepping:
         )
 
     def _lease(self, member: Member, lot: Lot, now: float) -> tuple[int, list[Action]]:
-        """Hand a lease out; also how many samples beyond the quota it has."""
+        """Hand out a lease. Returns also how many samples beyond the quota it has."""
         most = member.micro_batch * MOST_MICRO_BATCHES
         quota = min(lot.quota, most)
         speed = member.speed
@@ -215,7 +215,7 @@ class Stepping:
         lease = self.ledger.lease(member.name, count)
         tail_s = FIRST_TAIL_S if member.tail.value is None else member.tail.value
         member.leased = True
-        # Cut where the quota ends: as a rule the guest stops there, and then nothing is left half used.
+        # A micro-batch ends where the quota ends: guests usually stop there.
         sizes = lease_sizes(quota, speed) + split_evenly(extra, member.micro_batch)
         member.lease = OpenLease(
             id=lease.id,
@@ -288,7 +288,7 @@ class Stepping:
             member.lease.waited_s += seconds
 
     def stood_still(self, seconds: float, now: float) -> None:
-        """This host itself did nothing for so long: that was nobody's time to deliver in."""
+        """This host itself did nothing for so long: do not count that time against the guests."""
         if self._out_since is not None:
             self._out_since = min(now, self._out_since + seconds)
         for member in self.members.values():
@@ -303,7 +303,7 @@ class Stepping:
         return [m for m in self.members.values() if m.lease is not None and m.lease.id in self.ledger.leases]
 
     def _deadline(self, member: Member, now: float) -> float:
-        """Until when this member's lease is waited for: as long as computing it here would take."""
+        """Until when the host waits for this lease: as long as it would take to compute it."""
         lease = member.lease
         assert lease is not None and self._out_since is not None
         if lease.arrived:
@@ -408,12 +408,12 @@ class Stepping:
         if own is not None:
             since = now - own.started
             if own.closing_at is not None and not own.revoked:
-                # How far the guest's own prediction was off is how far the tail was; no two clocks are compared.
+                # The error of the guest's prediction is the error of the tail. No two clocks are compared.
                 member.tail.add(max(0.0, own.tail_s + now - own.closing_at))
             member.delivered(count=count, compute_s=compute_s, since_start_s=since)
 
     def drop(self, member: Member, *, reason: str, now: float, late: bool = True) -> list[Action]:
-        """A contribution that must not count: its samples go back if they had not gone already.
+        """A contribution must not count: its samples go back to the pool, if they are not there yet.
 
         `late`: it is no better than one that came too late.
         """
@@ -461,7 +461,7 @@ class Stepping:
         return [Wake(), *self._judge(member)]
 
     def stopped(self, member: Member, *, lease: int, computed: int, compute_s: float, now: float) -> None:
-        """The guest has let go of a revoked lease: it may have another one."""
+        """The guest has stopped working on a revoked lease: it may get another one."""
         own = member.lease
         if own is not None and own.id == lease and not own.arrived:
             self.learn(member, count=computed, compute_s=compute_s, now=now)
@@ -479,12 +479,12 @@ class Stepping:
 
 
 def _deserves_trial(member: Member, step_s: float) -> bool:
-    """Whether only a guess speaks against a guest: its first weights may have been slow because it was held up."""
+    """Whether a guest seems too slow only by a guess: what its first weights took."""
     speed = member.speed
     least = speed.least.lease if speed is not None else 1
     return speed is not None and not member.leased and speed.sample_s * least < step_s < speed.lease_s(least)
 
 
 def pack_samples(samples: Sequence[int]) -> bytes:
-    """The data set's indices for a guest that has the data itself: too many for a header."""
+    """The data set's indices, as a frame: there are too many for a header."""
     return struct.pack(f"<{len(samples)}q", *samples)
