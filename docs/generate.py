@@ -11,20 +11,20 @@ import ast
 import itertools
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, get_args
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "potluck"
 DOCS = ROOT / "docs"
-BEGIN, END = "<!-- docs/generate.py: begin -->\n", "<!-- docs/generate.py: end -->"
+BEGIN, END = "<!-- docs/generate.py: {} -->\n", "<!-- docs/generate.py: end -->"
 MESSAGES = re.compile(rf"(<!-- docs/generate.py: messages ([\w ]+) -->\n).*?({re.escape(END)})", re.DOTALL)
 JSON_TYPES = {
     "Any": "any",
-    "Count": "integer",
+    "Natural": "integer",
     "None": "null",
-    "StepNumber": "integer",
+    "Positive": "integer",
     "bool": "boolean",
     "dict": "object",
     "float": "number",
@@ -192,11 +192,17 @@ def number_text(number: float) -> str:
 # -- pages ----------------------------------------------------------------------------------------------
 
 
-def page(path: Path, lines: Iterator[str]) -> str:
-    """The page as it should be."""
-    before, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
-    made = re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n")
-    return before + BEGIN + made + "\n" + END + rest.partition(END)[2]
+def page(path: Path, parts: dict[str, Iterable[str]]) -> str:
+    """The page as it should be, with each of these parts between its marks."""
+    text = path.read_text(encoding="utf-8")
+    for name, lines in parts.items():
+        begin = BEGIN.format(name)
+        before, mark, rest = text.partition(begin)
+        if not mark:
+            sys.exit(f"{path.relative_to(ROOT)} has no line {begin.strip()}")
+        made = re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n")
+        text = before + begin + made + "\n" + END + rest.partition(END)[2]
+    return text
 
 
 def protocol_page(path: Path) -> str:
@@ -218,8 +224,8 @@ def main() -> None:
     reference = DOCS / "reference"
     architecture, folder = DOCS / "architecture.md", reference / "run-folder.md"
     pages = {
-        architecture: page(architecture, file_list()),
-        folder: page(folder, class_tables(SOURCE / "spec" / "events.py")),
+        architecture: page(architecture, {"files": file_list()}),
+        folder: page(folder, {"events": class_tables(SOURCE / "spec" / "events.py")}),
         reference / "protocol.md": protocol_page(reference / "protocol.md"),
     }
     old = []

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from potluck.cli import _session
 from potluck.errors import HostGoneError, LoopError, ScriptError
 from potluck.hub.link import GuestLink
 from potluck.hub.waiting import WaitingRoom
 from potluck.report.messages import describe
 from potluck.spec.events import LoopAwaited, RunEvent
 from potluck.spec.messages import HelloMessage, Source, WelcomeMessage
+from potluck.train.session import send_away
 from potluck.wire.frames import FROM_GUEST, pack
 from potluck.wire.keys import new_keys
 from potluck.wire.token import Token
@@ -138,8 +138,9 @@ def test_after_a_while_the_person_at_the_host_is_told() -> None:
 )
 def test_the_reason_is_that_of_its_end(error: BaseException | None, began: bool, reason: str) -> None:
     said: list[str] = []
-    launch: Any = SimpleNamespace(what="job.py", began=began, waiting=SimpleNamespace(close=said.append))
-    _session._send_away(launch, error)
+    admission = SimpleNamespace(waiting=SimpleNamespace(close=said.append))
+    context: Any = SimpleNamespace(what="job.py", began=began, admission=admission)
+    send_away(context, error)
     assert said == [reason]
 
 

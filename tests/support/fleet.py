@@ -58,7 +58,7 @@ class Fleet(Processes):
             words += ["--runs", str(self.runs)]
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
         words = [*torchrun, *program, "host", str(what), *words, "--", *map(str, arguments)]
-        host = self.python(*words, name="host", env={**self._environment(), **(env or {})})
+        host = self.python(*words, name="host", env={**self._environment(), **(env or {})}, children=ranks)
         host.wait_until(lambda: list(self.runs.glob("*/manifest.json")), TORCH_STARTS_S, "run folder")
         return host
 
@@ -76,10 +76,10 @@ class Fleet(Processes):
         file = token or self.folder / "token"
         return ["join", "--token-file", str(file), "--name", name, "--threads", "1", "--view", "plain", *options]
 
-    def train(self, *options: str) -> TestProcess:
-        """`potluck train` with its run folder among this fleet's."""
-        words = options if "--resume" in options else (*options, "--runs", str(self.runs))
-        return self.potluck("train", *words, name="train", env=self._environment())
+    def train(self, *options: str, guests: int) -> TestProcess:
+        """`potluck train` with its run folder among this fleet's, and so many guests."""
+        words = options if "--resume" in options else (*options, "--guests", str(guests), "--runs", str(self.runs))
+        return self.potluck("train", *words, name="train", env=self._environment(), children=guests)
 
     def _environment(self) -> dict[str, str]:
         # Whatever a process puts into the system's folder for temporary files is seen by nothing_left().

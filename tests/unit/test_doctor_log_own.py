@@ -71,7 +71,7 @@ def test_what_happened_on_the_own_backend_is_not_said_to_be_impossible() -> None
     assert "cannot happen" not in said
     assert "every rank is needed" in said
     assert "`potluck host`" in said
-    killed = read(trace("", "x", file="/x/potluck/dist/lane.py") + torchrun(code=-9))
+    killed = read(trace("", "x", file="/x/potluck/dist/channel.py") + torchrun(code=-9))
     assert "every rank is needed" in of(killed, "worker-killed").potluck
     other = read(trace("[rank0]: ", "KeyError: 'label'") + torchrun())
     assert "cannot happen" in of(other, "one-failed-all-ended").potluck

@@ -257,7 +257,7 @@ SPEED = DeviceSpeed(
 
 def heard(table: Any) -> DeviceSpeed:
     frame = table if isinstance(table, bytes) else json.dumps(table).encode()
-    return speed_in((frame,))
+    return speed_in([frame])
 
 
 def test_the_other_machines_speed_is_taken_as_it_is() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
+from potluck import checked
 from potluck.errors import RunFolderError
 from potluck.report.summary import losses, read_events, summarize
 from potluck.report.summary_text import summary_text
@@ -115,7 +116,7 @@ def test_alone_says_nothing_about_guests() -> None:
 
 def test_the_summary_goes_through_json() -> None:
     summary = summarize(sample.whole_run())
-    again = json.loads(json.dumps(summary.to_dict()))
+    again = json.loads(checked.to_json(summary))
     assert again["machines"][1]["name"] == "laptop"
     assert again["efficiency"] == summary.efficiency
 

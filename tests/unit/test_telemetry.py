@@ -12,7 +12,7 @@ from potluck.hub.actions import StepResult
 from potluck.hub.feed import Feed
 from potluck.hub.members import Member
 from potluck.report.summary import summarize
-from potluck.train.launch import HOST
+from potluck.train.context import HOST
 from potluck.train.telemetry import Telemetry
 
 
@@ -62,7 +62,7 @@ def test_what_the_script_does_between_steps_is_no_steps_time() -> None:
     assert events[1].eta_s == pytest.approx(7 * (0.45 + 7.0), abs=0.1)
 
 
-def test_the_runs_speed_up_is_the_one_of_the_report() -> None:
+def test_the_runs_speed_and_speed_up_are_those_of_the_report() -> None:
     events: list[Any] = []
     telemetry, guest, result = table(events)
     guest.samples = 3
@@ -70,5 +70,7 @@ def test_the_runs_speed_up_is_the_one_of_the_report() -> None:
     for step, ended in enumerate((0.5, 0.9, 2.9), 1):
         telemetry.step_ended(step, 1.0, result, 0.0, start + ended, applied=True, outside=(start, start))
     telemetry.ended(3, 1.0, "finished")
-    assert events[-1].speedup == pytest.approx(summarize(events).speedup, rel=1e-3)
+    summary = summarize(events)
+    assert events[-1].speedup == pytest.approx(summary.speedup, rel=1e-3)
+    assert events[-1].samples_per_s == pytest.approx(summary.samples_per_s, rel=1e-3)
     assert events[-1].speedup != pytest.approx(events[-2].speedup, rel=1e-3), "the last steps are not the run"

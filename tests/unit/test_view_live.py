@@ -311,3 +311,10 @@ def test_the_table_shows_how_many_samples_are_computed_at_once() -> None:
     column = header.index("at once") + len("at once")
     rows = lines[lines.index(header) + 1 :][:2]
     assert [row[:column].split()[-1] for row in rows] == ["12", "–"]
+
+
+def test_the_last_picture_has_the_speed_of_the_whole_run() -> None:
+    """As the line that ends a plain view, and as the report."""
+    end = sample.run_end(samples_per_s=50.0, speedup=1.7)
+    (speed,) = [line for line in picture(state_after(*sample.whole_run()[:-1], end)) if line.startswith(" speed")]
+    assert speed.split("  ")[1:] == ["50.0 samples/s", " 1.70× this machine alone"]

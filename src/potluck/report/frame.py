@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.cells import cell_len
 
 from potluck.report.curve import sparkline
@@ -10,7 +12,7 @@ from potluck.report.machine_table import machine_table
 from potluck.report.messages import eta_text, loss_text, wire_text
 from potluck.report.state import Notice, RunState
 from potluck.report.text import clean
-from potluck.spec.events import RunStarted, StepEnded
+from potluck.spec.events import RunEnded, RunStarted, StepEnded
 from potluck.units import count_text, factor_text, percent_text, rate_text, seconds_text
 
 _LABEL = "dim"
@@ -70,7 +72,7 @@ def _progress(state: RunState, width: int, elapsed_s: float, since_step_s: float
     if step is None:
         return [Line(f"waiting for the first step, {eta_text(elapsed_s)}")]
     lines = [_step_line(state, step, width, elapsed_s, since_step_s), _loss_line(state, step, width)]
-    lines.append(_speed_line(step, width))
+    lines.append(_speed_line(step, state.end, width))
     wire = _wire_line(step)
     if wire is not None and wire.width <= width:
         lines.append(wire)
@@ -115,18 +117,26 @@ def _loss_line(state: RunState, step: StepEnded, width: int) -> Line:
     return line
 
 
-def _speed_line(step: StepEnded, width: int) -> Line:
-    facts: list[tuple[str, str]] = [(rate_text(step.samples_per_s, "samples"), "bold")]
-    speedup = step.speedup
+def _speed_line(step: StepEnded, end: RunEnded | None, width: int) -> Line:
+    """The speed of the last steps; once the run has ended, of all its steps."""
+    facts: list[tuple[str, str]] = [(rate_text((end or step).samples_per_s, "samples"), "bold")]
+    speedup = (end or step).speedup
     if speedup is not None:
         style = "bold green" if speedup >= 1.005 else "" if speedup >= 0.985 else "bold yellow"
         facts.append((factor_text(speedup) + (" this machine alone" if width >= 74 else " alone"), style))
+    if end is not None:
+        return _fitting(_labelled("speed"), facts, width)
     if step.tokens_per_s is not None:
         facts.append((rate_text(step.tokens_per_s, "tokens"), ""))
     facts.append((f"{seconds_text(step.step_s)} a step", ""))
     if step.mfu is not None:
         facts.append((f"MFU {step.mfu:.0%}", ""))
-    line, gap = _labelled("speed"), ""
+    return _fitting(_labelled("speed"), facts, width)
+
+
+def _fitting(line: Line, facts: Sequence[tuple[str, str]], width: int) -> Line:
+    """The line with those facts for which there is room."""
+    gap = ""
     for text, style in facts:
         if line.width + len(gap) + len(text) <= width:
             line.add(gap).add(text, style)

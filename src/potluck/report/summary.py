@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import TypeVar
+
+from msgspec import Struct
 
 from potluck.errors import RunFolderError
 from potluck.report.text import clean
@@ -32,8 +32,7 @@ from potluck.train.gain import Gain
 EVENTS_FILE = "events.jsonl"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MachineSummary:
+class MachineSummary(Struct, frozen=True, kw_only=True):
     """One machine's part in the run."""
 
     name: str
@@ -53,8 +52,7 @@ class MachineSummary:
     times_lost: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
+class Summary(Struct, frozen=True, kw_only=True):
     """A run in numbers; None where the log does not say."""
 
     run_id: str
@@ -97,9 +95,8 @@ class Summary:
     effective_batch: float | None
     """With such layers: samples ÷ micro-batches of a step, the median. So many samples share their statistics."""
     machines: tuple[MachineSummary, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+    planned_s: float | None = None
+    """Seconds a step that a plan saved before the run predicted."""
 
 
 _Kind = TypeVar("_Kind", RunStarted, RunEnded, StatisticsMeasured)

@@ -18,12 +18,12 @@ from potluck.units import (
 )
 
 
-def summary_text(summary: Summary, planned_s: float | None = None) -> str:
-    """About ten lines and a table of the machines. `planned_s`: seconds a step that a plan predicted."""
+def summary_text(summary: Summary) -> str:
+    """About ten lines and a table of the machines."""
     facts = _facts(summary)
-    if planned_s and summary.step_s:
-        off = summary.step_s / planned_s - 1
-        facts.append(("plan", f"{seconds_text(planned_s)} a step, before the run; {_came(off)}"))
+    if summary.planned_s and summary.step_s:
+        off = summary.step_s / summary.planned_s - 1
+        facts.append(("plan", f"{seconds_text(summary.planned_s)} a step, before the run; {_came(off)}"))
     lines = [f"{label:<12}{text}" for label, text in facts]
     table = _table(summary.machines)
     return "\n".join([*lines, "", *table] if table else lines)

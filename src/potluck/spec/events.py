@@ -7,13 +7,12 @@ generated from this file.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
 
-Count = Annotated[int, Meta(ge=0)]
-StepNumber = Annotated[int, Meta(ge=1)]
+from potluck.checked import Natural, Positive
 
 
 class _Event(Struct, frozen=True, tag_field="event", omit_defaults=True):
@@ -40,21 +39,21 @@ class RunStarted(_Event, frozen=True, kw_only=True, tag="run_start"):
     """Name of the host."""
     device: str
     """Device of the host."""
-    steps: Count | None
+    steps: Natural | None
     """Steps in total; null in an endless run."""
-    global_batch: Count
+    global_batch: Natural
     """Samples in a step."""
-    parameters: Count
+    parameters: Natural
     """Number of the model's parameters."""
-    trained_parameters: Count
+    trained_parameters: Natural
     """Number of those that are trained."""
     codec: str
     """Codec of gradients and weights on the wire."""
-    micro_batch: Count | None
+    micro_batch: Natural | None
     """Samples that the host computes at once, where set; null: found by measuring."""
     tokens_per_sample: float | None
     """Tokens in a sample; null if not given."""
-    resumed_from: StepNumber | None
+    resumed_from: Positive | None
     """Steps that were finished before; null in a new run."""
     join: bool
     """Whether guests can join."""
@@ -69,11 +68,11 @@ class MachineFigures(Struct, frozen=True, kw_only=True):
     """Its part in the run."""
     device: str
     """What it computes on."""
-    samples: Count
+    samples: Natural
     """Samples counted for it in this step."""
-    micro_batch: Count | None
+    micro_batch: Natural | None
     """Most samples computed at once in this step; null: none."""
-    micro_batches: Count
+    micro_batches: Natural
     """Number of its micro-batches."""
     rate: float | None
     """Samples per second while it computes."""
@@ -88,9 +87,9 @@ class MachineFigures(Struct, frozen=True, kw_only=True):
 class StepEnded(_Event, frozen=True, kw_only=True, tag="step"):
     """A step is complete."""
 
-    step: StepNumber
+    step: Positive
     """Steps finished."""
-    steps: Count | None
+    steps: Natural | None
     """Steps in total; null in an endless run."""
     loss: float | None
     """Mean over all samples of the step; for a guest's samples, the loss that the guest reported. Null if it is not
@@ -101,7 +100,7 @@ class StepEnded(_Event, frozen=True, kw_only=True, tag="step"):
     """Seconds since the end of the last step, without `between_s`."""
     between_s: float
     """Seconds that the script spent on something else before this step, such as a validation."""
-    samples: dict[str, Count]
+    samples: dict[str, Natural]
     """`{machine: samples counted}`; they sum to `global_batch`."""
     samples_per_s: float
     """Samples per second, over the last 8 steps."""
@@ -122,13 +121,13 @@ class StepEnded(_Event, frozen=True, kw_only=True, tag="step"):
     """Seconds that the host waited idle for leases."""
     update_s: float
     """Seconds for collecting, clipping, optimizer and scheduler."""
-    bytes_up: Count
+    bytes_up: Natural
     """Payload bytes received since the step began."""
-    bytes_down: Count
+    bytes_down: Natural
     """Payload bytes sent since the step began: weights, samples, and everything for new guests."""
-    dropped: Count
+    dropped: Natural
     """Samples in dropped contributions."""
-    taken_back: Count
+    taken_back: Natural
     """Leased samples that the host took back."""
     machines: tuple[MachineFigures, ...]
     """The host first, then the guests that are present."""
@@ -137,16 +136,16 @@ class StepEnded(_Event, frozen=True, kw_only=True, tag="step"):
 class RunEnded(_Event, frozen=True, kw_only=True, tag="run_end"):
     """The training is over. A log without this event belongs to a run that is still going or was killed."""
 
-    step: Count
+    step: Natural
     """Steps finished."""
     loss: float | msgspec.UnsetType | None = msgspec.UNSET
     """Loss of the last step: null if it was not finite, absent if no step was made."""
-    not_applied: Count
+    not_applied: Natural
     """Steps whose update was not made."""
     seconds: float
     """Seconds since `run_start`."""
     samples_per_s: float
-    """Samples per second since `run_start`."""
+    """Samples per second over the steps' own seconds."""
     speedup: float | None
     """Mean of the steps' speed-ups, weighted by their seconds."""
     reason: str
@@ -191,7 +190,7 @@ class GuestSitsOut(_Event, frozen=True, kw_only=True, tag="guest_sits_out"):
 
     machine: str
     """Name of the guest."""
-    step: StepNumber
+    step: Positive
     """Step under way."""
     reason: str
     """Why, and when it is tried again."""
@@ -204,9 +203,9 @@ class LeaseTakenBack(_Event, frozen=True, kw_only=True, tag="lease_taken_back"):
     """Name of the guest."""
     address: str
     """Its address."""
-    step: StepNumber
+    step: Positive
     """Step of the lease."""
-    samples: Count
+    samples: Natural
     """Samples taken back."""
     reason: str
     """Why it was late."""
@@ -219,9 +218,9 @@ class ContributionDropped(_Event, frozen=True, kw_only=True, tag="contribution_d
 
     machine: str
     """Name of the guest."""
-    step: StepNumber
+    step: Positive
     """Step of the lease."""
-    samples: Count
+    samples: Natural
     """Samples in the contribution."""
     reason: str
     """Why it does not count."""
@@ -236,9 +235,9 @@ class GuestLeft(_Event, frozen=True, kw_only=True, tag="guest_left"):
     """Its address."""
     reason: str
     """Why it left."""
-    step: StepNumber
+    step: Positive
     """Step under way."""
-    samples_taken_back: Count
+    samples_taken_back: Natural
     """Samples of its lease that the host took back."""
     put_out: bool = False
     """True if the host excluded it meanwhile; otherwise absent."""
@@ -255,9 +254,9 @@ class GuestLost(_Event, frozen=True, kw_only=True, tag="guest_lost"):
     """Its address."""
     reason: str
     """What happened."""
-    step: StepNumber
+    step: Positive
     """Step under way."""
-    samples_taken_back: Count
+    samples_taken_back: Natural
     """Samples of its lease that the host took back."""
     put_out: bool = False
     """True if the host excluded it; otherwise absent."""
@@ -274,9 +273,9 @@ class GuestRefused(_Event, frozen=True, kw_only=True, tag="guest_refused"):
     """Its address."""
     reason: str
     """Why it was refused."""
-    step: StepNumber | None = None
+    step: Positive | None = None
     """Step under way; absent if the guest had not been welcomed."""
-    samples_taken_back: Count | None = None
+    samples_taken_back: Natural | None = None
     """Samples of its lease that the host took back; absent if the guest had not been welcomed."""
     put_out: bool = False
     """True if the guest had been welcomed; otherwise absent."""
@@ -291,7 +290,7 @@ class ReplicaChecked(_Event, frozen=True, kw_only=True, tag="replica_checked"):
     """Name of the guest."""
     address: str
     """Its address."""
-    step: StepNumber
+    step: Positive
     """First step with these weights."""
 
 
@@ -302,11 +301,11 @@ class ReplicaMismatch(_Event, frozen=True, kw_only=True, tag="replica_mismatch")
     """Name of the guest."""
     address: str
     """Its address."""
-    step: StepNumber
+    step: Positive
     """First step with these weights."""
-    samples: Count
+    samples: Natural
     """Samples taken back."""
-    pieces: Count
+    pieces: Natural
     """Pieces of the weights that differ."""
     reason: str
     """What differs."""
@@ -327,22 +326,22 @@ class StrangerRefused(_Event, frozen=True, kw_only=True, tag="refused_stranger")
 class StepNotApplied(_Event, frozen=True, kw_only=True, tag="step_not_applied"):
     """An update was not made because the gradient was not finite. The step's samples count as used."""
 
-    step: StepNumber
+    step: Positive
     """Number of the step."""
     machine: str | None
     """Whose part of the gradient was not finite; null: all parts were finite, but not their sum."""
     reason: str
     """What was not finite."""
-    in_a_row: Count
+    in_a_row: Natural
     """Steps in a row that were not applied."""
-    so_far: Count
+    so_far: Natural
     """Steps that were not applied since this process began."""
 
 
 class CheckpointSaved(_Event, frozen=True, kw_only=True, tag="checkpoint"):
     """A checkpoint is on disk."""
 
-    step: Count
+    step: Natural
     """Steps finished in it."""
     path: str
     """Its folder."""
@@ -353,7 +352,7 @@ class CheckpointSaved(_Event, frozen=True, kw_only=True, tag="checkpoint"):
 class CheckpointFailed(_Event, frozen=True, kw_only=True, tag="checkpoint_failed"):
     """A checkpoint could not be written; the run continues."""
 
-    step: Count
+    step: Natural
     """Steps finished."""
     reason: str
     """What failed."""
@@ -368,7 +367,7 @@ class CheckpointDamaged(_Event, frozen=True, kw_only=True, tag="checkpoint_damag
     """Its folder."""
     reason: str
     """What is wrong with it."""
-    resumed_from: Count
+    resumed_from: Natural
     """Step of the checkpoint that is used instead."""
 
 
@@ -390,14 +389,14 @@ class LoopAwaited(_Event, frozen=True, kw_only=True, tag="loop_awaited"):
     """Name of the script."""
     seconds: float
     """Seconds since the start."""
-    guests: Count
+    guests: Natural
     """Guests that are waiting."""
 
 
 class LogGap(_Event, frozen=True, kw_only=True, tag="log_gap"):
     """Events before this one could not be written, as on a full disk; the run continued."""
 
-    lines: Count
+    lines: Natural
     """Number of the missing events."""
 
 
@@ -413,17 +412,17 @@ class LogFailed(_Event, frozen=True, kw_only=True, tag="log_failed"):
 class StatisticsMeasured(_Event, frozen=True, kw_only=True, tag="batch_statistics"):
     """In models with BatchNorm, after the second step, and again when `effective_batch` has halved."""
 
-    step: StepNumber
+    step: Positive
     """Steps finished."""
     kind: str
     """Class of the first such layer."""
-    layers: Count
+    layers: Natural
     """Number of layers."""
     names: tuple[str, ...]
     """Names of the first three."""
-    global_batch: Count
+    global_batch: Natural
     """Samples in a step."""
-    micro_batch: dict[str, Count]
+    micro_batch: dict[str, Natural]
     """`{machine: most samples at once}`."""
     effective_batch: float
     """Global batch ÷ micro-batches of the step."""
@@ -444,15 +443,15 @@ class RunNote(_Event, frozen=True, kw_only=True, tag="note"):
 class Delivered(_Event, frozen=True, kw_only=True, tag="delivered"):
     """The guest sent a contribution."""
 
-    step: StepNumber
+    step: Positive
     """Step of the lease."""
-    samples: Count
+    samples: Natural
     """Samples in the contribution."""
     loss: float | None
     """Mean loss of these samples; null if it is not finite."""
     compute_s: float
     """Seconds of computing."""
-    total_samples: Count
+    total_samples: Natural
     """Samples of all contributions so far."""
 
 
@@ -477,7 +476,7 @@ class HostBack(_Event, frozen=True, kw_only=True, tag="host_back"):
 class GuestEnded(_Event, frozen=True, kw_only=True, tag="guest_end"):
     """The guest's part is over."""
 
-    samples: Count
+    samples: Natural
     """Samples of all contributions."""
     compute_s: float
     """Seconds of computing."""

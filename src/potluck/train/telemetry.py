@@ -18,8 +18,8 @@ from potluck.hub.members import Member
 from potluck.hub.tensors import ModelTensors
 from potluck.spec.events import MachineFigures, RunEnded, RunStarted, StepEnded
 from potluck.train.batch_statistics import BatchStatistics, StatisticsNotice
+from potluck.train.context import ALONE, RunContext
 from potluck.train.gain import Gain
-from potluck.train.launch import ALONE, Launch
 from potluck.train.options import Options
 
 RECENT_STEPS = 8
@@ -35,7 +35,7 @@ class Telemetry:
 
     def __init__(
         self,
-        launch: Launch,
+        launch: RunContext,
         options: Options,
         hub: HostHub | AloneHub,
         statistics: BatchStatistics | None = None,
@@ -50,6 +50,8 @@ class Telemetry:
         self._between_s = 0.0
         """Seconds that the script spent between steps, in total."""
         self._gain = Gain()
+        self._steps_s = 0.0
+        """Seconds of all steps so far."""
         self._not_applied = 0
         self._flops_per_sample: float | None = None
 
@@ -112,6 +114,7 @@ class Telemetry:
         rate = options.global_batch / mean_s
         speedup = self._times_alone(mean_s)
         self._gain.add(speedup, step_s)
+        self._steps_s += step_s
         up, down = self._hub.traffic()
         self._launch.log.emit(
             StepEnded(
@@ -156,7 +159,7 @@ class Telemetry:
                 loss=msgspec.UNSET if loss is None else _finite(loss),
                 not_applied=self._not_applied,
                 seconds=seconds,
-                samples_per_s=(step - self._first_step) * self._options.global_batch / max(seconds, 1e-9),
+                samples_per_s=(step - self._first_step) * self._options.global_batch / max(self._steps_s, 1e-9),
                 speedup=self._gain.value,
                 reason=reason,
                 folder=str(self._launch.folder.path) if self._launch.folder else "",
