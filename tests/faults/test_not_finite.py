@@ -6,9 +6,8 @@ import math
 import shlex
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,9 +20,9 @@ import potluck
 from potluck.device import Device, pick
 from potluck.errors import NonFiniteError
 from potluck.fleet.ranks import free_port, rank_environment
-from potluck.hub.host import HostHub
+from potluck.hub import inputs
 from potluck.hub.members import SYNCING
-from potluck.hub.parity import Reference, sketch
+from potluck.hub.parity import Reference, judge, sketch
 from potluck.report.summary import read_events, summarize
 from potluck.report.summary_text import summary_text
 from potluck.spec.config import RunConfig
@@ -31,9 +30,10 @@ from potluck.spec.events import kind_of
 from potluck.train.bad_steps import BadSteps, StepFacts
 from potluck.train.beginning import Buffers
 from potluck.train.checkpoint import CheckpointWriter, Snapshot, load_latest, save
+from potluck.train.context import ALONE, RunContext
 from potluck.train.events import EventLog
 from potluck.train.folder import RunFolder
-from potluck.train.launch import ALONE, Launch, set_launch
+from potluck.train.launch import launched
 from potluck.train.update import Update, total_norm
 from support.campaign import campaign
 from support.processes import Processes
@@ -95,12 +95,16 @@ class Trained:
         self.folder = RunFolder(folder)
         log = EventLog(self.folder.events)
         config = RunConfig(checkpoint_every=every, max_bad_steps=most)
-        launch = Launch(
-            role=ALONE, config=config, device=device or pick("cpu"), name="here", log=log, folder=self.folder
+        context = RunContext(
+            role=ALONE,
+            config=config,
+            device=device or pick("cpu"),
+            name="here",
+            log=log,
+            folder=self.folder,
+            again=lambda where: f"potluck host my.py --resume {where}",
         )
-        launch.again = lambda where: f"potluck host my.py --resume {where}"
-        set_launch(launch)
-        try:
+        with closing(log), launched(context):
             for step in potluck.start().steps(
                 self.model,
                 self.optimizer,
@@ -115,9 +119,6 @@ class Trained:
                     output = self.model(batch * (factor if factor == INF or factor != factor else 1.0))
                     step.backward(output.square().mean() * factor + add(step.index + 1))
                 self.weights[step.index + 1] = self.model.line.weight.detach().clone()
-        finally:
-            set_launch(None)
-            log.close()
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -351,16 +352,10 @@ def test_a_guest_is_not_refused_for_what_the_host_itself_could_not_compute() -> 
     world.compute()
     world.sketch("a")
     (action,) = world.comparing
+    assert action.reference == "reference"
     spoilt = sketch([torch.full((4,), NAN)], [4], NAN)
-    assert not spoilt.finite
-    assert sketch([torch.ones(4)], [4], 1.0).finite
-    hub: Any = SimpleNamespace(
-        _lock=nullcontext(),
-        _changed=nullcontext(),
-        _references={action.check: Reference(first=spoilt)},
-        _protocol=world.protocol,
-    )
-    HostHub._compare(hub, action)
+    verdict = judge(Reference(first=spoilt), action.sketch, action.loss, random=action.random, names=())
+    world.handle(inputs.SketchCompared(guest="a", check=action.check, verdict=verdict))
     member = world.members["a"]
     assert (member.state, member.reason) == (SYNCING, "the host's own gradient was not finite")
 

@@ -17,8 +17,8 @@ import zmq
 from zmq.utils import garbage
 
 from potluck.dist import connections
-from potluck.dist.connections import ConnectionSettings
 from potluck.dist.queues import Kind, MessageQueues
+from support.dist_settings import loopback
 from support.strangers import MANNERS, Crowd, a_frame_of, files_in_a_burst, greeting, held, until
 
 GROUP, TAG = 7, 1
@@ -34,7 +34,7 @@ def _memory_of_sent_frames_is_freed() -> None:
 @contextlib.contextmanager
 def ranks(count: int = 2) -> Iterator[list[MessageQueues]]:
     """Encrypted ranks in this process that know each other."""
-    made = [MessageQueues(ConnectionSettings(), host="here") for _ in range(count)]
+    made = [MessageQueues(loopback(), host="here") for _ in range(count)]
     try:
         for rank in made:
             rank.admit([each.endpoint for each in made])
@@ -130,9 +130,9 @@ def test_strangers_are_logged_but_not_without_end(caplog: pytest.LogCaptureFixtu
 
 
 LISTEN = """
-from potluck.dist.connections import ConnectionSettings
 from potluck.dist.queues import MessageQueues
-listening = MessageQueues(ConnectionSettings())
+from support.dist_settings import loopback
+listening = MessageQueues(loopback())
 port = listening.endpoint.port
 """
 

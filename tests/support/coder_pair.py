@@ -1,6 +1,6 @@
-"""A host's coder and a guest's hub on either side of the feed's rules, without a socket between them.
+"""A host's coder and a guest's hub with the protocol's `Feeding` between them, and no socket.
 
-It owns the pumping that the I/O thread does in a run. It knows no lease and no step.
+It performs what the hub's shell performs in a run. There are no leases and no steps.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,11 +17,17 @@ from torch import Tensor, nn
 
 from potluck.codec import get
 from potluck.device import Device, pick
-from potluck.hub.feed import Feed, Item
+from potluck.hub import actions as act
+from potluck.hub.feed import Feed, Item, PieceState
+from potluck.hub.feeding import Feeding
 from potluck.hub.guest import GuestHub
-from potluck.hub.host_coder import Answer, Coded, Decoded, Hashed, HostCoder
+from potluck.hub.host_coder import HostCoder
+from potluck.hub.inputs import ContributionDecoded, PartRead, PieceCoded, ReplicaHashed
+from potluck.hub.members import Member
 from potluck.hub.tensors import ModelTensors
-from potluck.wire.frames import Message
+from potluck.spec.messages import DATA, FromGuest, FromHost, HashedMessage
+from potluck.wire.frames import FROM_HOST, Received
+from support.plain import Plain, packed, plain
 
 DEADLINE_S = 20.0
 
@@ -46,22 +52,25 @@ class FakeLink:
     def __init__(self) -> None:
         self.failure = None
         self.lost: Callable[[], None]
-        self.back: Callable[[Message], None]
+        self.back: Callable[[], None]
         self.ended: Callable[[], None]
         self.said: list[tuple[str, dict[str, Any]]] = []
-        self.sent: list[Message] = []
+        self.sent: list[Received[Any]] = []
         self.hashed: dict[int, bytes] = {}
 
-    def handle(self, handler: Callable[[str, Message], None]) -> None:
-        self.hear = handler
+    def handle(self, handler: Callable[[FromHost, Sequence[bytes | memoryview]], None]) -> None:
+        self.handler = handler
 
-    def control(self, kind: str, *frames: bytes, **fields: Any) -> None:
-        self.said.append((kind, fields))
-        if kind == "hashed":
-            self.hashed[fields["version"]] = frames[0]
+    def hear(self, kind: str, *frames: bytes | memoryview, **fields: Any) -> None:
+        self.handler(*FROM_HOST.read(packed(Plain(kind=kind, fields=fields, frames=frames))))
 
-    def data(self, message: Message) -> None:
-        self.sent.append(message)
+    def send(self, message: FromGuest, *frames: bytes | memoryview) -> None:
+        if message.channel == DATA:
+            self.sent.append(Received(message, frames))
+            return
+        self.said.append((message.kind, plain(message).fields))
+        if isinstance(message, HashedMessage):
+            self.hashed[message.version] = bytes(frames[0])
 
     def close(self, reason: str = "", *, failed: bool = False) -> None:
         pass
@@ -100,9 +109,12 @@ class Pair:
         )
         self.feed = Feed(pieces=self.pieces, window_bytes=2000)
         self.feed.open = True
+        about: dict[str, Any] = {"name": "guest", "address": "", "device": "", "about": {}}
+        self.member = Member(id="guest", last_heard=0.0, joined_at=0.0, feed=self.feed, **about)
+        self.feeding = Feeding(pieces=self.pieces, members={"guest": self.member})
         self.link = FakeLink()
         self.guest = GuestHub(self.link, self.theirs, down=get(codec), up=get(codec), device=pick("cpu"))  # type: ignore[arg-type]
-        self.decoded: list[Decoded] = []
+        self.decoded: list[ContributionDecoded] = []
         self.probed: dict[int, Tensor] = {}
         self.changes = self.wholes = 0
         self.hashed: dict[int, bytes] = {}
@@ -119,50 +131,52 @@ class Pair:
 
     # -- the I/O thread's part
 
+    @property
+    def state(self) -> list[PieceState]:
+        """Where the replica's pieces stand, as far as the host's I/O thread has heard."""
+        return self.feeding.pieces
+
+    def coded(self) -> bool:
+        return all(version == self.coder.version for version in self.coder.versions)
+
+    def fed(self) -> bool:
+        """The guest has taken all that there is."""
+        return self.feed.current(self.state) and not self.feed.in_flight_bytes
+
     def pump(self) -> None:
-        state = list(self.coder.state)
-        while (item := self.feed.next(state)) is not None:
-            if item.kind == "change":
-                self.changes += 1
-                piece = state[item.index]
-                fields = {"piece": item.index, "base": piece.base, "version": piece.version}
-                frames = (bytes(piece.change),)  # type: ignore[call-overload]
-                self.link.hear("data", Message(kind="change", fields=fields, frames=frames))
-                self.feed.change_sent(item, piece.version)
-            else:
-                part = self.feed.tensors[0] if item.kind == "tensor" else None
-                self.feed.asked(item)
-                self.coder.ask("guest", item, part)
+        self.perform(self.feeding.pump(self.member))
+
+    def perform(self, actions: list[act.Action]) -> None:
+        for action in actions:
+            if isinstance(action, act.ReadPart):
+                self.coder.ask("guest", action.item, action.part)
+                continue
+            assert isinstance(action, act.Send)
+            self.changes += action.message.kind == "change"
+            self.wholes += action.message.kind == "whole"
+            heard = plain(action.message, *map(bytes, action.frames))
+            self.link.hear(heard.kind, *heard.frames, **heard.fields)
 
     def turn(self) -> None:
         while self.coder.results:
             result = self.coder.results.popleft()
-            if isinstance(result, Decoded):
+            if isinstance(result, ContributionDecoded):
                 self.decoded.append(result)
-            elif isinstance(result, Answer) and result.guest == "probe":
+            elif isinstance(result, PartRead) and result.guest == "probe":
                 self.probed[result.item.index] = torch.frombuffer(bytearray(result.payload), dtype=torch.float32)
-            elif isinstance(result, Answer):
-                self.answer(result)
-            elif isinstance(result, Hashed):
+            elif isinstance(result, PartRead):
+                self.perform(self.feeding.read(self.member, result))
+            elif isinstance(result, ReplicaHashed):
                 self.hashed[result.version] = result.digests
             else:
-                assert isinstance(result, Coded), result
+                assert isinstance(result, PieceCoded), result
+                self.state[result.index] = result.piece
+                self.pump()
         while self.link.said:
             kind, fields = self.link.said.pop(0)
             if kind == "taken":
                 self.feed.taken(fields["bytes"])
         self.pump()
-
-    def answer(self, answer: Answer) -> None:
-        frames = (bytes(answer.payload),)
-        if answer.part is not None:
-            fields: dict[str, Any] = {"name": answer.part.name, "start": answer.part.start}
-            self.link.hear("data", Message(kind="tensor", fields=fields, frames=frames))
-        else:
-            self.wholes += 1
-            fields = {"piece": answer.item.index, "version": answer.version}
-            self.link.hear("data", Message(kind="whole", fields=fields, frames=frames))
-        self.feed.answered(answer.item, answer.version)
 
     def until(self, done: Callable[[], bool]) -> None:
         deadline = time.monotonic() + DEADLINE_S
@@ -183,8 +197,8 @@ class Pair:
     def sync(self) -> None:
         """Code the weights as they are and wait until the guest has taken everything."""
         self.coder.code_change()
-        self.until(lambda: all(s.version == self.coder.version for s in self.coder.state))
-        self.until(lambda: self.feed.current(self.coder.state) and not self.feed.in_flight_bytes)
+        self.until(self.coded)
+        self.until(self.fed)
 
     def replica(self) -> Tensor:
         self.probed.clear()

@@ -18,12 +18,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import zmq
 from zmq.utils import z85
 
-from potluck.wire.frames import Message, pack
+from potluck.spec.messages import HelloMessage, LeaveMessage
+from potluck.wire.frames import pack
 from potluck.wire.keys import new_keys
 from potluck.wire.token import Token
 from potluck.wire.transport import GuestSocket
@@ -35,6 +37,7 @@ ACCEPTED, HUNG_UP, STAYED = "accepted", "hung up on", "held the line"
 PATIENCE_S = 0.3
 """How long a stranger waits to be let in."""
 _READY = b"\x05READY"
+TESTS = Path(__file__).resolve().parents[1]
 
 
 def greeting(mechanism: bytes = b"CURVE", *, major: int = 3, server: bool = False) -> bytes:
@@ -179,9 +182,9 @@ def record(token: Token, name: str) -> list[bytes]:
         )
         guest = GuestSocket(heard)
         guest.handshake(10)
-        guest.send_control(pack(Message(kind="hello", fields={"name": name, "device": "cpu"})))
+        guest.send_control(pack(HelloMessage(name=name, device="cpu")))
         guest.receive(5.0)
-        guest.send_control(pack(Message(kind="leave", fields={"reason": "it was recorded"})))
+        guest.send_control(pack(LeaveMessage(reason="it was recorded")))
         guest.close(linger_s=2.0)
     finally:
         recorder.close()
@@ -408,7 +411,8 @@ def files_in_a_burst(listen: str) -> int:
     Args:
         listen: code that sets `listening`, which can be closed, and its `port`.
     """
-    command, env = [sys.executable, "-c", _BURST.format(listen=listen)], {**os.environ, "PYTHONPATH": str(SOURCE)}
+    command = [sys.executable, "-c", _BURST.format(listen=listen)]
+    env = {**os.environ, "PYTHONPATH": f"{SOURCE}{os.pathsep}{TESTS}"}
     with (
         subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process,
         contextlib.ExitStack() as crowd,

@@ -11,9 +11,10 @@ import zmq
 from msgspec.structs import replace
 from torch.distributed import HashStore
 
-from potluck.dist.connections import Connections, ConnectionSettings, Endpoint
+from potluck.dist.connections import Connections, Endpoint
 from potluck.dist.rendezvous import Membership, RankInfo, meet
 from potluck.errors import CollectiveError, WireError
+from support.dist_settings import loopback
 
 SHARED = {"encryption": True}
 
@@ -50,7 +51,7 @@ def test_ranks_that_all_are_in_the_clear_meet() -> None:
 
 def test_a_process_that_encrypts_has_no_connection_in_the_clear() -> None:
     """Even if a rank without a key came through."""
-    connections = Connections(ConnectionSettings(), "here")
+    connections = Connections(loopback(), "here")
     try:
         with pytest.raises(WireError, match="has no key"):
             connections.admit([info(1, key="").endpoint])

@@ -53,7 +53,7 @@ class Channel:
 
     def __init__(self, peers: Peers, call: Call, stream_bytes: int = 0) -> None:
         """`stream_bytes`: how much goes to the other rank; if it is much, by a stream where that is possible."""
-        self.peers, self.rank, self.world, self.terms = peers, peers.rank, peers.world, peers.terms
+        self.peers, self.rank, self.world, self.settings = peers, peers.rank, peers.world, peers.settings
         self.others = [(peers.rank + step) % peers.world for step in range(1, peers.world)]
         """The other ranks, beginning with the next, so that not all send to rank 0 first."""
         self._call, self._about = call, call.header.about
@@ -90,7 +90,7 @@ class Channel:
     @property
     def chunk_bytes(self) -> int:
         """How much is reduced at once."""
-        chosen = self.terms.chunk_bytes
+        chosen = self.settings.chunk_bytes
         return chosen if self._stream is None else max(chosen, _STREAMED_BYTES)
 
     def _new_stream(self, other: int) -> Stream | None:
@@ -108,7 +108,9 @@ class Channel:
     def _accept_stream(self, other: int) -> Stream | None:
         with contextlib.ExitStack() as stack:
             connections, address = self.peers.queues.connections, self.peers.endpoints[0].address
-            listener = StreamListener.open(address, secrets.token_bytes(SECRET_BYTES), connections.stream_port)
+            listener = StreamListener.open(
+                address, secrets.token_bytes(SECRET_BYTES), connections.settings.stream_port
+            )
             if listener is not None:
                 stack.callback(listener.close)
             self.send_part(other, memoryview(b"" if listener is None else listener.offer))
@@ -163,7 +165,7 @@ class Channel:
         """Send a flat CPU tensor in chunks. It must not change until settle(), or until the other rank has answered
         with something that needed it."""
         view = raw(data)
-        for start, stop in chunks(len(view), self.terms.chunk_bytes):
+        for start, stop in chunks(len(view), self.settings.chunk_bytes):
             self.send_part(rank, view[start:stop])
 
     def send_part(self, rank: int, part: memoryview) -> None:

@@ -26,6 +26,7 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
+from potluck.dist.config import Resolved
 from potluck.errors import NetworkError, PortTakenError, PotluckError, WireError
 from potluck.limits import logical_cores
 from potluck.wire import gate
@@ -95,22 +96,6 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
         return f"tcp://{address}:{self.port}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConnectionSettings:
-    """The settings of the sockets."""
-
-    address: str = "127.0.0.1"
-    port: int = 0
-    """The port to listen on; 0: any free one."""
-    stream_port: int = 0
-    """The port on which a stream for large tensors is accepted; 0: any free one."""
-    encrypt: bool = True
-    heartbeat_s: float = 1.0
-    """Heartbeats are sent and answered by libzmq's threads, so a process that computes for long stays alive."""
-    heartbeat_timeout_s: float = 5.0
-    connect_s: float = 60.0
-
-
 @dataclass(slots=True)
 class PeerConnection:
     """The connection to one peer, and what is known of the peer."""
@@ -130,13 +115,13 @@ class PeerConnection:
 class Connections:
     """All sockets of this process. `receive` belongs to one thread at a time; any thread may call the rest."""
 
-    def __init__(self, settings: ConnectionSettings, host: str) -> None:
-        self._settings, self.stream_port, self.encrypts = settings, settings.stream_port, settings.encrypt
+    def __init__(self, settings: Resolved, host: str) -> None:
+        self.settings, self.encrypts = settings, settings.encryption
         # Half of the I/O threads encrypt, half decrypt: one thread for both would be busy with either.
         half = 2 if logical_cores() >= 8 else 1
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=2 * half)
         self._receiving_threads, self._sending_threads = (1 << half) - 1, ((1 << half) - 1) << half
-        self._public, self._secret = zmq.curve_keypair() if settings.encrypt else (b"", b"")
+        self._public, self._secret = zmq.curve_keypair() if self.encrypts else (b"", b"")
         self._admitted_keys: set[bytes] = set()
         self._last_admitted = -_ADMITTED_S
         self._strangers = 0
@@ -172,7 +157,7 @@ class Connections:
 
     def _listen(self) -> int:
         """Open the port. With encryption, connections without a key are limited; the number of peers is not."""
-        address, port, batch = self._settings.address, self._settings.port, None
+        address, port, batch = self.settings.address, self.settings.port, None
         if self.encrypts:
             limit = make_room()
             most = MOST_WAITING if limit is None else min(MOST_WAITING, limit // 4)
@@ -256,8 +241,9 @@ class Connections:
         socket.setsockopt(zmq.AFFINITY, self._sending_threads)
         socket.setsockopt(zmq.LINGER, _LINGER_MS)
         socket.setsockopt(zmq.IPV6, int(":" in endpoint.address))
-        socket.setsockopt(zmq.HEARTBEAT_IVL, int(self._settings.heartbeat_s * 1000))
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(self._settings.heartbeat_timeout_s * 1000))
+        # libzmq's threads send and answer heartbeats, so a process that computes for long stays alive.
+        socket.setsockopt(zmq.HEARTBEAT_IVL, int(self.settings.heartbeat_s * 1000))
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(self.settings.heartbeat_timeout_s * 1000))
         socket.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000))
         if self.encrypts:
             socket.setsockopt(zmq.CURVE_SERVERKEY, key)
@@ -345,8 +331,8 @@ class Connections:
             return f"has left the group ({where})"
         if peer.broken is not None and now - peer.broken > (_STREAMING_GRACE_S if streaming else _GRACE_S):
             return f"has died, is frozen, or its connection broke ({where})"
-        if not peer.connected and now - peer.since > self._settings.connect_s:
-            return f"could not be reached within {self._settings.connect_s:g} s ({where})"
+        if not peer.connected and now - peer.since > self.settings.connect_timeout_s:
+            return f"could not be reached within {self.settings.connect_timeout_s:g} s ({where})"
         return None
 
     def close(self) -> None:

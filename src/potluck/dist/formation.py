@@ -15,13 +15,12 @@ from typing import Any
 
 from potluck.dist.compression import Compressor
 from potluck.dist.config import LOG_LEVELS, TRACE, Config, Resolved, ranks_text, resolve
-from potluck.dist.connections import ConnectionSettings
 from potluck.dist.engine import Engine
 from potluck.dist.facts import gather
 from potluck.dist.hierarchy import HierarchicalCollectives
 from potluck.dist.local import LocalGroup
 from potluck.dist.network_collectives import Collectives, NetworkCollectives
-from potluck.dist.peers import Peers, Terms
+from potluck.dist.peers import Peers
 from potluck.dist.point_to_point import PointToPoint
 from potluck.dist.queues import MessageQueues
 from potluck.dist.record import Record
@@ -55,16 +54,7 @@ class _Shared:
                     hint="all groups of a process share their connections: turn it on for the first one too",
                 )
             if self._queues is None:
-                connections = ConnectionSettings(
-                    address=settings.address,
-                    port=settings.port,
-                    stream_port=settings.stream_port,
-                    encrypt=settings.encryption,
-                    heartbeat_s=settings.heartbeat_s,
-                    heartbeat_timeout_s=settings.heartbeat_timeout_s,
-                    connect_s=settings.connect_timeout_s,
-                )
-                self._queues = MessageQueues(connections, host=socket.gethostname(), checksum=settings.checksum)
+                self._queues = MessageQueues(settings, socket.gethostname())
             self._users += 1
             return self._queues
 
@@ -92,13 +82,7 @@ class Formation:
         self.rank, self.world = rank, len(members.ranks)
         self._queues, self._members, self._local = queues, members, local
         self.settings, self._process = settings, os.getpid()
-        terms = Terms(
-            chunk_bytes=settings.chunk_bytes,
-            small_bytes=settings.small_bytes,
-            streams=not settings.checksum,
-            algorithm=settings.algorithm,
-        )
-        self.peers = Peers(queues, members.group, rank, [info.endpoint for info in members.ranks], terms)
+        self.peers = Peers(queues, members.group, rank, [info.endpoint for info in members.ranks], settings)
         compression = settings.compression
         self.network = NetworkCollectives(self.peers, Compressor(compression) if compression != "none" else None)
         self.collectives = self._chosen(local)

@@ -1,7 +1,7 @@
 """DDP communication hooks that compress gradients on any backend, with error feedback; also for gloo and NCCL.
 
-    model = DistributedDataParallel(net)
-    potluck.dist.compress(model, "int4")        # on every rank, once
+model = DistributedDataParallel(net)
+potluck.dist.compress(model, "int4")        # on every rank, once
 """
 
 from __future__ import annotations

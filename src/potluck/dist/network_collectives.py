@@ -94,17 +94,18 @@ class NetworkCollectives:
 
     def all_reduce(self, call: Call, flat: Tensor, op: Op, identity: object = None) -> None:
         """In place."""
-        peers, world, terms, name = self.peers, self.peers.world, self.peers.terms, reduction.name_of(op)
+        peers, world, name = self.peers, self.peers.world, reduction.name_of(op)
+        settings = peers.settings
         # Small tensors, which are often metrics, stay exact.
-        large = flat.nbytes > terms.small_bytes and world > 1
+        large = flat.nbytes > settings.small_bytes and world > 1
         if self.compressor is not None and large and self.compressor.suits(name, flat.dtype):
             self._compressed(call, self.compressor, flat, identity, average=name == "AVG")
             return
         channel = Channel(peers, call, stream_bytes=flat.nbytes)
         sent = _prepared(op, flat)
-        algorithm = terms.algorithm
+        algorithm = settings.algorithm
         if algorithm == "auto" or not large:
-            algorithm = schedules.choose(flat.nbytes, world, terms.small_bytes, terms.chunk_bytes)
+            algorithm = schedules.choose(flat.nbytes, world, settings.small_bytes, settings.chunk_bytes)
             if algorithm == "ring" and reduction.working_dtype(op, flat.dtype) != flat.dtype:
                 algorithm = "owners"  # a ring sends sums, which here are twice as wide as the tensor
         if algorithm == "ring" and world > 1:
@@ -127,7 +128,7 @@ class NetworkCollectives:
 
     def reduce(self, call: Call, flat: Tensor, op: Op, root: int) -> None:
         """In place at the root; the other tensors do not change."""
-        small = flat.nbytes <= self.peers.terms.small_bytes
+        small = flat.nbytes <= self.peers.settings.small_bytes
         by = _reduce_directly if small else _reduce_by_owners
         by(Channel(self.peers, call), flat, _prepared(op, flat), op, targets=[root])
 
@@ -148,7 +149,7 @@ class NetworkCollectives:
         parent, children = _tree((channel.rank - root) % world, world)
         channel.waits_for(() if parent is None else [(parent + root) % world])
         view = raw(flat)
-        for start, stop in chunks(flat.nbytes, channel.terms.chunk_bytes):
+        for start, stop in chunks(flat.nbytes, channel.settings.chunk_bytes):
             if parent is not None:
                 ((_, part),) = channel.parts((parent + root) % world, stop - start)
                 view[start:stop] = part
@@ -216,7 +217,7 @@ def _reduce_directly(channel: Channel, flat: Tensor, sent: Tensor, op: Op, targe
         return channel.settle()
     # Not in place: what the others have not received yet is read from there.
     total = torch.empty(flat.numel(), dtype=reduction.working_dtype(op, flat.dtype))
-    for begin, end in chunks(sent.nbytes, channel.terms.chunk_bytes):
+    for begin, end in chunks(sent.nbytes, channel.settings.chunk_bytes):
         first, last = begin // sent.itemsize, end // sent.itemsize
         for rank in range(channel.world):
             own = rank == channel.rank
@@ -283,7 +284,7 @@ def _reduce_by_ring(channel: Channel, flat: Tensor, sent: Tensor, op: Op) -> Non
     channel.waits_for([left])
     working = reduction.working_dtype(op, flat.dtype)
     partial = sent if sent.dtype == working else sent.to(working, copy=True)
-    pieces = schedules.pieces_for(-(-flat.numel() // world) * working.itemsize, channel.terms.chunk_bytes)
+    pieces = schedules.pieces_for(-(-flat.numel() // world) * working.itemsize, channel.settings.chunk_bytes)
     spans = schedules.cut(schedules.split(flat.numel(), world), pieces)
     steps = schedules.ring_all_reduce(me, world, pieces)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+from potluck.dist.config import Resolved
 from potluck.dist.connections import Endpoint
 from potluck.dist.queues import MessageQueues
 from potluck.dist.streams import Stream
@@ -15,18 +15,6 @@ _NOT_REACHED = (
     "is there a firewall? POTLUCK_DIST_PORT_BASE=29600 makes rank r listen at 29600 + r, to be let through; "
     "POTLUCK_DIST_INTERFACE chooses another network; potluck doctor ADDRESS tries the connection"
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
-    """What all ranks of a group do alike."""
-
-    chunk_bytes: int
-    small_bytes: int
-    algorithm: str = "auto"
-    """The all-reduce algorithm above small_bytes: auto, direct, owners or ring."""
-    streams: bool = False
-    """Whether two ranks may open a stream for large tensors; not where chunks have checksums."""
 
 
 def unusable(reason: str) -> CollectiveError:
@@ -44,10 +32,10 @@ class Peers:
     """The ranks of one group."""
 
     def __init__(
-        self, queues: MessageQueues, group: int, rank: int, endpoints: list[Endpoint], terms: Terms
+        self, queues: MessageQueues, group: int, rank: int, endpoints: list[Endpoint], settings: Resolved
     ) -> None:
         self.queues, self.group, self.rank, self.world = queues, group, rank, len(endpoints)
-        self.endpoints, self.terms = endpoints, terms
+        self.endpoints, self.settings = endpoints, settings
         self._ranks = {endpoint.name: rank for rank, endpoint in enumerate(endpoints)}
         self.numbers = list(range(self.world))
         """The ranks' numbers for people: in a part of a group, those of the whole group."""
@@ -56,8 +44,8 @@ class Peers:
         self.stream: Stream | None = None
         self.streamed_bytes = 0
         """Bytes in each direction, by this stream."""
-        self.may_stream = terms.streams and self.world == 2
-        """False also after an attempt to open a stream failed."""
+        self.may_stream = self.world == 2 and not settings.checksum
+        """A stream has no checksums. False also after an attempt to open one failed."""
 
     def close(self) -> None:
         for part in (*self._parts, self):
@@ -68,7 +56,7 @@ class Peers:
     def between(self, ranks: list[int]) -> Peers:
         """Some of the ranks, this one among them. They count from 0; a failure fails the whole group."""
         chosen = [self.endpoints[rank] for rank in ranks]
-        part = Peers(self.queues, self.group, ranks.index(self.rank), chosen, self.terms)
+        part = Peers(self.queues, self.group, ranks.index(self.rank), chosen, self.settings)
         part.numbers, part._everybody = list(ranks), self.endpoints
         self._parts.append(part)
         return part

@@ -22,7 +22,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from potluck.dist.connections import Connections, ConnectionSettings, Endpoint
+from potluck.dist.config import Resolved
+from potluck.dist.connections import Connections, Endpoint
 from potluck.errors import PotluckError, RankGoneError
 
 T = TypeVar("T")
@@ -92,10 +93,10 @@ class PeerGone(Exception):
 class MessageQueues:
     """Sends and receives the messages of this process; all its groups share it."""
 
-    def __init__(self, settings: ConnectionSettings, *, host: str = "", checksum: bool = False) -> None:
+    def __init__(self, settings: Resolved, host: str = "") -> None:
         self.connections = Connections(settings, host)
         self.endpoint = self.connections.endpoint
-        self._checksum = checksum
+        self._checksum = settings.checksum
         self.lock = threading.Lock()
         self._arrived = threading.Condition(self.lock)
         self._reading = False
