@@ -1,5 +1,5 @@
 """Writes the parts of the docs that are made from the source: the list of files in architecture.md, the tables of
-events in reference/run-folder.md.
+events in reference/run-folder.md and of messages in reference/protocol.md.
 
 python docs/generate.py          write them
 python docs/generate.py --check  say what is out of date, and end with status 1 if anything is
@@ -11,13 +11,15 @@ import ast
 import itertools
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any, get_args
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "potluck"
 DOCS = ROOT / "docs"
-BEGIN, END = "<!-- docs/generate.py: begin -->\n", "<!-- docs/generate.py: end -->"
+BEGIN, END = "<!-- docs/generate.py: {} -->\n", "<!-- docs/generate.py: end -->"
+MESSAGES = re.compile(rf"(<!-- docs/generate.py: messages ([\w ]+) -->\n).*?({re.escape(END)})", re.DOTALL)
 JSON_TYPES = {
     "Any": "any",
     "Natural": "integer",
@@ -113,24 +115,121 @@ def json_type(annotation: ast.expr) -> str:
     return f"`{ast.unparse(annotation)}`"
 
 
+# -- tables of messages ---------------------------------------------------------------------------------
+
+
+def message_tables(path: Path, kinds: list[str]) -> Iterator[str]:
+    """A table of messages, and one of their fields with their bounds, which only the classes themselves know."""
+    sys.path.insert(0, str(SOURCE.parent))
+    import msgspec
+
+    from potluck.spec.messages import FromGuest, FromHost
+
+    classes = {kind.kind: kind for kind in (*get_args(FromGuest), *get_args(FromHost))}
+    nodes = {
+        node.name: node
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef)
+    }
+    yield "| kind | from | | frames | when |\n|---|---|---|---|---|"
+    for kind in kinds:
+        made = classes[kind]
+        when = " ".join((made.__doc__ or "").split())
+        yield f"| `{kind}` | {made.sender} | {made.channel[0].upper()} | {frames_text(made.frames)} | {when} |"
+    yield "\n| kind | field | type | bounds | |\n|---|---|---|---|---|"
+    for kind in kinds:
+        about = {name: text for name, _, text in fields_of(nodes[classes[kind].__name__])}
+        for field in msgspec.inspect.type_info(classes[kind]).fields:  # type: ignore[attr-defined]
+            name, bounds = type_text(field.type)
+            optional = "" if field.required else ", optional"
+            yield f"| `{kind}` | `{field.name}` | {name}{optional} | {bounds} | {about[field.name]} |"
+
+
+def frames_text(frames: Any) -> str:
+    if not frames.most:
+        return ""
+    count = "one" if frames.most == 1 else f"up to {frames.most}"
+    return f"{count}{'' if frames.least or frames.most > 1 else ' or none'}: {frames.holds}"
+
+
+def type_text(found: Any) -> tuple[str, str]:
+    """What JSON calls a type, and its bounds."""
+    match type(found).__name__:
+        case "Metadata":
+            return type_text(found.type)[0], f"cut to {found.extra['cut']} characters"
+        case "IntType" | "FloatType":
+            name = "integer" if type(found).__name__ == "IntType" else "number"
+            return name, "" if found.ge is None else f"{number_text(found.ge)} to {number_text(found.le)}"
+        case "StrType":
+            return "string", f"at most {found.max_length} characters" if found.max_length else ""
+        case "BoolType":
+            return "boolean", ""
+        case "UnionType":
+            inner = [type_text(one) for one in found.types]
+            return " or ".join(name for name, _ in inner), " ".join(filter(None, (bounds for _, bounds in inner)))
+        case "VarTupleType":
+            name, bounds = type_text(found.item_type)
+            return f"list of {name}", f"{found.min_length or 0} to {found.max_length}, each {bounds}"
+        case "DictType":
+            name, bounds = type_text(found.value_type)
+            return f"object of {name}", f"at most {found.max_length} keys" if found.max_length else ""
+        case "NoneType":
+            return "null", ""
+        case "StructType":
+            return "object", ""
+    return "any", ""
+
+
+def number_text(number: float) -> str:
+    size = abs(number)
+    if size >= 1 << 62:
+        text = "2^62"
+    else:
+        text = f"10^{len(str(int(size))) - 1}" if size >= 1e6 else f"{size:g}"
+    return f"-{text}" if number < 0 else text
+
+
 # -- pages ----------------------------------------------------------------------------------------------
 
 
-def page(path: Path, lines: Iterator[str]) -> str:
-    """The page as it should be."""
-    before, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
-    made = re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n")
-    return before + BEGIN + made + "\n" + END + rest.partition(END)[2]
+def page(path: Path, parts: dict[str, Iterable[str]]) -> str:
+    """The page as it should be, with each of these parts between its marks."""
+    text = path.read_text(encoding="utf-8")
+    for name, lines in parts.items():
+        begin = BEGIN.format(name)
+        before, mark, rest = text.partition(begin)
+        if not mark:
+            sys.exit(f"{path.relative_to(ROOT)} has no line {begin.strip()}")
+        made = re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n")
+        text = before + begin + made + "\n" + END + rest.partition(END)[2]
+    return text
+
+
+def protocol_page(path: Path) -> str:
+    """The page of the protocol as it should be: each of its sections names the kinds in it."""
+    messages = SOURCE / "spec" / "messages.py"
+    text = path.read_text(encoding="utf-8")
+    named = [kind for found in MESSAGES.finditer(text) for kind in found[2].split()]
+    written = re.findall(r'^    kind = "(\w+)"', messages.read_text(encoding="utf-8"), re.M)
+    if sorted(named) != sorted(written):
+        sys.exit(
+            f"{path.relative_to(ROOT)}: {sorted(set(named) ^ set(written))} must be named in one section, once"
+        )
+    return MESSAGES.sub(
+        lambda found: found[1] + "\n".join(message_tables(messages, found[2].split())) + "\n" + found[3], text
+    )
 
 
 def main() -> None:
+    reference = DOCS / "reference"
+    architecture, folder = DOCS / "architecture.md", reference / "run-folder.md"
     pages = {
-        DOCS / "architecture.md": file_list(),
-        DOCS / "reference" / "run-folder.md": class_tables(SOURCE / "spec" / "events.py"),
+        architecture: page(architecture, {"files": file_list()}),
+        folder: page(folder, {"events": class_tables(SOURCE / "spec" / "events.py")}),
+        reference / "protocol.md": protocol_page(reference / "protocol.md"),
     }
     old = []
-    for path, lines in pages.items():
-        wanted = page(path, lines)
+    for path, wanted in pages.items():
         if wanted != path.read_text(encoding="utf-8"):
             old.append(str(path.relative_to(ROOT)))
             if "--check" not in sys.argv:

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,10 @@ from potluck.spec.config import RunConfig
 from potluck.spec.events import CheckpointFailed, CheckpointSaved, RunEnded, StepEnded
 from potluck.train import checkpoint, checkpoint_folder
 from potluck.train.checkpoint import CheckpointWriter, Loaded, Snapshot, load_latest, save
+from potluck.train.context import ALONE, RunContext
 from potluck.train.events import EventLog
 from potluck.train.folder import RunFolder
-from potluck.train.launch import ALONE, Launch, set_launch
+from potluck.train.launch import launched
 from potluck.train.run import Run
 from support.campaign import campaign
 from support.processes import Processes
@@ -151,8 +153,8 @@ def trained(folder: Path, *, steps: int, every: int, at: Callable[[int], None] =
     run_folder = RunFolder(folder)
     log = EventLog(run_folder.events)
     config = RunConfig(checkpoint_every=every)
-    set_launch(Launch(role=ALONE, config=config, device=pick("cpu"), name="here", log=log, folder=run_folder))
-    try:
+    context = RunContext(role=ALONE, config=config, device=pick("cpu"), name="here", log=log, folder=run_folder)
+    with closing(log), launched(context):
         model = nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         samples = [torch.ones(2)] * 8
@@ -160,9 +162,6 @@ def trained(folder: Path, *, steps: int, every: int, at: Callable[[int], None] =
             for batch in step:
                 step.backward(model(batch).mean())
             at(step.index + 1)
-    finally:
-        set_launch(None)
-        log.close()
     return [e.step for e in read_events(folder) if isinstance(e, CheckpointSaved)]
 
 
@@ -234,15 +233,15 @@ def test_the_last_save_of_a_loop_that_was_left_is_not_lost_with_its_generator(
     failing(monkeypatch, lambda step: True)
     folder = RunFolder(tmp_path)
     log = EventLog(folder.events)
-    launch = Launch(role=ALONE, config=RunConfig(), device=pick("cpu"), name="here", log=log, folder=folder)
+    context = RunContext(role=ALONE, config=RunConfig(), device=pick("cpu"), name="here", log=log, folder=folder)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in Run(launch).steps(model, optimizer, [torch.ones(2)] * 8, global_batch=4, micro_batch=4):
+    for step in Run(context).steps(model, optimizer, [torch.ones(2)] * 8, global_batch=4, micro_batch=4):
         for batch in step:
             step.backward(model(batch).mean())
         break
     with pytest.raises(RunFolderError, match="No space left"):
-        launch.end_training("finished")
+        context.end_training("finished")
     log.close()
     end = read_events(tmp_path)[-1]
     assert isinstance(end, RunEnded)

@@ -6,7 +6,7 @@ import math
 import shlex
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,9 +31,10 @@ from potluck.spec.events import kind_of
 from potluck.train.bad_steps import BadSteps, StepFacts
 from potluck.train.beginning import Buffers
 from potluck.train.checkpoint import CheckpointWriter, Snapshot, load_latest, save
+from potluck.train.context import ALONE, RunContext
 from potluck.train.events import EventLog
 from potluck.train.folder import RunFolder
-from potluck.train.launch import ALONE, Launch, set_launch
+from potluck.train.launch import launched
 from potluck.train.update import Update, total_norm
 from support.campaign import campaign
 from support.processes import Processes
@@ -95,12 +96,16 @@ class Trained:
         self.folder = RunFolder(folder)
         log = EventLog(self.folder.events)
         config = RunConfig(checkpoint_every=every, max_bad_steps=most)
-        launch = Launch(
-            role=ALONE, config=config, device=device or pick("cpu"), name="here", log=log, folder=self.folder
+        context = RunContext(
+            role=ALONE,
+            config=config,
+            device=device or pick("cpu"),
+            name="here",
+            log=log,
+            folder=self.folder,
+            again=lambda where: f"potluck host my.py --resume {where}",
         )
-        launch.again = lambda where: f"potluck host my.py --resume {where}"
-        set_launch(launch)
-        try:
+        with closing(log), launched(context):
             for step in potluck.start().steps(
                 self.model,
                 self.optimizer,
@@ -115,9 +120,6 @@ class Trained:
                     output = self.model(batch * (factor if factor == INF or factor != factor else 1.0))
                     step.backward(output.square().mean() * factor + add(step.index + 1))
                 self.weights[step.index + 1] = self.model.line.weight.detach().clone()
-        finally:
-            set_launch(None)
-            log.close()
 
     @property
     def events(self) -> list[dict[str, Any]]:

@@ -14,6 +14,15 @@ from potluck.hub.recorder import ENTRIES, MOST_FILES, PAUSE_S, Recorder
 from potluck.report.guest_view import GuestView
 from potluck.report.messages import describe
 from potluck.spec import events as ev
+from potluck.spec.messages import (
+    ChangeMessage,
+    DoneMessage,
+    GradMessage,
+    HelloMessage,
+    LeaveMessage,
+    SamplesMessage,
+    SketchMessage,
+)
 from potluck.units import seconds_text
 from support.protocol_world import World, joined, of_kind
 
@@ -30,6 +39,19 @@ def clock() -> Clock:
     return Clock()
 
 
+def done(lease: int, count: int = 1) -> DoneMessage:
+    return DoneMessage(
+        lease=lease,
+        count=count,
+        loss_sum=1.0,
+        compute_s=0.1,
+        finite=True,
+        receive_s=0.0,
+        micro_batch=1,
+        largest_micro_batch=1,
+    )
+
+
 def lines(path: Path | None) -> list[dict[str, Any]]:
     assert path is not None
     return [json.loads(line) for line in path.read_text().splitlines()]
@@ -39,7 +61,7 @@ def test_the_last_entries_are_kept_and_time_and_sizes_are_right(tmp_path: Path, 
     recorder = Recorder("tower", tmp_path, clock=clock)
     for number in range(3 * ENTRIES):
         clock.now += 0.5
-        recorder.message("in", "laptop", "done", {"lease": number, "count": 4}, 10)
+        recorder.message("in", "laptop", done(number, count=4), 10)
     recorder.fault("laptop failed")
     head, *entries = lines(recorder.write())
     assert head["flight"] == "tower"
@@ -60,11 +82,11 @@ def test_the_pieces_of_one_gradient_are_one_entry(tmp_path: Path, clock: Clock) 
     recorder = Recorder("tower", tmp_path, clock=clock)
     for piece in range(10_000):
         clock.now += 1e-5
-        recorder.message("in", "laptop", "grad", {"lease": 7, "piece": piece}, 100)
-        recorder.message("out", "laptop", "change", {"version": 3, "piece": piece}, 50)
-    recorder.message("in", "laptop", "grad", {"lease": 8, "piece": 0}, 100)
+        recorder.message("in", "laptop", GradMessage(lease=7, piece=piece), 100)
+        recorder.message("out", "laptop", ChangeMessage(version=3, base=2, piece=piece), 50)
+    recorder.message("in", "laptop", GradMessage(lease=8, piece=0), 100)
     clock.now += 5.0
-    recorder.message("in", "laptop", "grad", {"lease": 8, "piece": 1}, 100)
+    recorder.message("in", "laptop", GradMessage(lease=8, piece=1), 100)
     recorder.fault("x")
     _, first, change, second, third = lines(recorder.write())
     assert (first["times"], first["bytes"], first["piece"]) == (10_000, 1_000_000, 9_999)
@@ -75,12 +97,20 @@ def test_the_pieces_of_one_gradient_are_one_entry(tmp_path: Path, clock: Clock) 
 
 def test_of_what_others_say_only_numbers_are_kept(tmp_path: Path, clock: Clock) -> None:
     recorder = Recorder("../../etc/tower", tmp_path, clock=clock)
-    fields: dict[str, Any] = {"lease": "s3cret", "count": [1], "piece": 10**30, "step": True, "reason": "s3cret"}
-    recorder.message("in", "laptop", "leave", {**fields, "token": "s3cret", "version": 4}, 0)
+    sketch = SketchMessage(
+        check=4, count=2, loss=1.0, compute_s=0.1, random={"s3cret": "s3cret"}, micro_batch=1, largest_micro_batch=1
+    )
+    for message in (sketch, SamplesMessage(lease=7, batch=1, tree=["s3cret"]), LeaveMessage(reason="s3cret")):
+        recorder.message("in", "laptop", message, 0)
     recorder.fault("x")
     path = recorder.write()
-    _, entry = lines(path)
-    assert entry == {"t_s": 0.0, "dir": "in", "machine": "laptop", "kind": "leave", "version": 4}
+    _, *entries = lines(path)
+    about = {"t_s": 0.0, "dir": "in", "machine": "laptop"}
+    assert entries == [
+        {**about, "kind": "sketch", "check": 4, "count": 2},
+        {**about, "kind": "samples", "lease": 7, "batch": 1},
+        {**about, "kind": "leave"},
+    ]
     assert path is not None
     assert path.parent == tmp_path
     assert path.stat().st_mode & 0o077 == 0
@@ -142,7 +172,7 @@ def test_any_thread_may_write_while_the_record_is_made(tmp_path: Path) -> None:
         number = 0
         while not stop.is_set():
             number += 1
-            recorder.message("in", machine, "done", {"lease": number}, 1)
+            recorder.message("in", machine, done(number), 1)
 
     threads = [threading.Thread(target=talk, args=(f"guest-{n}",)) for n in range(4)]
     for thread in threads:
@@ -160,7 +190,7 @@ def test_any_thread_may_write_while_the_record_is_made(tmp_path: Path) -> None:
 def test_machines_that_come_and_go_cost_no_memory() -> None:
     recorder = Recorder("tower", None)
     for number in range(10 * recorders.MOST_MACHINES):
-        recorder.message("in", f"stranger-{number}", "hello", {}, 0)
+        recorder.message("in", f"stranger-{number}", HelloMessage(), 0)
     assert len(recorder._last) <= recorders.MOST_MACHINES
 
 

@@ -28,6 +28,7 @@ from potluck.probe import ways
 from potluck.probe.link_server import LinkServer
 from potluck.probe.meeting import meet
 from potluck.spec.facts import Case, Facts, Torch
+from potluck.spec.messages import HelloMessage
 from potluck.spec.probed import DeviceSpeed, Probed
 from potluck.train import checkpoint_folder
 from potluck.wire.frames import PROTOCOL
@@ -88,7 +89,7 @@ def test_tokens_of_the_wrong_kind_are_told() -> None:
 
 def refusal(token: Token) -> str:
     """What a guest hears that wants to join there."""
-    link = GuestLink(token, {"name": "guest"})
+    link = GuestLink(token, HelloMessage(name="guest"))
     with pytest.raises(RefusedError) as caught:
         link.connect(20.0)
     assert "potluck host" in (caught.value.hint or "")

@@ -19,8 +19,9 @@ from zmq.utils import garbage
 from potluck.errors import NetworkError
 from potluck.plan import inputs, models
 from potluck.probe.link_visit import Visit, measure
+from potluck.spec.messages import UnknownMessage
 from potluck.spec.probed import DeviceSpeed, Rate
-from potluck.wire.frames import Message, pack
+from potluck.wire.frames import pack
 from potluck.wire.keys import new_keys
 from potluck.wire.token import Token, encode
 from potluck.wire.transport import HostSocket
@@ -160,7 +161,7 @@ def test_a_running_host_is_told_from_a_listener() -> None:
     def answer() -> None:
         while not stop.is_set():
             for peer, _ in door.receive(0.05):
-                door.send(peer, pack(Message(kind="unknown", fields={"protocol": 2})))
+                door.send(peer, pack(UnknownMessage(protocol="2")))
         door.close()
 
     thread = threading.Thread(target=answer)

@@ -127,5 +127,6 @@ def events(actions: list[Action], kind: str) -> list[Any]:
     return [a.event for a in actions if isinstance(a, Emit) and kind_of(a.event) == kind]
 
 
-def sends(actions: list[Action], kind: str) -> list[Send]:
-    return [a for a in actions if isinstance(a, Send) and a.kind == kind]
+def sends(actions: list[Action], kind: str) -> list[Any]:
+    """The actions that send a message of this kind."""
+    return [a for a in actions if isinstance(a, Send) and a.message.kind == kind]

@@ -24,7 +24,8 @@ import psutil
 import zmq
 from zmq.utils import z85
 
-from potluck.wire.frames import Message, pack
+from potluck.spec.messages import HelloMessage, LeaveMessage
+from potluck.wire.frames import pack
 from potluck.wire.keys import new_keys
 from potluck.wire.token import Token
 from potluck.wire.transport import GuestSocket
@@ -181,9 +182,9 @@ def record(token: Token, name: str) -> list[bytes]:
         )
         guest = GuestSocket(heard)
         guest.handshake(10)
-        guest.send_control(pack(Message(kind="hello", fields={"name": name, "device": "cpu"})))
+        guest.send_control(pack(HelloMessage(name=name, device="cpu")))
         guest.receive(5.0)
-        guest.send_control(pack(Message(kind="leave", fields={"reason": "it was recorded"})))
+        guest.send_control(pack(LeaveMessage(reason="it was recorded")))
         guest.close(linger_s=2.0)
     finally:
         recorder.close()

@@ -191,11 +191,11 @@ def test_what_comes_back_is_never_a_single_sample() -> None:
     member = table.members["g"]
     member.micro_batch = member.largest_micro_batch = 8
     (lease,) = sends(table.begin(), "lease")
-    sizes = lease.fields["sizes"]
+    sizes = lease.message.sizes
     before = table.ledger.in_pool
-    table.stepping.closing(member, lease=lease.fields["lease"], keep=sum(sizes) - 1, eta_s=0.1, now=table.now)
+    table.stepping.closing(member, lease=lease.message.lease, keep=sum(sizes) - 1, eta_s=0.1, now=table.now)
     assert table.ledger.in_pool == before
-    table.stepping.closing(member, lease=lease.fields["lease"], keep=sum(sizes[:-1]), eta_s=0.1, now=table.now)
+    table.stepping.closing(member, lease=lease.message.lease, keep=sum(sizes[:-1]), eta_s=0.1, now=table.now)
     assert table.ledger.in_pool == before + sizes[-1] > before + 1
 
 
@@ -220,8 +220,8 @@ def test_the_sizes_that_were_counted_are_told() -> None:
     member = table.members["g"]
     member.micro_batch = member.largest_micro_batch = 8
     (lease,) = sends(table.begin(), "lease")
-    kept = lease.fields["sizes"][:2]
-    table.stepping.closing(member, lease=lease.fields["lease"], keep=sum(kept), eta_s=0.1, now=table.now)
+    kept = lease.message.sizes[:2]
+    table.stepping.closing(member, lease=lease.message.lease, keep=sum(kept), eta_s=0.1, now=table.now)
     table.deliver("g")
     table.compute_all()
     sizes = table.stepping.end().micro_batches

@@ -38,7 +38,7 @@ LAYERS = (
     ("train",),
     ("doctor",),
     ("report", "lab", "fleet", "probe"),
-    ("cli",),
+    ("cli", "hosting"),
     ("__init__", "__main__"),
 )
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}

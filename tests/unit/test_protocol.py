@@ -453,6 +453,21 @@ def test_strangers_are_told_that_they_are_unknown() -> None:
     assert world.events == []
 
 
+def test_a_hello_that_cannot_be_read_is_refused_with_its_reason() -> None:
+    """As an unknown guest it would come back for ever."""
+    world = joined()
+    world.say("z", "hello", name=3)
+    why = "its 'name' is wrong: expected `str`, got `int`"
+    assert refusals(world, "z") == [f"sent a malformed 'hello' message: {why}"]
+    assert "z" not in world.members
+    assert len(of_kind(world, "guest_refused")) == 1
+
+
+def test_bytes_of_a_stranger_that_are_no_message_get_no_answer() -> None:
+    world = joined()
+    assert world.arrives("z", [b"GET / HTTP/1.1"]) == []
+
+
 @pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("hello", "alive", "leave")])
 @pytest.mark.parametrize("state", ["joining", "computing", "decoding"])
 def test_a_message_without_its_fields_puts_the_guest_out(kind: str, state: str) -> None:

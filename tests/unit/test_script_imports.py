@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from potluck.cli import join
-from potluck.cli._scripts import running
 from potluck.errors import MissingModuleError, ScriptError
+from potluck.fleet import received
+from potluck.fleet.running import running
 from potluck.fleet.script import (
     Script,
     guest_hint,
@@ -76,10 +76,10 @@ def test_the_hint_is_one_command_with_the_packages_names_and_never_installs_a_fi
 def test_all_that_is_missing_is_named_at_once() -> None:
     wanted = {"torch": "torch", "no_such_a": "a-package", "no_such_b": "", "x; rm -rf /": ""}
     with pytest.raises(MissingModuleError, match=r"lacks what job\.py imports: no_such_a, no_such_b\n") as caught:
-        join._check_modules("job.py", wanted)
+        received._check_modules("job.py", wanted)
     assert caught.value.hint.startswith("pip install a-package no_such_b ")
     for nothing in ({}, {"torch": "torch"}):
-        join._check_modules("job.py", nothing)
+        received._check_modules("job.py", nothing)
 
 
 def test_the_traceback_of_a_script_that_was_received_shows_its_lines(capsys: pytest.CaptureFixture[str]) -> None:

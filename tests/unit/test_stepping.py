@@ -36,11 +36,11 @@ def test_an_equal_guest_gets_half_and_the_samples_of_its_micro_batches() -> None
     table.members["g"].micro_batch = 4
     actions = table.begin()
     (lease,) = sends(actions, "lease")
-    assert lease.fields["sizes"] == [4, 3, 3, 1]  # the last one is beyond its quota
-    assert lease.fields["quota"] == 10
-    assert lease.fields["step"] == 1
-    assert lease.fields["host_sample_s"] == pytest.approx(HOST_S)
-    assert lease.fields["within_s"] == pytest.approx(1.0)
+    assert lease.message.sizes == (4, 3, 3, 1)  # the last one is beyond its quota
+    assert lease.message.quota == 10
+    assert lease.message.step == 1
+    assert lease.message.host_sample_s == pytest.approx(HOST_S)
+    assert lease.message.within_s == pytest.approx(1.0)
     batches = [a.positions for a in actions if isinstance(a, SendSamples)]
     assert [p for b in batches for p in b] == list(range(29, 40))
     assert [len(b) for b in batches] == [4, 3, 3, 1]
@@ -90,7 +90,7 @@ def test_the_host_waits_for_a_lease_no_longer_than_computing_it_would_take() -> 
     table.now += 2e-6
     taken, actions = table.stepping.take(4, table.now)
     assert len(taken.positions) == 4
-    assert sends(actions, "revoke")[0].fields == {"lease": 1}
+    assert sends(actions, "revoke")[0].message.lease == 1
     (event,) = events(actions, "lease_taken_back")
     assert (event.machine, event.samples) == ("g", count)
     table.compute(taken)
@@ -302,7 +302,7 @@ def test_a_late_contribution_is_dropped_reported_and_never_counted() -> None:
     (event,) = events(table.actions, "contribution_dropped")
     assert (event.machine, event.step, event.samples) == ("g", 2, 10)
     assert "taken back" in event.reason
-    assert sends(table.actions, "dropped")[0].fields == {"lease": 1}
+    assert sends(table.actions, "dropped")[0].message.lease == 1
     assert table.members["g"].samples == 0
     assert table.members["g"].lease is None
     assert table.step() == {"host": 10, "g": 10}
@@ -447,7 +447,7 @@ def test_a_guest_that_was_held_up_when_it_joined_shows_with_one_small_lease_how_
     member.micro_batch = member.largest_micro_batch = 4
     member.transfer.add(9.0)
     (lease,) = sends(table.begin(), "lease")
-    assert lease.fields["sizes"] == [2]
+    assert lease.message.sizes == (2,)
     assert member.state == COMPUTING
     table.compute_all()
     member.transfer.value = 0.01  # as the protocol does with the first contribution's own measurement
@@ -455,7 +455,7 @@ def test_a_guest_that_was_held_up_when_it_joined_shows_with_one_small_lease_how_
     assert table.compute_all().full
     table.stepping.end()
     (lease,) = sends(table.begin(), "lease")
-    assert sum(lease.fields["sizes"]) > 5
+    assert sum(lease.message.sizes) > 5
 
 
 def test_one_whose_trial_shows_nothing_sits_out_by_its_first_weights_and_says_so() -> None:
@@ -566,10 +566,10 @@ def test_a_guest_is_told_how_long_the_end_of_its_gradient_takes() -> None:
         (lease,) = sends(table.begin(), "lease")
         member = table.members["ann"]
         # It says when it will have delivered, by what it was told; in truth it takes 0.3 s longer than computing.
-        eta_s = 0.2 + lease.fields["tail_s"]
-        table.stepping.closing(member, lease=lease.fields["lease"], keep=99, eta_s=eta_s, now=table.now)
+        eta_s = 0.2 + lease.message.tail_s
+        table.stepping.closing(member, lease=lease.message.lease, keep=99, eta_s=eta_s, now=table.now)
         table.now += 0.2 + 0.3
         table.deliver("ann")
         table.compute_all()
         table.stepping.end()
-    assert lease.fields["tail_s"] == pytest.approx(0.3, rel=0.05)
+    assert lease.message.tail_s == pytest.approx(0.3, rel=0.05)

@@ -12,7 +12,7 @@ from potluck.hub.feed import Feed
 from potluck.hub.members import Member
 from potluck.hub.stepping import StepResult
 from potluck.report.summary import summarize
-from potluck.train.launch import HOST
+from potluck.train.context import HOST
 from potluck.train.telemetry import Telemetry
 
 

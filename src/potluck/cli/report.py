@@ -12,13 +12,14 @@ from msgspec import structs
 
 from potluck import checked
 from potluck.cli._app import Settings
-from potluck.cli._runs import find_run, runs_folder
+from potluck.cli._runs import runs_folder
 from potluck.errors import UserError
 from potluck.report.curve import loss_curve_png, loss_curve_text
 from potluck.report.summary import losses, read_events, summarize
 from potluck.report.summary_text import summary_text
 from potluck.report.text import fitted, writes_utf8
 from potluck.spec.fleet import POTLUCK, SOLO, Plan
+from potluck.train.folder import find_run
 
 PLAN_FILE = "plan.json"
 

@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.segment import Segment
 
 from potluck.report.frame import frame_lines
+from potluck.report.line import Line
 from potluck.report.messages import describe
 from potluck.report.state import RunState
 from potluck.report.text import Output, clean
@@ -29,7 +30,7 @@ class LiveView:
     def __init__(self, stream: TextIO, *, console: Console | None = None, refresh: bool = True) -> None:
         self._console = console or Console(file=stream, highlight=False)
         self._output = Output(stream)
-        self._drawing = _Drawing()
+        self._drawing = Drawing()
         self._lock = threading.Lock()
         self._closed = False
         self._live = Live(
@@ -62,8 +63,8 @@ class LiveView:
             self._output.line(line)
 
 
-class _Drawing:
-    """The renderable that rich asks for again at every refresh."""
+class Drawing:
+    """The picture of the run as it is now. Rich asks for it again at every refresh."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._state = RunState()
@@ -87,17 +88,19 @@ class _Drawing:
         lines = [f"{clean(end.reason) or 'ended'} after step {end.step}, {seconds_text(end.seconds)}"]
         return [*lines, f"run folder: {clean(end.folder)}"] if end.folder else lines
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def lines(self, width: int, height: int) -> list[Line]:
         with self._lock:
             now = self._clock()
-            lines = frame_lines(
+            return frame_lines(
                 self._state,
-                width=options.max_width,
-                height=options.size.height - 1,
+                width=width,
+                height=height,
                 elapsed_s=now - self._started_s,
                 since_step_s=now - self._stepped_s,
             )
-        for line in lines:
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for line in self.lines(options.max_width, options.size.height - 1):
             for text, style in line.parts:
                 yield Segment(text, console.get_style(style) if style else None)
             yield Segment.line()

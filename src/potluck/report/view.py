@@ -7,40 +7,44 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Literal, Protocol, TextIO
+from typing import Literal, TextIO
 
 from potluck.report.messages import describe, end_text, eta_text, loss_text, steps_text
 from potluck.report.repeats import Repeats
 from potluck.report.text import Output, clean, writes_utf8
 from potluck.spec.events import MachineFigures, RunEnded, RunEvent, RunNote, RunStarted, StepEnded, to_json
+from potluck.train.events import View
 from potluck.units import count_text, factor_text, rate_text, seconds_text
 
 Mode = Literal["auto", "live", "plain", "json", "quiet"]
 
 
-class View(Protocol):
-    """Shows events; both methods may be called from any thread."""
-
-    def event(self, event: RunEvent) -> None:
-        """Show one event, cheaply: this runs beside training."""
-
-    def close(self) -> None:
-        """Leave the terminal as it was; events that come later are ignored."""
-
-
 def make_view(mode: Mode = "auto", stream: TextIO | None = None) -> View:
-    """The view for this mode; "auto" is live on a terminal that can show it, and plain elsewhere."""
+    """The view for this mode; "auto" is live in a notebook and on a terminal that can show it, plain elsewhere."""
     stream = sys.stdout if stream is None else stream
     if mode == "quiet":
         return QuietView()
     if mode == "json":
         return JsonView(stream)
+    if mode == "auto" and in_notebook():
+        from potluck.report.notebook_view import NotebookView
+
+        return NotebookView()
     if mode == "live" or (mode == "auto" and can_be_live(stream)):
         # Here, because rich takes longer to import than everything else in `potluck --help`.
         from potluck.report.live import LiveView
 
         return LiveView(stream)
     return PlainView(stream)
+
+
+def in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook."""
+    if "IPython" not in sys.modules:
+        return False
+    import IPython
+
+    return hasattr(IPython.get_ipython(), "kernel")
 
 
 def can_be_live(stream: TextIO) -> bool:

@@ -117,6 +117,7 @@ class HelloMessage(Message, frozen=True, kw_only=True):
     device: Name = "?"
     """What it computes on."""
     platform: Name = "?"
+    """Its operating system, as Python calls it."""
     potluck: Name = "?"
     """Version of potluck."""
     torch: Name = "?"

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -20,6 +21,16 @@ from potluck.errors import RunFolderError
 from potluck.failpoints import hit
 from potluck.sinks import guarded, to_stderr
 from potluck.spec.events import LogFailed, LogGap, RunEvent, from_json, to_json
+
+
+class View(Protocol):
+    """Shows events; both methods may be called from any thread."""
+
+    def event(self, event: RunEvent) -> None:
+        """Show one event, cheaply: this runs beside training."""
+
+    def close(self) -> None:
+        """Leave the terminal as it was; events that come later are ignored."""
 
 
 class EventLog:

@@ -20,9 +20,9 @@ from potluck.hub.parity import sketch
 from potluck.hub.tensors import ModelTensors
 from potluck.hub.work import Work
 from potluck.spec.events import Delivered, GuestEnded, RunNote
+from potluck.train.context import RunContext
 from potluck.train.data import Loader, cloned, to_device
-from potluck.train.ending import Ending
-from potluck.train.launch import GuestDone, Launch
+from potluck.train.ending import Ending, GuestDone
 from potluck.train.microbatch import MicroBatch
 from potluck.train.options import Options
 from potluck.train.randomness import RandomState, digests, seed
@@ -33,7 +33,7 @@ from potluck.train.step import SavedBytes, Step
 class GuestParts:
     """What a guest computes with."""
 
-    launch: Launch
+    launch: RunContext
     options: Options
     model: nn.Module
     tensors: ModelTensors
@@ -59,7 +59,7 @@ class GuestTrainer:
         self._samples = 0
         self._seconds = 0.0
         self._ending = Ending(self._end)
-        parts.launch.end_training = self._ending.now
+        parts.launch.training_began(self._ending)
 
     def steps(self) -> Iterator[Step]:
         log = self._p.launch.log

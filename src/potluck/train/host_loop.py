@@ -32,12 +32,12 @@ from potluck.train.bad_steps import BadSteps, StepFacts
 from potluck.train.batch_statistics import BatchStatistics
 from potluck.train.beginning import MOST_BUFFER_BYTES, Beginning, Buffers
 from potluck.train.checkpoint import CheckpointWriter, Loaded, Snapshot, can_be_checked, load_latest
+from potluck.train.context import RunContext
 from potluck.train.data import Loader, cloned, to_device
-from potluck.train.ending import Ending
+from potluck.train.ending import Ending, Interrupted
 from potluck.train.events import events_in
 from potluck.train.flight import Flight
 from potluck.train.folder import RunFolder
-from potluck.train.launch import Interrupted, Launch
 from potluck.train.microbatch import MicroBatch
 from potluck.train.options import Options
 from potluck.train.randomness import RandomState, digests, seed
@@ -61,7 +61,7 @@ not waited for. Guests stand idle for as long: it is what Python needs between t
 class Parts:
     """What is trained, and with what."""
 
-    launch: Launch
+    launch: RunContext
     options: Options
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -128,7 +128,7 @@ class HostTrainer:
         self._ending = Ending(self._end)
         self._updating = False
         self._hook = parts.optimizer.register_step_pre_hook(self._only_ours)
-        parts.launch.end_training = self._ending.now
+        parts.launch.training_began(self._ending)
 
     # -- the run ----------------------------------------------------------------------------------------
 
@@ -574,7 +574,7 @@ def finite_state(model: nn.Module) -> Iterator[str]:
 
 
 def restore(
-    launch: Launch,
+    launch: RunContext,
     options: Options,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -601,7 +601,7 @@ def restore(
     return loaded
 
 
-def _without_checkpoint(launch: Launch, folder: RunFolder) -> None:
+def _without_checkpoint(launch: RunContext, folder: RunFolder) -> None:
     """A run that saved nothing begins again, and says so; one whose checkpoints are missing does not."""
     steps = saved = 0
     for event in events_in(folder.events):

@@ -25,9 +25,9 @@ from potluck.hub.tensors import ModelTensors
 from potluck.train import ranks as orders
 from potluck.train.beginning import Buffers
 from potluck.train.checkpoint import load_latest
+from potluck.train.context import RunContext
 from potluck.train.data import Loader, to_device
 from potluck.train.flight import Flight
-from potluck.train.launch import Launch
 from potluck.train.options import Options
 from potluck.train.ranks import RankDone, Ranks
 from potluck.train.scheduling import Scheduling
@@ -41,7 +41,7 @@ LAST_WORDS_S = 2.0
 class RankParts:
     """What is trained here, and with what."""
 
-    launch: Launch
+    launch: RunContext
     options: Options
     model: nn.Module
     optimizer: torch.optim.Optimizer

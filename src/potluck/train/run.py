@@ -1,24 +1,22 @@
 """What a user's script touches: `start()` and the `Run` it returns.
 
-Owns the public face of training. How it was started is `launch`; how steps go is the two loops'.
+Owns the public face of training. A run's life is `session`; how steps go is the two loops'.
 """
 
 from __future__ import annotations
 
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Unpack
+from types import TracebackType
+from typing import Any, Self, Unpack
 
-import msgspec
 import torch
 from torch import nn
 
 from potluck import codec as codecs
 from potluck import env, failpoints
 from potluck.balance.ledger import Ledger
-from potluck.device import Device, pick, pick_for_rank
 from potluck.errors import ConfigError, LoopError
 from potluck.hub.alone import AloneHub
 from potluck.hub.guest import GuestHub
@@ -27,20 +25,20 @@ from potluck.hub.host_coder import HostCoder
 from potluck.hub.protocol import HostProtocol, HostTerms
 from potluck.hub.recorder import Recorder
 from potluck.hub.tensors import ModelTensors
-from potluck.limits import usable_cores
 from potluck.sinks import guarded
 from potluck.spec.config import RunConfig
 from potluck.spec.events import RunEvent, RunNote
-from potluck.spec.messages import Source, WelcomeMessage
+from potluck.spec.messages import WelcomeMessage
 from potluck.train import ranks
 from potluck.train.batch_statistics import batch_statistics, least_samples
 from potluck.train.checkpoint import Loaded
+from potluck.train.context import ALONE, GUEST, HOST, RANK, RunContext
 from potluck.train.data import Loader, epoch_order
-from potluck.train.events import EventLog
+from potluck.train.ending import Interrupted
 from potluck.train.given import check_model, check_optimizer, check_scheduler
 from potluck.train.guest_loop import GuestParts, GuestTrainer
 from potluck.train.host_loop import HostTrainer, Parts, restore
-from potluck.train.launch import ALONE, GUEST, HOST, RANK, Interrupted, Launch, current
+from potluck.train.launch import current
 from potluck.train.microbatch import MicroBatch
 from potluck.train.options import Keywords, Options, make_options
 from potluck.train.rank_loop import (
@@ -51,6 +49,7 @@ from potluck.train.rank_loop import (
     refuse_wrapped,
     restore_same,
 )
+from potluck.train.session import alone
 from potluck.train.step import Step
 from potluck.train.telemetry import versions
 from potluck.wire.frames import PROTOCOL
@@ -62,9 +61,31 @@ LARGEST_GUEST_MICRO_BATCH = 16
 class Run:
     """One training, seen from this machine."""
 
-    def __init__(self, launch: Launch) -> None:
+    def __init__(self, launch: RunContext) -> None:
         self._launch = launch
-        self._used = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(error)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End the training, if one is under way: finished, or failed with `error`. The script's end does it too."""
+        if self.is_host:
+            self._launch.end_training("finished" if error is None else "failed")
+
+    @property
+    def token(self) -> str | None:
+        """On a host: the secret that guests join with."""
+        return self._launch.admission.token if self._launch.admission is not None else None
+
+    @property
+    def join_line(self) -> str | None:
+        """On a host: the command to type on each machine that should help."""
+        return f"potluck join {self.token}" if self.token is not None else None
 
     @property
     def role(self) -> str:
@@ -103,10 +124,7 @@ class Run:
             global_batch: samples in every step, whoever computes them.
             keywords: see `potluck.train.options.Options`.
         """
-        if self._used:
-            raise LoopError("run.steps() was called twice", hint="a run has one training loop")
-        self._used = True
-        self._launch.began = True
+        self._begin()
         options = make_options(global_batch, keywords)
         check_model(model)
         if self._launch.ranks is not None:
@@ -122,6 +140,18 @@ class Run:
         if self._launch.role == RANK:
             return self._rank(options, model, optimizer, dataset, tensors)
         return self._host(options, model, optimizer, dataset, tensors)
+
+    def _begin(self) -> None:
+        launch = self._launch
+        if launch.began:
+            if launch.role != ALONE or launch.folder is not None or launch.ranks is not None:
+                raise LoopError(
+                    "run.steps() was called twice in one run",
+                    hint="a run has one training loop; to train several times in one program, start it with plain "
+                    "python and host from it with run = potluck.start(host=True)",
+                )
+            launch.finish_training()  # a loop that was left by an error may still be open
+        launch.began = True
 
     # -- host and alone ---------------------------------------------------------------------------------
 
@@ -228,15 +258,15 @@ class Run:
         return RankTrainer(parts, group).steps()
 
     def _open_hub(self, parts: Parts) -> HostHub:
-        launch, tensors = self._launch, parts.tensors
-        assert launch.socket is not None
+        launch, tensors, admission = self._launch, parts.tensors, self._launch.admission
+        assert admission is not None
         up, down = codecs.get(launch.config.codec), codecs.get(down_codec(launch.config))
         coder = HostCoder(
             tensors,
             down=down,
             up=up,
             device=launch.device,
-            notify=launch.socket.wake,
+            notify=admission.socket.wake,
             replica_on_host=replica_on_host(launch),
         )
         coder.version = parts.ledger.step
@@ -252,17 +282,16 @@ class Run:
             least=parts.least,
         )
         folder = launch.folder.path if launch.folder is not None else None
-        early = launch.waiting.hand_over() if launch.waiting is not None else ()
         hub = HostHub(
             HubParts(
-                socket=launch.socket,
+                socket=admission.socket,
                 protocol=HostProtocol(terms, parts.ledger),
                 coder=coder,
                 tensors=tensors,
                 welcome=self._welcome,
                 fetch=parts.loader.fetch,
                 emit=launch.log.emit,
-                early=early,
+                early=admission.waiting.hand_over(),
                 recorder=guarded(Recorder(launch.name, folder, started=launch.log.started), "the flight recorder"),
             )
         )
@@ -278,7 +307,8 @@ class Run:
         return hub
 
     def _welcome(self, name: str) -> tuple[WelcomeMessage, tuple[bytes, ...]]:
-        launch = self._launch
+        launch, admission = self._launch, self._launch.admission
+        assert admission is not None and admission.source is not None
         welcome = WelcomeMessage(
             name=name,
             host=launch.name,
@@ -286,9 +316,9 @@ class Run:
             codec=launch.config.codec,
             codec_down=down_codec(launch.config),
             versions=versions(),
-            source=msgspec.convert(launch.source, Source),
+            source=admission.source,
         )
-        return welcome, launch.files
+        return welcome, admission.files
 
     # -- guest ------------------------------------------------------------------------------------------
 
@@ -325,7 +355,7 @@ class Run:
         )
 
 
-def replica_on_host(launch: Launch) -> bool:
+def replica_on_host(launch: RunContext) -> bool:
     """Whether the replica is kept in host memory: where that is not the device's own, unless told otherwise."""
     if launch.config.replica == "auto":
         return launch.device.torch_device.type == "cuda"
@@ -339,55 +369,11 @@ def down_codec(config: RunConfig) -> str:
     return "int8" if config.codec.startswith("topk") else config.codec
 
 
-def start(show: Callable[[RunEvent], None] | None = None) -> Run:
-    """Begin a run: alone, as host or as guest, as this process was started.
-
-    Under plain `python script.py` the run is alone and writes no files; under `potluck host script.py` guests
-    can join it; `potluck join` runs the same script as a guest. Under torchrun the processes of one machine are one
-    host. `show` is told of a run alone.
-    """
+def start(show: Callable[[RunEvent], None] | None = None, config: RunConfig | None = None) -> Run:
+    """The run that this process was started for. Without one, a run alone; `show` is told of its events."""
     launch = current()
-    if launch is None:
-        environment = env.read()
-        failpoints.arm(environment.failpoint)
-        device, group = device_here(environment.device, environment.threads)
-        launch = Launch(
-            role=ALONE if group is None or group.place.leads else RANK,
-            config=RunConfig(),
-            device=device,
-            ranks=group,
-            name=environment.name or socket.gethostname(),
-            log=EventLog(None, show),
-            what=sys.argv[0],
-        )
-    return Run(launch)
-
-
-def device_here(name: str | None, threads: int | None, *, beside: int = 0) -> tuple[Device, ranks.Ranks | None]:
-    """This process's device; under torchrun, also the host's ranks, which meet here.
-
-    `beside`: guests on this machine, for which cores are left.
-    """
-    place = ranks.place()
-    if place is None:
-        return pick(name, threads=threads or (max(1, usable_cores() // (1 + beside)) if beside else None)), None
-    share = max(1, usable_cores() // (place.world + beside))
-    device, nccl = pick_for_rank(name, place.local_rank, place.world, threads=threads or share)
-    group = ranks.form(place, nccl=nccl)
-    if place.leads:
-        device.label = f"{place.world} × {device.label}"
-        if device.peak_flops is not None:
-            device.peak_flops *= place.world
-    return device, group
-
-
-def manifest(launch: Launch, recipe: dict[str, Any]) -> dict[str, Any]:
-    """What the run folder says of the run before it starts."""
-    return {
-        "what": launch.what,
-        "config": msgspec.to_builtins(launch.config),
-        "recipe": recipe,
-        "source": {k: v for k, v in launch.source.items() if k != "files"} | {"files": launch.source.get("files")},
-        "versions": versions(),
-        "machines": [{"name": launch.name, "role": launch.role, "device": launch.device.label}],
-    }
+    if launch is not None:
+        return Run(launch.context)
+    environment = env.read()
+    failpoints.arm(environment.failpoint)
+    return Run(alone(environment, show, what=sys.argv[0], config=config))

@@ -18,8 +18,8 @@ from potluck.hub.stepping import StepResult
 from potluck.hub.tensors import ModelTensors
 from potluck.spec.events import MachineFigures, RunEnded, RunStarted, StepEnded
 from potluck.train.batch_statistics import BatchStatistics, StatisticsNotice
+from potluck.train.context import ALONE, RunContext
 from potluck.train.gain import Gain
-from potluck.train.launch import ALONE, Launch
 from potluck.train.options import Options
 
 RECENT_STEPS = 8
@@ -35,7 +35,7 @@ class Telemetry:
 
     def __init__(
         self,
-        launch: Launch,
+        launch: RunContext,
         options: Options,
         hub: HostHub | AloneHub,
         statistics: BatchStatistics | None = None,

@@ -98,9 +98,9 @@ def pack(message: Message, frames: Sequence[bytes | memoryview] = ()) -> list[by
         raise WireError(
             f"the header of {message.kind!r} has {len(header)} bytes, at most {MAX_HEADER_BYTES} may travel"
         )
-    if not frames:
-        return [header]
-    return [header, *(_checked(frame, number) for number, frame in enumerate(_counted(frames), 1))]
+    if frames:
+        _check(frames)
+    return [header, *frames]
 
 
 class Reader(Generic[M]):
@@ -114,11 +114,19 @@ class Reader(Generic[M]):
         UnknownKindError and MalformedError for a message that is not right, else for bytes that are no message."""
         if not frames:
             raise WireError("a message without frames")
-        raw = tuple(_checked(frame, number) for number, frame in enumerate(_counted(frames[1:]), 1))
-        kind, fields = _split(_view(frames[0]))
+        text, raw = _text_in(frames[0]), tuple(frames[1:])
+        if raw:
+            _check(raw)
+        try:
+            kind, fields = _PAIR.decode(text)
+        except (ValueError, RecursionError) as error:
+            # The text of the error can quote the stranger's bytes: keep its kind only.
+            raise WireError(f"the header is not a pair of kind and fields ({type(error).__name__})") from None
+        if text.count(b"[") + text.count(b"{") > MAX_DEPTH:
+            load_json(text)  # raises if it is too deep
         decoder = self._decoders.get(kind)
         if decoder is None:
-            raise UnknownKindError(kind)
+            raise UnknownKindError(kind) if _KIND.fullmatch(kind) else WireError("its kind is not a short word")
         try:
             message = decoder.decode(fields)
         except (ValueError, RecursionError) as error:
@@ -150,27 +158,19 @@ def read_model(raw: bytes | memoryview) -> ModelDescription:
         raise MalformedError("ready", f"of its model, {_why(error)}") from None
 
 
-def _split(head: memoryview) -> tuple[str, msgspec.Raw]:
-    """The kind of a message, and its fields as JSON."""
-    if head.nbytes < len(_PREFIX):
-        raise WireError(f"a header of {head.nbytes} bytes is too short")
-    if head[: len(_PREFIX)] != _PREFIX:
-        if head[: len(MAGIC)] != MAGIC:
+def _text_in(frame: bytes | memoryview) -> bytes:
+    """The JSON in a header."""
+    head = _view(frame)
+    start = bytes(head[: len(_PREFIX)])
+    if start != _PREFIX:
+        if len(start) < len(_PREFIX):
+            raise WireError(f"a header of {len(start)} bytes is too short")
+        if not start.startswith(MAGIC):
             raise WireError("the header does not begin as a potluck message does")
-        raise VersionError(head[len(MAGIC)])
+        raise VersionError(start[len(MAGIC)])
     if head.nbytes > MAX_HEADER_BYTES:
         raise WireError(f"a header of {head.nbytes} bytes, at most {MAX_HEADER_BYTES} are read")
-    text = bytes(head[len(_PREFIX) :])
-    try:
-        kind, fields = _PAIR.decode(text)
-    except (ValueError, RecursionError) as error:
-        # The text of the error can quote the stranger's bytes: keep its kind only.
-        raise WireError(f"the header is not a pair of kind and fields ({type(error).__name__})") from None
-    if not _KIND.fullmatch(kind):
-        raise WireError("the kind of the message is not a short word")
-    if text.count(b"[") + text.count(b"{") > MAX_DEPTH:
-        load_json(text)  # raises if it is too deep
-    return kind, fields
+    return bytes(head[len(_PREFIX) :])
 
 
 def _why(error: Exception) -> str:
@@ -187,7 +187,8 @@ def _why(error: Exception) -> str:
 
 def cut(frames: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
     """The parts in which these frames are sent to a host; nothing is copied."""
-    views = [_checked(frame, number) for number, frame in enumerate(map(_view, frames))]
+    _check(frames[1:])
+    views = list(map(_view, frames))
     if all(len(view) <= PART_BYTES for view in views):
         return list(frames)
     parts: list[bytes | memoryview] = [_CUT + struct.pack(f"<{len(views)}I", *map(len, views))]
@@ -267,17 +268,13 @@ def _too_deep(value: Any) -> bool:
     return True
 
 
-def _counted(frames: Sequence[bytes | memoryview]) -> Sequence[bytes | memoryview]:
+def _check(frames: Sequence[bytes | memoryview], first: int = 1) -> None:
     if len(frames) > MAX_FRAMES:
         raise WireError(f"a message with {len(frames)} frames, at most {MAX_FRAMES} are taken")
-    return frames
-
-
-def _checked(frame: bytes | memoryview, number: int) -> bytes | memoryview:
-    size = _view(frame).nbytes
-    if size > MAX_FRAME_BYTES:
-        raise WireError(f"frame {number} has {size} bytes, at most {MAX_FRAME_BYTES} are taken")
-    return frame
+    for number, frame in enumerate(frames, first):
+        size = _view(frame).nbytes
+        if size > MAX_FRAME_BYTES:
+            raise WireError(f"frame {number} has {size} bytes, at most {MAX_FRAME_BYTES} are taken")
 
 
 def _view(frame: bytes | memoryview) -> memoryview:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from potluck.errors import PotluckError, ScriptError
 from potluck.fleet.life import reader_is_gone
 from potluck.fleet.script import guest_hint
-from potluck.train.launch import Interrupted
+from potluck.train.ending import Interrupted
 
 HINT = "the traceback above is from the script"
 IN_LOOP_HINT = f"{HINT}; the host has been told"
