@@ -230,7 +230,7 @@ class HostedRun(Run):
     @property
     def is_training(self) -> bool:
         """Whether its loop has been entered and not left."""
-        return self._launch.training and not self._left
+        return self._launch.training and not self._left and not self._session.closed
 
     def close(self, error: BaseException | None = None) -> None:
         """End the run: the training, if one is under way, then guests, port, view and run folder."""
