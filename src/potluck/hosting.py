@@ -125,7 +125,7 @@ def _hosted(
     failpoints.arm(environment.failpoint)
     folder = Path(runs) if runs is not None else environment.runs or Path("runs")
     resumed = find_run(os.fspath(resume), folder) if resume is not None else None
-    before = {**open_folder(resumed).read_manifest()["config"], "wait_for": 0} if resumed is not None else {}
+    before = open_folder(resumed).read_manifest().settings_to_resume() if resumed is not None else {}
     spec = RunSpec(
         role=HOST,
         config=_config({**before, **given}),

@@ -84,7 +84,7 @@ def test_a_run_is_opened_trained_and_closed(tmp_path: Path) -> None:
         assert opened.token is not None
         assert folder.token.read_text().strip() == opened.token
         assert stat.S_IMODE(folder.token.stat().st_mode) == 0o600
-        port = folder.read_manifest()["port"]
+        port = folder.read_manifest().port
         assert port_is_open(port)
         with pytest.raises(RunFolderError, match="is in use by process"):
             session(tmp_path, resume=folder.path).__enter__()

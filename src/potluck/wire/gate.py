@@ -49,9 +49,7 @@ _FILTER = struct.pack("HP", len(_BEGINNINGS), ctypes.addressof(_CODE))
 _EPOLL_EVENT = "=IQ" if platform.machine() == "x86_64" else "@IQ"
 
 
-def listen(
-    target: zmq.Socket[bytes], bind: str, port: int, batch: int | None = None
-) -> tuple[int, Gate | None]:
+def listen(target: zmq.Socket[bytes], bind: str, port: int, batch: int | None = None) -> tuple[int, Gate | None]:
     """Let a socket of libzmq listen; returns its port, and its gate if there is one (not if `batch` is None).
 
     Set the socket's options before.
