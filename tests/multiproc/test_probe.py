@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from zmq.utils import garbage
@@ -21,12 +20,13 @@ from potluck.errors import NetworkError
 from potluck.plan import inputs, models
 from potluck.probe.link_visit import Visit, measure
 from potluck.spec.messages import UnknownMessage
-from potluck.spec.probe_messages import ProbeBare, ProbeBye, ProbeEcho, ProbeEnd, ProbeFlow, ProbeNo
+from potluck.spec.probe_messages import ProbeBye, ProbeEcho, ProbeEnd, ProbeFlow, ProbeNo
 from potluck.spec.probed import DeviceSpeed, Rate
 from potluck.wire.frames import pack
 from potluck.wire.keys import new_keys
 from potluck.wire.token import Token, encode
 from potluck.wire.transport import HostSocket
+from support.plain import Plain, packed
 from support.probing import serving
 from support.processes import Processes
 
@@ -180,10 +180,10 @@ def test_what_a_visitor_asks_for_is_bounded() -> None:
     with serving(SPEED) as (token, server):
         visit = Visit(token, "one", quiet)
         try:
-            wrong: tuple[Any, ...] = (1e9, -1.0, "x", True)
-            for seconds in wrong:
-                visit._say(ProbeFlow(flow=1, send=True, seconds=seconds))
-                visit._say(ProbeBare(take=True, send=True, seconds=seconds))
+            for seconds in (1e9, -1.0, "x", None, True):
+                asked = {"id": 1, "flow": 1, "take": True, "send": True, "seconds": seconds}
+                for kind in ("probe.flow", "probe.bare"):
+                    assert visit._socket.send_control(packed(Plain(kind=kind, fields=asked)))
             visit._ask(ProbeEcho())  # the server has now seen all of them
             assert server._flow is None
             assert server._offer is None

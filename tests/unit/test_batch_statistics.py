@@ -171,7 +171,7 @@ def test_alone_no_micro_batch_is_a_single_sample(batch: int, size: int) -> None:
     while positions := hub.take(size, lambda: False)[0]:
         assert len(positions) > 1
         hub.launched(positions, [len(positions)])
-    result, _ = hub.end_step()
+    result = hub.end_step()
     assert sum(result.micro_batches["host"]) == batch
 
 
