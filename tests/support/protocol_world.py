@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from potluck.balance.ledger import Ledger
+from potluck.balance.ledger import EpochSteps, Ledger
 from potluck.errors import WireError
 from potluck.hub import actions as act
 from potluck.hub.checks import CommonBatch, Packed
@@ -37,7 +37,7 @@ ABOUT = {"fingerprint": fingerprint_to_json(MODEL), "hashes": {"b": "0"}}
 
 
 def new_protocol(batch: int, samples: int, **terms: Any) -> HostProtocol:
-    ledger = Ledger(samples=samples, global_batch=batch, order=epoch_order(samples, 1))
+    ledger = Ledger(new_source(batch, samples))
     return HostProtocol(
         HostTerms(
             name="host",
@@ -49,6 +49,10 @@ def new_protocol(batch: int, samples: int, **terms: Any) -> HostProtocol:
         ),
         ledger,
     )
+
+
+def new_source(batch: int, samples: int) -> EpochSteps:
+    return EpochSteps(samples=samples, global_batch=batch, order=epoch_order(samples, 1))
 
 
 def _check_travels(action: act.Send) -> None:
@@ -66,6 +70,7 @@ class World:
         self.protocol = new_protocol(batch, samples, **terms)
         self.ledger, self.members = self.protocol.ledger, self.protocol.members
         self.batch, self.now = batch, 10.0
+        self.source = new_source(batch, samples)
         self.state = [PieceState(NOTHING, 0, 10, 80) for _ in range(PIECES)]
         self.sent: dict[str, list[act.Send]] = defaultdict(list)
         self.events: list[dict[str, Any]] = []

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from potluck.errors import DataError
 from potluck.train.data import Loader, epoch_order
@@ -60,7 +60,6 @@ class Immeasurable(Unmeasured):
         (Endless(), "of type Endless, which can only be read from its start", "map-style"),
         (Unmeasured(), "of type Unmeasured, which has no length", "__len__"),
         (Immeasurable(), "of type Immeasurable, which has no length", "__len__"),
-        (DataLoader([1, 2]), "not a DataLoader", "loader.dataset, with collate=loader.collate_fn"),  # type: ignore[arg-type]
     ],
 )
 def test_what_cannot_be_dealt_is_named_with_what_to_give(dataset: Any, what: str, hint: str) -> None:

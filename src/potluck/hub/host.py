@@ -51,7 +51,7 @@ class HubParts:
     welcome: Callable[[str], Message]
     """The welcome for a guest that will be called so."""
     fetch: Callable[[Sequence[int]], Any]
-    """The collated batch of these samples of the data set."""
+    """The collated batch of these positions; None if their step is over."""
     emit: Callable[[Event], None]
     early: Sequence[tuple[bytes, Sequence[Any]]] = ()
     """Messages that came before there was a hub."""
@@ -442,8 +442,9 @@ class HostHub:
             member = self._protocol.members.get(action.guest)
             if member is None or not member.holds(action.lease):
                 return  # nobody waits for these any more
-            samples = self._protocol.ledger.samples_of(action.positions)
-        batch = self._parts.fetch(samples)
+        batch = self._parts.fetch(action.positions)
+        if batch is None:
+            return
         try:
             spec, frames = pack_tree(batch)
         except LoopError as error:
