@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,8 @@ class DataPlace:
     """Of the indices of the epoch's batches before it."""
     generators: dict[str, Any] | None = None
     """The random generators when the epoch began; None if it has not."""
+    fresh: bool = True
+    """Whether the epoch began with new workers, whose seed was drawn from the loader's generator."""
     stream: Any = None
     """What the stream says of its own place, if it does."""
 
@@ -182,7 +184,8 @@ class TorchLoader(StepLoader):
 
     def _begin_epoch(self) -> None:
         epoch = self._place.epoch
-        self._place = replace(self._place, generators=self._generator_states())
+        fresh = not self._loader.persistent_workers or self._loader._iterator is None
+        self._place = replace(self._place, generators=self._generator_states(), fresh=fresh)
         self._hash = hashlib.blake2b(digest_size=16)
         for each in self._told_epochs():
             each.set_epoch(epoch)
@@ -207,14 +210,10 @@ class TorchLoader(StepLoader):
             raise DataError(
                 f"the loader gives no batch at all: {few}", hint="give it at least one batch of samples"
             )
-        if not self._loader_persists:
+        if not self._loader.persistent_workers:
             shut(self._coming)
         self._coming = None
         self._place = replace(place, epoch=place.epoch + 1, done=0, digest="", generators=None, stream=None)
-
-    @property
-    def _loader_persists(self) -> bool:
-        return bool(self._loader.persistent_workers)
 
     def _told_epochs(self) -> list[Any]:
         """What wants to know the epoch's number: the samplers, and the data set of a stream."""
@@ -229,7 +228,7 @@ class TorchLoader(StepLoader):
     def state(self, step: int) -> dict[str, Any]:
         place = self._before if self._now is not None and step == self._number else self._place
         self.saved_stream = place.stream
-        return {name: getattr(place, name) for name in ("epoch", "done", "position", "digest", "generators")}
+        return {f.name: getattr(place, f.name) for f in fields(place) if f.name != "stream"}
 
     def objects(self) -> dict[str, Stateful]:
         """What a checkpoint keeps beside the state."""
@@ -250,6 +249,11 @@ class TorchLoader(StepLoader):
         if self._place.generators is None:
             return
         done, own = self._place.done, optimizer_state.capture_rng({})
+        if not self._place.fresh and self._whole:
+            # The workers' seed was drawn in an earlier epoch, not in this one.
+            self._recorded.silent = True
+            iter(self._loader)
+            self._recorded.silent = False
         optimizer_state.restore_rng(self._place.generators)
         states = optimizer_state.device_rng(self._place.generators)
         for generator, state in zip(self._generators(), states.values(), strict=False):
@@ -311,7 +315,7 @@ class TorchLoader(StepLoader):
 
     def close(self) -> None:
         super().close()
-        shut(self._coming)
+        shut(self._coming if self._coming is not None else self._loader._iterator)
         self._coming = None
 
 

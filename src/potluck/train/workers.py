@@ -83,9 +83,13 @@ class Recorded:
         self.skip: Callable[[Iterator[Any]], None] | None = None
         """Called once with the next epoch's batches, before any of them is read."""
         self.given: deque[list[Any]] = deque()
+        self.silent = False
+        """Whether it gives nothing, and does not ask the sampler."""
 
     def __iter__(self) -> Iterator[list[Any]]:
         self.given.clear()
+        if self.silent:
+            return
         batches = iter(self._sampler)
         skip, self.skip = self.skip, None
         if skip is not None:
