@@ -14,6 +14,10 @@ PYTHONS := $(if $(PYTHON),$(PYTHON),python3 python3.14 python3.13 python3.12 pyt
 # Passed on: `make train ARGS="--guests 0"`, `make test ARGS=tests/unit`.
 ARGS ?=
 
+# Some images forbid Python to keep what it has compiled. Each process of the tests would then compile all anew: 7 s of
+# CPU for every worker.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Tests mostly wait for other processes: more of them at once than there are cores. 0: one after the other. Files go
 # to the workers in their order, the slow ones (faults, lab, multiproc) before the many quick ones. Those that judge
 # time follow by themselves. Status 5: none was chosen in this part, which is an error only where both say so.
@@ -86,19 +90,28 @@ remove-unsound-venv:
 train: $(STAMP)
 	$(BIN)/potluck train $(ARGS)
 
+# ruff and mypy. Beside them, where the tests were never compiled, one process does it: each worker would do it again.
+COMPILED := $(wildcard tests/unit/__pycache__/*-pytest-*.pyc)
+define CHECKS
+$(BIN)/ruff check .
+@echo $(BIN)/mypy; $(if $(COMPILED),,$(BIN)/python -m pytest --collect-only -q >/dev/null 2>&1 &) \
+$(BIN)/mypy; found=$$?; wait; exit $$found
+endef
+
+# The files with tests that run alone, so that the second pytest need not read all.
+ALONE := $(shell grep -rl --include='*.py' 'pytest\.mark\.alone' tests 2>/dev/null)
+
 test: $(TOOLS)
-	$(BIN)/ruff check .
-	$(BIN)/mypy
+	$(CHECKS)
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not alone" $(ARGS); many=$$?; \
-	$(BIN)/python -m pytest -m alone $(ARGS); lone=$$?; \
+	$(BIN)/python -m pytest -m alone $(if $(ARGS),$(ARGS),$(ALONE)); lone=$$?; \
 	[ $$many = 0 ] || [ $$many = 5 ] || exit 1; \
 	[ $$lone = 0 ] || [ $$lone = 5 ] || exit 1; \
 	[ $$many = 0 ] || [ $$lone = 0 ] || { echo "error: ARGS chose no test" >&2; exit 1; }
 
 # The inner loop: what needs no second process and no network.
 quick: $(TOOLS)
-	$(BIN)/ruff check .
-	$(BIN)/mypy
+	$(CHECKS)
 	$(BIN)/python -m pytest -n 2 -m "not slow and not alone" $(QUICK) $(ARGS)
 
 dist: $(TOOLS)

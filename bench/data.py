@@ -6,8 +6,8 @@ Samples of 1, 4 and 20 ms (sleep, as a disk or a network takes them) and picture
 and inverse cosine transforms as in JPEG; some milliseconds of the CPU each), read by 0, 2 and 4 worker processes. A
 round is the plain loop and then the same loop through Potluck, in one process, with the same loader settings and
 one thread; the ratio is the median over the rounds. Beside it the most samples that were read and not yet computed,
-also of the plain loop: the loader's own bound is prefetch_factor × workers batches. Then a paced host with one guest
-and samples of 4 ms, against the same host alone. Prints a table; fails under the bar of 0.98 (with a guest: 0.99).
+also of the plain loop: the loader's own bound is prefetch_factor × workers batches. Then a paced host with a guest
+and samples of 4 ms, against that host alone. Prints a table; fails under the bar of 0.98 (with a guest: 0.99).
 """
 
 from __future__ import annotations

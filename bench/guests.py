@@ -55,7 +55,7 @@ def run(guests: int, steps: int, runs: Path) -> tuple[list[dict[str, Any]], int]
         while host.poll() is None:
             events = next(runs.glob("*/events.jsonl"), events)
             # While guests join, each is sent the replica: that is not what a step needs.
-            if events.exists() and events.read_text().count('"event": "step"') >= WARM_UP:
+            if events.exists() and events.read_text().count('"event":"step"') >= WARM_UP:
                 largest = max(largest, resident(host.pid))
             time.sleep(0.2)
         if host.returncode:

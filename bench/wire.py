@@ -19,13 +19,30 @@ from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any
 
-from potluck.wire.frames import Message, pack, unpack
+from potluck.spec.messages import Frames, Message
+from potluck.wire.frames import Reader, pack
 from potluck.wire.keys import new_keys
 from potluck.wire.token import Token, decode, encode
 from potluck.wire.transport import GuestSocket, HostSocket
 
 PIECES_BYTES = (64 * 1024, 256 * 1024, 1024 * 1024, 8 * 1024 * 1024)
 DEADLINE_S = 120.0
+
+
+class Bench(Message, frozen=True, kw_only=True):
+    """What the two sides of this measurement say."""
+
+    kind = "bench"
+    frames = Frames(most=1)
+    what: str
+    bytes: int = 0
+    piece: int = 0
+    count: int = 0
+    rate: float = 0.0
+    cpu_s: float = 0.0
+
+
+READER = Reader([Bench])
 
 
 class Meter:
@@ -60,23 +77,22 @@ def serve(pipe: Connection) -> None:
         while waiting and host.send(*waiting[-1]):
             waiting.pop()
         for peer, frames in host.receive(0.001 if waiting else 1.0):
-            message = unpack(frames)
+            message, payload = READER.read(frames)
             control = peer[:-1] + b"c"
-            if message.kind == "piece":
-                if (rate := meter.add(message.frames)) is not None:
-                    host.send(control, pack(Message(kind="took", fields={"rate": rate})))
-            elif message.kind == "up":
-                meter = Meter(message.fields["bytes"])
-                host.send(control, pack(Message(kind="ready", fields={})))
-            elif message.kind == "down":
-                size, count = message.fields["piece"], message.fields["count"]
-                one = pack(Message(kind="piece", fields={}, frames=(piece[:size],)))
+            if message.what == "piece":
+                if (rate := meter.add(payload)) is not None:
+                    host.send(control, pack(Bench(what="took", rate=rate)))
+            elif message.what == "up":
+                meter = Meter(message.bytes)
+                host.send(control, pack(Bench(what="ready")))
+            elif message.what == "down":
+                size, count = message.piece, message.count
+                one = pack(Bench(what="piece"), (piece[:size],))
                 waiting = [(peer[:-1] + b"d", one)] * count
-            elif message.kind == "echo":
+            elif message.what == "echo":
                 host.send(peer, frames)
-            elif message.kind == "cpu":
-                fields = {"cpu_s": time.process_time()}
-                host.send(control, pack(Message(kind="cpu", fields=fields)))
+            elif message.what == "cpu":
+                host.send(control, pack(Bench(what="cpu", cpu_s=time.process_time())))
             else:
                 host.close()
                 return
@@ -89,37 +105,37 @@ class Client:
         self.guest = GuestSocket(token)
         self.guest.handshake(10)
         self._piece = memoryview(os.urandom(max(PIECES_BYTES)))
-        assert self.guest.send_data(pack(Message(kind="echo", fields={})))
+        assert self.guest.send_data(pack(Bench(what="echo")))
         self.wait("echo")
 
-    def wait(self, kind: str) -> Message:
+    def wait(self, kind: str) -> Bench:
         deadline = time.monotonic() + DEADLINE_S
         while time.monotonic() < deadline:
             for _, frames in self.guest.receive(1.0):
-                message = unpack(frames)
-                if message.kind == kind:
+                message = READER.read(frames).message
+                if message.what == kind:
                     return message
         raise TimeoutError(f"the host did not say {kind!r} within {DEADLINE_S:g} s")
 
-    def ask(self, kind: str, answer: str, **fields: Any) -> dict[str, Any]:
-        assert self.guest.send_control(pack(Message(kind=kind, fields=fields)))
-        return self.wait(answer).fields
+    def ask(self, kind: str, answer: str, **fields: Any) -> Bench:
+        assert self.guest.send_control(pack(Bench(what=kind, **fields)))
+        return self.wait(answer)
 
     def up(self, size: int, count: int) -> float:
         self.ask("up", "ready", bytes=size * count)
-        message = pack(Message(kind="piece", fields={}, frames=(self._piece[:size],)))
+        message = pack(Bench(what="piece"), (self._piece[:size],))
         for _ in range(count):
             while not self.guest.send_data(message):
                 self.guest.receive(0.001)
-        return float(self.wait("took").fields["rate"])
+        return self.wait("took").rate
 
     def down(self, size: int, count: int) -> float:
-        assert self.guest.send_control(pack(Message(kind="down", fields={"piece": size, "count": count})))
+        assert self.guest.send_control(pack(Bench(what="down", piece=size, count=count)))
         meter = Meter(size * count)
         deadline = time.monotonic() + DEADLINE_S
         while time.monotonic() < deadline:
             for _, frames in self.guest.receive(1.0):
-                if (rate := meter.add(unpack(frames).frames)) is not None:
+                if (rate := meter.add(READER.read(frames).frames)) is not None:
                     return rate
         raise TimeoutError(f"the pieces did not come within {DEADLINE_S:g} s")
 
@@ -132,7 +148,7 @@ class Client:
         return median(times)
 
     def cpu_s(self) -> float:
-        return time.process_time() + float(self.ask("cpu", "cpu")["cpu_s"])
+        return time.process_time() + self.ask("cpu", "cpu").cpu_s
 
 
 def send_plainly(port: int, total: int) -> None:
@@ -184,7 +200,7 @@ def measure(total: int) -> dict[str, Any]:
                 }
             )
     round_trip_s = client.round_trip_s()
-    client.guest.send_control(pack(Message(kind="end", fields={})))
+    client.guest.send_control(pack(Bench(what="end")))
     client.guest.close()
     process.join(DEADLINE_S)
     return {"rows": rows, "round_trip_s": round_trip_s, "plain_tcp_bytes_per_s": plain_tcp(total)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -18,14 +19,24 @@ from hypothesis import HealthCheck, settings
 
 from support import forks
 
-# How long an example takes is a matter of what else the machine does.
+# How long an example takes is a matter of what else the machine does. The same examples in every run: a change that
+# breaks nothing must not fail. `--hypothesis-profile random` looks for new ones.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("any machine")
+settings.register_profile("random", settings.get_profile("any machine"), max_examples=1000)
+settings.register_profile("same", settings.get_profile("any machine"), derandomize=True, database=None)
+settings.load_profile("same")
 
 PREFIX = "POTLUCK_"
 GRACE_S = 3.0
 """Threads and processes that were told to end may take this long."""
 LISTS_CHILDREN = Path(f"/proc/self/task/{os.getpid()}/children").exists()
+
+
+def pytest_collection_finish() -> None:
+    """Have the fake device before any test: torch must know its devices when the first backward runs."""
+    fake_device = sys.modules.get("support.fake_device")
+    if fake_device is not None and fake_device.available():
+        fake_device.install()
 
 
 @pytest.fixture(scope="session", autouse=True)

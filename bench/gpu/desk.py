@@ -88,14 +88,20 @@ class Desk:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         config = {"depth": 12, "sequence": SEQUENCE, "batch_tokens": SEQUENCE * GLOBAL_BATCH, "steps": 1000}
-        machines = [
-            {"name": "host", "device": f"paced:{HOST_S}{ON}", "micro_batch": MICRO_BATCH},
-            {"name": "mac", "device": f"paced:{GUEST_S}{ON}", "micro_batch": 4},
+        machines = (("host", HOST_S, MICRO_BATCH), ("mac", GUEST_S, 4))
+        members = [
+            {
+                "name": name,
+                "device": f"paced:{seconds}{ON}",
+                "micro_batch": size,
+                "share": share,
+                "address": "127.0.0.1",
+            }
+            for (name, seconds, size), share in zip(machines, shares)
         ]
         spec = {
             "recipe": {"name": "gpt", "config": config},
-            "machines": machines,
-            "shares": shares,
+            "members": members,
             "steps": 1000,
             "seed": 1,
             "master_address": "127.0.0.1",

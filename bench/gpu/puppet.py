@@ -17,16 +17,16 @@ from pathlib import Path
 import torch
 
 from potluck import codec
+from potluck.checked import build
 from potluck.device import Mark, pick
-from potluck.hub.guest import GuestHub, RunOver
-from potluck.hub.link import GuestLink
+from potluck.hub.guest import GuestHub, RunOver, Update
+from potluck.hub.link import GuestLink, RawFrames
 from potluck.hub.parity import SKETCH_VALUES
 from potluck.hub.tensors import ModelTensors, raw_bytes
 from potluck.hub.work import Work
-from potluck.spec.config import build
+from potluck.spec.messages import GradMessage, HashMessage, HelloMessage, ResyncMessage, TensorMessage
 from potluck.train import recipes
 from potluck.train.telemetry import versions
-from potluck.wire.frames import Message
 from potluck.wire.token import decode
 
 
@@ -37,20 +37,19 @@ class PuppetHub(GuestHub):
         counts = {piece.count for piece in self._layout.pieces}
         self._noise = {n: raw_bytes(self._up.encode(torch.randn(n) * 1e-9)) for n in counts}
 
-    def _apply(self, message: Message) -> None:
-        fields = message.fields
-        if message.kind in ("hash", "resync"):
-            super()._apply(message)
+    def _apply(self, message: Update, frames: RawFrames) -> None:
+        if isinstance(message, HashMessage | ResyncMessage):
+            super()._apply(message, frames)
             return
-        if message.kind != "tensor":
+        if not isinstance(message, TensorMessage):
             with self._changed:
-                self._have[int(fields["piece"])] = int(fields["version"])
+                self._have[message.piece] = message.version
                 self._changed.notify_all()
-        self._taken(message)
+        self._taken(frames)
 
     def _code(self, work: Work, index: int, computed: Mark) -> None:
         frame = self._noise[self._layout.pieces[index].count]
-        self._link.data(Message(kind="grad", fields={"lease": work.id, "piece": index}, frames=(frame,)))
+        self._link.send(GradMessage(lease=work.id, piece=index), frame)
         with self._changed:
             self._coded.add(index)
             self._changed.notify_all()
@@ -60,15 +59,15 @@ class Puppet:
     """Serves one host until the run is over."""
 
     def __init__(self, link: GuestLink, sample_s: float) -> None:
-        fields = link.connect(120.0).fields
-        recipe = recipes.get(str(fields["source"]["recipe"]))
-        model = recipe.model(build(recipe.Config, fields["source"]["config"]))
+        welcome = link.connect(120.0).message
+        recipe = recipes.get(welcome.source.recipe)
+        model = recipe.model(build(recipe.Config, welcome.source.config))
         self._sample_s = sample_s
         self._hub = PuppetHub(
             link,
             ModelTensors(model),
-            down=codec.get(str(fields["codec_down"])),
-            up=codec.get(str(fields["codec"])),
+            down=codec.get(welcome.codec_down),
+            up=codec.get(welcome.codec),
             device=pick("cpu", threads=1),
         )
 
@@ -110,7 +109,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     token = decode(options.token_file.read_text().strip())
-    hello = {"name": options.name, "device": "puppet", "platform": "linux", **versions()}
+    hello = HelloMessage(name=options.name, device="puppet", platform="linux", **versions())
     Puppet(GuestLink(token, hello), options.sample_s).serve()
 
 

@@ -45,7 +45,7 @@ def losses(folder: Path) -> dict[int, float]:
 
 
 def step_events(folder: Path) -> int:
-    return sum(file.read_text().count('"event": "step"') for file in folder.glob("runs/*/events.jsonl"))
+    return sum(file.read_text().count('"event":"step"') for file in folder.glob("runs/*/events.jsonl"))
 
 
 def attempt(number: int, folder: Path, chance: random.Random) -> None:

@@ -49,7 +49,7 @@ class Run:
 
     def count(self, kind: str) -> int:
         file = self.run / "events.jsonl"
-        return file.read_bytes().count(f'"event": "{kind}"'.encode()) if file.exists() else 0
+        return file.read_bytes().count(f'"event":"{kind}"'.encode()) if file.exists() else 0
 
     def close(self) -> None:
         for process in (self.host, *self.guests.values()):
@@ -68,7 +68,7 @@ def attempt(number: int, folder: Path, chance: random.Random) -> int:
         run.host.succeeds()
         checked, bad = run.count("replica_checked"), run.count("replica_mismatch")
         campaign.add(runs=1, joins=run.count("guest_joined"), mismatches=bad, **{codec.partition(":")[0]: checked})
-        campaign.add(put_out=(run.run / "events.jsonl").read_bytes().count(b'"put_out": true'))
+        campaign.add(put_out=(run.run / "events.jsonl").read_bytes().count(b'"put_out":true'))
         if bad:
             raise Trouble(f"{bad} mismatches with {codec}\n{run.host.tail()}")
         return checked

@@ -17,24 +17,13 @@ from potluck.dist import registration
 from potluck.errors import PotluckError
 
 if TYPE_CHECKING:
+    from potluck.hosting import start
     from potluck.train.run import Run
     from potluck.train.step import Step
 
 __all__ = ["PotluckError", "Run", "Step", "__version__", "start"]
 
-_LAZY = {"Run": "potluck.train.run", "Step": "potluck.train.step"}
-
-
-def start() -> Run:
-    """Begin a run: alone, as host or as guest, as this process was started.
-
-    Under plain `python script.py` the run is alone and writes no files; under `potluck host script.py` guests
-    can join it; `potluck join` runs the same script as a guest.
-    """
-    from potluck.report.notices import to_stderr
-    from potluck.train import run
-
-    return run.start(to_stderr)
+_LAZY = {"Run": "potluck.train.run", "Step": "potluck.train.step", "start": "potluck.hosting"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,15 +1,16 @@
-"""The POTLUCK_* environment variables: their names, their values, and what to say when one is wrong.
-
-It knows nothing of what the values are used for.
-"""
+"""The POTLUCK_* environment variables: their names, their values, and what to say when one is wrong."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
+from msgspec import Meta, Struct
+
+from potluck import checked
+from potluck.checked import did_you_mean
 from potluck.errors import ConfigError
 
 PREFIX = "POTLUCK_"
@@ -25,14 +26,14 @@ DIST_VARIABLES: Mapping[str, str] = {
     "POTLUCK_DIST_COMPRESSION": "torch.distributed: none, fp16, bf16, int8, int4, topk or topk:0.01 for all-reduce",
     "POTLUCK_DIST_CHECKSUM": "torch.distributed: 1 checks every chunk that arrives, 0 does not",
     "POTLUCK_DIST_ENCRYPTION": "torch.distributed: 0 sends in the clear between machines, 1 does not",
-    "POTLUCK_DIST_COPY_THREADS": "torch.distributed: threads that copy within a machine; 0: as there are cores",
+    "POTLUCK_DIST_COPY_THREADS": "torch.distributed: threads that copy within a machine; 0: one per core",
     "POTLUCK_DIST_TIMEOUT_S": "torch.distributed: seconds for a collective, instead of the group's own timeout",
     "POTLUCK_DIST_CONNECT_TIMEOUT_S": "torch.distributed: seconds for all ranks to reach each other",
     "POTLUCK_DIST_HEARTBEAT_S": "torch.distributed: seconds between two signs of life",
-    "POTLUCK_DIST_HEARTBEAT_TIMEOUT_S": "torch.distributed: a rank is gone after so many silent seconds",
+    "POTLUCK_DIST_HEARTBEAT_TIMEOUT_S": "torch.distributed: a rank counts as gone after this many silent seconds",
     "POTLUCK_DIST_LOG_LEVEL": "torch.distributed: debug, info, warning or error",
 }
-"""What their values mean is for `dist/config.py` to say."""
+"""`dist/config.py` reads and checks their values."""
 
 VARIABLES: Mapping[str, str] = {
     "POTLUCK_TOKEN": "the token that `potluck join` uses when none is typed",
@@ -46,122 +47,65 @@ VARIABLES: Mapping[str, str] = {
     **DIST_VARIABLES,
 }
 
-_YES = frozenset({"1", "true", "yes", "on"})
-_NO = frozenset({"0", "false", "no", "off"})
-_MAX_NAME = 64
-_MAX_THREADS = 4096
+_FLAGS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Environment:
+class Environment(Struct, frozen=True, kw_only=True, rename=lambda name: PREFIX + name.upper()):
     """What the environment says; None where it says nothing."""
 
-    token: str | None = field(default=None, repr=False)
+    token: str | None = None
     """A secret: never shown, never logged."""
     device: str | None = None
-    threads: int | None = None
+    threads: Annotated[int, Meta(ge=1, le=4096)] | None = None
     runs: Path | None = None
     debug: bool = False
-    name: str | None = None
+    name: Annotated[str, Meta(max_length=64)] | None = None
     trace: Path | None = None
     failpoint: str | None = None
-    """Whether it names a failpoint that exists is for `failpoints` to say."""
+    """`failpoints` checks whether it names one that exists."""
+
+    def __post_init__(self) -> None:
+        if any(not c.isprintable() or c.isspace() for c in self.token or ""):
+            # The value is a secret, so the message does not repeat it.
+            raise ConfigError(
+                "POTLUCK_TOKEN holds blanks or control characters, so it is no token",
+                hint="copy the token again from the host's `potluck join ...` line, as one word",
+            )
+        if any(not c.isprintable() or c.isspace() for c in self.device or ""):
+            raise _wrong("POTLUCK_DEVICE", self.device, "use one word such as cpu, cuda, cuda:1 or mps")
+        if not (self.name or "").isprintable():
+            raise _wrong("POTLUCK_NAME", self.name, "use printable characters")
+        if self.runs is not None and self.runs.exists() and not self.runs.is_dir():
+            raise _wrong("POTLUCK_RUNS", self.runs, "this is a file; name a folder (it is made when missing)")
+        if self.trace is not None and self.trace.is_dir():
+            raise _wrong("POTLUCK_TRACE", self.trace, "this is a folder; name a file (it is made when missing)")
+        if self.trace is not None and not self.trace.parent.is_dir():
+            raise _wrong("POTLUCK_TRACE", self.trace, f"there is no folder {self.trace.parent}; make it first")
+
+    def __repr__(self) -> str:
+        return f"Environment({', '.join(name for name in self.__struct_fields__ if getattr(self, name))})"
 
 
 def read(environ: Mapping[str, str] | None = None) -> Environment:
     """Read and check every POTLUCK_* variable; an empty one counts as not set."""
     environ = os.environ if environ is None else environ
     check_names(environ)
-    given = {name: environ.get(name, "").strip() for name in VARIABLES}
-    return Environment(
-        token=_token(given["POTLUCK_TOKEN"]),
-        device=_device(given["POTLUCK_DEVICE"]),
-        threads=_threads(given["POTLUCK_THREADS"]),
-        runs=_runs(given["POTLUCK_RUNS"]),
-        debug=_flag("POTLUCK_DEBUG", given["POTLUCK_DEBUG"]),
-        name=_name(given["POTLUCK_NAME"]),
-        trace=_trace(given["POTLUCK_TRACE"]),
-        failpoint=given["POTLUCK_FAILPOINT"] or None,
-    )
+    given: dict[str, str | bool] = {name: text for name in VARIABLES if (text := environ.get(name, "").strip())}
+    if (debug := str(given.get("POTLUCK_DEBUG", "0")).lower()) in _FLAGS:
+        given["POTLUCK_DEBUG"] = _FLAGS[debug]
+    return checked.convert(given, Environment, strict=False)
 
 
 def check_names(environ: Mapping[str, str]) -> None:
     """Refuse a POTLUCK_* variable that does not exist, with the nearest name that does."""
     for name in sorted(environ):
         if name.startswith(PREFIX) and name not in VARIABLES:
-            raise _unknown(name)
+            # The prefix, which all have in common, would make all of them similar.
+            ends = {known.removeprefix(PREFIX): f"{known} ({text})" for known, text in VARIABLES.items()}
+            near = did_you_mean(name.removeprefix(PREFIX), ends, ends)
+            hint = near.strip() or "the variables that exist: " + ", ".join(VARIABLES)
+            raise ConfigError(f"unknown environment variable {name}", hint=hint)
 
 
-def _unknown(name: str) -> ConfigError:
-    import difflib  # slow to import, and only needed here
-
-    # Without the prefix, which all have in common.
-    ends = [known.removeprefix(PREFIX) for known in VARIABLES]
-    close = difflib.get_close_matches(name.removeprefix(PREFIX), ends, n=1, cutoff=0.5)
-    if close:
-        hint = f"did you mean {PREFIX}{close[0]} ({VARIABLES[PREFIX + close[0]]})?"
-    else:
-        hint = "the variables that exist: " + ", ".join(VARIABLES)
-    return ConfigError(f"unknown environment variable {name}", hint=hint)
-
-
-def _wrong(name: str, value: str, hint: str) -> ConfigError:
-    return ConfigError(f"{name}={value!r} is not valid", hint=hint)
-
-
-def _token(value: str) -> str | None:
-    if any(not c.isprintable() or c.isspace() for c in value):
-        # The value is a secret, so the message does not repeat it.
-        raise ConfigError(
-            "POTLUCK_TOKEN holds blanks or control characters, so it is no token",
-            hint="copy the token again from the host's `potluck join ...` line, as one word",
-        )
-    return value or None
-
-
-def _device(value: str) -> str | None:
-    if any(not c.isprintable() or c.isspace() for c in value):
-        raise _wrong("POTLUCK_DEVICE", value, "use one word such as cpu, cuda, cuda:1 or mps")
-    return value or None
-
-
-def _threads(value: str) -> int | None:
-    if not value:
-        return None
-    if not (value.isascii() and value.isdigit() and len(value) <= 6 and 1 <= int(value) <= _MAX_THREADS):
-        raise _wrong("POTLUCK_THREADS", value, f"use a whole number from 1 to {_MAX_THREADS}")
-    return int(value)
-
-
-def _runs(value: str) -> Path | None:
-    if not value:
-        return None
-    path = Path(value).expanduser()
-    if path.exists() and not path.is_dir():
-        raise _wrong("POTLUCK_RUNS", value, "this is a file; name a folder (it is made when missing)")
-    return path
-
-
-def _flag(name: str, value: str) -> bool:
-    if value.lower() in _YES:
-        return True
-    if not value or value.lower() in _NO:
-        return False
-    raise _wrong(name, value, "use 1 or 0")
-
-
-def _name(value: str) -> str | None:
-    if len(value) > _MAX_NAME or not value.isprintable():
-        raise _wrong("POTLUCK_NAME", value, f"use at most {_MAX_NAME} printable characters")
-    return value or None
-
-
-def _trace(value: str) -> Path | None:
-    if not value:
-        return None
-    path = Path(value).expanduser()
-    if path.is_dir():
-        raise _wrong("POTLUCK_TRACE", value, "this is a folder; name a file (it is made when missing)")
-    if not path.parent.is_dir():
-        raise _wrong("POTLUCK_TRACE", value, f"there is no folder {path.parent}; make it first")
-    return path
+def _wrong(name: str, value: object, hint: str) -> ConfigError:
+    return ConfigError(f"{name}={str(value)!r} is not valid", hint=hint)

@@ -54,7 +54,9 @@ class UserError(PotluckError):
     exit_status = 2
 
 
-class ConfigError(UserError):
+class ConfigError(UserError, ValueError):
+    """Also a ValueError: msgspec then adds where in the data it was raised."""
+
     code = "bad-config"
 
 

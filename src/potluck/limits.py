@@ -28,6 +28,11 @@ def usable_cores() -> int:
     return max(1, min(limits))
 
 
+def logical_cores() -> int:
+    """Processors this process may run on; two threads of one core count twice."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def usable_memory() -> tuple[int, int]:
     """(total, free) bytes of memory: the machine's, or the container's where that is less."""
     machine = psutil.virtual_memory()

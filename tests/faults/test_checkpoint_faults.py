@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,13 @@ from potluck.failpoints import NAMES, armed
 from potluck.report.messages import describe
 from potluck.report.summary import read_events
 from potluck.spec.config import RunConfig
+from potluck.spec.events import CheckpointFailed, CheckpointSaved, RunEnded, StepEnded
 from potluck.train import checkpoint, checkpoint_folder
 from potluck.train.checkpoint import CheckpointWriter, Loaded, Snapshot, load_latest, save
+from potluck.train.context import ALONE, RunContext
 from potluck.train.events import EventLog
 from potluck.train.folder import RunFolder
-from potluck.train.launch import ALONE, Launch, set_launch
+from potluck.train.launch import launched
 from potluck.train.run import Run
 from support.campaign import campaign
 from support.processes import Processes
@@ -150,8 +153,8 @@ def trained(folder: Path, *, steps: int, every: int, at: Callable[[int], None] =
     run_folder = RunFolder(folder)
     log = EventLog(run_folder.events)
     config = RunConfig(checkpoint_every=every)
-    set_launch(Launch(role=ALONE, config=config, device=pick("cpu"), name="here", log=log, folder=run_folder))
-    try:
+    context = RunContext(role=ALONE, config=config, device=pick("cpu"), name="here", log=log, folder=run_folder)
+    with closing(log), launched(context):
         model = nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         samples = [torch.ones(2)] * 8
@@ -159,10 +162,7 @@ def trained(folder: Path, *, steps: int, every: int, at: Callable[[int], None] =
             for batch in step:
                 step.backward(model(batch).mean())
             at(step.index + 1)
-    finally:
-        set_launch(None)
-        log.close()
-    return [e["step"] for e in read_events(folder) if e["event"] == "checkpoint"]
+    return [e.step for e in read_events(folder) if isinstance(e, CheckpointSaved)]
 
 
 def test_one_that_falls_due_during_a_save_begins_at_the_next_step(
@@ -207,9 +207,9 @@ def test_a_save_that_fails_is_told_and_tried_again_at_the_next_interval(
 ) -> None:
     failing(monkeypatch, lambda step: step in (4, 6))
     assert trained(tmp_path, steps=9, every=2, at=between_saves) == [2, 8, 9]
-    told = [e for e in read_events(tmp_path) if e["event"] == "checkpoint_failed"]
-    assert [e["step"] for e in told] == [4, 6]
-    assert "No space left" in told[0]["reason"]
+    told = [e for e in read_events(tmp_path) if isinstance(e, CheckpointFailed)]
+    assert [e.step for e in told] == [4, 6]
+    assert "No space left" in told[0].reason
     message = describe(told[0])
     assert message is not None
     assert message.text.startswith("step 4 is not saved: cannot write")
@@ -221,9 +221,10 @@ def test_a_run_whose_last_save_fails_ends_with_that_error(tmp_path: Path, monkey
     with pytest.raises(RunFolderError, match="No space left"):
         trained(tmp_path, steps=6, every=2, at=between_saves)
     events = read_events(tmp_path)
-    assert [e["step"] for e in events if e["event"] == "step"] == [1, 2, 3, 4, 5, 6]
-    assert events[-1]["reason"] == "failed"
-    assert [e.get("again", False) for e in events if e["event"] == "checkpoint_failed"] == [True, False]
+    assert [e.step for e in events if isinstance(e, StepEnded)] == [1, 2, 3, 4, 5, 6]
+    assert isinstance(events[-1], RunEnded)
+    assert events[-1].reason == "failed"
+    assert [e.again for e in events if isinstance(e, CheckpointFailed)] == [True, False]
 
 
 def test_the_last_save_of_a_loop_that_was_left_is_not_lost_with_its_generator(
@@ -232,17 +233,19 @@ def test_the_last_save_of_a_loop_that_was_left_is_not_lost_with_its_generator(
     failing(monkeypatch, lambda step: True)
     folder = RunFolder(tmp_path)
     log = EventLog(folder.events)
-    launch = Launch(role=ALONE, config=RunConfig(), device=pick("cpu"), name="here", log=log, folder=folder)
+    context = RunContext(role=ALONE, config=RunConfig(), device=pick("cpu"), name="here", log=log, folder=folder)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in Run(launch).steps(model, optimizer, [torch.ones(2)] * 8, global_batch=4, micro_batch=4):
+    for step in Run(context).steps(model, optimizer, [torch.ones(2)] * 8, global_batch=4, micro_batch=4):
         for batch in step:
             step.backward(model(batch).mean())
         break
     with pytest.raises(RunFolderError, match="No space left"):
-        launch.end_training("finished")
+        context.end_training("finished")
     log.close()
-    assert read_events(tmp_path)[-1]["reason"] == "failed"
+    end = read_events(tmp_path)[-1]
+    assert isinstance(end, RunEnded)
+    assert end.reason == "failed"
 
 
 def between_saves(step: int) -> None:

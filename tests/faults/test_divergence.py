@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from potluck.hub import actions as act
 from potluck.hub.feed import NOTHING, PENDING, Feed, Item, PieceState
 from potluck.hub.guard import PARITY_EVERY
 from potluck.hub.hashes import DIGEST_BYTES, PieceHashes, differing
 from potluck.hub.members import COMPUTING, SYNCING
 from potluck.report.messages import describe
 from potluck.spec import layout as layouts
-from potluck.wire.frames import Message
+from potluck.spec.messages import DATA, HashMessage
 from support.coder_pair import Pair, flat
 from support.fleet import Fleet
 from support.protocol_world import DIGESTS, World, joined, of_kind, refusals
@@ -27,7 +26,7 @@ JOB = Path(__file__).parents[1] / "support" / "faulty_job.py"
 
 
 def asked(world: World, guest: str) -> list[int]:
-    return [s.fields["version"] for s in world.sent[guest] if s.kind == "hash"]
+    return [s.message.version for s in world.sent[guest] if s.message.kind == "hash"]
 
 
 def guarded(every: int = 1, guests: str = "a") -> World:
@@ -44,8 +43,8 @@ def test_a_guest_is_asked_once_it_has_all_of_a_version_on_the_weights_own_connec
     world.begin()
     assert world.hashing[-1:] == [1]
     world.take_all("a")
-    (send,) = [s for s in world.sent["a"] if s.kind == "hash"]
-    assert (send.channel, send.fields) == (act.DATA, {"version": 1})
+    (send,) = [s for s in world.sent["a"] if s.message.kind == "hash"]
+    assert (send.message.channel, send.message) == (DATA, HashMessage(version=1))
     world.pump(world.members["a"])
     assert asked(world, "a") == [1], "once"
 
@@ -58,7 +57,7 @@ def test_only_every_so_many_steps() -> None:
         if world.members["a"].hash_awaited is not None:
             world.answer_hash("a")
     assert asked(world, "a") == [3, 6]
-    assert [e["step"] for e in of_kind(world, "replica_checked")] == [4, 7]
+    assert [e.step for e in of_kind(world, "replica_checked")] == [4, 7]
 
 
 def test_never_if_so_wished() -> None:
@@ -75,7 +74,7 @@ def test_equal_hashes_change_nothing(host_first: bool) -> None:
     for part in (world.hash, lambda: world.answer_hash("a"))[:: 1 if host_first else -1]:
         part()
     (event,) = of_kind(world, "replica_checked")
-    assert (event["machine"], event["step"]) == ("a", 2)
+    assert (event.machine, event.step) == ("a", 2)
     lease = world.members["a"].lease
     assert lease is not None
     assert not lease.revoked
@@ -94,15 +93,15 @@ def test_a_difference_takes_the_lease_back_and_sends_everything_anew(host_first:
     for part in (world.hash, lambda: world.answer_hash("a", theirs))[:: 1 if host_first else -1]:
         part()
     (event,) = of_kind(world, "replica_mismatch")
-    assert (event["machine"], event["step"], event["samples"]) == ("a", 2, lease.count)
+    assert (event.machine, event.step, event.samples) == ("a", 2, lease.count)
     message = describe(event)
     assert message is not None
     assert message.text == (
         "a (1.2.3.4) held weights that are not the host's (2 of 2 pieces differ) during step 2; "
-        f"its {lease.count} samples were taken back; the weights are sent to it anew"
+        f"its {lease.count} samples were taken back; the weights are sent to it again"
     )
     assert member.state == SYNCING
-    kinds = [s.kind for s in world.sent["a"]]
+    kinds = [s.message.kind for s in world.sent["a"]]
     assert kinds.index("resync") > kinds.index("hash")
     assert [item.kind for guest, item in world.asked if guest == "a"][-1:] == ["whole"]
     # What it computed all the same does not count.
@@ -123,7 +122,7 @@ def test_a_contribution_that_is_being_added_already_is_not_lost_twice() -> None:
     world.deliver("a")
     world.answer_hash("a", OTHERS)
     (event,) = of_kind(world, "replica_mismatch")
-    assert event["samples"] == 0
+    assert event.samples == 0
     world.decode()
     assert sum(world.finish().samples.values()) == 12
 
@@ -226,7 +225,7 @@ def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 def ask(pair: Pair, version: int) -> None:
-    pair.link.hear("data", Message(kind="hash", fields={"version": version}))
+    pair.link.hear("hash", version=version)
 
 
 def both(pair: Pair, version: int) -> tuple[bytes, bytes]:
@@ -275,7 +274,7 @@ def test_one_wrong_bit_is_seen_and_after_a_resync_the_guest_is_right_again(pair:
     pair.sync()
     ask(pair, 1)
     assert differing(*both(pair, 1)) == 1
-    pair.link.hear("data", Message(kind="resync", fields={"version": 1}))
+    pair.link.hear("resync", version=1)
     pair.feed.forget()
     pair.until(lambda: pair.feed.current(pair.coder.state) and not pair.feed.in_flight_bytes)
     pair.check_same_bits()
@@ -286,11 +285,10 @@ def test_one_wrong_bit_is_seen_and_after_a_resync_the_guest_is_right_again(pair:
 
 def test_weights_do_not_change_under_work_that_a_resync_ends(pair: Pair) -> None:
     pair.sync()
-    fields = {"lease": 7, "step": 0, "sizes": [1], "quota": 1}
-    pair.link.hear("control", Message(kind="lease", fields=fields))
+    pair.link.hear("lease", lease=7, step=0, sizes=[1], quota=1)
     work = pair.guest.next_work()
     pair.guest.enter(work)
-    pair.link.hear("data", Message(kind="resync", fields={"version": 0}))
+    pair.link.hear("resync", version=0)
     pair.feed.forget()
     before = pair.replica()
     pair.until(lambda: work.over)

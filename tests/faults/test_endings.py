@@ -16,10 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from potluck.cli import _scripts
 from potluck.errors import ScriptError
-from potluck.fleet import life
-from potluck.train.launch import Interrupted
+from potluck.fleet import life, running
+from potluck.train.ending import Interrupted
 from support.fleet import JOB, Fleet, descendants, port_is_open, still_running
 from support.processes import SOURCE
 
@@ -40,7 +39,7 @@ ORPHANS_S = 10.0
 # A process that does nothing but live; told to, it catches the interruption and goes on, as a stuck one does.
 LIVES = """
 import sys, time
-from potluck.fleet import life
+from potluck.fleet import life, running
 from potluck.fleet.life import leased
 life.GRACE_S = 1.5
 parent = int(sys.argv[1]) if sys.argv[1] != "-" else None
@@ -187,7 +186,7 @@ def test_one_that_does_not_heed_it_is_ended_all_the_same(tmp_path: Path) -> None
 def test_guests_on_this_machine_end_with_their_host(tmp_path: Path) -> None:
     """However the host goes: here -9, in the middle of a run."""
     with Fleet(tmp_path) as fleet:
-        train = fleet.train("--guests", "2", "--steps", "100000", "--depth", "1", "--view", "plain")
+        train = fleet.train("--steps", "100000", "--depth", "1", "--view", "plain", guests=2)
         train.wait_until(lambda: fleet.runs.exists() and list(fleet.runs.iterdir()), 30, "run folder")
         fleet.wait_for(train, lambda: fleet.events("guest_joined"), "a guest")
         guests = descendants(train)
@@ -249,7 +248,7 @@ def test_a_run_whose_reader_goes_away_is_saved_and_stopped(tmp_path: Path) -> No
 def test_a_script_that_prints_to_nobody_was_stopped_and_did_not_fail(
     gone: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(_scripts, "reader_is_gone", lambda: gone)
-    with pytest.raises(Interrupted if gone else ScriptError), _scripts.running("script.py"):
+    monkeypatch.setattr(running, "reader_is_gone", lambda: gone)
+    with pytest.raises(Interrupted if gone else ScriptError), running.running("script.py"):
         raise BrokenPipeError
     assert ("Traceback" in capsys.readouterr().err) != gone

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import resource
 import sys
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, get_args
 
 import pytest
 
@@ -13,8 +13,12 @@ from potluck.errors import WireError
 from potluck.hub import protocol
 from potluck.hub.members import Member
 from potluck.hub.stepping import Stepping
-from potluck.wire import frames, tree
+from potluck.spec import messages
+from potluck.spec.messages import FromGuest, FromHost
+from potluck.wire import tree
+from potluck.wire.frames import Reader, Received
 from support.fuzz import SHARES, Fuzz, Mutator
+from support.plain import unpacked
 
 DECODED = 15_000
 MOST_GROWTH_MB = 100
@@ -38,10 +42,13 @@ def test_only_wire_errors_come_out_of_mutated_messages(seed: int) -> None:
         assert fuzz.counts[f"{name}: taken"] > 50, f"no mutated {name} comes through: the mutations are too coarse"
 
 
-def unchecked_json(raw: bytes) -> Any:
+def unchecked(self: Reader[Any], raw: Sequence[bytes]) -> Received[Any]:
+    """A message's fields as they come."""
+    kinds = {kind.kind: kind for kind in (*get_args(FromGuest), *get_args(FromHost))}
     try:
-        return json.loads(raw)
-    except ValueError as error:
+        found = unpacked(raw)
+        return Received(kinds[found.kind](**found.fields), found.frames)
+    except (LookupError, TypeError, ValueError) as error:
         raise WireError("unreadable") from error
 
 
@@ -50,18 +57,22 @@ def trusting(self: Stepping, member: Member, **about: Any) -> None:
     member.lease.arrived = True
 
 
-FAULTS: dict[str, tuple[Any, str, Any]] = {
-    "sizes of any kind in a tree": (tree, "_is_count", lambda value: True),
-    "tensors of any size": (tree, "_MAX_ELEMENTS", 10**400),
-    "JSON that is read without its checks": (frames, "load_json", unchecked_json),
-    "contributions that nobody checks": (Stepping, "complete", trusting),
-    "reasons of any length": (protocol, "LONGEST_REASON", 10**6),
+FAULTS: dict[str, list[tuple[Any, str, Any]]] = {
+    "sizes of any kind in a tree": [(tree, "_is_count", lambda value: True)],
+    "tensors of any size": [(tree, "_MAX_ELEMENTS", 10**400)],
+    "fields that are read without their checks": [(Reader, "read", unchecked)],
+    "contributions that nobody checks": [(Stepping, "complete", trusting)],
+    "reasons of any length": [
+        (protocol, "LONGEST_REASON", 10**6),
+        (messages, "_clean", lambda message: None),
+    ],
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    monkeypatch.setattr(*FAULTS[fault])
+    for patch in FAULTS[fault]:
+        monkeypatch.setattr(*patch)
     if fault == "reasons of any length":
         monkeypatch.setattr(Mutator, "long_share", 0.3)  # a long value in the one place where it does harm is rare
     fuzz = Fuzz(3)

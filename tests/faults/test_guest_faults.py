@@ -35,7 +35,7 @@ def test_a_guest_that_comes_back_before_the_host_noticed_keeps_its_name() -> Non
     assert [m.name for m in world.members.values()] == ["a"]
     assert world.members.keys() == {"new"}
     (lost,) = of_kind(world, "guest_lost")
-    assert lost["samples_taken_back"] == lease.count
+    assert lost.samples_taken_back == lease.count
     message = describe(lost)
     assert message is not None
     assert "a (1.2.3.4) came back on a new connection during step 2" in message.text
@@ -69,7 +69,7 @@ def test_when_the_host_slept_its_guests_are_not_to_blame() -> None:
     world.do(world.protocol.stood_still(300.0, world.now))
     world.do(world.protocol.tick(world.now))
     assert world.members.keys() == {"a"}
-    assert "stood still for 300.0 s" in of_kind(world, "note")[-1]["text"]
+    assert "stood still for 300.0 s" in of_kind(world, "note")[-1].text
     world.now += 5.1
     world.do(world.protocol.tick(world.now))
     assert world.members == {}, "but from now on their silence counts again"

@@ -6,7 +6,7 @@ import math
 import shlex
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,12 +27,14 @@ from potluck.hub.parity import Reference, sketch
 from potluck.report.summary import read_events, summarize
 from potluck.report.summary_text import summary_text
 from potluck.spec.config import RunConfig
+from potluck.spec.events import kind_of
 from potluck.train.bad_steps import BadSteps, StepFacts
 from potluck.train.beginning import Buffers
 from potluck.train.checkpoint import CheckpointWriter, Snapshot, load_latest, save
+from potluck.train.context import ALONE, RunContext
 from potluck.train.events import EventLog
 from potluck.train.folder import RunFolder
-from potluck.train.launch import ALONE, Launch, set_launch
+from potluck.train.launch import launched
 from potluck.train.update import Update, total_norm
 from support.campaign import campaign
 from support.processes import Processes
@@ -94,12 +96,16 @@ class Trained:
         self.folder = RunFolder(folder)
         log = EventLog(self.folder.events)
         config = RunConfig(checkpoint_every=every, max_bad_steps=most)
-        launch = Launch(
-            role=ALONE, config=config, device=device or pick("cpu"), name="here", log=log, folder=self.folder
+        context = RunContext(
+            role=ALONE,
+            config=config,
+            device=device or pick("cpu"),
+            name="here",
+            log=log,
+            folder=self.folder,
+            again=lambda where: f"potluck host my.py --resume {where}",
         )
-        launch.again = lambda where: f"potluck host my.py --resume {where}"
-        set_launch(launch)
-        try:
+        with closing(log), launched(context):
             for step in potluck.start().steps(
                 self.model,
                 self.optimizer,
@@ -114,9 +120,6 @@ class Trained:
                     output = self.model(batch * (factor if factor == INF or factor != factor else 1.0))
                     step.backward(output.square().mean() * factor + add(step.index + 1))
                 self.weights[step.index + 1] = self.model.line.weight.detach().clone()
-        finally:
-            set_launch(None)
-            log.close()
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -124,7 +127,7 @@ class Trained:
 
 
 def of_kind(folder: Path, kind: str) -> list[dict[str, Any]]:
-    return [event for event in read_events(folder) if event["event"] == kind]
+    return [event for event in read_events(folder) if kind_of(event) == kind]
 
 
 def saved(folder: Path) -> dict[int, bool]:
@@ -156,10 +159,10 @@ def test_one_bad_step_changes_nothing_and_the_run_goes_on(
     device = Queueing(0.002) if queues else None
     run = Trained(tmp_path, once(4, factor), device=device, fused=fused)
     (bad,) = of_kind(tmp_path, "step_not_applied")
-    assert (bad["step"], bad["machine"], bad["in_a_row"]) == (4, "here", 1)
-    assert "own gradient is not finite" in bad["reason"]
+    assert (bad.step, bad.machine, bad.in_a_row) == (4, "here", 1)
+    assert "own gradient is not finite" in bad.reason
     steps = of_kind(tmp_path, "step")
-    assert [e["applied"] for e in steps] == [n != 4 for n in range(1, 9)]
+    assert [e.applied for e in steps] == [n != 4 for n in range(1, 9)]
     assert torch.equal(run.weights[4], run.weights[3])
     assert not torch.equal(run.weights[5], run.weights[4])
     state = run.optimizer.state[run.model.line.weight]
@@ -168,8 +171,8 @@ def test_one_bad_step_changes_nothing_and_the_run_goes_on(
     assert bool(run.model.norm.running_mean.isfinite().all()), "nor has the batch norm"
     assert int(run.model.norm.num_batches_tracked) == 7
     (end,) = of_kind(tmp_path, "run_end")
-    assert (end["reason"], end["not_applied"]) == ("finished", 1)
-    assert math.isfinite(end["loss"])
+    assert (end.reason, end.not_applied) == ("finished", 1)
+    assert math.isfinite(end.loss)
     assert newest(tmp_path) == 8
 
 
@@ -246,7 +249,7 @@ def test_too_many_in_a_row_end_the_run_and_say_how_to_go_on(tmp_path: Path, queu
     assert f"of step {newest(tmp_path)}: potluck host my.py --resume {tmp_path}" in caught.value.hint
     assert caught.value.exit_status == 1
     (end,) = of_kind(tmp_path, "run_end")
-    assert (end["reason"], end["loss"]) == ("failed", None)
+    assert (end.reason, end.loss) == ("failed", None)
 
 
 def test_bad_steps_that_are_not_in_a_row_do_not_end_it(tmp_path: Path) -> None:
@@ -271,8 +274,8 @@ def test_none_ends_it_where_none_should(tmp_path: Path) -> None:
 def test_a_loss_that_is_no_number_with_a_gradient_that_is_one_is_applied(tmp_path: Path) -> None:
     """As of a batch in which every label is ignored: torch's mean over nothing is NaN, its gradient zero."""
     run = Trained(tmp_path, once(3, 0.0), steps=4, most=1, add=once(3, NAN))
-    assert [e["applied"] for e in of_kind(tmp_path, "step")] == [True] * 4
-    assert [e["loss"] is None for e in of_kind(tmp_path, "step")] == [False, False, True, False]
+    assert [e.applied for e in of_kind(tmp_path, "step")] == [True] * 4
+    assert [e.loss is None for e in of_kind(tmp_path, "step")] == [False, False, True, False]
     assert not torch.equal(run.weights[3], run.weights[2]), "the momentum goes on, as it would on one machine"
 
 
@@ -286,7 +289,7 @@ def test_weights_that_overflow_are_never_saved(tmp_path: Path, most: int) -> Non
         Trained(tmp_path, once(1, 1e4), steps=20, every=1, most=most, lr=1e38, kind=torch.optim.SGD)
     assert "start it again, with a smaller learning rate" in caught.value.hint
     (end,) = of_kind(tmp_path, "run_end")
-    assert end["reason"] == "failed"
+    assert end.reason == "failed"
     assert newest(tmp_path) is None
 
 
@@ -324,7 +327,7 @@ def test_what_is_made_of_infinities_may_stay_so(tmp_path: Path) -> None:
 def cause(**facts: Any) -> tuple[object, object]:
     usual: dict[str, Any] = {"step": 3, "norm": NAN, "own_norm": None, "own_loss": 1.0, "machines": ["here"]}
     event = BadSteps("here", most=1).bad(StepFacts(**{**usual, **facts}))
-    return event["machine"], event["reason"]
+    return event.machine, event.reason
 
 
 def test_the_cause_is_named() -> None:
@@ -391,9 +394,9 @@ def test_all_ranks_of_a_host_leave_the_same_step_out(tmp_path: Path) -> None:
         for rank in ranks:
             rank.succeeds(deadline_s=50)
     (folder,) = (tmp_path / "runs").iterdir()
-    assert [e["applied"] for e in of_kind(folder, "step")] == [True, True, False, True, True, True]
+    assert [e.applied for e in of_kind(folder, "step")] == [True, True, False, True, True, True]
     (bad,) = of_kind(folder, "step_not_applied")
-    assert (bad["machine"], bad["reason"]) == ("host", "own gradient is not finite, on rank 1")
+    assert (bad.machine, bad.reason) == ("host", "own gradient is not finite, on rank 1")
     assert newest(folder) == 6
 
 

@@ -13,6 +13,16 @@ from potluck.hub import recorder as recorders
 from potluck.hub.recorder import ENTRIES, MOST_FILES, PAUSE_S, Recorder
 from potluck.report.guest_view import GuestView
 from potluck.report.messages import describe
+from potluck.spec import events as ev
+from potluck.spec.messages import (
+    ChangeMessage,
+    DoneMessage,
+    GradMessage,
+    HelloMessage,
+    LeaveMessage,
+    SamplesMessage,
+    SketchMessage,
+)
 from potluck.units import seconds_text
 from support.protocol_world import World, joined, of_kind
 
@@ -29,6 +39,19 @@ def clock() -> Clock:
     return Clock()
 
 
+def done(lease: int, count: int = 1) -> DoneMessage:
+    return DoneMessage(
+        lease=lease,
+        count=count,
+        loss_sum=1.0,
+        compute_s=0.1,
+        finite=True,
+        receive_s=0.0,
+        micro_batch=1,
+        largest_micro_batch=1,
+    )
+
+
 def lines(path: Path | None) -> list[dict[str, Any]]:
     assert path is not None
     return [json.loads(line) for line in path.read_text().splitlines()]
@@ -38,7 +61,7 @@ def test_the_last_entries_are_kept_and_time_and_sizes_are_right(tmp_path: Path, 
     recorder = Recorder("tower", tmp_path, clock=clock)
     for number in range(3 * ENTRIES):
         clock.now += 0.5
-        recorder.message("in", "laptop", "done", {"lease": number, "count": 4}, 10)
+        recorder.message("in", "laptop", done(number, count=4), 10)
     recorder.fault("laptop failed")
     head, *entries = lines(recorder.write())
     assert head["flight"] == "tower"
@@ -59,11 +82,11 @@ def test_the_pieces_of_one_gradient_are_one_entry(tmp_path: Path, clock: Clock) 
     recorder = Recorder("tower", tmp_path, clock=clock)
     for piece in range(10_000):
         clock.now += 1e-5
-        recorder.message("in", "laptop", "grad", {"lease": 7, "piece": piece}, 100)
-        recorder.message("out", "laptop", "change", {"version": 3, "piece": piece}, 50)
-    recorder.message("in", "laptop", "grad", {"lease": 8, "piece": 0}, 100)
+        recorder.message("in", "laptop", GradMessage(lease=7, piece=piece), 100)
+        recorder.message("out", "laptop", ChangeMessage(version=3, base=2, piece=piece), 50)
+    recorder.message("in", "laptop", GradMessage(lease=8, piece=0), 100)
     clock.now += 5.0
-    recorder.message("in", "laptop", "grad", {"lease": 8, "piece": 1}, 100)
+    recorder.message("in", "laptop", GradMessage(lease=8, piece=1), 100)
     recorder.fault("x")
     _, first, change, second, third = lines(recorder.write())
     assert (first["times"], first["bytes"], first["piece"]) == (10_000, 1_000_000, 9_999)
@@ -74,12 +97,20 @@ def test_the_pieces_of_one_gradient_are_one_entry(tmp_path: Path, clock: Clock) 
 
 def test_of_what_others_say_only_numbers_are_kept(tmp_path: Path, clock: Clock) -> None:
     recorder = Recorder("../../etc/tower", tmp_path, clock=clock)
-    fields: dict[str, Any] = {"lease": "s3cret", "count": [1], "piece": 10**30, "step": True, "reason": "s3cret"}
-    recorder.message("in", "laptop", "leave", {**fields, "token": "s3cret", "version": 4}, 0)
+    sketch = SketchMessage(
+        check=4, count=2, loss=1.0, compute_s=0.1, random={"s3cret": "s3cret"}, micro_batch=1, largest_micro_batch=1
+    )
+    for message in (sketch, SamplesMessage(lease=7, batch=1, tree=["s3cret"]), LeaveMessage(reason="s3cret")):
+        recorder.message("in", "laptop", message, 0)
     recorder.fault("x")
     path = recorder.write()
-    _, entry = lines(path)
-    assert entry == {"t_s": 0.0, "dir": "in", "machine": "laptop", "kind": "leave", "version": 4}
+    _, *entries = lines(path)
+    about = {"t_s": 0.0, "dir": "in", "machine": "laptop"}
+    assert entries == [
+        {**about, "kind": "sketch", "check": 4, "count": 2},
+        {**about, "kind": "samples", "lease": 7, "batch": 1},
+        {**about, "kind": "leave"},
+    ]
     assert path is not None
     assert path.parent == tmp_path
     assert path.stat().st_mode & 0o077 == 0
@@ -141,7 +172,7 @@ def test_any_thread_may_write_while_the_record_is_made(tmp_path: Path) -> None:
         number = 0
         while not stop.is_set():
             number += 1
-            recorder.message("in", machine, "done", {"lease": number}, 1)
+            recorder.message("in", machine, done(number), 1)
 
     threads = [threading.Thread(target=talk, args=(f"guest-{n}",)) for n in range(4)]
     for thread in threads:
@@ -159,31 +190,33 @@ def test_any_thread_may_write_while_the_record_is_made(tmp_path: Path) -> None:
 def test_machines_that_come_and_go_cost_no_memory() -> None:
     recorder = Recorder("tower", None)
     for number in range(10 * recorders.MOST_MACHINES):
-        recorder.message("in", f"stranger-{number}", "hello", {}, 0)
+        recorder.message("in", f"stranger-{number}", HelloMessage(), 0)
     assert len(recorder._last) <= recorders.MOST_MACHINES
 
 
+ABOUT: Any = {"machine": "laptop", "address": "10.0.0.7", "reason": "because", "step": 3}
 FAULTS = [
-    ({"event": "guest_lost"}, True),
-    ({"event": "replica_mismatch"}, True),
-    ({"event": "lease_taken_back", "silent": True}, True),
-    ({"event": "lease_taken_back", "silent": False}, False),
-    ({"event": "guest_left"}, False),
-    ({"event": "guest_left", "failed": True}, True),
-    ({"event": "step"}, False),
+    (ev.GuestLost(**ABOUT, samples_taken_back=4), True),
+    (ev.ReplicaMismatch(**ABOUT, samples=4, pieces=1), True),
+    (ev.LeaseTakenBack(**ABOUT, samples=4, silent=True), True),
+    (ev.LeaseTakenBack(**ABOUT, samples=4, silent=False), False),
+    (ev.GuestLeft(**ABOUT, samples_taken_back=4), False),
+    (ev.GuestLeft(**ABOUT, samples_taken_back=4, failed=True), True),
+    (ev.GuestSitsOut(machine="laptop", step=3, reason="because"), False),
 ]
 
 
 @pytest.mark.parametrize(("event", "written"), FAULTS)
-def test_which_events_are_faults(event: dict[str, Any], written: bool, tmp_path: Path) -> None:
+def test_which_events_are_faults(event: ev.RunEvent, written: bool, tmp_path: Path) -> None:
     recorder = Recorder("tower", tmp_path)
-    recorder.event({**event, "machine": "laptop", "reason": "because", "step": 3, "samples": 4})
+    recorder.event(event)
     path = recorder.write()
     assert (path is not None) == written
     if written:
         head, entry = lines(path)
-        assert head["why"] == f"{event['event']} laptop: because"
-        assert (entry["machine"], entry["step"], entry["samples"]) == ("laptop", 3, 4)
+        assert head["why"] == f"{ev.kind_of(event)} laptop: because"
+        assert (entry["machine"], entry["step"]) == ("laptop", 3)
+        assert entry.get("samples") == getattr(event, "samples", None)
 
 
 # -- the line in the terminal
@@ -226,7 +259,7 @@ def test_one_that_is_silent_at_the_end_of_the_step() -> None:
     world.now = world.members["laptop"].last_heard + 2.6
     world.take()
     assert sentence(world, "lease_taken_back") == f"laptop (1.2.3.4) sent nothing for 2.6 s during step 2; {words}"
-    assert of_kind(world, "lease_taken_back")[-1]["silent"]
+    assert of_kind(world, "lease_taken_back")[-1].silent
 
 
 def test_one_that_is_late() -> None:
@@ -240,7 +273,7 @@ def test_one_that_is_late() -> None:
     world.take()
     late = f"laptop (1.2.3.4) did not deliver within {seconds_text(until - started)} during step 2; {words}"
     assert sentence(world, "lease_taken_back") == late
-    assert not of_kind(world, "lease_taken_back")[-1]["silent"]
+    assert not of_kind(world, "lease_taken_back")[-1].silent
 
 
 def test_one_whose_connection_is_gone() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +30,7 @@ class Watched:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+def run(tmp_path_factory: pytest.TempPathFactory) -> Watched:
     folder = tmp_path_factory.mktemp("watched")
     with pytest.MonkeyPatch.context() as patch:
         for name, value in watched(folder).items():
@@ -48,7 +47,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
                     with Listening(again.pid) as of_again:
                         again.succeeds(deadline_s=40)
                     guest.succeeds(deadline_s=40)
-            yield Watched(folder, fleet.port, of_host, of_guest, of_again)
+            return Watched(folder, fleet.port, of_host, of_guest, of_again)
 
 
 def test_a_host_listens_on_the_chosen_address_only_and_a_guest_on_none(run: Watched) -> None:
@@ -74,8 +73,9 @@ def test_nothing_in_the_source_could_unpickle() -> None:
 
 
 def test_a_script_on_its_own_listens_nowhere(tmp_path: Path) -> None:
-    with Fleet(tmp_path, fork=False) as fleet:  # not over before anybody has looked
-        script = fleet.python(str(JOB), "--steps", "5")
+    with Fleet(tmp_path) as fleet:
+        # Paced: it is not over before anybody has looked.
+        script = fleet.python(str(JOB), "--steps", "5", env={"POTLUCK_DEVICE": "paced:0.01"})
         with Listening(script.pid) as sockets:
             script.succeeds(deadline_s=40)
         assert sockets.looks > 3

@@ -10,7 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import psutil
@@ -29,7 +30,19 @@ from support.fleet import JOB, Fleet
 from support.leaks import leaks, needles
 from support.processes import SOURCE
 from support.rogue import Rogue
-from support.strangers import ACCEPTED, MANNERS, Crowd, Strangers, ZmqKnock, a_frame_of, greeting, record
+from support.strangers import (
+    ACCEPTED,
+    MANNERS,
+    Crowd,
+    Strangers,
+    ZmqKnock,
+    a_frame_of,
+    files_in_a_burst,
+    greeting,
+    held,
+    record,
+    until,
+)
 
 KEYS = new_keys()
 
@@ -82,24 +95,8 @@ def host_with(
     host.close()
 
 
-@contextlib.contextmanager
-def crowd_at(host: Host, count: int, *manners: str) -> Iterator[Crowd]:
-    """A crowd that holds its connections, in a thread of its own, and is all there."""
-    crowd = Crowd(host.socket.port, count, frame_bytes=PART_BYTES, manners=manners or MANNERS)
-    over = threading.Event()
-
-    def hold() -> None:
-        while not over.is_set():
-            crowd.turn(0.05)
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    try:
-        yield crowd
-    finally:
-        over.set()
-        thread.join(10)
-        crowd.close()
+def crowd_at(host: Host, count: int, *manners: str) -> AbstractContextManager[Crowd]:
+    return held(Crowd(host.socket.port, count, frame_bytes=PART_BYTES, manners=manners or MANNERS))
 
 
 def joined(host: Host, tries: int = 1) -> GuestSocket:
@@ -124,13 +121,6 @@ def asks(guest: GuestSocket) -> None:
     while got < 2 and guest.connected and time.monotonic() < deadline:
         got += len(guest.receive(0.5))
     assert got == 2
-
-
-def until(condition: Callable[[], bool], within_s: float = 10.0) -> bool:
-    deadline = time.monotonic() + within_s
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return condition()
 
 
 def test_every_kind_of_stranger_is_refused_and_a_guest_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,49 +267,17 @@ host.close()
     assert 32 < most_3 < 128
 
 
-BURST = """
-import ctypes, json, os, resource, sys
-resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+LISTEN = """
 from potluck.wire.keys import new_keys
 from potluck.wire.transport import HostSocket
-host = HostSocket(bind="127.0.0.1", port=0, keys=new_keys())
-print(host.port, flush=True)
-sys.stdin.readline()
-for _ in range(2):
-    ctypes.PyDLL(None).usleep(400_000)  # with Python's lock, as the import of a large library does
-    files = [open(os.devnull) for _ in range(100)]
-    for file in files:
-        file.close()
-print("enough files", flush=True)
-sys.stdin.readline()
-host.close()
+listening = HostSocket(bind="127.0.0.1", port=0, keys=new_keys())
+port = listening.port
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere libzmq accepts whatever comes while Python is busy")
 def test_a_burst_while_python_is_busy_leaves_the_files_of_the_training() -> None:
-    command = [sys.executable, "-c", BURST]
-    env = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    with (
-        subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process,
-        contextlib.ExitStack() as crowd,
-    ):
-        assert process.stdin is not None
-        assert process.stdout is not None
-        crowd.callback(process.kill)
-        port = int(process.stdout.readline())
-        print("go", file=process.stdin, flush=True)
-        for _ in range(2):
-            time.sleep(0.1)
-            for _ in range(400):
-                one = crowd.enter_context(socket.socket())
-                one.setblocking(False)
-                one.connect_ex(("127.0.0.1", port))
-            time.sleep(0.3)
-        assert process.stdout.readline() == "enough files\n"
-        assert psutil.Process(process.pid).num_fds() <= 128, "half of them are the training's"
-        print("end", file=process.stdin, flush=True)
-        assert process.wait(10) == 0
+    assert files_in_a_burst(LISTEN) <= 128, "half of them are the training's"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere libzmq accepts by itself")

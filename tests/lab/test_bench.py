@@ -11,15 +11,16 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from potluck.lab import rigs
 from potluck.lab.permission import why_not
 from potluck.spec.rig import Rig, to_toml
+from support.processes import Processes
 
 REASON = why_not()
 pytestmark = [
@@ -57,11 +58,10 @@ def short(name: str, steps: int, faster: float = 5) -> Rig:
 def bench(folder: Path, rig: Rig, *options: str) -> dict[str, Any]:
     file = folder / "rig.toml"
     file.write_text(to_toml(rig))
-    command = [sys.executable, "-m", "potluck", "lab", "bench", str(file), "--json", "-"]
-    command += ["--out", str(folder / "out"), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=140, check=False)
-    assert done.returncode == 0, done.stderr + done.stdout
-    return json.loads(done.stdout)
+    command = ["lab", "bench", str(file), "--json", "-", "--out", str(folder / "out"), *options]
+    with Processes(folder) as processes:
+        # Alone twice, and two together.
+        return json.loads(processes.potluck(*command, children=4).succeeds(deadline_s=140))
 
 
 def rows_of(found: dict[str, Any]) -> dict[str, dict[str, Any]]:

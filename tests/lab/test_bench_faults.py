@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from potluck.lab.permission import why_not
+from support.processes import Processes
 
 REASON = why_not()
 RIG = """
@@ -66,11 +65,11 @@ for_s = 1
 def test_every_step_is_full_whatever_strikes_the_guest(options: list[str], tmp_path: Path) -> None:
     (tmp_path / "rig.toml").write_text(RIG)
     (tmp_path / "faults.toml").write_text(FAULTS)
-    command = [sys.executable, "-m", "potluck", "lab", "bench", str(tmp_path / "rig.toml"), "--json", "-"]
+    command = ["lab", "bench", str(tmp_path / "rig.toml"), "--json", "-"]
     command += ["--faults", str(tmp_path / "faults.toml"), "--out", str(tmp_path / "out"), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=140, check=False)
-    assert done.returncode == 0, done.stderr + done.stdout
-    found: dict[str, Any] = json.loads(done.stdout)
+    with Processes(tmp_path) as processes:
+        # Alone twice, a host, a guest, and this one again after it was killed.
+        found: dict[str, Any] = json.loads(processes.potluck(*command, children=5).succeeds(deadline_s=140))
     row = {row["strategy"]: row for row in found["rows"]}["potluck"]
     assert row["samples_per_step"] == [16, 16]
     faults = found["faults"]

@@ -13,13 +13,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from msgspec.structs import replace
 
 from potluck.errors import UserError
 from potluck.lab import cgroup, permission, state
-from potluck.lab.namespaces import NamespaceBox
+from potluck.lab.namespaces import MODULES, NamespaceBox
 from potluck.lab.permission import why_not
-from support.rigs import SOURCE, assert_nothing_is_left, cgroups, files, processes, rig, the_state, wait_until
+from support.rigs import assert_nothing_is_left, cgroups, files, processes, rig, the_state, wait_until
 
 pytestmark = [
     pytest.mark.skipif(why_not() is not None, reason=why_not() or ""),
@@ -85,7 +87,7 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "runtime"
     path.mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(path))
-    monkeypatch.setenv("PYTHONPATH", str(SOURCE))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(MODULES))
     return path
 
 
@@ -192,7 +194,7 @@ def test_it_works_without_root(tmp_path: Path) -> None:
             assert owner.stdout is not None
             assert owner.stdout.readline() == "up\n"
             (file,) = place.glob("*/*.json")
-            found = state.State.from_dict(json.loads(file.read_text()))
+            found = msgspec.json.decode(file.read_bytes(), type=state.State)
             network = f"/proc/{found.holders['desk'].pid}/ns/net"
             assert os.stat(network).st_ino != os.stat("/proc/self/ns/net").st_ino
             assert "eth0" in Path(f"/proc/{found.holders['b'].pid}/net/dev").read_text()
@@ -295,9 +297,7 @@ def test_a_later_process_with_the_same_id_is_not_the_supervisor(runtime: Path, t
         ("elsewhere", {"space": "pid:[1]"}),
         ("here", {}),
     ):
-        table = state.State(supervisor=own).to_dict()
-        table["supervisor"] |= process
-        state.write(folder, name, state.State.from_dict(table))
+        state.write(folder, name, state.State(supervisor=replace(own, **process)))
         state.lock_path(folder, name).touch()
     with state.starting(folder):
         assert state.sweep(folder) == ["earlier", "rebooted"]

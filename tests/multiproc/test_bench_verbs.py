@@ -27,7 +27,7 @@ def test_collectives_are_timed_and_checked_on_both_backends(tmp_path: Path) -> N
     out = tmp_path / "rows.json"
     with Processes(tmp_path) as processes:
         arguments = ["--against", "gloo", "--sizes", "4K,300000", "--repeats", "2", "--json", str(out)]
-        text = processes.potluck("bench", "collectives", *arguments).succeeds(deadline_s=100)
+        text = processes.potluck("bench", "collectives", *arguments, children=2).succeeds(deadline_s=100)
     rows = json.loads(out.read_text())
     assert [(row["backend"], row["size_bytes"]) for row in rows] == [
         ("potluck", 4096),
@@ -44,7 +44,7 @@ def test_ddp_learns_the_same_on_both_backends(tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
     with Processes(tmp_path) as processes:
         arguments = ["--against", "gloo", "--processes", "2", "--depth", "1", "--sequence", "16", "--steps", "2"]
-        processes.potluck("bench", "ddp", *arguments, "--json", str(out)).succeeds(deadline_s=120)
+        processes.potluck("bench", "ddp", *arguments, "--json", str(out), children=2).succeeds(deadline_s=120)
     rows = json.loads(out.read_text())
     assert [(row["world"], row["backend"]) for row in rows] == [(2, "potluck"), (2, "gloo")]
     assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-5)
@@ -55,14 +55,15 @@ def test_ddp_learns_the_same_on_both_backends(tmp_path: Path) -> None:
 
 def test_a_collective_that_torch_has_renamed_is_measured_without_a_warning(tmp_path: Path) -> None:
     with Processes(tmp_path) as processes:
-        bench = processes.potluck("bench", "collectives", "--op", "all_gather", "--sizes", "4K", "--repeats", "1")
+        words = ("--op", "all_gather", "--sizes", "4K", "--repeats", "1")
+        bench = processes.potluck("bench", "collectives", *words, children=2)
         bench.succeeds(deadline_s=100)
         assert bench.stderr() == ""
 
 
 def test_ctrl_c_ends_every_rank(tmp_path: Path) -> None:
     with Processes(tmp_path) as processes:
-        bench = processes.potluck("bench", "collectives", "--sizes", "4K", "--repeats", "10000000")
+        bench = processes.potluck("bench", "collectives", "--sizes", "4K", "--repeats", "10000000", children=2)
         bench.wait_for_text("algbw", deadline_s=100)
         ranks = psutil.Process(bench.pid).children()
         assert len(ranks) == 2

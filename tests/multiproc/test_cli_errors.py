@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -110,8 +109,9 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
         }
         todo, done = folder / "todo.json", folder / "done.json"
         todo.write_text(json.dumps(words))
-        command = [sys.executable, "-c", ONE_AFTER_THE_OTHER, str(todo), str(done)]
-        processes.start(command, name="others").succeeds(deadline_s=120)
+        script = folder / "one_after_the_other.py"
+        script.write_text(ONE_AFTER_THE_OTHER)
+        processes.python(str(script), str(todo), str(done)).succeeds(deadline_s=120)
         ends = {name: Ended(*result) for name, result in json.loads(done.read_text()).items()}
         for name, process in own.items():
             ends[name] = Ended(process.wait(deadline_s=60), process.stdout(), process.stderr())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +34,16 @@ def free_port() -> int:
         return int(door.getsockname()[1])
 
 
-def write_spec(folder: Path, device: str = "cpu", **changes: Any) -> Path:
+def write_spec(
+    folder: Path, device: str = "cpu", shares: Sequence[int] = tuple(SHARES.values()), **changes: Any
+) -> Path:
     spec = {
         "recipe": {"name": "gpt", "config": CONFIG},
         # One has a single micro-batch, one has equal ones, one has unequal ones.
-        "machines": [
-            {"name": "desk", "device": device, "micro_batch": 3, "address": "127.0.0.1"},
-            {"name": "laptop", "device": device, "micro_batch": 1, "address": "127.0.0.1"},
-            {"name": "old", "device": device, "micro_batch": 8, "address": "127.0.0.1"},
+        "members": [
+            {"name": name, "device": device, "micro_batch": size, "share": share, "address": "127.0.0.1"}
+            for name, size, share in zip(SHARES, (3, 1, 8), shares)
         ],
-        "shares": list(SHARES.values()),
         "steps": STEPS,
         "seed": SEED,
         "master_address": "127.0.0.1",
@@ -146,7 +147,7 @@ def test_a_lost_rank_is_told_in_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "rank", "words"),
     [
-        ({"shares": [6, 6, 0]}, 0, "share of at least 1"),
+        ({"shares": [6, 6, 0]}, 0, "'old': share is 0"),
         ({"shares": [6, 6, 6]}, 0, "the shares sum to 18, the batch is 12"),
         ({"recipe": {"name": "gtp", "config": {}}}, 0, "no recipe 'gtp'"),
         ({}, 3, "there is no rank 3"),
@@ -164,7 +165,7 @@ def test_a_wrong_spec_is_told_in_one_line(
     assert words in said[0]
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"machines": [], "shares": []}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"members": []}'])
 def test_a_file_that_is_no_spec_is_told_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
 ) -> None:

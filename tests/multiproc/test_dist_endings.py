@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from potluck.fleet.ranks import rank_environment
 from support.dist_endings import LARGE
+from support.processes import Processes
 from support.ranks import SOURCE, Ranks, free_port
 
 ENDINGS = "support.dist_endings:"
@@ -56,32 +56,28 @@ def test_a_group_can_be_made_after_another_with_the_same_store(
 
 def test_torchrun_starts_a_group_anew_after_a_rank_has_died(tmp_path: Path) -> None:
     """With the store of the first try, in which the ranks of the first try are."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(SOURCE), str(SUPPORT))), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
-    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "-m", "support.dist_endings"]
-    command += ["restarted", str(tmp_path)]
-    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=False)
-    assert ended.returncode == 0, ended.stderr
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": "try 1: 2.0", "1": "try 1: 2.0"}
+    words = ["--max-restarts=1", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "-m", "support.dist_endings"]
+    results = tmp_path / "results"
+    results.mkdir()
+    with Processes(tmp_path) as processes:
+        env = {"PYTHONPATH": os.pathsep.join((str(SOURCE), str(SUPPORT)))}
+        run = processes.torchrun(*words, "restarted", str(results), env=env, children=4)
+        run.succeeds(deadline_s=100)
+    assert {path.name: path.read_text() for path in results.iterdir()} == {"0": "try 1: 2.0", "1": "try 1: 2.0"}
 
 
 @pytest.mark.parametrize(("transport", "count", "how"), [("tcp", LARGE, "script"), ("shm", 3, "forked")])
-def test_a_process_that_just_ends_has_delivered(transport: str, count: int, how: str) -> None:
-    port = str(free_port())
-    scripts = []
-    for rank in range(2):
-        path = os.pathsep.join((str(SOURCE), str(SUPPORT)))
-        env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank), "WORLD_SIZE": "2"}
-        command = [sys.executable, "-m", "support.dist_endings", transport, str(count), how]
-        scripts.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
-    try:
+def test_a_process_that_just_ends_has_delivered(tmp_path: Path, transport: str, count: int, how: str) -> None:
+    port = free_port()
+    words = ("-m", "support.dist_endings", transport, str(count), how)
+    path = {"PYTHONPATH": os.pathsep.join((str(SOURCE), str(SUPPORT)))}
+    with Processes(tmp_path) as processes:
+        scripts = [
+            processes.python(*words, env={**rank_environment(rank, 2, "127.0.0.1", port), **path})
+            for rank in range(2)
+        ]
         for script in scripts:
-            _, said = script.communicate(timeout=50)
-            assert script.returncode == 0, said
-    finally:
-        for script in scripts:
-            script.kill()
+            script.succeeds(deadline_s=50)
 
 
 @pytest.mark.parametrize("how", ["dead", "silent"])

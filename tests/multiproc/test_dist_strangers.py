@@ -6,21 +6,20 @@ import contextlib
 import logging
 import os
 import socket
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import pytest
 import zmq
 from zmq.utils import garbage
 
-from potluck.dist import links
-from potluck.dist.links import LinkSettings
-from potluck.dist.mesh import Kind, Mesh
-from support.processes import SOURCE
-from support.strangers import MANNERS, Crowd, a_frame_of, greeting
+from potluck.dist import connections
+from potluck.dist.queues import Kind, MessageQueues
+from support.dist_settings import loopback
+from support.strangers import MANNERS, Crowd, a_frame_of, files_in_a_burst, greeting, held, until
 
 GROUP, TAG = 7, 1
 
@@ -33,52 +32,30 @@ def _memory_of_sent_frames_is_freed() -> None:
 
 
 @contextlib.contextmanager
-def ranks(count: int = 2) -> Iterator[list[Mesh]]:
+def ranks(count: int = 2) -> Iterator[list[MessageQueues]]:
     """Encrypted ranks in this process that know each other."""
-    meshes = [Mesh(LinkSettings(), host="here") for _ in range(count)]
+    made = [MessageQueues(loopback(), host="here") for _ in range(count)]
     try:
-        for mesh in meshes:
-            mesh.admit([each.endpoint for each in meshes])
-        yield meshes
+        for rank in made:
+            rank.admit([each.endpoint for each in made])
+        yield made
     finally:
-        closing = [threading.Thread(target=mesh.close) for mesh in meshes]
+        closing = [threading.Thread(target=rank.close) for rank in made]
         for thread in closing:
             thread.start()
         for thread in closing:
             thread.join(20)
 
 
-def passes(one: Mesh, two: Mesh, body: bytes = b"words") -> None:
+def passes(one: MessageQueues, two: MessageQueues, body: bytes = b"words") -> None:
     """What one sends, the other gets."""
-    one.send(two.endpoint, (Kind.MESSAGE, GROUP, TAG), memoryview(body))
-    parcel = two.take(GROUP, one.endpoint, TAG, time.monotonic() + 20, kind=Kind.MESSAGE)
-    assert parcel.view == body
+    one.send(two.endpoint, (Kind.POINT_TO_POINT, GROUP, TAG), memoryview(body))
+    message = two.take(GROUP, one.endpoint, TAG, time.monotonic() + 20, kind=Kind.POINT_TO_POINT)
+    assert message.view == body
 
 
-@contextlib.contextmanager
-def crowd_at(mesh: Mesh, count: int) -> Iterator[Crowd]:
-    crowd = Crowd(mesh.endpoint.port, count, frame_bytes=links.PART_BYTES, manners=MANNERS)
-    over = threading.Event()
-
-    def hold() -> None:
-        while not over.is_set():
-            crowd.turn(0.02)
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    try:
-        yield crowd
-    finally:
-        over.set()
-        thread.join(10)
-        crowd.close()
-
-
-def until(condition: Callable[[], bool], within_s: float = 20.0) -> bool:
-    deadline = time.monotonic() + within_s
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return condition()
+def crowd_at(rank: MessageQueues, count: int) -> AbstractContextManager[Crowd]:
+    return held(Crowd(rank.endpoint.port, count, frame_bytes=connections.PART_BYTES, manners=MANNERS))
 
 
 def was_ended(line: socket.socket, within_s: float) -> bool:
@@ -99,18 +76,18 @@ def test_who_announces_a_long_frame_without_a_key_is_cut_off_at_once() -> None:
         line.sendall(greeting() + a_frame_of(1 << 30))
         began = time.monotonic()
         assert was_ended(line, 10)
-        assert time.monotonic() - began < links.HANDSHAKE_S / 2, "that was the handshake's deadline"
+        assert time.monotonic() - began < connections.HANDSHAKE_S / 2, "that was the handshake's deadline"
 
 
 def test_a_handshake_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "HANDSHAKE_S", 0.3)
+    monkeypatch.setattr(connections, "HANDSHAKE_S", 0.3)
     with ranks(1) as (rank,), socket.create_connection(("127.0.0.1", rank.endpoint.port)) as line:
         assert was_ended(line, 10), "who says nothing was kept"
 
 
 def test_a_crowd_does_not_take_the_files_nor_keep_ranks_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many connections as a rank has, each opened again at once: they crowd out their own."""
-    monkeypatch.setattr(links, "MOST_WAITING", 50)
+    monkeypatch.setattr(connections, "MOST_WAITING", 50)
     with ranks(3) as (one, two, three):
         passes(one, two)
         before = len(os.listdir("/proc/self/fd")) if os.path.exists("/proc/self/fd") else None
@@ -145,60 +122,32 @@ def test_strangers_are_logged_but_not_without_end(caplog: pytest.LogCaptureFixtu
             with socket.create_connection(("127.0.0.1", one.endpoint.port)) as line:
                 line.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(100))
                 assert was_ended(line, 10)
-        assert until(lambda: one.links._strangers == 12)
+        assert until(lambda: one.connections._strangers == 12)
         passes(two, one)
     said = [record.getMessage() for record in caplog.records if "stranger" in record.getMessage()]
     assert len(said) == 5
     assert "refused a stranger from" in said[0]
 
 
-BURST = """
-import ctypes, os, resource, sys
-resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
-from potluck.dist.links import LinkSettings
-from potluck.dist.mesh import Mesh
-rank = Mesh(LinkSettings())
-print(rank.endpoint.port, flush=True)
-sys.stdin.readline()
-for _ in range(2):
-    ctypes.PyDLL(None).usleep(400_000)  # with Python's lock, as the import of a large library does
-    files = [open(os.devnull) for _ in range(100)]
-    for file in files:
-        file.close()
-print("enough files", flush=True)
-rank.close()
+LISTEN = """
+from potluck.dist.queues import MessageQueues
+from support.dist_settings import loopback
+listening = MessageQueues(loopback())
+port = listening.endpoint.port
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere libzmq accepts whatever comes while Python is busy")
 def test_a_burst_while_python_is_busy_leaves_the_files_of_the_training() -> None:
-    command, env = [sys.executable, "-c", BURST], {**os.environ, "PYTHONPATH": str(SOURCE)}
-    with (
-        subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process,
-        contextlib.ExitStack() as crowd,
-    ):
-        assert process.stdin is not None
-        assert process.stdout is not None
-        crowd.callback(process.kill)
-        port = int(process.stdout.readline())
-        print("go", file=process.stdin, flush=True)
-        for _ in range(2):
-            time.sleep(0.1)
-            for _ in range(400):
-                one = crowd.enter_context(socket.socket())
-                one.setblocking(False)
-                one.connect_ex(("127.0.0.1", port))
-            time.sleep(0.3)
-        assert process.stdout.readline() == "enough files\n"
-        assert process.wait(10) == 0
+    assert files_in_a_burst(LISTEN) <= 128, "half of them are the training's"
 
 
 def test_long_bodies_travel_in_short_parts() -> None:
     body = bytes(range(256)) * (1 << 14)  # 4 MiB
     with ranks() as (one, two):
         passes(one, two, body)
-        tracker = one.send(two.endpoint, (Kind.MESSAGE, GROUP, TAG), memoryview(body), track=True)
-        parcel = two.take(GROUP, one.endpoint, TAG, time.monotonic() + 20, kind=Kind.MESSAGE)
-        assert parcel.view == body
+        tracker = one.send(two.endpoint, (Kind.POINT_TO_POINT, GROUP, TAG), memoryview(body), track=True)
+        message = two.take(GROUP, one.endpoint, TAG, time.monotonic() + 20, kind=Kind.POINT_TO_POINT)
+        assert message.view == body
         tracker.wait(10)
         assert tracker.done

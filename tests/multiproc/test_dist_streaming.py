@@ -1,4 +1,4 @@
-"""Two ranks: large tensors by a connection of their own, encrypted or not; results and ends are the mail's."""
+"""Two ranks: large tensors by a stream, encrypted or not; results and ends are those of messages."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ def test_a_connection_whose_keys_wear_out_is_renewed(ranks: Ranks) -> None:
     assert ranks.call(f"{CASES}renewed", 2) == [2, 2]
 
 
-def test_with_checksums_everything_goes_by_mail(ranks: Ranks) -> None:
+def test_with_checksums_everything_goes_by_messages(ranks: Ranks) -> None:
     assert ranks.call(f"{CASES}sums", 2, {"checksum": True, "encryption": False}) == [False, False]
 
 
-def test_where_no_connection_can_be_made_everything_goes_by_mail(ranks: Ranks) -> None:
+def test_where_no_connection_can_be_made_everything_goes_by_messages(ranks: Ranks) -> None:
     """And it is tried once, by the one who would connect, not by every group anew."""
     assert ranks.call(f"{CASES}behind_a_firewall", 2) == [(False, 0), (False, 1)]
 
 
-def test_an_attempt_to_connect_leaves_time_for_the_mail(ranks: Ranks) -> None:
+def test_an_attempt_to_connect_leaves_time_for_messages(ranks: Ranks) -> None:
     assert ranks.call(f"{CASES}behind_a_silent_firewall", 2, CONNECT_S - 0.5) == [False, False]
 
 
@@ -75,7 +75,7 @@ def test_ranks_that_disagree_are_shown_both_sides(ranks: Ranks) -> None:
 
 
 @encrypted_or_not
-def test_strangers_at_the_door_do_not_part_the_ranks(ranks: Ranks, encryption: bool) -> None:
+def test_strangers_at_the_listener_do_not_part_the_ranks(ranks: Ranks, encryption: bool) -> None:
     assert ranks.call(f"{CASES}among_strangers", 2, 40, encryption) == [True, True]
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from zmq.utils import garbage
 
+from potluck.checked import to_json
 from potluck.cli._app import READER_GONE
 from potluck.doctor import examine
 from potluck.doctor.facts import names
@@ -27,6 +28,7 @@ from potluck.probe import ways
 from potluck.probe.link_server import LinkServer
 from potluck.probe.meeting import meet
 from potluck.spec.facts import Case, Facts, Torch
+from potluck.spec.messages import HelloMessage
 from potluck.spec.probed import DeviceSpeed, Probed
 from potluck.train import checkpoint_folder
 from potluck.wire.frames import PROTOCOL
@@ -87,7 +89,7 @@ def test_tokens_of_the_wrong_kind_are_told() -> None:
 
 def refusal(token: Token) -> str:
     """What a guest hears that wants to join there."""
-    link = GuestLink(token, {"name": "guest"})
+    link = GuestLink(token, HelloMessage(name="guest"))
     with pytest.raises(RefusedError) as caught:
         link.connect(20.0)
     assert "potluck host" in (caught.value.hint or "")
@@ -95,7 +97,7 @@ def refusal(token: Token) -> str:
 
 
 def test_two_sides_exchange_facts_and_try_both_ways() -> None:
-    here, there = replace(linux("here"), protocol=PROTOCOL), replace(linux("there", 6), protocol=PROTOCOL)
+    here, there = linux("here", protocol=PROTOCOL), linux("there", 6, protocol=PROTOCOL)
     with listening(there) as token:
         case = met(token, here)
     assert case.there == there
@@ -115,10 +117,10 @@ def test_a_measurement_that_nobody_answers_is_over_in_time(monkeypatch: pytest.M
     """All else that was found stays."""
     monkeypatch.setattr(ways, "ALL_S", 1.5)
     monkeypatch.setattr(LinkServer, "answer", lambda *_: None)
-    there = replace(linux("there", 6), protocol=PROTOCOL)
+    there = linux("there", 6, protocol=PROTOCOL)
     with listening(there) as token:
         began = time.monotonic()
-        case = met(token, replace(linux("here"), protocol=PROTOCOL))
+        case = met(token, linux("here", protocol=PROTOCOL))
         took_s = time.monotonic() - began
     assert case.there == there
     assert case.between is not None
@@ -308,7 +310,7 @@ def test_bad_input_is_an_error_without_a_traceback(tmp_path: Path) -> None:
     token = encode(Token(addresses=("127.0.0.1",), port=9, host_public=keys.public, guest_secret=keys.guest_secret))
     (tmp_path / "run.log").write_text("step 1\n")
     speed = Probed(here=DeviceSpeed(name="tower"))
-    (tmp_path / "probe.json").write_text(json.dumps(speed.to_dict()))
+    (tmp_path / "probe.json").write_text(to_json(speed))
     (tmp_path / "runs" / "b").mkdir(parents=True)
     (tmp_path / "runs" / "b" / "manifest.json").write_text("{}")
     for arguments, words in (

@@ -47,7 +47,7 @@ def test_two_ranks_and_a_guest_are_one_machine_and_go_on_after_ctrl_c(tmp_path: 
         fleet.wait_for_step(goes_on, reached + 3, deadline_s=90)
         below = descendants(goes_on)
         assert len(below) == 2, below
-        rank_1 = next(p for p in below if p.environ()["RANK"] == "1")
+        rank_1 = max(below, key=lambda p: (p.create_time(), p.pid))  # torchrun starts them in their order
         rank_1.kill()
         killed = time.monotonic()
         assert goes_on.wait(deadline_s=20) != 0
@@ -190,9 +190,11 @@ from torch import nn
 from potluck.spec.config import RunConfig
 from potluck.train.events import EventLog
 from potluck.train.folder import new_folder
-from potluck.train.launch import ALONE, RANK, Interrupted, Launch
+from potluck.train.context import ALONE, RANK, RunContext
+from potluck.train.ending import Interrupted
 from potluck.train.ranks import RankDone
-from potluck.train.run import Run, device_here
+from potluck.train.run import Run
+from potluck.train.session import device_here
 from support import queueing
 
 queueing.install()
@@ -200,19 +202,19 @@ device, ranks = device_here(queueing.NAME, 1)
 folder = new_folder(Path(sys.argv[1]), "x") if ranks.place.leads else None
 log = EventLog(folder.events if folder else None)
 role = ALONE if ranks.place.leads else RANK
-launch = Launch(role=role, config=RunConfig(), device=device, name="host", log=log, folder=folder, ranks=ranks)
-asked = threading.Event()
-launch.stop_requested = asked.is_set
+context = RunContext(
+    role=role, config=RunConfig(), device=device, name="host", log=log, folder=folder, ranks=ranks
+)
 model = nn.Linear(4, 1)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 try:
-    for step in Run(launch).steps(model, optimizer, torch.randn(64, 4), global_batch=8, micro_batch=1, steps=4):
+    for step in Run(context).steps(model, optimizer, torch.randn(64, 4), global_batch=8, micro_batch=1, steps=4):
         for number, x in enumerate(step):
             if step.index == 2 and number == 1:
-                asked.set()
+                context.request_stop()
             step.backward(model(x).square().mean())
 except Interrupted:
-    launch.end_training("interrupted")
+    context.end_training("interrupted")
     print("saved", *(path.name for path in folder.checkpoints.iterdir()))
 except RankDone:
     pass

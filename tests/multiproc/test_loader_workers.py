@@ -1,4 +1,4 @@
-"""A DataLoader's worker processes in a whole run: equal to a plain loop with guests coming, stopping and resuming."""
+"""A DataLoader's worker processes in a whole run: equal to a plain loop, with guests, interrupted and resumed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def test_ctrl_c_ends_the_workers_and_a_resumed_run_equals_a_plain_loop(tmp_path:
     with Fleet(tmp_path / "fleet") as fleet:
         host = fleet.host(JOB, "--wait-for", "1", "--codec", "none", *DEVICE, arguments=words)
         guest = fleet.guest("ann", *DEVICE)
-        fleet.wait_for(host, lambda: fleet.steps_with("ann") and fleet.step_reached() > PER_EPOCH, "a guest's samples")
+        fleet.wait_for(
+            host, lambda: fleet.steps_with("ann") and fleet.step_reached() > PER_EPOCH, "a guest's samples"
+        )
         below = descendants(host)
         assert len(below) == 2
         host.interrupt()

@@ -56,7 +56,7 @@ def test_everybody_gets_the_same_bits(tmp_path: Path, size: int) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_threads_change_no_bit(tmp_path: Path, size: int) -> None:
     with Processes(tmp_path) as processes:
-        processes.python(str(MEMBERS), "many_hands", str(size)).succeeds(deadline_s=110)
+        processes.python(str(MEMBERS), "many_threads", str(size)).succeeds(deadline_s=110)
 
 
 def test_a_member_that_has_done_its_part_may_end_before_the_others(tmp_path: Path) -> None:

@@ -25,5 +25,6 @@ def test_a_guest_without_a_module_names_it_and_what_to_type(tmp_path: Path) -> N
         assert "hint: pip install only_on_the_host   (on this machine)" in ann.stderr()
         assert "data set" not in ann.stderr()
         assert "Traceback" not in ann.stderr()
+        assert "bug report" not in ann.stdout() + ann.stderr()  # it is no bug
         (left,) = fleet.events("guest_left", "ann")
         assert "lacks what job.py imports: only_on_the_host" in left["reason"]

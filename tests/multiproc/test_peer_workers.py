@@ -43,11 +43,10 @@ def free_port() -> int:
 def write_spec(folder: Path, devices: tuple[str, str], **changes: Any) -> Path:
     spec = {
         "recipe": {"name": "gpt", "config": CONFIG},
-        "machines": [
-            {"name": name, "device": device, "micro_batch": 2, "address": "127.0.0.1"}
-            for name, device in zip(SHARES, devices)
+        "members": [
+            {"name": name, "device": device, "micro_batch": 2, "share": share, "address": "127.0.0.1"}
+            for (name, share), device in zip(SHARES.items(), devices)
         ],
-        "shares": list(SHARES.values()),
         "steps": STEPS,
         "seed": SEED,
         "master_address": "127.0.0.1",

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import shlex
-import subprocess
 import sys
 import threading
 import time
@@ -20,8 +19,9 @@ from zmq.utils import garbage
 from potluck.errors import NetworkError
 from potluck.plan import inputs, models
 from potluck.probe.link_visit import Visit, measure
+from potluck.spec.messages import UnknownMessage
 from potluck.spec.probed import DeviceSpeed, Rate
-from potluck.wire.frames import Message, pack
+from potluck.wire.frames import pack
 from potluck.wire.keys import new_keys
 from potluck.wire.token import Token, encode
 from potluck.wire.transport import HostSocket
@@ -45,19 +45,6 @@ def quiet(words: str) -> None:
     pass
 
 
-def potluck(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
-    source = str(Path(__file__).resolve().parents[2] / "src")
-    return subprocess.run(
-        [sys.executable, "-m", "potluck", *arguments],
-        env={**kept, "PYTHONPATH": source, "PYTHONUTF8": "1"},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-
-
 @contextlib.contextmanager
 def listening() -> Iterator[Token]:
     with serving(SPEED) as (token, _):
@@ -74,19 +61,18 @@ def test_two_processes_measure_each_other_and_a_plan_reads_the_file(tmp_path: Pa
             name="listener",
         )
         token = other.wait_for_text(r"potluck probe (potluck\d+-\S+)\n", deadline_s=LIMIT_S)[1]
-        done = potluck(
-            *(tmp_path, "probe", token, "--seconds", "2", "--name", "laptop", *SMALL),
-            *("--json", "--save", "facts.json"),
+        done = processes.potluck(
+            *("probe", token, "--seconds", "2", "--name", "laptop", *SMALL, "--json", "--save", "facts.json")
         )
-        assert done.returncode == 0, done.stderr
+        done.succeeds(LIMIT_S)
         other.wait_for_text("laptop .127.0.0.1. came to measure", deadline_s=LIMIT_S)
         other.interrupt()
         other.succeeds(deadline_s=LIMIT_S)
-    assert done.stderr == ""
-    table = json.loads(done.stdout)
+    assert done.stderr() == ""
+    table = json.loads(done.stdout())
     assert table == json.loads((tmp_path / "facts.json").read_text())
     assert [machine["name"] for machine in table["measured"]] == ["laptop", "tower"]
-    assert token not in done.stdout
+    assert token not in done.stdout()
     for side in ("here", "there"):
         assert table[side]["samples_per_s"] > 0
         assert table[side]["matmul_flops_per_s"]["fp32"] > 0
@@ -103,7 +89,7 @@ def test_two_processes_measure_each_other_and_a_plan_reads_the_file(tmp_path: Pa
 
 
 def test_ctrl_c_leaves_nothing_half_written(tmp_path: Path) -> None:
-    with Processes(tmp_path) as processes:
+    with Processes(tmp_path, fork=False) as processes:  # so that torch is not there from its first moment
         process = processes.potluck(
             *("probe", "--seconds", "100", "--save", str(tmp_path / "facts.json"), *SMALL), name="probe"
         )
@@ -175,7 +161,7 @@ def test_a_running_host_is_told_from_a_listener() -> None:
     def answer() -> None:
         while not stop.is_set():
             for peer, _ in door.receive(0.05):
-                door.send(peer, pack(Message(kind="unknown", fields={"protocol": 2})))
+                door.send(peer, pack(UnknownMessage(protocol="2")))
         door.close()
 
     thread = threading.Thread(target=answer)

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +10,12 @@ import pytest
 
 from potluck.cli._app import run
 from potluck.errors import UserError
+from potluck.fleet.ranks import free_port
 from potluck.probe import collectives
 from potluck.report.probe_table import probe_lines
 from potluck.spec.collectives import CollectiveRow, header, table
 from potluck.spec.probed import DeviceSpeed, Probed
+from support.processes import Processes
 
 pytestmark = pytest.mark.timeout(150)
 LIMIT_S = 100.0
@@ -33,28 +31,17 @@ dist.destroy_process_group()
 """
 
 
-def torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
-    kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
-    source = str(Path(__file__).resolve().parents[2] / "src")
-    return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port, *arguments],
-        env={**kept, "PYTHONPATH": source, "PYTHONUTF8": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "80"},
-        cwd=folder,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
+def torchrun(folder: Path, *arguments: str) -> str:
+    """What two ranks wrote."""
+    with Processes(folder) as processes:
+        words = ("--master-port", str(free_port()), *arguments)
+        return processes.torchrun(*words, env={"COLUMNS": "80"}).succeeds(LIMIT_S)
 
 
 def test_ranks_of_torchrun_measure_collectives(tmp_path: Path) -> None:
     """The first rank speaks: one table, one document; the file is for a plan, as always."""
     probe = ("-m", "potluck", "probe", "--no-device", "--seconds", "2")
-    done = torchrun(tmp_path, *probe, "--json", "--save", "facts.json")
-    assert done.returncode == 0, done.stderr
-    measured = json.loads(done.stdout)
+    measured = json.loads(torchrun(tmp_path, *probe, "--json", "--save", "facts.json"))
     assert json.loads((tmp_path / "facts.json").read_text()) == measured
     rows = measured["collectives"]
     assert rows[0]["size_bytes"] == 4096
@@ -67,9 +54,7 @@ def test_ranks_of_torchrun_measure_collectives(tmp_path: Path) -> None:
 
 def test_a_script_whose_group_is_up_has_the_same_table(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    done = torchrun(tmp_path, "script.py")
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    lines = torchrun(tmp_path, "script.py").splitlines()
     assert lines[:2] == header()
     assert lines[2].endswith("| gloo")
 

@@ -76,9 +76,10 @@ class Refusals:
         script = self.folder / "other.py"
         script.write_text(OTHER_MODEL)
         self.processes["other-model"] = self.fleet.guest("other-model", "--script", str(script))
-        self.processes["other-protocol"] = self.fleet.python(
-            "-c", OTHER_PROTOCOL, *self.fleet.join_words("other-protocol"), name="other-protocol"
-        )
+        protocol = self.folder / "protocol.py"
+        protocol.write_text(OTHER_PROTOCOL)
+        words = (str(protocol), *self.fleet.join_words("other-protocol"))
+        self.processes["other-protocol"] = self.fleet.python(*words, name="other-protocol")
 
 
 def speak_gibberish(port: int) -> None:

@@ -21,9 +21,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 def test_ctrl_c_saves_and_ends_all_processes_and_resume_goes_on(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{n} bottles of beer on the wall\n" for n in range(2000)))
-    words = ["--guests", "1", "--depth", "1", "--sequence", "32", "--batch-tokens", "256", "--data", str(text)]
+    words = ["--depth", "1", "--sequence", "32", "--batch-tokens", "256", "--data", str(text)]
     with Fleet(tmp_path / "a fleet") as fleet:
-        train = fleet.train(*words, "--steps", "1000", "--device", "paced:0.02", "--micro-batch", "2")
+        train = fleet.train(*words, "--steps", "1000", "--device", "paced:0.02", "--micro-batch", "2", guests=1)
         train.wait_until(lambda: list(fleet.runs.glob("*/events.jsonl")), 60, "run folder")
         fleet.wait_for(train, lambda: fleet.steps_with("guest-1"), "samples of the guest")
         below = descendants(train)
@@ -41,7 +41,7 @@ def test_ctrl_c_saves_and_ends_all_processes_and_resume_goes_on(tmp_path: Path) 
         assert (end["reason"], end["step"]) == ("interrupted", reached)
         assert saved_steps(fleet)[-1] == reached
 
-        goes_on = fleet.train("--resume", str(fleet.folder), "--steps", str(reached + 5))
+        goes_on = fleet.train("--resume", str(fleet.folder), "--steps", str(reached + 5), guests=1)
         goes_on.succeeds(deadline_s=60)
         assert fleet.events("run_start")[-1]["resumed_from"] == reached
         fleet.assert_every_step_is_full(global_batch=8, steps=reached + 5)

@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 
-from potluck.cli import _session
 from potluck.errors import HostGoneError, LoopError, ScriptError
 from potluck.hub.link import GuestLink
 from potluck.hub.waiting import WaitingRoom
 from potluck.report.messages import describe
-from potluck.wire.frames import Message, pack, unpack
+from potluck.spec.events import LoopAwaited, RunEvent
+from potluck.spec.messages import HelloMessage, Source, WelcomeMessage
+from potluck.train.session import send_away
+from potluck.wire.frames import FROM_GUEST, pack
 from potluck.wire.keys import new_keys
 from potluck.wire.token import Token
 from potluck.wire.transport import HostSocket
@@ -31,7 +33,7 @@ class House:
     def __init__(self, say_after_s: float = 60.0) -> None:
         keys = new_keys()
         self.socket = HostSocket(bind="127.0.0.1", port=0, keys=keys)
-        self.events: list[dict[str, Any]] = []
+        self.events: list[RunEvent] = []
         self.told = threading.Event()
         self.room = WaitingRoom(self.socket, what="job.py", emit=self.emit, say_after_s=say_after_s)
         self.room.start()
@@ -41,12 +43,12 @@ class House:
         self.preparing: list[str] = []
         self.waits = threading.Event()
 
-    def emit(self, event: dict[str, Any]) -> None:
+    def emit(self, event: RunEvent) -> None:
         self.events.append(event)
         self.told.set()
 
     def guest(self) -> GuestLink:
-        link = GuestLink(self.token, {"name": "ann"})
+        link = GuestLink(self.token, HelloMessage(name="ann"))
         link.preparing = lambda reason: (self.preparing.append(reason), self.waits.set())[0]
         return link
 
@@ -87,13 +89,13 @@ def test_a_guest_that_is_asked_to_wait_does_so_as_long_as_the_host_speaks(house:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     ((peer, frames),) = house.room.hand_over()
-    assert unpack(frames).kind == "hello"
+    assert FROM_GUEST.read(frames).message.kind == "hello"
     words = dict.fromkeys(("name", "host", "run", "codec", "codec_down"), "x")
-    fields = {**words, "versions": {}, "source": {"recipe": "gpt", "config": {}}}
-    house.socket.send(peer, pack(Message(kind="welcome", fields=fields)))
+    welcome = WelcomeMessage(**words, versions={}, source=Source(recipe="gpt"))
+    house.socket.send(peer, pack(welcome))
     while thread.is_alive() and time.monotonic() < deadline:
         house.socket.receive(0.05)  # as the hub does
-    assert [type(o).__name__ for o in outcome] == ["Message"]
+    assert [type(o).__name__ for o in outcome] == ["Received"]
     assert house.preparing == ["job.py has not reached its training loop yet"]
     link.close()
     thread.join()
@@ -116,8 +118,9 @@ def test_after_a_while_the_person_at_the_host_is_told() -> None:
     finally:
         house.close()
     (event,) = house.events
-    assert (event["event"], event["what"], event["guests"]) == ("loop_awaited", "job.py", 0)
-    message = describe({**event, "seconds": 61.0, "guests": 2})
+    assert isinstance(event, LoopAwaited)
+    assert (event.what, event.guests) == ("job.py", 0)
+    message = describe(LoopAwaited(what=event.what, seconds=61.0, guests=2))
     assert message is not None
     assert message.text == "job.py has not reached run.steps() after 1 min 01 s: 2 guests wait until it does"
 
@@ -135,8 +138,9 @@ def test_after_a_while_the_person_at_the_host_is_told() -> None:
 )
 def test_the_reason_is_that_of_its_end(error: BaseException | None, began: bool, reason: str) -> None:
     said: list[str] = []
-    launch: Any = SimpleNamespace(what="job.py", began=began, waiting=SimpleNamespace(close=said.append))
-    _session._send_away(launch, error)
+    admission = SimpleNamespace(waiting=SimpleNamespace(close=said.append))
+    context: Any = SimpleNamespace(what="job.py", began=began, admission=admission)
+    send_away(context, error)
     assert said == [reason]
 
 

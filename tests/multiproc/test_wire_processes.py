@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from zmq.utils import garbage
 
-from potluck.wire.frames import Message, pack, unpack
 from potluck.wire.keys import new_keys
 from potluck.wire.token import Token, decode, encode
 from potluck.wire.transport import GuestSocket, HostSocket
+from support.plain import Plain, packed, unpacked
 
 DEADLINE_S = 30.0
 spawn = multiprocessing.get_context("spawn")
@@ -45,7 +45,7 @@ def serve(pipe: Connection) -> None:
     ended = False
     while not ended and time.monotonic() < deadline:
         for peer, frames in host.receive(0.5):
-            message = unpack(frames)
+            message = unpacked(frames)
             ended = ended or message.kind == "end"
             host.send(peer, frames)
     host.close()
@@ -64,17 +64,17 @@ def test_two_processes_echo_and_end_cleanly() -> None:
     guest = GuestSocket(token)
     guest.handshake(10)
     payload = os.urandom(8 * 1024 * 1024)
-    assert guest.send_data(pack(Message(kind="piece", fields={"n": 1}, frames=(payload,))))
-    assert guest.send_control(pack(Message(kind="alive", fields={})))
+    assert guest.send_data(packed(Plain(kind="piece", fields={"n": 1}, frames=(payload,))))
+    assert guest.send_control(packed(Plain(kind="alive", fields={})))
     kinds: dict[str, Any] = {}
     deadline = time.monotonic() + DEADLINE_S
     while len(kinds) < 2 and time.monotonic() < deadline:
         for channel, frames in guest.receive(0.5):
-            kinds[channel] = unpack(frames)
+            kinds[channel] = unpacked(frames)
     assert kinds["control"].kind == "alive"
     assert bytes(kinds["data"].frames[0]) == payload
-    assert guest.send_control(pack(Message(kind="end", fields={})))
-    assert [unpack(frames).kind for _, frames in guest.receive(10)] == ["end"]
+    assert guest.send_control(packed(Plain(kind="end", fields={})))
+    assert [unpacked(frames).kind for _, frames in guest.receive(10)] == ["end"]
     process.join(10)
     assert process.exitcode == 0
     while guest.connected and time.monotonic() < deadline:

@@ -18,13 +18,23 @@ import zmq
 from zmq.utils import garbage
 
 from potluck.errors import ConfigError, NetworkError, PortTakenError, RefusedError, WireError
+from potluck.spec.messages import Frames, Message
 from potluck.wire import transport
-from potluck.wire.frames import MAX_FRAME_BYTES, MAX_FRAMES, Message, pack, unpack
+from potluck.wire.frames import MAX_FRAME_BYTES, MAX_FRAMES, Reader, Received, pack
 from potluck.wire.keys import HostKeys, new_keys, public_of
 from potluck.wire.token import Token
 from potluck.wire.transport import GuestSocket, HostSocket
 
 Handler = Callable[[bytes, list[memoryview]], None]
+
+
+class Ping(Message, frozen=True, kw_only=True):
+    kind = "ping"
+    frames = Frames(most=MAX_FRAMES)
+    n: int
+
+
+PINGS = Reader([Ping])
 
 
 def token_of(host: HostSocket, keys: HostKeys) -> Token:
@@ -50,7 +60,7 @@ class Echo:
             for peer, frames in self.host.receive(5.0):
                 self.peers[peer] = self.host.address_of(frames)
                 try:
-                    unpack(frames)
+                    PINGS.read(frames)
                 except WireError:
                     self.malformed += 1
                     continue
@@ -90,14 +100,14 @@ def guest(echo: Echo) -> Iterator[GuestSocket]:
 
 
 def message(number: int, *frames: bytes | memoryview) -> list[bytes | memoryview]:
-    return pack(Message(kind="ping", fields={"n": number}, frames=frames))
+    return pack(Ping(n=number), frames)
 
 
-def collect(member: GuestSocket, count: int, within_s: float = 10.0) -> list[tuple[str, Message]]:
+def collect(member: GuestSocket, count: int, within_s: float = 10.0) -> list[tuple[str, Received[Ping]]]:
     deadline = time.monotonic() + within_s
-    got: list[tuple[str, Message]] = []
+    got: list[tuple[str, Received[Ping]]] = []
     while len(got) < count and time.monotonic() < deadline:
-        got += [(channel, unpack(frames)) for channel, frames in member.receive(0.2)]
+        got += [(channel, PINGS.read(frames)) for channel, frames in member.receive(0.2)]
     assert len(got) == count
     return got
 
@@ -107,7 +117,7 @@ def exchange(member: GuestSocket, number: int = 1) -> None:
     assert member.send_control(message(number))
     assert member.send_data(message(number, b"tensor"))
     got = dict(collect(member, 2))
-    assert got["control"].fields == {"n": number}
+    assert got["control"].message == Ping(n=number)
     assert bytes(got["data"].frames[0]) == b"tensor"
 
 

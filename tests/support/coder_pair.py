@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,9 @@ from potluck.hub.feed import Feed, Item
 from potluck.hub.guest import GuestHub
 from potluck.hub.host_coder import Answer, Coded, Decoded, Hashed, HostCoder
 from potluck.hub.tensors import ModelTensors
-from potluck.wire.frames import Message
+from potluck.spec.messages import DATA, FromGuest, FromHost, HashedMessage
+from potluck.wire.frames import FROM_HOST, Received
+from support.plain import Plain, packed, plain
 
 DEADLINE_S = 20.0
 
@@ -46,22 +48,25 @@ class FakeLink:
     def __init__(self) -> None:
         self.failure = None
         self.lost: Callable[[], None]
-        self.back: Callable[[Message], None]
+        self.back: Callable[[], None]
         self.ended: Callable[[], None]
         self.said: list[tuple[str, dict[str, Any]]] = []
-        self.sent: list[Message] = []
+        self.sent: list[Received[Any]] = []
         self.hashed: dict[int, bytes] = {}
 
-    def handle(self, handler: Callable[[str, Message], None]) -> None:
-        self.hear = handler
+    def handle(self, handler: Callable[[FromHost, Sequence[bytes | memoryview]], None]) -> None:
+        self.handler = handler
 
-    def control(self, kind: str, *frames: bytes, **fields: Any) -> None:
-        self.said.append((kind, fields))
-        if kind == "hashed":
-            self.hashed[fields["version"]] = frames[0]
+    def hear(self, kind: str, *frames: bytes | memoryview, **fields: Any) -> None:
+        self.handler(*FROM_HOST.read(packed(Plain(kind=kind, fields=fields, frames=frames))))
 
-    def data(self, message: Message) -> None:
-        self.sent.append(message)
+    def send(self, message: FromGuest, *frames: bytes | memoryview) -> None:
+        if message.channel == DATA:
+            self.sent.append(Received(message, frames))
+            return
+        self.said.append((message.kind, plain(message).fields))
+        if isinstance(message, HashedMessage):
+            self.hashed[message.version] = bytes(frames[0])
 
     def close(self, reason: str = "", *, failed: bool = False) -> None:
         pass
@@ -126,8 +131,7 @@ class Pair:
                 self.changes += 1
                 piece = state[item.index]
                 fields = {"piece": item.index, "base": piece.base, "version": piece.version}
-                frames = (bytes(piece.change),)  # type: ignore[call-overload]
-                self.link.hear("data", Message(kind="change", fields=fields, frames=frames))
+                self.link.hear("change", bytes(piece.change), **fields)  # type: ignore[call-overload]
                 self.feed.change_sent(item, piece.version)
             else:
                 part = self.feed.tensors[0] if item.kind == "tensor" else None
@@ -154,14 +158,12 @@ class Pair:
         self.pump()
 
     def answer(self, answer: Answer) -> None:
-        frames = (bytes(answer.payload),)
+        payload = bytes(answer.payload)
         if answer.part is not None:
-            fields: dict[str, Any] = {"name": answer.part.name, "start": answer.part.start}
-            self.link.hear("data", Message(kind="tensor", fields=fields, frames=frames))
+            self.link.hear("tensor", payload, name=answer.part.name, start=answer.part.start)
         else:
             self.wholes += 1
-            fields = {"piece": answer.item.index, "version": answer.version}
-            self.link.hear("data", Message(kind="whole", fields=fields, frames=frames))
+            self.link.hear("whole", payload, piece=answer.item.index, version=answer.version)
         self.feed.answered(answer.item, answer.version)
 
     def until(self, done: Callable[[], bool]) -> None:

@@ -203,7 +203,7 @@ def stranger(rank: int, world: int, transport: str) -> int:
         dist.barrier()
         if rank == 0:
             return 0
-        target = formation.lane.endpoints[0]
+        target = formation.peers.endpoints[0]
         with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
             socket.linger = 0
             socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()

@@ -1,6 +1,6 @@
-"""What two ranks do in the tests of large tensors, which go by a connection of their own.
+"""What two ranks do in the tests of large tensors, which go by a stream.
 
-It knows the backend's interface, and where a group keeps that connection.
+It knows the backend's interface, and where a group keeps its stream.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from potluck.dist import formation
 from support.dist_faults import Told, allow, begin, told_by
 
 LARGE = (1 << 20) + 77
-"""Elements: above the size from which that connection is used, and no multiple of anything."""
+"""Elements: above the size from which a stream is used, and no multiple of anything."""
 
 
 def streaming() -> bool:
-    return dist.group.WORLD._formation.lane._stream is not None  # type: ignore[union-attr]
+    return dist.group.WORLD._formation.peers.stream is not None  # type: ignore[union-attr]
 
 
 def _mine(rank: int, dtype: torch.dtype) -> torch.Tensor:
@@ -73,15 +73,15 @@ def packed(rank: int, world: int, encryption: bool) -> list[int]:
 
 def behind_a_firewall(rank: int, world: int) -> tuple[bool, int]:
     """Two groups where no connection can be made: whether one was used, and how often it was tried."""
-    from potluck.dist import lane
+    from potluck.dist import channel
 
-    kept, tried = lane.follow, 0
+    kept, tried = channel.connect, 0
 
     def refused(*_: Any) -> None:
         nonlocal tried
         tried += 1
 
-    lane.follow = refused  # type: ignore[assignment]
+    channel.connect = refused  # type: ignore[assignment]
     begin("tcp")
     try:
         for group in (dist.group.WORLD, dist.new_group([0, 1])):
@@ -90,12 +90,12 @@ def behind_a_firewall(rank: int, world: int) -> tuple[bool, int]:
             assert torch.equal(found, _mine(0, torch.float32) + _mine(1, torch.float32))
         return streaming(), tried
     finally:
-        lane.follow = kept
+        channel.connect = kept
         dist.destroy_process_group()
 
 
 def behind_a_silent_firewall(rank: int, world: int, timeout_s: float) -> bool:
-    """What is sent to the door vanishes, and the collective has less time than an attempt to connect may take."""
+    """Packets to the listener vanish, and the collective has less time than an attempt to connect may take."""
     kept = socket.create_connection
 
     def vanishes(address: tuple[str, int], timeout: float) -> socket.socket:
@@ -117,17 +117,17 @@ def behind_a_silent_firewall(rank: int, world: int, timeout_s: float) -> bool:
 
 def renewed(rank: int, world: int) -> int:
     """With keys that wear out soon: how many connections there were."""
-    from potluck.dist import lane
+    from potluck.dist import channel
 
-    kept, real, made = lane.RENEWED_BYTES, lane.Trip._new_stream, 0
+    kept, real, made = channel.RENEWED_BYTES, channel.Channel._new_stream, 0
 
-    def counted(trip: lane.Trip, other: int) -> Any:
+    def counted(own: channel.Channel, other: int) -> Any:
         nonlocal made
         made += 1
-        return real(trip, other)
+        return real(own, other)
 
-    lane.RENEWED_BYTES = 10 << 20  # type: ignore[misc]
-    lane.Trip._new_stream = counted  # type: ignore[method-assign]
+    channel.RENEWED_BYTES = 10 << 20  # type: ignore[misc]
+    channel.Channel._new_stream = counted  # type: ignore[method-assign]
     begin("tcp")
     try:
         for _ in range(6):
@@ -137,7 +137,7 @@ def renewed(rank: int, world: int) -> int:
         assert streaming()
         return made
     finally:
-        lane.RENEWED_BYTES, lane.Trip._new_stream = kept, real  # type: ignore[misc, method-assign]
+        channel.RENEWED_BYTES, channel.Channel._new_stream = kept, real  # type: ignore[misc, method-assign]
         dist.destroy_process_group()
 
 
@@ -186,17 +186,17 @@ def mismatch(rank: int, world: int) -> Told:
 
 
 def among_strangers(rank: int, world: int, silent: int, encryption: bool) -> bool:
-    """Others connect to the door and say nothing: whether the ranks have their connection all the same."""
+    """Others connect to the listener and say nothing: whether the ranks have their stream all the same."""
     from potluck.dist import streams
 
     real = streams.StreamListener.open
     held: list[socket.socket] = []
 
     def crowded(address: str, secret: bytes, port: int) -> streams.StreamListener | None:
-        door = real(address, secret, port)
-        assert door is not None
-        held.extend(socket.create_connection(door._listener.getsockname()) for _ in range(silent))
-        return door
+        listener = real(address, secret, port)
+        assert listener is not None
+        held.extend(socket.create_connection(listener._listener.getsockname()) for _ in range(silent))
+        return listener
 
     streams.StreamListener.open = crowded  # type: ignore[method-assign,assignment]
     try:

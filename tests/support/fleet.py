@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 
+from potluck.spec.events import from_json
 from support.processes import Processes, TestProcess
 
 Event = dict[str, Any]
@@ -56,7 +57,7 @@ class Fleet(Processes):
             words += ["--runs", str(self.runs)]
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
         words = [*torchrun, "-m", "potluck", "host", str(what), *words, "--", *map(str, arguments)]
-        host = self.python(*words, name="host", env={**self._environment(), **(env or {})})
+        host = self.python(*words, name="host", env={**self._environment(), **(env or {})}, children=ranks)
         host.wait_until(lambda: list(self.runs.glob("*/manifest.json")), TORCH_STARTS_S, "run folder")
         return host
 
@@ -74,10 +75,10 @@ class Fleet(Processes):
         file = token or self.folder / "token"
         return ["join", "--token-file", str(file), "--name", name, "--threads", "1", "--view", "plain", *options]
 
-    def train(self, *options: str) -> TestProcess:
-        """`potluck train` with its run folder among this fleet's."""
-        words = options if "--resume" in options else (*options, "--runs", str(self.runs))
-        return self.potluck("train", *words, name="train", env=self._environment())
+    def train(self, *options: str, guests: int) -> TestProcess:
+        """`potluck train` with its run folder among this fleet's, and so many guests."""
+        words = options if "--resume" in options else (*options, "--guests", str(guests), "--runs", str(self.runs))
+        return self.potluck("train", *words, name="train", env=self._environment(), children=guests)
 
     def _environment(self) -> dict[str, str]:
         # Whatever a process puts into the system's folder for temporary files is seen by nothing_left().
@@ -99,6 +100,7 @@ class Fleet(Processes):
         file = self.folder / "events.jsonl"
         # The last line may be half written.
         lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.exists() else []
+        assert all(from_json(line) for line in lines if line), "an event that this version would not read"
         found = [json.loads(line) for line in lines]
         if kind is not None:
             found = [e for e in found if e["event"] == kind]

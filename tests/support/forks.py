@@ -41,14 +41,19 @@ IMPORTED = (
     "potluck.train.run",
 )
 """Only what a host or a guest imports anyway: an import that Potluck forgot must still be missed."""
-MAY_DIFFER = ("POTLUCK_", "SPOIL", "TMPDIR", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "PYTEST_", "TORCHINDUCTOR_")
+MAY_DIFFER = (
+    *("POTLUCK_", "SPOIL", "TMPDIR", "COLUMNS", "PYTEST_"),
+    *("MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "STORE", "TORCHINDUCTOR_"),
+)
 """Variables, by their beginnings, that nothing of the above reads while it is imported. The last one torch sets
 itself when the first optimizer is made."""
 STARTED_WITH = dict(os.environ)
 """The server's own: not what a test has changed when the first fork is asked for."""
-MODULES = ("potluck", "potluck.lab.ddp_worker")
-VERBS = ("host", "join", "train")
+MODULES = ("potluck", "potluck.lab.ddp_worker", "support.dist_endings")
+VERBS = ("host", "join", "probe", "train")
 """The other verbs import no torch, or should not: they start as they do for a person."""
+PARENTS = ("potluck", "torch.distributed.run")
+"""Those that start processes which import torch: with spares for these, they are forked themselves."""
 INHERITED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """A process ignores those of them that whoever starts it ignores: nohup, and a shell's background."""
 PR_SET_PDEATHSIG = 1
@@ -61,21 +66,33 @@ def servers() -> list[int]:
     return [_server().pid] if _server.cache_info().currsize else []
 
 
-def can_be_forked(command: Sequence[str], env: Mapping[str, str]) -> bool:
+def can_be_forked(command: Sequence[str], env: Mapping[str, str], *, children: int = 0) -> bool:
     """Whether a fork would be the same as this command: a host, a guest or a script, with the usual settings."""
     if sys.platform != "linux" or Path("/dev/nvidiactl").exists() or command[0] != sys.executable:
         return False  # CUDA does not survive a fork, and macOS warns of it
     words = command[1:]
-    if words[0] == "-m" and words[1] in MODULES:
-        called = words[1] != "potluck" or words[2] in VERBS
-    else:
-        called = words[0].endswith(".py")
-    return called and _server().takes(env)
+    is_parent = children > 0 and words[0] == "-m" and words[1] in PARENTS
+    return (is_parent or called(words)) and _server().takes(env)
 
 
-def fork(command: Sequence[str], *, cwd: Path, env: Mapping[str, str], out: Path, err: Path) -> Forked:
-    """Start a command, which can be forked, in a session of its own."""
+def called(words: Sequence[str]) -> bool:
+    """Whether Python, called with these words, is a host, a guest, a worker or a script."""
+    return _imports_torch(words) and (words[1:2] != ["potluck"] or words[2] in VERBS)
+
+
+def _imports_torch(words: Sequence[str]) -> bool:
+    """Whether a process that has spares starts one for this; its verbs may be others, as that of a rank."""
+    if words[:1] == ["-m"]:
+        return words[1] in MODULES
+    return bool(words) and words[0].endswith(".py")
+
+
+def fork(
+    command: Sequence[str], *, cwd: Path, env: Mapping[str, str], out: Path, err: Path, children: int = 0
+) -> Forked:
+    """Start a command, which can be forked, in a session of its own; so many of its children are forks as well."""
     request: dict[str, Any] = {"words": list(command[1:]), "cwd": str(cwd), "env": dict(env)}
+    request["children"] = children
     request |= {"out": str(out), "err": str(err)}
     request["ignored"] = [int(n) for n in INHERITED if signal.getsignal(n) is signal.SIG_IGN]
     server = _server()
@@ -134,7 +151,7 @@ class _Server:
     def takes(self, env: Mapping[str, str]) -> bool:
         names = self._environment.keys() | env.keys()
         changed = [name for name in names if self._environment.get(name) != env.get(name)]
-        return all(name.startswith(MAY_DIFFER) for name in changed)
+        return all(name.startswith(MAY_DIFFER) or _may_be(name, env.get(name)) for name in changed)
 
     def ask(self, question: dict[str, Any]) -> Any:
         """Its answer. A wait that is broken off (a test's time is over) ends the server: its answer would be taken
@@ -167,6 +184,13 @@ class _Server:
                 end.close()
 
 
+def _may_be(name: str, value: str | None) -> bool:
+    """Folders that nothing is imported from at the start; no number of threads, which is then torchrun's to set."""
+    if name == "PYTHONPATH":
+        return not any(Path(folder, "sitecustomize.py").exists() for folder in (value or "").split(os.pathsep))
+    return name == "OMP_NUM_THREADS" and value is None
+
+
 @functools.cache
 def _server() -> _Server:
     from support.processes import _environment
@@ -177,8 +201,11 @@ def _server() -> _Server:
 # -- in the server ---------------------------------------------------------------------------------------
 
 
-def serve(lines: Any) -> list[str]:
-    """Answer until the tests are gone; returns in a fork, what it is to run. The server itself exits in here."""
+def serve(lines: Any) -> tuple[list[str], int]:
+    """Answer until the tests are gone; returns in a fork, what it is to run, and how many spares it needs.
+
+    The server itself exits in here.
+    """
     for line in lines:
         question = json.loads(line)
         if "ended" in question:
@@ -188,8 +215,7 @@ def serve(lines: Any) -> list[str]:
             answer = os.fork()
             if not answer:
                 _become(question)
-                words: list[str] = question["words"]
-                return words
+                return question["words"], question["children"]
         lines.write(json.dumps(answer) + "\n")
         lines.flush()
     sys.exit()
@@ -203,12 +229,18 @@ def _become(question: Mapping[str, Any]) -> None:
         opened = os.open(file, os.O_WRONLY | os.O_APPEND)
         os.dup2(opened, descriptor)
         os.close(opened)
-    os.chdir(question["cwd"])
-    os.environ.clear()
-    os.environ.update(question["env"])
+    _settle(question["cwd"], question["env"])
     for number in INHERITED:
         usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         signal.signal(number, signal.SIG_IGN if number in question["ignored"] else usual)
+
+
+def _settle(cwd: str, env: Mapping[str, str]) -> None:
+    os.chdir(cwd)
+    own, theirs = (variables.get("PYTHONPATH", "").split(os.pathsep) for variables in (os.environ, env))
+    sys.path[:] = theirs + [folder for folder in sys.path if folder not in {*own, *theirs}]
+    os.environ.clear()
+    os.environ.update(env)
     tempfile.tempdir = None
     importlib.invalidate_caches()
 
@@ -226,6 +258,8 @@ def run(words: list[str]) -> None:
 
 
 def main() -> None:
+    import spares
+
     del sys.path[0]  # this file's folder, which is none of theirs
     for name in IMPORTED:
         importlib.import_module(name)
@@ -233,7 +267,9 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     with socket.socket(fileno=int(sys.argv[1])) as theirs, theirs.makefile("rw", encoding="utf-8") as lines:
-        words = serve(lines)
+        words, children = serve(lines)
+    if children:
+        words = spares.prepare(children, _imports_torch, _settle) or words
     run(words)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import random
 import time
 from collections import Counter
@@ -15,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -22,11 +24,13 @@ from potluck import codec as codecs
 from potluck.errors import TokenError, WireError
 from potluck.hub.parity import Reference, Sketch, judge
 from potluck.hub.tensors import from_bytes
+from potluck.spec import messages as msg
 from potluck.wire import frames as wire
-from potluck.wire.frames import Message, cut, dump_json, joined, load_json, pack, unpack
+from potluck.wire.frames import FROM_GUEST, FROM_HOST, cut, dump_json, joined, load_json, pack
 from potluck.wire.keys import new_keys
 from potluck.wire.token import Token, decode, encode
 from potluck.wire.tree import pack_tree, unpack_tree
+from support.plain import Plain, packed, plain
 from support.protocol_world import ABOUT, DIGESTS, DONE, GRADIENT_BYTES, KINDS, PIECES, SIZES, World
 
 WORDS = [
@@ -45,6 +49,7 @@ WORDS = [
         b"{}",
     ),
     *(b"[]", b'""', b'"\\ud800"', b"[" * 70, b"[" * 3000, b'{"a":' * 70, b"\xff", b"\x00", b"\xef\xbb\xbf", b"PLK"),
+    *(b'"lease":1,"lease":', b'{"lease":1,"lease":2}', b"1.0", b"1e5", b'"NaN"', b'"Infinity"', b"9" * 400 + b".5"),
     *(b"PLK\x02", b"CUT", b"\xff\xff\xff\xff", b"\x00\x00\x00\x80", b'"x"', b'"@"', b'"float32"', b'"bool"', b","),
 ]
 VALUES: list[Any] = [
@@ -155,7 +160,7 @@ class Mutator:
             return [*node[:at], node[at], *node[at:]]
         return [*node[:at], self.json(node[at]), *node[at + 1 :]]
 
-    def message(self, message: Message) -> Message:
+    def message(self, message: Plain) -> Plain:
         """The same message with some of its parts replaced, gone, or there twice."""
         chance = self.chance
         fields, frames, kind = dict(message.fields), list(message.frames), message.kind
@@ -174,63 +179,107 @@ class Mutator:
                 frames[at] = self._frame(bytes(frames[at]))
             else:
                 frames = chance.choice(([], frames * 2, [*frames, b""], [*frames, chance.randbytes(10)]))
-        return Message(kind=kind, fields=fields, frames=tuple(frames))
+        return Plain(kind=kind, fields=fields, frames=tuple(frames))
+
+
+LONG_WELCOME: dict[str, Any] = {
+    **dict.fromkeys(("name", "host", "run", "codec", "codec_down"), "a"),
+    "versions": {},
+    "source": msg.Source(files=("a.py", "b.py"), sha256="0"),
+}
 
 
 # -- targets ------------------------------------------------------------------------------------------------
 
 
-def examples() -> list[Message]:
+def examples() -> list[Plain]:
     """Honest messages of both sides, of every shape that there is."""
     spec, views = pack_tree({"x": torch.arange(6.0).reshape(2, 3), "y": [torch.tensor(3), (True, None, "s")]})
-    tree = Message(kind="samples", fields={"lease": 1, "batch": 0, "tree": spec}, frames=tuple(map(bytes, views)))
+    names = dict.fromkeys(("name", "host", "run", "codec", "codec_down"), "a")
+    recipe = msg.Source(recipe="gpt", config={"layers": 2, "data": None})
+    script = msg.Source(files=("a.py",), arguments=("--x",), sha256="0", imports={"sklearn": "scikit-learn"})
     of_host = [
-        Message(kind="welcome", fields={"name": "a", "host": "h", "codec": "int4", "source": {"recipe": "gpt"}}),
-        Message(kind="lease", fields={"lease": 3, "step": 1, "sizes": [4, 4], "quota": 8, "within_s": 0.3}),
-        Message(kind="change", fields={"piece": 0, "base": 1, "version": 2}, frames=(bytes(40),)),
-        Message(kind="revoke", fields={"lease": 3}),
+        plain(msg.SamplesMessage(lease=1, batch=0, tree=spec), *map(bytes, views)),
+        plain(msg.WelcomeMessage(**names, versions={"torch": "2"}, source=recipe)),
+        plain(msg.WelcomeMessage(**names, versions={}, source=script), b"print()"),
+        plain(msg.LeaseMessage(lease=3, step=1, sizes=(4, 4), quota=8, within_s=0.3, tail_s=0.1)),
+        plain(msg.CheckMessage(check=2, step=1, sizes=(2,), seed=3), bytes(16)),
+        plain(msg.ChangeMessage(piece=0, base=1, version=2), bytes(40)),
+        plain(msg.WholeMessage(piece=0, version=2), bytes(40)),
+        plain(msg.TensorMessage(name="w", start=0), bytes(40)),
+        plain(msg.HashMessage(version=2)),
+        plain(msg.ResyncMessage(version=2)),
+        plain(msg.RevokeMessage(lease=3)),
+        plain(msg.DroppedMessage(lease=3)),
+        plain(msg.NoteMessage(text="judged by the spread")),
+        plain(msg.RefuseMessage(reason="no", hint="update", joined=True)),
+        plain(msg.WaitMessage(reason="not yet")),
+        plain(msg.ByeMessage(reason="finished")),
+        plain(msg.UnknownMessage(protocol="2", potluck="1", torch="2", python="3")),
     ]
-    return [tree, *of_host, *of_guest(lease=1, check=1)]
+    return [*of_host, *of_guest(lease=1, check=1)]
 
 
-def of_guest(*, lease: int, check: int) -> list[Message]:
+def of_guest(*, lease: int, check: int) -> list[Plain]:
     """What a guest that has this lease and this check could say."""
-    grad = [
-        Message(kind="grad", fields={"lease": lease, "piece": i}, frames=(bytes(GRADIENT_BYTES),))
-        for i in range(PIECES)
-    ]
+    grad = [plain(msg.GradMessage(lease=lease, piece=i), bytes(GRADIENT_BYTES)) for i in range(PIECES)]
+    sketch = msg.SketchMessage(check=check, count=2, loss=1.0, compute_s=0.2, random={"cpu": "0"}, **SIZES)
     return [
-        Message(kind="hello", fields={"name": "a", "device": "cpu", "potluck": "1", "torch": "2"}),
-        Message(kind="ready", fields=dict(SIZES), frames=(dump_json(ABOUT),)),
-        Message(kind="alive", fields={}),
-        Message(kind="taken", fields={"bytes": 80}),
-        Message(kind="closing", fields={"lease": lease, "keep": 2, "eta_s": 0.1}),
+        plain(msg.HelloMessage(name="a", device="cpu", potluck="1", torch="2")),
+        plain(msg.ReadyMessage(**SIZES), dump_json(ABOUT)),
+        plain(msg.AliveMessage()),
+        plain(msg.TakenMessage(bytes=80)),
+        plain(msg.ClosingMessage(lease=lease, keep=2, eta_s=0.1)),
         *grad,
-        Message(kind="done", fields={"lease": lease, "count": 2, **DONE}),
-        Message(kind="stopped", fields={"lease": lease, "computed": 1, "compute_s": 0.1}),
-        Message(
-            kind="sketch", fields={"check": check, "count": 2, "loss": 1.0, "compute_s": 0.2}, frames=(bytes(4),)
-        ),
-        Message(kind="hashed", fields={"version": 0}, frames=(DIGESTS,)),
-        Message(kind="leave", fields={"reason": "tired"}),
+        plain(msg.DoneMessage(lease=lease, count=2, **DONE)),
+        plain(msg.StoppedMessage(lease=lease, computed=1, compute_s=0.1)),
+        plain(sketch, bytes(4)),
+        plain(msg.HashedMessage(version=0), DIGESTS),
+        plain(msg.LeaveMessage(reason="tired")),
     ]
 
 
-class Frames:
-    """frames.unpack, and what it lets through can be packed again."""
+def bounded(value: Any) -> None:
+    """Nothing that came in may be endless, not a number, or a lone surrogate."""
+    if isinstance(value, float):
+        assert math.isfinite(value)
+    elif isinstance(value, str):
+        value.encode()
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            bounded(key)
+            bounded(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            bounded(item)
+    elif isinstance(value, msgspec.Struct):
+        for name in value.__struct_fields__:
+            bounded(getattr(value, name))
+
+
+class Arrivals:
+    """Reader.read, of a host and of a guest, and what it lets through is bounded and can be sent again."""
 
     def __init__(self, mutator: Mutator) -> None:
         self._mutator = mutator
-        self._packed = [[bytes(frame) for frame in pack(message)] for message in examples()]
+        self._plain = examples()
+        self._packed = [[bytes(frame) for frame in packed(message)] for message in self._plain]
 
     def __call__(self) -> None:
         chance = self._mutator.chance
-        frames = list(chance.choice(self._packed))
-        at = 0 if chance.random() < 0.8 else chance.randrange(len(frames))
-        frames[at] = self._mutator.bytes(frames[at])
+        which = chance.randrange(len(self._packed))
+        if chance.random() < 0.4:
+            frames = [bytes(frame) for frame in packed(self._mutator.message(self._plain[which]))]
+        else:
+            frames = list(self._packed[which])
+            at = 0 if chance.random() < 0.8 else chance.randrange(len(frames))
+            frames[at] = self._mutator.bytes(frames[at])
         if chance.random() < 0.05:
             frames += [b""] * chance.choice((1, wire.MAX_FRAMES, wire.MAX_FRAMES + 1))
-        pack(unpack(frames))
+        reader: Any = chance.choice((FROM_GUEST, FROM_HOST))
+        message, raw = reader.read(frames)
+        bounded(message)
+        assert reader.read(pack(message, raw)) == (message, raw)
 
 
 class Parts:
@@ -238,8 +287,8 @@ class Parts:
 
     def __init__(self, mutator: Mutator) -> None:
         self._mutator = mutator
-        long = Message(kind="grad", fields={"lease": 1, "piece": 0}, frames=(bytes(wire.PART_BYTES + 100), b"x"))
-        self._parts = [bytes(part) for part in cut(pack(long))]
+        long = pack(msg.WelcomeMessage(**LONG_WELCOME), (bytes(wire.PART_BYTES + 100), b"x"))
+        self._parts = [bytes(part) for part in cut(long)]
 
     def __call__(self) -> None:
         chance = self._mutator.chance
@@ -251,7 +300,7 @@ class Parts:
             del parts[chance.randrange(len(parts))]
         else:
             parts.insert(chance.randrange(len(parts) + 1), chance.randbytes(chance.randint(0, 30)))
-        unpack(joined([memoryview(part) for part in parts]))
+        FROM_HOST.read(joined([memoryview(part) for part in parts]))
 
 
 class Trees:
@@ -423,7 +472,7 @@ class Host:
         member = world.members.get(guest)
         if member is None:
             world.hello(guest)
-            ready = Message(kind="ready", fields=dict(SIZES), frames=(dump_json(ABOUT),))
+            ready = plain(msg.ReadyMessage(**SIZES), dump_json(ABOUT))
             self._arrives(guest, mutator.message(ready))
         elif member.check is not None:
             world.sketch(guest)
@@ -439,18 +488,11 @@ class Host:
         check = member.check if member is not None and member.check is not None else chance.randint(0, 5)
         self._arrives(guest, self._mutator.message(chance.choice(of_guest(lease=lease, check=check))))
 
-    def _arrives(self, guest: str, message: Message) -> None:
-        world, chance = self._world, self._mutator.chance
-        raw = [bytes(frame) for frame in pack(message)]
-        if chance.random() < 0.1:
+    def _arrives(self, guest: str, message: Plain) -> None:
+        raw = [bytes(frame) for frame in packed(message)]
+        if self._mutator.chance.random() < 0.1:
             raw[0] = self._mutator.bytes(raw[0])
-        try:
-            arrived = unpack(raw)
-        except WireError as error:
-            if (member := world.members.get(guest)) is not None:
-                world.do(world.protocol.put_out(member, f"sent bytes that are no message: {error}"))
-            raise
-        world.do(world.protocol.message(guest, arrived.kind, arrived.fields, arrived.frames, world.now, "1.2.3.4"))
+        self._world.arrives(guest, raw)
 
     def _go_on(self) -> None:
         """What the host does meanwhile."""
@@ -494,7 +536,7 @@ class Host:
 # -- the run ------------------------------------------------------------------------------------------------
 
 SHARES: Sequence[tuple[str, type, int]] = (
-    ("frames", Frames, 30),
+    ("frames", Arrivals, 30),
     ("parts", Parts, 8),
     ("trees", Trees, 20),
     ("protocol", Host, 30),

@@ -1,6 +1,6 @@
 """A training with a DataLoader and worker processes, as a user would write it: what tests of whole runs run.
 
-The last batch of an epoch is smaller, the order is random, and reading draws random numbers that are added to nothing.
+The last batch of an epoch is smaller, the order is random, and reading draws random numbers that nothing uses.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SAMPLES, BATCH, FEATURES = 72, 16, 24
 
 
 class Data(Dataset[tuple[Tensor, Tensor]]):
-    """Points with a number. With `marks`, whoever reads one leaves a file named for its role and its process there."""
+    """Points with a number. With `marks`, whoever reads one leaves a file named for its role and process there."""
 
     def __init__(self, marks: Path | None = None, role: str = "") -> None:
         self._marks, self._role = marks, role

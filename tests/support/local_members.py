@@ -19,9 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from potluck.dist import reduction
+from potluck.dist.copy_threads import CopyThreads
 from potluck.dist.local import LocalGroup
-from potluck.dist.local_hands import Hands
 from potluck.dist.local_memory import GroupMemory, Sizes
+from potluck.dist.record import Call, Header
 from potluck.errors import CollectiveError, NetworkError, RankGoneError
 
 SLOT = 4096
@@ -37,7 +38,12 @@ Store = dist.Store
 def make(store: Store, name: str, rank: int, size: int, threads: int = 1) -> LocalGroup:
     sizes = Sizes(slot_bytes=SLOT, long_bytes=4 * SLOT, depth=3, small_bytes=1024)
     memory = GroupMemory.meet(store, name, rank, size, sizes=sizes, timeout_s=T)
-    return LocalGroup(memory, hands=Hands(threads, part_bytes=PART))
+    return LocalGroup(memory, threads=CopyThreads(threads, part_bytes=PART))
+
+
+def call(op: str = "collective", nbytes: int = 0, timeout_s: float = T) -> Call:
+    now = time.monotonic()
+    return Call(Header(op=op, nbytes=nbytes), 1, now, now + timeout_s)
 
 
 def input_of(rank: int, count: int, dtype: torch.dtype) -> Tensor:
@@ -71,15 +77,15 @@ def reductions(group: LocalGroup) -> None:
                 what = f"{op} {dtype} {count}"
                 wanted = expected(op, size, count, dtype)
                 values = input_of(rank, count, dtype)
-                group.all_reduce(values, op, timeout_s=T)
+                group.all_reduce(call(), values, op)
                 same(values, wanted, f"all_reduce {what}")
                 if op not in (OPS.SUM, OPS.AVG):
                     continue
                 values = input_of(rank, count, dtype)
-                group.reduce(values, size - 1, op, timeout_s=T)
+                group.reduce(call(), values, op, size - 1)
                 same(values, wanted if rank == size - 1 else input_of(rank, count, dtype), f"reduce {what}")
                 out = torch.empty(count, dtype=dtype)
-                group.reduce_scatter(out, input_of(rank, count * size, dtype), op, timeout_s=T)
+                group.reduce_scatter(call(), out, input_of(rank, count * size, dtype).view(size, count), op)
                 part = expected(op, size, count * size, dtype)[rank * count : (rank + 1) * count]
                 same(out, part, f"reduce_scatter {what}")
 
@@ -90,26 +96,26 @@ def movements(group: LocalGroup) -> None:
         everything = torch.cat([input_of(other, count, torch.float32) for other in range(size)])
         for root in {0, size - 1}:
             values = input_of(rank, count, torch.float32)
-            group.broadcast(values, root, timeout_s=T)
+            group.broadcast(call(), values, root)
             same(values, input_of(root, count, torch.float32), "broadcast")
-            out = torch.zeros(size * count) if rank == root else None
-            group.gather(out, input_of(rank, count, torch.float32), root, timeout_s=T)
-            if out is not None:
-                same(out, everything, "gather")
+            parts = list(torch.zeros(size, count)) if rank == root else []
+            group.gather(call(), parts, input_of(rank, count, torch.float32), root)
+            if parts:
+                same(torch.cat(parts), everything, "gather")
             out = torch.zeros(count)
-            group.scatter(out, everything.clone() if rank == root else None, root, timeout_s=T)
+            group.scatter(call(), out, list(everything.clone().view(size, count)) if rank == root else [], root)
             same(out, everything[rank * count : (rank + 1) * count], "scatter")
-        out = torch.zeros(size * count)
-        group.all_gather(out, input_of(rank, count, torch.float32), timeout_s=T)
-        same(out, everything, "all_gather")
+        parts = list(torch.zeros(size, count))
+        group.all_gather(call(), parts, input_of(rank, count, torch.float32))
+        same(torch.cat(parts), everything, "all_gather")
         # Member a sends a * size + b elements more than `count` to member b, each of the value 100 a + b.
         mine = torch.cat([torch.full((count + rank * size + b,), 100.0 * rank + b) for b in range(size)])
         counts = [count + rank * size + b for b in range(size)]
         theirs = [count + a * size + rank for a in range(size)]
         out = torch.zeros(sum(theirs))
-        group.all_to_all(out, mine, theirs, counts, timeout_s=T)
+        group.all_to_all(call(), out.split(theirs), mine.split(counts))
         same(out, torch.cat([torch.full((n,), 100.0 * a + rank) for a, n in enumerate(theirs)]), "all_to_all")
-        group.barrier(timeout_s=T)
+        group.barrier(call())
 
 
 def everything(store: Store, rank: int, size: int) -> None:
@@ -117,7 +123,7 @@ def everything(store: Store, rank: int, size: int) -> None:
     reductions(group)
     movements(group)
     halves_are_added_in_full(group)
-    group.barrier(timeout_s=T)
+    group.barrier(call())
     group.close()
 
 
@@ -126,17 +132,17 @@ def halves_are_added_in_full(group: LocalGroup) -> None:
     wanted = torch.tensor(1.0 + (group.size - 1) * 2.0**-8).to(torch.bfloat16)
     for count in (600, 9000):
         values = torch.full((count,), 1.0 if group.rank == 0 else 2.0**-8, dtype=torch.bfloat16)
-        group.all_reduce(values, timeout_s=T)
+        group.all_reduce(call(), values, OPS.SUM)
         assert bool((values == wanted).all()), f"{values[0]} is not {wanted}"
     factor = dist._make_nccl_premul_sum(0.5)
     values = torch.full((600,), 3.0)
-    group.all_reduce(values, factor, timeout_s=T)
+    group.all_reduce(call(), values, factor)
     assert values[599] == 1.5 * group.size
 
 
-def raises(kind: type[Exception], call: Callable[[], object], *words: str) -> None:
+def raises(kind: type[Exception], action: Callable[[], object], *words: str) -> None:
     try:
-        call()
+        action()
     except kind as error:
         missing = [word for word in words if word not in str(error)]
         if missing:
@@ -149,36 +155,37 @@ def failures(store: Store, rank: int, size: int) -> None:
     """A mismatch, one that is late, an abort, one that left, one that is killed: each in a group of its own."""
     values = torch.ones(2000 if rank else 2001)
     group = make(store, "mismatch", rank, size)
-    raises(CollectiveError, lambda: group.all_reduce(values, timeout_s=T), "rank 0: all_reduce 2001", "rank 1:")
-    raises(RankGoneError, lambda: group.barrier(timeout_s=T), "of no use")
+    told = ("rank 0: all_reduce 8.0 kB", "rank 1:")
+    raises(CollectiveError, lambda: group.all_reduce(call("all_reduce", values.nbytes), values, OPS.SUM), *told)
+    raises(RankGoneError, lambda: group.barrier(call()), "unusable")
     group = make(store, "counts", rank, size)
     counts = [2 if rank else 1] * size
     out = torch.zeros(sum(counts))
     raises(CollectiveError, lambda: uneven(group, out, counts), "all_to_all")
     group = make(store, "late", rank, size)
     if rank != 1:
-        raises(NetworkError, lambda: group.barrier(timeout_s=0.5), "rank 1 did not come within 0.5 s")
+        raises(NetworkError, lambda: group.barrier(call(timeout_s=0.5)), "rank 1 did not come within 0.5 s")
     group = make(store, "abort", rank, size)
     if rank == 1:
         time.sleep(0.2)
         group.abort("tired")
     else:
         began = time.monotonic()
-        raises(RankGoneError, lambda: group.broadcast(torch.ones(9000), 0, timeout_s=T), "rank 1 gave up: tired")
+        raises(RankGoneError, lambda: group.broadcast(call(), torch.ones(9000), 0), "rank 1 gave up: tired")
         assert time.monotonic() - began < T / 2
     group = make(store, "left", rank, size)
     if rank == 1:
         group.close()
     else:
-        raises(RankGoneError, lambda: group.barrier(timeout_s=T), "rank 1")
+        raises(RankGoneError, lambda: group.barrier(call()), "rank 1")
     group = make(store, "dead", rank, size)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    raises(RankGoneError, lambda: group.barrier(timeout_s=T), "rank 1 ended")
+    raises(RankGoneError, lambda: group.barrier(call()), "rank 1 ended")
 
 
 def uneven(group: LocalGroup, out: Tensor, counts: list[int]) -> None:
-    group.all_to_all(out, torch.zeros(sum(counts)), counts, counts, timeout_s=T)
+    group.all_to_all(call(), out.split(counts), torch.zeros(sum(counts)).split(counts))
 
 
 def lost_in_turn(store: Store, rank: int, size: int) -> None:
@@ -186,7 +193,7 @@ def lost_in_turn(store: Store, rank: int, size: int) -> None:
     group = make(store, "turn", rank, size)
     if rank == 1:
         reduction.accumulate = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    raises(RankGoneError, lambda: group.all_reduce(torch.ones(9000), timeout_s=T), "rank 1 ended")
+    raises(RankGoneError, lambda: group.all_reduce(call(), torch.ones(9000), OPS.SUM), "rank 1 ended")
 
 
 def same_bits(store: Store, rank: int, size: int) -> None:
@@ -195,20 +202,20 @@ def same_bits(store: Store, rank: int, size: int) -> None:
     for count in (300, 1000, 30_001):
         for turn in range(30):
             values = torch.randn(count, generator=torch.Generator().manual_seed(1000 * turn + rank))
-            group.all_reduce(values, timeout_s=T)
-            all_of_them = torch.empty(size * count)
-            group.all_gather(all_of_them, values, timeout_s=T)
-            for theirs in all_of_them.view(size, count):
+            group.all_reduce(call(), values, OPS.SUM)
+            all_of_them = list(torch.empty(size, count))
+            group.all_gather(call(), all_of_them, values)
+            for theirs in all_of_them:
                 same(theirs, values, f"turn {turn} of {count}")
     torch.set_num_threads(2)  # copies by torch then, not by the C library
     values = input_of(rank, 20_000, torch.float32)
-    group.all_reduce(values, timeout_s=T)
+    group.all_reduce(call(), values, OPS.SUM)
     same(values, expected(OPS.SUM, size, 20_000, torch.float32), "two threads")
-    group.barrier(timeout_s=T)
+    group.barrier(call())
     group.close()
 
 
-def many_hands(store: Store, rank: int, size: int) -> None:
+def many_threads(store: Store, rank: int, size: int) -> None:
     """Three threads for each member give the bits that one gives."""
     one, three = make(store, "one", rank, size), make(store, "three", rank, size, 3)
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.complex64):
@@ -222,23 +229,23 @@ def many_hands(store: Store, rank: int, size: int) -> None:
                 same(*(all_reduced(group, values, op) for group in (three, one)), f"all_reduce {what}")
                 same(*(reduce_scattered(group, values, op) for group in (three, one)), f"reduce_scatter {what}")
     movements(three)
-    threads = sum(thread.name.startswith("potluck-hand") for thread in threading.enumerate())
+    threads = sum(thread.name.startswith("potluck-copy") for thread in threading.enumerate())
     assert threads == 2, threads
-    three.barrier(timeout_s=T)
+    three.barrier(call())
     for group in (one, three):
         group.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("potluck-hand")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("potluck-copy")]
 
 
 def all_reduced(group: LocalGroup, values: Tensor, op: OPS) -> Tensor:
     values = values.clone()
-    group.all_reduce(values, op, timeout_s=T)
+    group.all_reduce(call(), values, op)
     return values
 
 
 def reduce_scattered(group: LocalGroup, values: Tensor, op: OPS) -> Tensor:
     out = torch.empty(values.numel() // group.size, dtype=values.dtype)
-    group.reduce_scatter(out, values, op, timeout_s=T)
+    group.reduce_scatter(call(), out, values.view(group.size, -1), op)
     return out
 
 
@@ -246,8 +253,8 @@ def last_words(store: Store, rank: int, size: int) -> None:
     """Members that have all they need may end at once: nobody misses them."""
     group = make(store, "last", rank, size)
     values = torch.ones(20_000)
-    group.broadcast(values, 0, timeout_s=T)
-    group.all_reduce(values, timeout_s=T)
+    group.broadcast(call(), values, 0)
+    group.all_reduce(call(), values, OPS.SUM)
     if rank == 2:
         time.sleep(0.3)
     assert values[-1] == size
@@ -259,7 +266,7 @@ def killed(store: Store, rank: int, size: int) -> None:
     print("going", flush=True)
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        group.all_reduce(torch.ones(5000), timeout_s=T)
+        group.all_reduce(call(), torch.ones(5000), OPS.SUM)
 
 
 def member(scenario: str, path: str, rank: int, size: int) -> int:

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self, TypedDict, TypeVar, Unpack
 
 from support import forks
 
@@ -32,6 +32,15 @@ TAIL_LINES = 40
 POLL_S = 0.02
 
 T = TypeVar("T")
+
+
+class Options(TypedDict, total=False):
+    """What can be said of every process; see `Processes.start`."""
+
+    env: Mapping[str, str | None] | None
+    cwd: Path | None
+    children: int
+    merged: bool
 
 
 class ProcessFailure(AssertionError):
@@ -149,33 +158,44 @@ class Processes:
         self._fork = fork
         self._all: list[TestProcess] = []
 
-    def potluck(
-        self, *args: str, name: str = "", env: Mapping[str, str] | None = None, cwd: Path | None = None
-    ) -> TestProcess:
+    def potluck(self, *args: str, name: str = "", **options: Unpack[Options]) -> TestProcess:
         """`python -m potluck ARGS` from this source tree."""
-        return self.start([sys.executable, "-m", "potluck", *args], name=name or args[0], env=env, cwd=cwd)
+        return self.start([sys.executable, "-m", "potluck", *args], name=name or args[0], **options)
 
-    def python(
-        self, *args: str, name: str = "python", env: Mapping[str, str] | None = None, cwd: Path | None = None
-    ) -> TestProcess:
-        return self.start([sys.executable, *args], name=name, env=env, cwd=cwd)
+    def python(self, *args: str, name: str = "python", **options: Unpack[Options]) -> TestProcess:
+        return self.start([sys.executable, *args], name=name, **options)
+
+    def torchrun(self, *args: str, ranks: int = 2, **options: Unpack[Options]) -> TestProcess:
+        """`torchrun ARGS` with so many ranks on this machine."""
+        words = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *args]
+        return self.start([sys.executable, *words], name="torchrun", **{"children": ranks, **options})
 
     def start(
         self,
         command: Sequence[str],
         *,
         name: str,
-        env: Mapping[str, str] | None = None,
+        env: Mapping[str, str | None] | None = None,
         cwd: Path | None = None,
+        children: int = 0,
+        merged: bool = False,
     ) -> TestProcess:
+        """Start a command.
+
+        Args:
+            env: variables that differ from the tests' own; None for one that it must not have.
+            children: how many processes with torch it starts: where it is forked, these are forks as well.
+            merged: what it writes to stderr goes to the same file as what it writes to stdout.
+        """
         self._folder.mkdir(parents=True, exist_ok=True)
         stem = f"{len(self._all):02d}-{name}"
-        out, err = self._folder / f"{stem}.out", self._folder / f"{stem}.err"
+        out, err = self._folder / f"{stem}.out", self._folder / f"{stem}.{'out' if merged else 'err'}"
         settings = _environment(env or {})
         popen: subprocess.Popen[bytes] | forks.Forked
-        with out.open("wb") as stdout, err.open("wb") as stderr:
-            if self._fork and forks.can_be_forked(command, settings):
-                popen = forks.fork(command, cwd=cwd or self._folder, env=settings, out=out, err=err)
+        with out.open("ab") as stdout, err.open("ab") as stderr:
+            if self._fork and forks.can_be_forked(command, settings, children=children):
+                where = cwd or self._folder
+                popen = forks.fork(command, cwd=where, env=settings, out=out, err=err, children=children)
             else:
                 popen = subprocess.Popen(
                     list(command),
@@ -203,9 +223,10 @@ class Processes:
             print("\n".join(tails))
 
 
-def _environment(extra: Mapping[str, str], own: Mapping[str, str] | None = None) -> dict[str, str]:
+def _environment(extra: Mapping[str, str | None], own: Mapping[str, str] | None = None) -> dict[str, str]:
     """The tests' own, without settings of the developer, with this source tree, one thread, and UTF-8."""
     env = {name: value for name, value in (own or os.environ).items() if not name.startswith("POTLUCK_")}
     path = os.pathsep.join(filter(None, (str(SOURCE), env.get("PYTHONPATH", ""))))
     env |= {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "PYTHONUTF8": "1", "OMP_NUM_THREADS": "1"}
-    return env | dict(extra)
+    env |= {name: value for name, value in extra.items() if value is not None}
+    return {name: value for name, value in env.items() if extra.get(name, "") is not None}

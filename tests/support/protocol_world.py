@@ -6,7 +6,8 @@ It owns the bookkeeping that says whether a step was full. It knows no socket an
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, get_args
 
 from potluck.balance.ledger import EpochSteps, Ledger
 from potluck.errors import WireError
@@ -16,15 +17,17 @@ from potluck.hub.feed import NOTHING, Item, PieceState
 from potluck.hub.members import COMPUTING, Member
 from potluck.hub.protocol import HostProtocol, HostTerms
 from potluck.hub.stepping import StepResult
+from potluck.spec.events import RunEvent, kind_of
 from potluck.spec.layout import TensorSpec, fingerprint_to_json
+from potluck.spec.messages import FromGuest, RefuseMessage
 from potluck.train.data import epoch_order
-from potluck.wire.frames import Message, dump_json, pack
+from potluck.wire.frames import FROM_GUEST, FROM_HOST, dump_json, pack
+from support.plain import Plain, packed
 
 PIECES, GRADIENT_BYTES, HOST_S = 2, 10, 0.1
 MODEL = (TensorSpec(name="w", shape=(4, 2), dtype="float32", role="trained"),)
 VERSIONS = {"potluck": "1", "torch": "2", "python": "3", "protocol": "2"}
-KINDS = ["hello", "alive", "ready", "taken", "closing", "grad", "done", "stopped", "sketch", "hashed", "leave"]
-KINDS += ["nonsense"]
+KINDS = [*(kind.kind for kind in get_args(FromGuest)), "nonsense"]
 """Whatever a guest can say, and something that it cannot."""
 SIZES: dict[str, Any] = {"micro_batch": 2, "largest_micro_batch": 2}
 DONE: dict[str, Any] = {"compute_s": 0.1, "loss_sum": 1.0, "finite": True, "receive_s": 0.0, **SIZES}
@@ -56,9 +59,10 @@ def new_source(batch: int, samples: int) -> EpochSteps:
 
 
 def _check_travels(action: act.Send) -> None:
-    """What the host says itself can be packed: a WireError would pass for a guest's fault."""
+    """What the host says itself can be packed, and a guest can read it."""
     try:
-        pack(Message(kind=action.kind, fields=action.fields, frames=action.frames))
+        read = FROM_HOST.read(pack(action.message, action.frames))
+        assert read == (action.message, action.frames)
     except WireError as error:
         raise AssertionError(f"the host would send what cannot travel: {error}") from error
 
@@ -73,7 +77,7 @@ class World:
         self.source = new_source(batch, samples)
         self.state = [PieceState(NOTHING, 0, 10, 80) for _ in range(PIECES)]
         self.sent: dict[str, list[act.Send]] = defaultdict(list)
-        self.events: list[dict[str, Any]] = []
+        self.events: list[RunEvent] = []
         self.decoding: list[act.Decode] = []
         self.comparing: list[act.CompareSketch] = []
         self.asked: list[tuple[str, Item]] = []
@@ -146,7 +150,15 @@ class World:
     # -- guests
 
     def say(self, guest: str, kind: str, *frames: bytes, **fields: Any) -> list[act.Action]:
-        return self.do(self.protocol.message(guest, kind, fields, frames, self.now, "1.2.3.4"))
+        """A guest sends this, whether it makes sense or not."""
+        return self.arrives(guest, packed(Plain(kind=kind, fields=fields, frames=frames)))
+
+    def arrives(self, guest: str, raw: Sequence[bytes | memoryview]) -> list[act.Action]:
+        try:
+            message, frames = FROM_GUEST.read(raw)
+        except WireError as error:
+            return self.do(self.protocol.unreadable(guest, error, "1.2.3.4"))
+        return self.do(self.protocol.message(guest, message, frames, self.now, "1.2.3.4"))
 
     def hello(self, guest: str) -> None:
         self.say(guest, "hello", name=guest, device="cpu", potluck="1", torch="2")
@@ -168,7 +180,8 @@ class World:
 
     def sketch(self, guest: str, seconds_a_sample: float = HOST_S) -> None:
         check = self.members[guest].check
-        self.say(guest, "sketch", b"\0\0\0\0", check=check, count=2, loss=1.0, compute_s=2 * seconds_a_sample)
+        about = {"count": 2, "loss": 1.0, "compute_s": 2 * seconds_a_sample, **SIZES}
+        self.say(guest, "sketch", b"\0\0\0\0", check=check, **about)
 
     def compare(self, why_not: str | None = None, **more: Any) -> None:
         verdict = act.Verdict(cosine=1.0, why_not=why_not, **more)
@@ -283,8 +296,8 @@ def joined(*guests: str, batch: int = 6, **terms: Any) -> World:
 
 
 def refusals(world: World, guest: str) -> list[str]:
-    return [s.fields["reason"] for s in world.sent[guest] if s.kind == "refuse"]
+    return [s.message.reason for s in world.sent[guest] if isinstance(s.message, RefuseMessage)]
 
 
-def of_kind(world: World, kind: str) -> list[dict[str, Any]]:
-    return [e for e in world.events if e["event"] == kind]
+def of_kind(world: World, kind: str) -> list[Any]:
+    return [e for e in world.events if kind_of(e) == kind]

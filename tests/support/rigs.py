@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from potluck.lab import cgroup, state
 from potluck.spec.rig import Rig, parse
@@ -60,4 +61,4 @@ def assert_nothing_is_left(runtime: Path) -> None:
 
 def the_state(runtime: Path, name: str) -> state.State:
     (file,) = runtime.glob(f"*/{name}-*.json")
-    return state.State.from_dict(json.loads(file.read_text()))
+    return msgspec.json.decode(file.read_bytes(), type=state.State)

@@ -13,10 +13,23 @@ import zmq
 from zmq.utils import z85
 
 from potluck.errors import WireError
-from potluck.wire.frames import MAGIC, PROTOCOL, Message, cut, dump_json, pack, unpack
+from potluck.spec.messages import (
+    ChangeMessage,
+    CheckMessage,
+    HelloMessage,
+    LeaseMessage,
+    ReadyMessage,
+    RefuseMessage,
+    TakenMessage,
+    TensorMessage,
+    UnknownMessage,
+    WholeMessage,
+)
+from potluck.wire.frames import FROM_HOST, cut, pack
 from potluck.wire.keys import public_of
 from potluck.wire.token import Token
 from support.fuzz import Mutator, of_guest
+from support.plain import Plain, packed
 from support.protocol_world import SIZES
 
 A_LIFE = 40
@@ -46,8 +59,8 @@ class Rogue:
         chance = self._mutator.chance
         honest = chance.choice(of_guest(lease=self._lease, check=self._check))
         if honest.kind == "ready" and chance.random() < 0.7:
-            honest = Message(kind="ready", fields=honest.fields, frames=(self._about,))
-        frames = _packed(self._mutator.message(honest))
+            honest = Plain(kind="ready", fields=honest.fields, frames=(self._about,))
+        frames = packed(self._mutator.message(honest))
         if chance.random() < 0.3:
             frames[0] = self._mutator.bytes(bytes(frames[0]))
         self._send(chance.choice(self._ends), frames)
@@ -65,10 +78,10 @@ class Rogue:
         name = secrets.token_bytes(8)
         self._ends = [self._connect(name + channel) for channel in (b"c", b"d")]
         self._said = 0
-        self._send(self._ends[0], list(pack(Message(kind="hello", fields={"name": "rogue", "device": "cpu"}))))
+        self._send(self._ends[0], pack(HelloMessage(name="rogue", device="cpu")))
         self._ends[0].poll(1000)
         if self._mutator.chance.random() < 0.5:
-            self._send(self._ends[0], list(pack(Message(kind="ready", fields=SIZES, frames=(self._about,)))))
+            self._send(self._ends[0], pack(ReadyMessage(**SIZES), (self._about,)))
 
     def _connect(self, name: bytes) -> zmq.Socket[bytes]:
         end = self._context.socket(zmq.DEALER)
@@ -91,22 +104,16 @@ class Rogue:
         for end in self._ends:
             while end.poll(0):
                 try:
-                    message = unpack(end.recv_multipart())
+                    message, frames = FROM_HOST.read(end.recv_multipart())
                 except WireError:
                     continue
                 self.heard[message.kind] += 1
-                if message.kind in ("refuse", "unknown"):
+                if isinstance(message, RefuseMessage | UnknownMessage):
                     return True
-                if message.kind in ("whole", "tensor", "change"):
-                    taken = {"bytes": sum(len(frame) for frame in message.frames)}
-                    self._send(self._ends[0], list(pack(Message(kind="taken", fields=taken))))
-                elif message.kind == "lease":
-                    self._lease = int(message.fields["lease"])
-                elif message.kind == "check":
-                    self._check = int(message.fields["check"])
+                if isinstance(message, WholeMessage | TensorMessage | ChangeMessage):
+                    self._send(self._ends[0], pack(TakenMessage(bytes=sum(map(len, frames)))))
+                elif isinstance(message, LeaseMessage):
+                    self._lease = message.lease
+                elif isinstance(message, CheckMessage):
+                    self._check = message.check
         return False
-
-
-def _packed(message: Message) -> list[bytes | memoryview]:
-    """As `pack` does it, but of any length: a rogue has no reason to stop where an honest guest would."""
-    return [MAGIC + bytes([PROTOCOL]) + dump_json([message.kind, message.fields]), *message.frames]

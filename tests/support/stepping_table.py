@@ -14,6 +14,7 @@ from potluck.hub.actions import Action, Emit, Send
 from potluck.hub.feed import Feed, PieceState
 from potluck.hub.members import COMPUTING, Member
 from potluck.hub.stepping import Stepping, Take
+from potluck.spec.events import kind_of
 from potluck.train.data import epoch_order
 
 HOST_S = 0.1
@@ -122,9 +123,10 @@ def freeze(*estimates: Estimate) -> None:
         estimate.weight, estimate.doubts = 0.0, False
 
 
-def events(actions: list[Action], kind: str) -> list[dict[str, Any]]:
-    return [a.event for a in actions if isinstance(a, Emit) and a.event["event"] == kind]
+def events(actions: list[Action], kind: str) -> list[Any]:
+    return [a.event for a in actions if isinstance(a, Emit) and kind_of(a.event) == kind]
 
 
-def sends(actions: list[Action], kind: str) -> list[Send]:
-    return [a for a in actions if isinstance(a, Send) and a.kind == kind]
+def sends(actions: list[Action], kind: str) -> list[Any]:
+    """The actions that send a message of this kind."""
+    return [a for a in actions if isinstance(a, Send) and a.message.kind == kind]

@@ -7,22 +7,29 @@ knocks looks whether it was let in: by the READY that ends a handshake, or by li
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import selectors
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+import psutil
 import zmq
 from zmq.utils import z85
 
-from potluck.wire.frames import Message, pack
+from potluck.spec.messages import HelloMessage, LeaveMessage
+from potluck.wire.frames import pack
 from potluck.wire.keys import new_keys
 from potluck.wire.token import Token
 from potluck.wire.transport import GuestSocket
+from support.processes import SOURCE
 
 ACCEPTED, HUNG_UP, STAYED = "accepted", "hung up on", "held the line"
 """What becomes of a stranger: let in, turned away, or neither until it left by itself."""
@@ -30,6 +37,7 @@ ACCEPTED, HUNG_UP, STAYED = "accepted", "hung up on", "held the line"
 PATIENCE_S = 0.3
 """How long a stranger waits to be let in."""
 _READY = b"\x05READY"
+TESTS = Path(__file__).resolve().parents[1]
 
 
 def greeting(mechanism: bytes = b"CURVE", *, major: int = 3, server: bool = False) -> bytes:
@@ -174,9 +182,9 @@ def record(token: Token, name: str) -> list[bytes]:
         )
         guest = GuestSocket(heard)
         guest.handshake(10)
-        guest.send_control(pack(Message(kind="hello", fields={"name": name, "device": "cpu"})))
+        guest.send_control(pack(HelloMessage(name=name, device="cpu")))
         guest.receive(5.0)
-        guest.send_control(pack(Message(kind="leave", fields={"reason": "it was recorded"})))
+        guest.send_control(pack(LeaveMessage(reason="it was recorded")))
         guest.close(linger_s=2.0)
     finally:
         recorder.close()
@@ -352,3 +360,77 @@ class Crowd:
         self._selector.unregister(line)
         del self._left[line]
         line.close()
+
+
+@contextlib.contextmanager
+def held(crowd: Crowd) -> Iterator[Crowd]:
+    """A crowd that holds its connections, in a thread of its own."""
+    over = threading.Event()
+
+    def hold() -> None:
+        while not over.is_set():
+            crowd.turn(0.02)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    try:
+        yield crowd
+    finally:
+        over.set()
+        thread.join(10)
+        crowd.close()
+
+
+def until(condition: Callable[[], bool], within_s: float = 20.0) -> bool:
+    deadline = time.monotonic() + within_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
+
+
+_BURST = """
+import ctypes, os, resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+{listen}
+print(port, flush=True)
+sys.stdin.readline()
+for _ in range(2):
+    ctypes.PyDLL(None).usleep(400_000)  # with Python's lock, as the import of a large library does
+    files = [open(os.devnull) for _ in range(100)]
+    for file in files:
+        file.close()
+print("enough files", flush=True)
+sys.stdin.readline()
+listening.close()
+"""
+
+
+def files_in_a_burst(listen: str) -> int:
+    """How many files a process of 256 has open after bursts of strangers while Python is busy; it needs 100 more.
+
+    Args:
+        listen: code that sets `listening`, which can be closed, and its `port`.
+    """
+    command = [sys.executable, "-c", _BURST.format(listen=listen)]
+    env = {**os.environ, "PYTHONPATH": f"{SOURCE}{os.pathsep}{TESTS}"}
+    with (
+        subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process,
+        contextlib.ExitStack() as crowd,
+    ):
+        assert process.stdin is not None
+        assert process.stdout is not None
+        crowd.callback(process.kill)
+        port = int(process.stdout.readline())
+        print("go", file=process.stdin, flush=True)
+        for _ in range(2):
+            time.sleep(0.1)
+            for _ in range(400):
+                one = crowd.enter_context(socket.socket())
+                one.setblocking(False)
+                one.connect_ex(("127.0.0.1", port))
+            time.sleep(0.3)
+        assert process.stdout.readline() == "enough files\n"
+        files = psutil.Process(process.pid).num_fds()
+        print("end", file=process.stdin, flush=True)
+        assert process.wait(10) == 0
+        return files

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from potluck.spec.config import RunConfig
+from potluck.train.context import ALONE, RunContext
 from potluck.train.events import EventLog
 from potluck.train.folder import new_folder
-from potluck.train.launch import ALONE, Launch
 from potluck.train.run import Run
 from potluck.train.step import Step
 from support.queueing import Queueing
@@ -24,14 +24,14 @@ MARKS_A_STEP = 3
 """Two micro-batches and the update."""
 
 
-def launched(path: Path, device: Queueing, checkpoint_every: int = 0) -> Launch:
+def launched(path: Path, device: Queueing, checkpoint_every: int = 0) -> RunContext:
     folder = new_folder(path, "test")
     config, log = RunConfig(checkpoint_every=checkpoint_every), EventLog(folder.events)
-    return Launch(role=ALONE, config=config, device=device, name="host", log=log, folder=folder)
+    return RunContext(role=ALONE, config=config, device=device, name="host", log=log, folder=folder)
 
 
 def trained(
-    launch: Launch, steps: int | None = 3, after: Callable[[Step], bool] = lambda step: False
+    launch: RunContext, steps: int | None = 3, after: Callable[[Step], bool] = lambda step: False
 ) -> list[Step]:
     """All steps; the loop is left where `after` says so."""
     torch.manual_seed(0)
@@ -46,7 +46,7 @@ def trained(
     return done
 
 
-def told(launch: Launch) -> list[tuple[str, Any]]:
+def told(launch: RunContext) -> list[tuple[str, Any]]:
     assert launch.folder is not None
     lines = [json.loads(line) for line in launch.folder.events.read_text().splitlines()]
     return [(e["event"], e.get("step")) for e in lines if e["event"] in ("step", "checkpoint", "run_end")]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +15,7 @@ from potluck.balance.ledger import EpochSteps, Ledger
 from potluck.errors import LoopError
 from potluck.hub.alone import AloneHub
 from potluck.report.messages import describe
+from potluck.spec.events import StatisticsMeasured
 from potluck.train.batch_statistics import StatisticsNotice, batch_statistics, least_samples
 from potluck.train.data import epoch_order
 from potluck.train.microbatch import FIRST_OF_MANY, MEMORY_PART, MOST, MicroBatch
@@ -180,9 +180,9 @@ def test_a_guest_gets_eight_samples_or_sits_out() -> None:
     actions = table.begin()
     assert [a.guest for a in sends(actions, "lease")] == ["fast"]
     (sits_out,) = events(actions, "guest_sits_out")
-    assert sits_out["machine"] == "slow"
-    assert "cannot deliver 8 samples" in sits_out["reason"]
-    assert "batch statistics" in sits_out["reason"]
+    assert sits_out.machine == "slow"
+    assert "cannot deliver 8 samples" in sits_out.reason
+    assert "batch statistics" in sits_out.reason
 
 
 def test_what_comes_back_is_never_a_single_sample() -> None:
@@ -191,11 +191,11 @@ def test_what_comes_back_is_never_a_single_sample() -> None:
     member = table.members["g"]
     member.micro_batch = member.largest_micro_batch = 8
     (lease,) = sends(table.begin(), "lease")
-    sizes = lease.fields["sizes"]
+    sizes = lease.message.sizes
     before = table.ledger.in_pool
-    table.stepping.closing(member, lease=lease.fields["lease"], keep=sum(sizes) - 1, eta_s=0.1, now=table.now)
+    table.stepping.closing(member, lease=lease.message.lease, keep=sum(sizes) - 1, eta_s=0.1, now=table.now)
     assert table.ledger.in_pool == before
-    table.stepping.closing(member, lease=lease.fields["lease"], keep=sum(sizes[:-1]), eta_s=0.1, now=table.now)
+    table.stepping.closing(member, lease=lease.message.lease, keep=sum(sizes[:-1]), eta_s=0.1, now=table.now)
     assert table.ledger.in_pool == before + sizes[-1] > before + 1
 
 
@@ -220,8 +220,8 @@ def test_the_sizes_that_were_counted_are_told() -> None:
     member = table.members["g"]
     member.micro_batch = member.largest_micro_batch = 8
     (lease,) = sends(table.begin(), "lease")
-    kept = lease.fields["sizes"][:2]
-    table.stepping.closing(member, lease=lease.fields["lease"], keep=sum(kept), eta_s=0.1, now=table.now)
+    kept = lease.message.sizes[:2]
+    table.stepping.closing(member, lease=lease.message.lease, keep=sum(kept), eta_s=0.1, now=table.now)
     table.deliver("g")
     table.compute_all()
     sizes = table.stepping.end().micro_batches
@@ -232,7 +232,7 @@ def test_the_sizes_that_were_counted_are_told() -> None:
 # -- what is told
 
 
-def told(model: nn.Module, steps: Iterator[dict[str, tuple[int, ...]]]) -> list[dict[str, Any]]:
+def told(model: nn.Module, steps: Iterator[dict[str, tuple[int, ...]]]) -> list[StatisticsMeasured]:
     notice = StatisticsNotice(batch_statistics(model), 64)
     news = [notice.after_step(number, sizes) for number, sizes in enumerate(steps, 1)]
     return [event for event in news if event is not None]
@@ -241,9 +241,9 @@ def told(model: nn.Module, steps: Iterator[dict[str, tuple[int, ...]]]) -> list[
 def test_it_is_told_once_with_the_numbers() -> None:
     model = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4))
     (event,) = told(model, iter([{"host": (8, 56)}, *[{"host": (16, 16, 16), "ann": (16,)}] * 9]))
-    assert event["step"] == 2
-    assert event["micro_batch"] == {"host": 16, "ann": 16}
-    assert event["effective_batch"] == 16
+    assert event.step == 2
+    assert event.micro_batch == {"host": 16, "ann": 16}
+    assert event.effective_batch == 16
     message = describe(event)
     assert message is not None
     assert message.level == "warn"
@@ -254,7 +254,7 @@ def test_it_is_told_once_with_the_numbers() -> None:
 def test_it_is_told_again_where_there_are_half_as_many() -> None:
     steps = [{"host": (64,)}, {"host": (64,)}, {"host": (40,), "ann": (24,)}, {"host": (16,) * 3, "ann": (8, 8)}]
     events = told(nn.BatchNorm1d(4), iter(steps))
-    assert [e["effective_batch"] for e in events] == [64, 12.8]
+    assert [e.effective_batch for e in events] == [64, 12.8]
     levels = [message.level for e in events if (message := describe(e)) is not None]
     assert levels == ["info", "warn"]
 

@@ -9,7 +9,8 @@ import pytest
 
 from potluck.hub.checks import ATTEMPTS, HINT, CommonBatch, Packed
 from potluck.hub.members import COMPUTING, SYNCING
-from support.protocol_world import BATCH, World, joined, of_kind, refusals
+from potluck.spec.messages import NoteMessage
+from support.protocol_world import BATCH, SIZES, World, joined, of_kind, refusals
 
 CPU = frozenset({"cpu"})
 
@@ -51,16 +52,16 @@ def test_a_gradient_that_differs_is_compared_once_more_with_the_hosts_spread() -
     world.compare(spread=0.4, unmatched=CPU)
     assert world.members["a"].state == COMPUTING
     (event,) = of_kind(world, "guest_joined")
-    assert event["spread"] == 0.4
+    assert event.spread == 0.4
     (note,) = of_kind(world, "note")
-    (told,) = [s for s in world.sent["a"] if s.kind == "note"]
-    assert told.fields == {"text": note["text"]}
-    assert "random numbers that differ between the host and a" in note["text"]
+    (told,) = [s for s in world.sent["a"] if s.message.kind == "note"]
+    assert told.message == NoteMessage(text=note.text)
+    assert "random numbers that differ between the host and a" in note.text
 
 
 def test_one_that_passes_at_once_is_not_computed_twice_for() -> None:
     world = joined("a")
-    assert "spread" not in of_kind(world, "guest_joined")[0]
+    assert of_kind(world, "guest_joined")[0].spread is None
     assert of_kind(world, "note") == []
 
 
@@ -79,8 +80,8 @@ def test_one_that_differs_by_the_spread_as_well_is_refused_with_a_hint(again: bo
     assert refusals(world, "a") == [
         "its gradient differs from the host's on the same batch: the cosine of the two is -0.5"
     ]
-    (refusal,) = [s for s in world.sent["a"] if s.kind == "refuse"]
-    assert refusal.fields["hint"] == HINT
+    (refusal,) = [s for s in world.sent["a"] if s.message.kind == "refuse"]
+    assert refusal.message.hint == HINT
     assert "random numbers" in HINT
     assert len(HINT) <= 200, "a guest shows no more of it"
 
@@ -126,9 +127,9 @@ def test_everybody_in_a_check_gets_the_same_batch_and_seed() -> None:
     world = entered("a", "b")
     common = due(world)
     for guest in "ab":
-        (check,) = [s for s in world.sent[guest] if s.kind == "check"]
-        (samples,) = [s for s in world.sent[guest] if s.kind == "samples"]
-        assert check.fields["seed"] == common.seed
+        (check,) = [s for s in world.sent[guest] if s.message.kind == "check"]
+        (samples,) = [s for s in world.sent[guest] if s.message.kind == "samples"]
+        assert check.message.seed == common.seed
         assert samples.frames == BATCH.frames
 
 
@@ -137,8 +138,9 @@ def test_the_digests_of_a_guests_random_numbers_are_handed_on() -> None:
     world.begin()
     world.take()
     world.compute()
-    world.say("a", "sketch", b"", check=1, count=2, loss=1.0, compute_s=0.1, random={"cpu": "12", "numpy": 3})
-    assert world.comparing[0].random == {"cpu": "12", "numpy": "3"}
+    random = {"cpu": "12", "numpy": "3"}
+    world.say("a", "sketch", b"", check=1, count=2, loss=1.0, compute_s=0.1, random=random, **SIZES)
+    assert world.comparing[0].random == random
 
 
 def test_random_digests_that_make_no_sense_put_a_guest_out() -> None:
@@ -169,8 +171,8 @@ def test_local_data_is_read_by_the_guest_where_reading_it_twice_gives_the_same(s
     """Then another data set shows in the gradient; where reading is random, the host's own tensors travel."""
     world = entered("a", local_data=True)
     compute(world, replace(BATCH, same_again=same_again))
-    (check,) = [s for s in world.sent["a"] if s.kind == "check"]
-    sent = [s.frames for s in world.sent["a"] if s.kind == "samples"]
+    (check,) = [s for s in world.sent["a"] if s.message.kind == "check"]
+    sent = [s.frames for s in world.sent["a"] if s.message.kind == "samples"]
     assert sent == ([] if same_again else [BATCH.frames])
     if same_again:
         assert struct.unpack("<2q", *check.frames) == tuple(world.ledger.samples_of([0, 1]))
@@ -188,9 +190,9 @@ def test_a_batch_that_cannot_be_sent_refuses_the_guest() -> None:
 def test_with_local_data_guests_then_read_the_samples_themselves_and_the_host_says_so() -> None:
     world = entered("a", local_data=True)
     compute_unsendable(world)
-    (check,) = [s for s in world.sent["a"] if s.kind == "check"]
+    (check,) = [s for s in world.sent["a"] if s.message.kind == "check"]
     assert struct.unpack("<2q", *check.frames) == tuple(world.ledger.samples_of([0, 1]))
-    assert [s for s in world.sent["a"] if s.kind == "samples"] == []
+    assert [s for s in world.sent["a"] if s.message.kind == "samples"] == []
     (note,) = of_kind(world, "note")
-    assert "batch[0] is a PIL.Image" in note["text"]
-    assert "random numbers in the data set" in note["text"]
+    assert "batch[0] is a PIL.Image" in note.text
+    assert "random numbers in the data set" in note.text

@@ -16,9 +16,10 @@ import click
 import pytest
 
 from potluck import errors
+from potluck.checked import to_json
 from potluck.cli import _app
 from potluck.cli.train import show_end
-from potluck.spec.facts import Case, Disk, to_json
+from potluck.spec.facts import Case, Disk
 from support import sample_events as sample
 from support.healthy import linux
 from support.processes import SOURCE
@@ -135,8 +136,7 @@ def test_a_reader_that_has_seen_enough_ends_it_without_a_word(what: str, tmp_pat
     """As `potluck plan home-pair | head -1`, with the status that a shell knows from other programs."""
     here = linux(disk=Disk(path="/x", writable=False))  # a blocker, whose status is another
     (tmp_path / "facts.json").write_text(to_json(Case(here=here)), encoding="utf-8")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in sample.whole_run()))
+    sample.write(tmp_path / "run", sample.whole_run())
     reader, writer = os.pipe()
     os.close(reader)
     try:
@@ -151,6 +151,37 @@ def test_a_reader_that_has_seen_enough_ends_it_without_a_word(what: str, tmp_pat
     finally:
         os.close(writer)
     assert (done.returncode, done.stderr) == (_app.READER_GONE, b"")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="/dev/full, of Linux")
+@pytest.mark.parametrize(
+    "words", [["--help"], ["plan", "home-pair"], ["lab", "list", "--json"]], ids=lambda w: w[0]
+)
+def test_output_that_cannot_be_written_is_one_clear_line(words: list[str]) -> None:
+    """As on a full disk."""
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "potluck", *words],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(SOURCE)},
+            timeout=60,
+        )
+    assert done.returncode == 1
+    assert done.stderr.decode().splitlines() == ["error: cannot write the output: No space left on device"]
+
+
+def test_an_option_of_a_script_is_told_where_it_goes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "s.py").touch()
+    assert _app.run(["host", "s.py", "--epochs", "5"]) == 2
+    assert (
+        "hint: options of s.py go after --, for example: potluck host s.py -- --epochs" in capsys.readouterr().err
+    )
+    assert _app.run(["host", "--epochs", "5"]) == 2
+    assert "hint:" not in capsys.readouterr().err
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a shell closes the stream")
@@ -249,9 +280,7 @@ class TestReport:
     def run(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.chdir(tmp_path)
         folder = tmp_path / "runs" / "1115-gpt"
-        folder.mkdir(parents=True)
-        (folder / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in sample.whole_run()))
-        return folder
+        return sample.write(folder, sample.whole_run())
 
     @pytest.mark.parametrize("by", ["path", "id", "newest"])
     def test_text(self, run: Path, by: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -304,10 +333,7 @@ def test_the_end_of_a_run_is_shown_on_a_terminal_of_any_encoding(
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="latin-1", write_through=True))
     folder = tmp_path / "läufe → alle"
-    folder.mkdir()
-    (folder / "events.jsonl").write_text(
-        "".join(json.dumps(event) + "\n" for event in (sample.run_start(), sample.step(1))), encoding="utf-8"
-    )
+    sample.write(folder, [sample.run_start(), sample.step(1)])
     show_end(folder, [1, 2], [3.0, 2.0], "\ufffdle ×", 1.5)
     text = written.getvalue().decode("latin-1")
     assert "?le x" in text

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from potluck.checked import convert
 from potluck.cli import _app
 from potluck.plan import advice, inputs, models
 from potluck.report import plan_plot, plan_table, screen
@@ -47,7 +48,7 @@ def test_machines_by_name_say_what_is_assumed(capsys: pytest.CaptureFixture[str]
 
 def test_json_is_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     table = json.loads(out_of(capsys, *PAIR, "--json"))
-    assert Plan.from_dict(table).row("potluck").speedup > 1
+    assert convert(table, Plan).row("potluck").speedup > 1
 
 
 def test_facts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -170,10 +171,8 @@ def test_help_and_planning_import_no_torch() -> None:
 class TestReport:
     @pytest.fixture
     def run(self, tmp_path: Path) -> Path:
-        events = [{**event, "predicted_s": 0.98, "update_s": 0.01} for event in sample.whole_run()]
-        lines = "".join(json.dumps(event) + "\n" for event in events)
-        (tmp_path / "events.jsonl").write_text(lines)
-        return tmp_path
+        steps = (sample.step(number, predicted_s=0.98, update_s=0.01) for number in range(1, 5))
+        return sample.write(tmp_path, [sample.run_start(), *steps, sample.run_end()])
 
     def test_the_hosts_own_prediction(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert _app.run(["report", str(run)]) == 0

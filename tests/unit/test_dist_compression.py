@@ -149,7 +149,7 @@ def test_residuals_belong_to_their_tensor_and_are_bounded() -> None:
     assert kept.get("a", 5, cpu).sum() == 0, "another size is another tensor"
     for name in "cde":
         kept.get(name, 1, cpu)
-    assert len(kept) == 3
+    assert len(kept._kept) == 3
 
 
 def test_identity_is_the_name_or_the_place() -> None:

@@ -257,11 +257,11 @@ def test_ports_never_meet_the_master_port_nor_each_other() -> None:
     config = Config(port_base=29498)
     ports = [settled(config, rank=rank).port for rank in range(8)]
     assert ports == [29498, 29499, 29501, 29502, 29503, 29504, 29505, 29506]
-    doors = [settled(config, rank=rank).door_port for rank in range(8)]
-    assert len({29500, *ports, *doors}) == 17
-    assert max(doors) == 29498 + 16
+    streams = [settled(config, rank=rank).stream_port for rank in range(8)]
+    assert len({29500, *ports, *streams}) == 17
+    assert max(streams) == 29498 + 16
     assert settled(Config(port_base=29500), rank=0).port == 29501
-    assert settled(Config(), rank=0).door_port == 0
+    assert settled(Config(), rank=0).stream_port == 0
 
 
 @pytest.mark.parametrize("base", [1, 80, 65_535])

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from potluck.dist import reduction
 from potluck.dist.local import LocalGroup
 from potluck.dist.local_memory import Sizes
+from potluck.dist.record import Call, Header
 
 
 class Memory:
@@ -41,5 +42,5 @@ def test_the_way_of_an_all_reduce(
         monkeypatch.setattr(LocalGroup, name, lambda self, *args, name=name: taken.append(name))
     group = LocalGroup.__new__(LocalGroup)
     group._memory, group.size = Memory(), size  # type: ignore[assignment]
-    group.all_reduce(torch.ones(count, dtype=dtype), op, timeout_s=1.0)
+    group.all_reduce(Call(Header(op="all_reduce"), 1, 0.0, 1.0), torch.ones(count, dtype=dtype), op)
     assert taken == [way]

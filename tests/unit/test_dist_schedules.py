@@ -1,14 +1,12 @@
-"""Schedules, played by ranks that move tokens: what each ends up with, and that nobody waits for ever."""
+"""The ring, played by ranks that move tokens: what each ends up with, and that nobody waits for ever."""
 
 from __future__ import annotations
 
 import itertools
 import random
 from collections import Counter, deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,36 +21,26 @@ pieces_of = st.integers(1, 5)
 seeds = st.integers(0, 2**32 - 1)
 
 
+Steps = tuple[s.RingStep, ...]
+
+
 @dataclass
 class Player:
-    """One rank: its schedule, how far it is, and its chunks."""
+    """One rank of the ring: its steps, how far it is, and its chunks."""
 
-    schedule: s.Schedule
+    steps: Steps
+    ahead: int
+    """The send of a step may start when the receives up to so many steps before it are done."""
     memory: Memory
     sent: int = 0
     received: int = 0
-    queue: deque[s.Move] = field(default_factory=deque)
 
-    def __post_init__(self) -> None:
-        self.receives = [(at, move) for at, r in enumerate(self.schedule.rounds) for move in r.receives]
+    def may_send(self) -> bool:
+        return self.sent < len(self.steps) and self.sent < self.received + self.ahead
 
-    def done_before(self, round_: int) -> bool:
-        return self.received == len(self.receives) or self.receives[self.received][0] >= round_
-
-    def finished(self) -> bool:
-        return not self.queue and self.sent == len(self.schedule.rounds) and self.received == len(self.receives)
-
-    def started(self, round_: int) -> bool:
-        """Whether the sends up to this round have left."""
-        left = sum(len(r.sends) for r in self.schedule.rounds[: self.sent]) - len(self.queue)
-        return left >= sum(len(r.sends) for r in self.schedule.rounds[: round_ + 1])
-
-    def release(self) -> None:
-        """Start every send that the schedule allows by now."""
-        rounds = self.schedule.rounds
-        while self.sent < len(rounds) and self.done_before(self.sent - self.schedule.ahead + 1):
-            self.queue.extend(rounds[self.sent].sends)
-            self.sent += 1
+    def may_receive(self) -> bool:
+        """The send of a step starts before its receive."""
+        return self.received < min(len(self.steps), self.sent)
 
 
 def play(players: list[Player], seed: int, *, room: int = 1) -> Counter[int]:
@@ -64,55 +52,44 @@ def play(players: list[Player], seed: int, *, room: int = 1) -> Counter[int]:
         room: how many messages fit between two ranks.
     """
     chance = random.Random(seed)
-    links: dict[tuple[int, int], deque[s.Move]] = {}
+    world = len(players)
+    links: list[deque[int]] = [deque() for _ in players]
+    """From each rank to its right neighbour."""
     moved: Counter[int] = Counter()
 
-    def send(rank: int) -> Callable[[], None] | None:
+    def send(rank: int) -> None:
         player = players[rank]
-        player.release()
-        if not player.queue:
-            return None
-        link = links.setdefault((rank, player.queue[0].peer), deque())
-        if len(link) >= room:
-            return None
+        links[rank].append(player.steps[player.sent].send)
+        player.sent += 1
+        moved[rank] += 1
 
-        def act() -> None:
-            link.append(player.queue.popleft())
-            moved[rank] += 1
-
-        return act
-
-    def receive(rank: int) -> Callable[[], None] | None:
-        player = players[rank]
-        if player.received == len(player.receives):
-            return None
-        at, move = player.receives[player.received]
-        link = links.get((move.peer, rank))
-        if not link or not player.started(at):
-            return None
-
-        def act() -> None:
-            tokens = Counter(players[move.peer].memory[link.popleft().chunk])
-            combine = player.schedule.rounds[at].combine
-            player.memory[move.chunk] = player.memory[move.chunk] + tokens if combine else tokens
-            player.received += 1
-
-        return act
+    def receive(rank: int) -> None:
+        player, left = players[rank], (rank - 1) % world
+        step = player.steps[player.received]
+        tokens = Counter(players[left].memory[links[left].popleft()])
+        player.memory[step.receive] = player.memory[step.receive] + tokens if step.combine else tokens
+        player.received += 1
 
     while True:
-        ready = [act for rank in range(len(players)) for act in (send(rank), receive(rank)) if act is not None]
-        if not ready:
+        sends = [(send, r) for r in range(world) if players[r].may_send() and len(links[r]) < room]
+        receives = [(receive, r) for r in range(world) if players[r].may_receive() and links[(r - 1) % world]]
+        if not sends + receives:
             break
-        chance.choice(ready)()
-    stuck = [rank for rank, player in enumerate(players) if not player.finished()]
+        act, rank = chance.choice(sends + receives)
+        act(rank)
+    stuck = [rank for rank, player in enumerate(players) if player.received < len(player.steps)]
     assert not stuck, f"ranks {stuck} wait for ever"
-    assert not any(links.values()), "messages that nobody takes"
+    assert not any(links), "messages that nobody takes"
     return moved
 
 
-def everyone(world: int, chunks: int, make: Callable[[int], s.Schedule]) -> list[Player]:
+def everyone(world: int, pieces: int, ahead: int | None = None) -> list[Player]:
     """Ranks that start with all chunks of their own."""
-    return [Player(make(r), {chunk: Counter([(r, chunk)]) for chunk in range(chunks)}) for r in range(world)]
+    chunks = range(world * pieces)
+    return [
+        Player(s.ring_all_reduce(r, world, pieces), ahead or pieces, {c: Counter([(r, c)]) for c in chunks})
+        for r in range(world)
+    ]
 
 
 def summed(chunk: int, world: int) -> Tokens:
@@ -152,13 +129,11 @@ def test_pieces() -> None:
 def test_the_ring_reduces_everything_for_all_with_the_fewest_bytes(
     world: int, pieces: int, seed: int, room: int
 ) -> None:
-    players = everyone(world, world * pieces, lambda r: s.ring_all_reduce(r, world, pieces))
+    players = everyone(world, pieces)
     moved = play(players, seed, room=room)
-    per_chunk = 16
-    total = world * pieces * per_chunk
     for rank, player in enumerate(players):
         assert player.memory == {chunk: summed(chunk, world) for chunk in range(world * pieces)}
-        assert moved[rank] * per_chunk * world == 2 * (world - 1) * total
+        assert moved[rank] * world == 2 * (world - 1) * world * pieces
 
 
 @given(st.integers(2, 9), st.integers(1, 1000))
@@ -167,54 +142,40 @@ def test_the_rings_bytes_are_the_closed_form(world: int, per_block: int) -> None
     pieces, count = 3, world * per_block
     spans = s.cut(s.split(count, world), pieces)
     for rank in range(world):
-        sends = [move for r in s.ring_all_reduce(rank, world, pieces).rounds for move in r.sends]
-        assert sum(spans[m.chunk][1] - spans[m.chunk][0] for m in sends) * world == 2 * (world - 1) * count
+        sends = [spans[step.send] for step in s.ring_all_reduce(rank, world, pieces)]
+        assert sum(stop - start for start, stop in sends) * world == 2 * (world - 1) * count
 
 
-def test_chunks_of_the_ring_are_under_way_together() -> None:
-    """With 4 chunks in a block, 4 may leave before anything has come; the fifth is the first that waits."""
-    players = everyone(3, 12, lambda r: s.ring_all_reduce(r, 3, 4))
-    players[0].release()
-    assert len(players[0].queue) == 4
-    players[0].received = 1
-    players[0].release()
-    assert len(players[0].queue) == 5
+def test_what_a_rank_sends_is_what_its_neighbour_receives() -> None:
+    for rank in range(4):
+        mine, right = (s.ring_all_reduce(r, 4, 3) for r in (rank, (rank + 1) % 4))
+        assert [step.send for step in mine] == [step.receive for step in right]
 
 
-def test_a_schedule_that_runs_too_far_ahead_is_caught() -> None:
+def test_sends_that_run_too_far_ahead_are_caught() -> None:
     """The game can be lost: sends that leave before their chunk is reduced give wrong sums."""
-    wrong = [s.Schedule(rounds=s.ring_all_reduce(r, 4, 2).rounds, ahead=3) for r in range(4)]
     outcomes = []
     for seed in range(10):
-        players = everyone(4, 8, lambda r: wrong[r])
+        players = everyone(4, 2, ahead=3)
         play(players, seed)
         outcomes.append(all(p.memory == {c: summed(c, 4) for c in range(8)} for p in players))
     assert not all(outcomes)
-
-
-def test_a_schedule_whose_receives_come_too_early_is_caught() -> None:
-    def waiting(peer: int) -> s.Schedule:
-        move = (s.Move(peer, 0),)
-        return s.Schedule(rounds=(s.Round(receives=move), s.Round(sends=move)), ahead=1)
-
-    with pytest.raises(AssertionError, match="for ever"):
-        play(everyone(2, 1, lambda r: waiting(1 - r)), 0)
 
 
 # -- the choice
 
 
 def test_what_is_chosen() -> None:
-    limits = s.Thresholds(small_bytes=1000, ring_bytes=25_000, chunk_bytes=10_000)
-    assert s.choose(500, 2, limits) == "direct"
-    assert s.choose(5_000, 2, limits) == "direct"
-    assert s.choose(5_001, 2, limits) == "owners"
-    assert s.choose(100_000_000, 2, limits) == "owners"
-    assert s.choose(1000, 4, limits) == "direct"
-    assert s.choose(1001, 4, limits) == "owners"
-    assert s.choose(100_001, 5, limits) == "owners"
-    assert s.choose(100_001, 4, limits) == "ring"
+    limits = (1000, 10_000, 25_000)
+    assert s.choose(500, 2, *limits) == "direct"
+    assert s.choose(5_000, 2, *limits) == "direct"
+    assert s.choose(5_001, 2, *limits) == "owners"
+    assert s.choose(100_000_000, 2, *limits) == "owners"
+    assert s.choose(1000, 4, *limits) == "direct"
+    assert s.choose(1001, 4, *limits) == "owners"
+    assert s.choose(100_001, 5, *limits) == "owners"
+    assert s.choose(100_001, 4, *limits) == "ring"
 
 
 def test_alone_there_is_nothing_to_do() -> None:
-    assert s.ring_all_reduce(0, 1).rounds == ()
+    assert s.ring_all_reduce(0, 1) == ()

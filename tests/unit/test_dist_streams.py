@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from potluck.dist.sealing import _context, seal
-from potluck.dist.streams import CONNECT_S, MOST_WAITING, Closed, Stream, StreamListener, follow
+from potluck.dist.streams import CONNECT_S, MOST_WAITING, Stream, StreamClosed, StreamListener, connect
 
 MIB = 1 << 20
 
@@ -40,20 +40,20 @@ def patience(times: int) -> Callable[[], None]:
 SECRET = bytes(range(32))
 
 
-def connected(door: StreamListener, *, sealed: bool) -> tuple[Stream | None, Stream | None]:
+def connected(listener: StreamListener, *, sealed: bool) -> tuple[Stream | None, Stream | None]:
     """Both ends, each as its rank gets it."""
-    visit = follow("127.0.0.1", door.invitation)
-    assert visit is not None
+    pending = connect("127.0.0.1", listener.offer)
+    assert pending is not None
     with ThreadPoolExecutor(1) as other:
-        entering = other.submit(visit.enter, sealed=sealed)
-        return door.admit(sealed=sealed), entering.result()
+        entering = other.submit(pending.finish, sealed=sealed)
+        return listener.accept(sealed=sealed), entering.result()
 
 
 @pytest.fixture(params=[False, True], ids=["clear", "sealed"])
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Stream, Stream]]:
-    door = StreamListener("127.0.0.1", SECRET)
-    host, guest = connected(door, sealed=request.param)
-    door.close()
+    listener = StreamListener("127.0.0.1", SECRET)
+    host, guest = connected(listener, sealed=request.param)
+    listener.close()
     assert host is not None
     assert guest is not None
     yield host, guest
@@ -93,7 +93,7 @@ def test_what_is_pulled_in_parts_comes_in_order(pair: tuple[Stream, Stream]) -> 
     one.push(memoryview(b""))
     found = b""
     for size in (1, 0, 999, 20_000, len(whole) - 21_000):
-        room = two.room(size)
+        room = two.buffer(size)
         two.pull(room, patience(100))
         found += bytes(room)
     assert found == whole
@@ -114,14 +114,14 @@ def test_the_end_of_the_other_is_noticed(pair: tuple[Stream, Stream]) -> None:
     room = bytearray(4)
     one.pull(memoryview(room), patience(50))
     assert room == b"last"
-    with pytest.raises(Closed):
+    with pytest.raises(StreamClosed):
         one.pull(memoryview(bytearray(1)), patience(50))
 
     def send() -> None:
         one.push(memoryview(bytes(16 * MIB)))
         one.flush(patience(50))
 
-    with pytest.raises(Closed):
+    with pytest.raises(StreamClosed):
         send()
 
 
@@ -160,19 +160,19 @@ def test_who_is_in_the_midst_when_another_thread_closes_is_told_that(sends: bool
         else:
             stream.pull(memoryview(bytearray(MIB)), patience(3))
 
-    with pytest.raises(Closed):
+    with pytest.raises(StreamClosed):
         work()
     one.close()
 
 
 @pytest.mark.parametrize("sealed", [False, True])
-def test_strangers_are_not_taken_for_the_one_who_was_invited(sealed: bool) -> None:
-    door = StreamListener("127.0.0.1", SECRET)
-    port = int.from_bytes(door.invitation[:2], "little")
+def test_strangers_are_not_taken_for_the_other_rank(sealed: bool) -> None:
+    listener = StreamListener("127.0.0.1", SECRET)
+    port = int.from_bytes(listener.offer[:2], "little")
     strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(2)]
     strangers[0].sendall(b"wrong" + bytes(11))
     strangers[1].close()
-    host, guest = connected(door, sealed=sealed)
+    host, guest = connected(listener, sealed=sealed)
     assert guest is not None
     assert host is not None
     guest.push(memoryview(b"it is me"))
@@ -181,41 +181,41 @@ def test_strangers_are_not_taken_for_the_one_who_was_invited(sealed: bool) -> No
     assert room == b"it is me"
     strangers[0].settimeout(5)
     assert strangers[0].recv(1) == b"", "a stranger was kept"
-    for each in (door, guest, host, strangers[0]):
+    for each in (listener, guest, host, strangers[0]):
         each.close()
 
 
 @pytest.mark.parametrize("count", [20, 3 * MOST_WAITING])
-def test_silent_strangers_do_not_keep_the_invited_one_out(count: int) -> None:
-    door = StreamListener("127.0.0.1", SECRET)
-    port = int.from_bytes(door.invitation[:2], "little")
+def test_silent_strangers_do_not_keep_the_other_rank_out(count: int) -> None:
+    listener = StreamListener("127.0.0.1", SECRET)
+    port = int.from_bytes(listener.offer[:2], "little")
     strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(count)]
     began = time.monotonic()
-    host, guest = connected(door, sealed=True)
+    host, guest = connected(listener, sealed=True)
     assert host is not None
     assert guest is not None
     assert time.monotonic() - began < CONNECT_S / 2
-    for each in (door, guest, host, *strangers):
+    for each in (listener, guest, host, *strangers):
         each.close()
 
 
-def test_no_more_than_some_wait_at_a_door() -> None:
-    door = StreamListener("127.0.0.1", SECRET)
-    port = int.from_bytes(door.invitation[:2], "little")
+def test_no_more_than_some_wait_at_a_listener() -> None:
+    listener = StreamListener("127.0.0.1", SECRET)
+    port = int.from_bytes(listener.offer[:2], "little")
     strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(MOST_WAITING + 10)]
     for stranger in strangers[:10]:
         stranger.settimeout(5)
         assert stranger.recv(1) == b"", "the oldest was kept"
-    assert len(door._waiting) <= MOST_WAITING
-    for each in (door, *strangers):
+    assert len(listener._waiting) <= MOST_WAITING
+    for each in (listener, *strangers):
         each.close()
 
 
-def test_a_door_that_cannot_be_reached_is_no_error() -> None:
-    door = StreamListener("127.0.0.1", SECRET)
-    door.close()
-    assert follow("127.0.0.1", door.invitation) is None
-    assert follow("127.0.0.1", b"nonsense") is None
+def test_a_listener_that_cannot_be_reached_is_no_error() -> None:
+    listener = StreamListener("127.0.0.1", SECRET)
+    listener.close()
+    assert connect("127.0.0.1", listener.offer) is None
+    assert connect("127.0.0.1", b"nonsense") is None
     assert StreamListener.open("192.0.2.1", SECRET) is None, "an address that this machine has not"
 
 
@@ -246,10 +246,10 @@ class Wire:
 
 @pytest.mark.parametrize("sealed", [False, True])
 def test_who_listens_on_the_way_reads_nothing_of_what_is_sealed(sealed: bool) -> None:
-    door = StreamListener("127.0.0.1", SECRET)
-    wire = Wire(("127.0.0.1", int.from_bytes(door.invitation[:2], "little")))
-    door.invitation = wire.port.to_bytes(2, "little") + SECRET
-    host, guest = connected(door, sealed=sealed)
+    listener = StreamListener("127.0.0.1", SECRET)
+    wire = Wire(("127.0.0.1", int.from_bytes(listener.offer[:2], "little")))
+    listener.offer = wire.port.to_bytes(2, "little") + SECRET
+    host, guest = connected(listener, sealed=sealed)
     assert host is not None
     assert guest is not None
     text = b"the gradients of a secret model" * 100
@@ -260,7 +260,7 @@ def test_who_listens_on_the_way_reads_nothing_of_what_is_sealed(sealed: bool) ->
     assert len(wire.seen) > len(text)
     assert (text[:31] in wire.seen) is not sealed
     assert SECRET not in wire.seen
-    for each in (door, guest, host):
+    for each in (listener, guest, host):
         each.close()
 
 
@@ -380,8 +380,8 @@ def test_a_proof_that_comes_byte_by_byte_is_not_waited_for_without_end() -> None
 
 
 def test_where_openssl_cannot_there_is_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the ranks go by the mail."""
+    """And the ranks go by ZeroMQ."""
     monkeypatch.setattr("potluck.dist.sealing._CIPHERS", "NO-SUCH-CIPHER")
-    door = StreamListener("127.0.0.1", SECRET)
-    assert connected(door, sealed=True) == (None, None)
-    door.close()
+    listener = StreamListener("127.0.0.1", SECRET)
+    assert connected(listener, sealed=True) == (None, None)
+    listener.close()

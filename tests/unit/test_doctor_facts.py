@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import random
 import types
@@ -11,12 +10,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
+from msgspec import Struct
+from msgspec.structs import replace
 
+from potluck.checked import to_json
 from potluck.cli._doctor_view import lines_of
 from potluck.doctor import examine
 from potluck.doctor.facts.machine import VARIABLES
 from potluck.errors import UserError
-from potluck.spec.facts import FORMAT, Case, from_json, to_json
+from potluck.spec.facts import FORMAT, Case, from_json
 from support.healthy import linux, mac, pair, unreached
 
 
@@ -50,14 +52,14 @@ def change(path: list[Any], value: Any) -> Callable[[dict[str, Any]], None]:
     ("wrong", "words"),
     [
         (change(["format"], 2), "format 2"),
-        (change(["here"], None), "incomplete"),
-        (change(["here"], []), "facts.here"),
-        (change(["here", "name"], None), "incomplete"),
-        (change(["here", "name"], 7), "facts.here.name"),
-        (change(["here", "interfaces"], "eth0"), "facts.here.interfaces"),
-        (change(["here", "interfaces", 1, "mtu"], "big"), "facts.here.interfaces[1].mtu"),
-        (change(["here", "cpu", "usable"], True), "facts.here.cpu.usable"),
-        (change(["here", "environment"], {"X": 1}), "facts.here.environment.X"),
+        (change(["here"], None), "facts: here is missing"),
+        (change(["here"], []), "facts: here is []"),
+        (change(["here", "name"], None), "facts: here: name is missing"),
+        (change(["here", "name"], 7), "facts: here: name is 7"),
+        (change(["here", "interfaces"], "eth0"), "facts: here: interfaces is 'eth0'"),
+        (change(["here", "interfaces", 1, "mtu"], "big"), "facts: here: interfaces 'eth0': mtu is 'big'"),
+        (change(["here", "cpu", "usable"], True), "facts: here: cpu: usable is True"),
+        (change(["here", "environment"], {"X": 1}), "facts: here: environment is {'X': 1}"),
     ],
 )
 def test_wrong_facts_are_an_error_that_names_the_place(wrong: Callable[[dict[str, Any]], None], words: str) -> None:
@@ -114,7 +116,7 @@ def anything(hint: Any, dice: random.Random) -> Any:
         return tuple(anything(arguments[0], dice) for _ in range(dice.randrange(3)))
     if origin is Mapping:
         return {dice.choice(VARIABLES): dice.choice(WORDS) for _ in range(dice.randrange(4))}
-    if dataclasses.is_dataclass(hint):
+    if isinstance(hint, type) and issubclass(hint, Struct):
         hints = typing.get_type_hints(hint)
         return typing.cast(Any, hint)(**{name: anything(hints[name], dice) for name in hints})
     choices = {str: WORDS, int: (0, -1, 1, 7171, 10**12), float: (0.0, -1.5, 3.0, 1e12), bool: (True, False)}
@@ -125,16 +127,16 @@ def anything(hint: Any, dice: random.Random) -> Any:
 def test_any_facts_round_trip_and_lead_to_a_diagnosis(seed: int) -> None:
     """Facts come from other machines: whatever they hold, there is an answer and no exception."""
     for number in range(seed, seed + 50):
-        case = dataclasses.replace(anything(Case, random.Random(number)), format=FORMAT)
+        case = replace(anything(Case, random.Random(number)), format=FORMAT)
         assert from_json(to_json(case)) == case
         diagnosis = examine(case)
-        assert json.loads(diagnosis.to_json())["healthy"] == diagnosis.healthy
+        assert json.loads(to_json(diagnosis))["healthy"] == diagnosis.healthy
         shown = "".join(line.plain for line in lines_of(case, diagnosis, 80, None))
         assert "\x1b" not in shown  # another machine's words must not steer this terminal
 
 
 def test_a_diagnosis_is_json_for_programs() -> None:
-    content = json.loads(examine(pair(linux(memory_free_bytes=10**8))).to_json())
+    content = json.loads(to_json(examine(pair(linux(memory_free_bytes=10**8)))))
     assert content["healthy"] is True
     (finding,) = content["findings"]
     assert finding["code"] == "little-memory"

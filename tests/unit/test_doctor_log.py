@@ -9,13 +9,14 @@ import json
 import random
 import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
+from potluck.checked import to_json
 from potluck.cli import _log_file
 from potluck.cli._app import run
 from potluck.cli._doctor_view import lines_of
@@ -25,7 +26,7 @@ from potluck.doctor.log import read_log
 from potluck.doctor.log_text import MOST_QUOTED, Part, decoded, redacted
 from potluck.doctor.signatures import SIGNATURES
 from potluck.errors import UserError
-from potluck.spec.facts import Case, Disk, to_json
+from potluck.spec.facts import Case, Disk
 from potluck.spec.finding import LogReading
 from support.healthy import linux
 

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from potluck.checked import to_json
 from potluck.cli._app import run
 from potluck.doctor.log import read_log
 from potluck.doctor.log_text import Part
-from potluck.spec.facts import Case, to_json
+from potluck.spec.facts import Case
 from potluck.spec.finding import NOTE, Finding, LogReading
 from support.healthy import linux
 
@@ -70,7 +71,7 @@ def test_what_happened_on_the_own_backend_is_not_said_to_be_impossible() -> None
     assert "cannot happen" not in said
     assert "every rank is needed" in said
     assert "`potluck host`" in said
-    killed = read(trace("", "x", file="/x/potluck/dist/lane.py") + torchrun(code=-9))
+    killed = read(trace("", "x", file="/x/potluck/dist/channel.py") + torchrun(code=-9))
     assert "every rank is needed" in of(killed, "worker-killed").potluck
     other = read(trace("[rank0]: ", "KeyError: 'label'") + torchrun())
     assert "cannot happen" in of(other, "one-failed-all-ended").potluck

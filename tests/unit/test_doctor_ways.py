@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
+from potluck.checked import to_json
 from potluck.doctor import examine
-from potluck.spec.facts import ETHERNET, Case, Interface, from_json, to_json
+from potluck.spec.facts import ETHERNET, Case, Interface, from_json
 from potluck.spec.finding import NOTE, WARNING
 from potluck.spec.probed import ProbedPath, Rate, Way
 from support.healthy import linux, pair

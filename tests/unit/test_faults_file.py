@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
+import msgspec
 import pytest
 
+from potluck.checked import to_json
 from potluck.cli import _app
 from potluck.errors import ConfigError
 from potluck.lab import detour
@@ -22,12 +25,14 @@ from potluck.lab.stage import Actor
 from potluck.lab.striker import Striker
 from potluck.report.lab_table import results_lines
 from potluck.report.lab_timeline import draw_timeline, window_start
+from potluck.spec import events as ev
 from potluck.spec.aftermath import Aftermath, aftermath
 from potluck.spec.faults import LINK_KINDS, FaultPlan, PlannedFault, loads
-from potluck.spec.figures import Results, results, to_json
+from potluck.spec.figures import Results, results
 from potluck.spec.outcome import FaultDone, Incident, Outcome
 from potluck.spec.rig import Rig, parse
 from support import lab_outcomes
+from support import sample_events as sample
 from support.rigs import wait_until
 
 RIG = parse(
@@ -87,12 +92,20 @@ def test_a_file_with_everything() -> None:
     [
         ("", "no faults", "[[fault]]"),
         ("[[fault]", "not a TOML file", "[[fault]]"),
-        ("[fault]\nkind='stop'", "not a list", "two brackets"),
+        ("[fault]\nkind='stop'", "f.toml:1: fault is {", "two brackets"),
         ("[[faults]]\nkind='stop'", "no key 'faults'", "did you mean fault"),
-        ("about = 3\n[[fault]]", "about is 3", "quotes"),
-        ("[[fault]]\nat_step = 1", "no kind", "blackhole"),
-        ("[[fault]]\nkind='blackhol'\nat_step=1\nfor_s=1", "kind is 'blackhol'", "did you mean blackhole"),
-        ("[[fault]]\nkind='stop'\nat_stepp=1\nfor_s=1", "'at_stepp'", "did you mean at_step"),
+        ("about = 3\n[[fault]]", "f.toml:1: about is 3", "text"),
+        ("[[fault]]\nat_step = 1", "f.toml:1: fault number 1: kind is missing", "blackhole"),
+        (
+            "[[fault]]\nkind='blackhol'\nat_step=1\nfor_s=1",
+            "f.toml:2: fault number 1: kind is",
+            "mean blackhole?",
+        ),
+        (
+            "[[fault]]\nkind='stop'\nat_stepp=1\nfor_s=1",
+            "f.toml:3: fault number 1: there is no key 'at_stepp'",
+            "did you mean at_step",
+        ),
         ("[[fault]]\nkind='stop'\nfor_s=1", "neither at_step nor at_s", "at_step = 6"),
         ("[[fault]]\nkind='stop'\nat_s=1\nat_step=1\nfor_s=1", "both", "once"),
         ("[[fault]]\nkind='stop'\nat_step=1", "for_s is missing", "for_s"),
@@ -101,7 +114,11 @@ def test_a_file_with_everything() -> None:
         ("[[fault]]\nkind='stop'\nat_step=1\nfor_s=1\ndirection='up'", "direction does not apply", "delay"),
         ("[[fault]]\nkind='kill'\nat_step=1\nfor_s=1", "for_s does not apply", "return_after_s"),
         ("[[fault]]\nkind='stop'\nat_step=0\nfor_s=1", "at_step is 0", "from 1"),
-        ("[[fault]]\nkind='stop'\nat_s=inf\nfor_s=1", "at_s is inf", "to 1e+06"),
+        (
+            "[[fault]]\nkind='stop'\nat_s=inf\nfor_s=1",
+            "f.toml:3: fault number 1: at_s",
+            "from 0 to 1e+06 (seconds)",
+        ),
         ("[[fault]]\nkind='stop'\nat_s='soon'\nfor_s=1", "at_s is 'soon'", "a number"),
         ("[[fault]]\nmachine='desk'\nkind='stop'\nat_s=1\nfor_s=1", "which is the host", "laptop"),
         ("[[fault]]\nmachine='labtop'\nkind='stop'\nat_s=1\nfor_s=1", "no machine 'labtop'", "mean laptop?"),
@@ -193,8 +210,8 @@ class Scene:
         self.box, self.guests = FakeBox(), Sleepers()
         self.striker = Striker(plan(text).faults, cast(Box, self.box), self.guests, lambda: self.now)
 
-    def event(self, kind: str, **fields: Any) -> None:
-        self.striker.saw({"event": kind, "t_s": self.now - 90.0, **fields})
+    def event(self, event: ev.RunEvent) -> None:
+        self.striker.saw(msgspec.structs.replace(event, t_s=self.now - 90.0))
 
 
 @pytest.fixture(name="scene")
@@ -217,7 +234,7 @@ LINKS = "\n".join(
 def test_faults_of_links_go_to_the_box_at_their_time(scene: Scene) -> None:
     scene.striker.tick()
     assert scene.box.faults == []  # the run has not begun
-    scene.event("run_start", clock_s=90.0)
+    scene.event(sample.run_start(clock_s=90.0))
     for number in range(len(LINK_KINDS)):
         assert [fault.kind for _, fault in scene.box.faults] == list(LINK_KINDS[: number + 1])
         scene.now += 1.0
@@ -230,10 +247,10 @@ def test_faults_of_links_go_to_the_box_at_their_time(scene: Scene) -> None:
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="/proc")
 @pytest.mark.parametrize("scene", ["[[fault]]\nkind='stop'\nat_step=3\nfor_s=5"], indirect=True)
 def test_a_stopped_guest_goes_on_when_its_time_is_over_and_at_the_end(scene: Scene) -> None:
-    scene.event("run_start", clock_s=90.0)
-    scene.event("step", step=1)
+    scene.event(sample.run_start(clock_s=90.0))
+    scene.event(sample.step(1))
     assert scene.striker.done == []
-    scene.event("step", step=2)
+    scene.event(sample.step(2))
     assert wait_until(lambda: scene.guests.state() == "T")
     scene.now += 4.9
     scene.striker.tick()
@@ -247,23 +264,23 @@ def test_a_stopped_guest_goes_on_when_its_time_is_over_and_at_the_end(scene: Sce
 @pytest.mark.parametrize("scene", ["[[fault]]\nkind='kill'\nat_step=2\nreturn_after_s=3"], indirect=True)
 def test_a_killed_guest_is_started_again_and_what_the_host_says_is_kept(scene: Scene) -> None:
     first = scene.guests.actors["laptop"]
-    scene.event("run_start", clock_s=90.0)
-    scene.event("guest_joined", machine="laptop")
-    scene.event("step", step=1)
+    scene.event(sample.run_start(clock_s=90.0))
+    scene.event(sample.joined())
+    scene.event(sample.step(1))
     assert first.process.returncode is not None
     scene.now += 1.0
-    scene.event("guest_lost", machine="laptop", samples_taken_back=7)
+    scene.event(ev.GuestLost(**sample.LAPTOP, reason="is gone", step=2, samples_taken_back=7))
     scene.now += 2.0
     scene.striker.tick()
     assert scene.guests.starts == 2
-    scene.event("guest_joined", machine="laptop")
+    scene.event(sample.joined())
     told = [(i.kind, i.at, i.samples) for i in scene.striker.incidents]
     assert told == [("guest_lost", 101.0, 7), ("guest_joined", 103.0, 0)]
 
 
 @pytest.mark.parametrize("scene", ["[[fault]]\nkind='stop'\nat_step=9\nfor_s=5"], indirect=True)
 def test_a_fault_whose_time_never_came_is_told(scene: Scene) -> None:
-    scene.event("run_start", clock_s=90.0)
+    scene.event(sample.run_start(clock_s=90.0))
     assert scene.striker.missed == 1
 
 
@@ -297,7 +314,7 @@ def test_what_a_run_with_faults_came_to() -> None:
     assert (found.taken_back_samples, found.lost, found.rejoined) == (7, {"laptop": 1}, {"laptop": 1})
     assert found.longest_absence_s == pytest.approx(2.5)
     assert found.applied[0].start == pytest.approx(struck().steps[1].ended_at + 0.1 - struck().started_at, abs=1e-3)
-    assert Aftermath.from_dict(found.to_dict()) == found
+    assert msgspec.json.decode(to_json(found), type=Aftermath) == found
     assert aftermath(lab_outcomes.potluck(RIG), warm_up=2) is None
 
 
@@ -308,8 +325,8 @@ def test_the_table_the_json_and_the_timeline_tell_of_it() -> None:
     assert "step 3: laptop stopped (SIGSTOP) for 4 s" in text
     assert "laptop lost 1×, back 1×; away for 2.5 s at the longest" in text
     assert "7 samples" in text
-    assert to_json(found)["faults"]["applied"][0]["kind"] == "stop"
-    assert "faults" not in to_json(results_of([lab_outcomes.solo(RIG)]))
+    assert json.loads(to_json(found))["faults"]["applied"][0]["kind"] == "stop"
+    assert json.loads(to_json(results_of([lab_outcomes.solo(RIG)])))["faults"] is None
     start = window_start(outcomes[1], 5.0, 2)
     assert start == outcomes[1].steps[1].ended_at
     figure = draw_timeline(found, outcomes)

@@ -15,24 +15,25 @@ from potluck.device import pick
 from potluck.errors import ConfigError, LoopError, RunFolderError
 from potluck.report.summary import read_events
 from potluck.spec.config import RunConfig
+from potluck.spec.events import RunNote
+from potluck.train.context import ALONE, GUEST, RunContext
 from potluck.train.events import EventLog
 from potluck.train.folder import RunFolder, new_folder
-from potluck.train.launch import ALONE, GUEST, Launch
 from potluck.train.run import Run
 
 SAMPLES = [torch.full((2,), float(i)) for i in range(8)]
 
 
-def launched(folder: Path | None = None, *, resume: bool = False) -> Launch:
+def launched(folder: Path | None = None, *, resume: bool = False) -> RunContext:
     run_folder = RunFolder(folder) if folder is not None else None
     log = EventLog(run_folder.events if run_folder is not None else None)
     config = RunConfig(checkpoint_every=0)
-    return Launch(
+    return RunContext(
         role=ALONE, config=config, device=pick("cpu"), name="here", log=log, folder=run_folder, resume=resume
     )
 
 
-def trained(model: Any, optimizer: Any, launch: Launch | None = None, **keywords: Any) -> list[float]:
+def trained(model: Any, optimizer: Any, launch: RunContext | None = None, **keywords: Any) -> list[float]:
     """Train; the learning rate after each step."""
     rates = []
     keywords = {"global_batch": 4, "micro_batch": 4, "steps": 3, **keywords}
@@ -267,7 +268,7 @@ def test_a_batch_that_is_larger_than_the_data_set_is_told(tmp_path: Path) -> Non
     launch = launched(folder)
     assert len(trained(model, sgd(model), launch, global_batch=20)) == 3
     launch.log.close()
-    (note,) = [e["text"] for e in read_events(folder) if e["event"] == "note"]
+    (note,) = [e.text for e in read_events(folder) if isinstance(e, RunNote)]
     assert note.startswith("a step of 20 samples is more than the data set has (8)")
 
 

@@ -13,11 +13,18 @@ import pytest
 from torch import nn
 
 from potluck.cli import join
+from potluck.cli._app import Settings
 from potluck.errors import LoopError, ScriptError
+from potluck.fleet.received import run_work
 from potluck.report.messages import describe
-from potluck.train import ending, guest_loop
+from potluck.spec.config import RunConfig
+from potluck.spec.events import GuestLeft
+from potluck.spec.messages import Source
+from potluck.train import ending, guest_loop, guest_session
+from potluck.train.context import GUEST, RunContext
 from potluck.train.events import EventLog
 from potluck.train.guest_loop import GuestTrainer
+from potluck.train.guest_session import RUN_FAILED, compute
 
 DEADLINE_S = 10.0
 
@@ -42,7 +49,8 @@ class Hub:
 
 def training(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> tuple[GuestTrainer, Any]:
     monkeypatch.setattr(guest_loop, "Overlap", lambda *ignored: SimpleNamespace(remove=lambda: None))
-    launch = SimpleNamespace(device=SimpleNamespace(attach=lambda m: None), log=EventLog(None), failure="")
+    device: Any = SimpleNamespace(attach=lambda model: None)
+    launch = RunContext(role=GUEST, config=RunConfig(), device=device, name="here", log=EventLog(None))
     parts = SimpleNamespace(
         launch=launch,
         hub=hub,
@@ -86,11 +94,11 @@ class Opened:
     """A guest whose host wants a script that is here; keeps what is said to the host."""
 
     def __init__(self, *, began: bool) -> None:
-        self.began = began
+        self.began, self.role = began, GUEST
         self.failure = ""
         self.said: list[tuple[str, bool]] = []
         self.faults: list[str] = []
-        self.welcome = SimpleNamespace(fields={"source": {"files": ["job.py"], "arguments": []}})
+        self.welcome = SimpleNamespace(message=SimpleNamespace(source=Source(files=("job.py",), sha256="0")))
         self.discarded = 0
         recorder = SimpleNamespace(fault=self.faults.append, write=lambda now: None, discard=self.discard)
         self.link = SimpleNamespace(recorder=recorder, close=self.close)
@@ -105,10 +113,11 @@ class Opened:
         self.said.append((reason, bool(self.failure)))
 
 
-def serve(opened: Opened, script: Path, text: str) -> int:
+def serve(opened: Any, script: Path, text: str) -> str:
+    """The reason of its end."""
     script.write_text(text)
-    view = SimpleNamespace(runs=lambda words: None, ended=lambda words: None, close=lambda: None)
-    return join._compute(opened, script, view)
+    view: Any = SimpleNamespace(ended=lambda words: None, close=lambda: None)
+    return compute(opened, lambda: run_work(opened, script, lambda words: None), view)
 
 
 def test_the_host_is_told_that_and_why_a_script_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,7 +128,7 @@ def test_the_host_is_told_that_and_why_a_script_failed(tmp_path: Path, capsys: p
     assert is_failure
     assert reason.startswith("its script failed with ValueError: bad batch !!!")
     assert len(reason) <= 200
-    assert opened.faults == [reason], "and recorded here"
+    assert opened.faults == [], "its script is at fault: no record for a bug report"
     assert "data set" not in failed.value.hint, "it failed in its loop: how it got there is not the matter"
     assert "the host has been told" in failed.value.hint
     assert "ValueError" in capsys.readouterr().err
@@ -149,24 +158,33 @@ def test_other_ends_of_a_script(
     assert opened.said[0] == said
 
 
-@pytest.mark.parametrize(("reason", "status"), [("finished", 0), ("interrupted", 0), ("failed", 1)])
-def test_a_guest_whose_run_failed_says_so(
-    reason: str, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = f"from potluck.train.launch import GuestDone\nraise GuestDone({reason!r})"
+@pytest.mark.parametrize("reason", ["finished", "interrupted", RUN_FAILED])
+def test_a_guest_whose_run_failed_keeps_its_records(reason: str, tmp_path: Path) -> None:
+    text = f"from potluck.train.ending import GuestDone\nraise GuestDone({reason!r})"
     opened = Opened(began=True)
-    assert serve(opened, tmp_path / "job.py", text) == status
-    assert opened.discarded == (0 if status else 1), "the records of a run that ended well help nobody"
+    assert serve(opened, tmp_path / "job.py", text) == reason
+    assert opened.discarded == (reason != RUN_FAILED), "the records of a run that ended well help nobody"
+
+
+@pytest.mark.parametrize(("reason", "status"), [("finished", 0), (RUN_FAILED, 1)])
+def test_join_says_that_the_run_failed_on_its_host(
+    reason: str, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(guest_session, "connect", lambda *given, **more: None)
+    monkeypatch.setattr(guest_session, "compute", lambda *given: reason)
+    flags = dict.fromkeys(("name", "micro_batch", "wait_s", "give_up_s", "runs", "script"))
+    token: Any = None
+    assert join._serve(Settings(), token, {**flags, "device": "cpu", "threads": 1, "view": "plain"}) == status
     assert ("the run failed on its host" in capsys.readouterr().err) == bool(status)
 
 
 def test_a_goodbye_says_what_became_of_the_samples_and_a_failed_one_is_a_fault() -> None:
-    left = {"event": "guest_left", "machine": "laptop", "address": "192.0.2.2", "step": 7, "samples_taken_back": 5}
-    stopped = describe({**left, "reason": "stopped by the person there"})
+    left: Any = {"machine": "laptop", "address": "192.0.2.2", "step": 7, "samples_taken_back": 5}
+    stopped = describe(GuestLeft(**left, reason="stopped by the person there"))
     assert stopped is not None
     words = "laptop (192.0.2.2) left: stopped by the person there; its 5 samples were taken back"
     assert (stopped.text, stopped.level) == (words, "info")
-    failed = describe({**left, "reason": "its script failed with ValueError: x\x1b[2J", "failed": True})
+    failed = describe(GuestLeft(**left, reason="its script failed with ValueError: x\x1b[2J", failed=True))
     assert failed is not None
     assert failed.level == "bad"
     assert "\x1b" not in failed.text

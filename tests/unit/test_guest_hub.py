@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -17,8 +17,10 @@ from potluck.hub.guest import GuestHub
 from potluck.hub.tensors import ModelTensors
 from potluck.hub.work import Arrivals, Work
 from potluck.spec import layout as layouts
-from potluck.wire.frames import Message
+from potluck.spec.messages import FromGuest, FromHost
+from potluck.wire.frames import FROM_HOST
 from potluck.wire.tree import pack_tree
+from support.plain import Plain, packed, plain
 
 DEADLINE_S = 10.0
 A_WHILE_S = 0.2
@@ -31,16 +33,16 @@ class FakeLink:
     def __init__(self) -> None:
         self.said: list[tuple[str, dict[str, Any]]] = []
         self.failure: BaseException | None = None
-        self.hear: Callable[[str, Message], None] = lambda channel, message: None
+        self.handler: Callable[[FromHost, Sequence[bytes | memoryview]], None] = lambda message, frames: None
 
-    def handle(self, handler: Callable[[str, Message], None]) -> None:
-        self.hear = handler
+    def handle(self, handler: Callable[[FromHost, Sequence[bytes | memoryview]], None]) -> None:
+        self.handler = handler
 
-    def control(self, kind: str, *frames: bytes, **fields: Any) -> None:
-        self.said.append((kind, fields))
+    def hear(self, kind: str, *frames: bytes | memoryview, **fields: Any) -> None:
+        self.handler(*FROM_HOST.read(packed(Plain(kind=kind, fields=fields, frames=frames))))
 
-    def data(self, message: Message) -> None:
-        self.said.append((message.kind, message.fields))
+    def send(self, message: FromGuest, *frames: bytes | memoryview) -> None:
+        self.said.append((message.kind, plain(message).fields))
 
     def close(self, reason: str = "", *, failed: bool = False) -> None:
         self.said.append(("closed", {"reason": reason}))
@@ -96,7 +98,7 @@ class Guest:
         """The host sends a piece, whole or its change from the version before."""
         payload = torch.full((self.pieces[index].count,), value).numpy().tobytes()
         fields = {"piece": index, "version": version, "base": version - 1}
-        self.link.hear("data", Message(kind=kind, fields=fields, frames=(payload,)))
+        self.link.hear(kind, payload, **fields)
 
     def brings_all(self, kind: str, version: int) -> None:
         for piece in self.pieces:
@@ -105,13 +107,13 @@ class Guest:
     def asks(self, kind: str, step: int) -> Work:
         """The host asks for work; it is begun."""
         fields = {"lease": 7, "check": 7, "step": step, "sizes": [1, 2], "quota": 1, "within_s": 0.5}
-        self.link.hear("control", Message(kind=kind, fields=fields))
+        self.link.hear(kind, **fields)
         work = self.hub.next_work()
         self.hub.enter(work)
         return work
 
     def revokes(self) -> None:
-        self.link.hear("control", Message(kind="revoke", fields={"lease": 7}))
+        self.link.hear("revoke", lease=7)
 
     def ends(self, work: Work) -> None:
         self.hub.let_go(work)
@@ -310,8 +312,7 @@ def test_no_more_is_asked_for_at_once_than_can_be_sent(guest: Guest, monkeypatch
     monkeypatch.setattr("potluck.hub.guest.EASY_BATCH_BYTES", 3 * 4000)
     work = guest.asks("check", step=0)
     spec, frames = pack_tree(torch.zeros(1, 1000))
-    sent = Message(kind="samples", fields={"lease": work.key, "batch": 0, "tree": spec}, frames=tuple(frames))
-    guest.link.hear("data", sent)
+    guest.link.hear("samples", *frames, lease=work.key, batch=0, tree=spec)
     guest.hub.send_sketch(work, values=memoryview(b""), loss=1.0, compute_s=0.1, random={})
     said = dict(guest.link.said)["sketch"]
     assert (said["micro_batch"], said["largest_micro_batch"]) == (1, 3)  # it could compute 4

@@ -11,17 +11,15 @@ import pytest
 from potluck.errors import NetworkError, RefusedError
 from potluck.hub import link as links
 from potluck.hub.link import HANG_UPS_BELIEVED, GuestLink
-from potluck.wire.frames import Message, pack
+from potluck.spec.messages import HelloMessage, RefuseMessage, Source, WelcomeMessage
+from potluck.wire.frames import pack
 from potluck.wire.token import Token
 from potluck.wire.transport import HungUpError
 
 TOKEN = Token(addresses=("127.0.0.1",), port=1, host_public=b"h" * 32, guest_secret=b"g" * 32)
-FIELDS: dict[str, Any] = {
-    **dict.fromkeys(("name", "host", "run", "codec", "codec_down"), "x"),
-    "versions": {},
-    "source": {"recipe": "gpt", "config": {}},
-}
-WELCOME = [memoryview(bytes(part)) for part in pack(Message(kind="welcome", fields=FIELDS))]
+NAMES = dict.fromkeys(("name", "host", "run", "codec", "codec_down"), "x")
+SENT = WelcomeMessage(**NAMES, versions={}, source=Source(recipe="gpt"))
+WELCOME = [memoryview(bytes(part)) for part in pack(SENT)]
 
 
 class Sockets:
@@ -73,8 +71,8 @@ def sockets(monkeypatch: pytest.MonkeyPatch) -> Sockets:
 def test_a_hang_up_is_not_believed_at_once(sockets: Sockets) -> None:
     hang_ups = [HungUpError("hung up")] * (HANG_UPS_BELIEVED - 1)
     sockets.outcomes = [*hang_ups, NetworkError("silent"), *hang_ups, None]
-    link = GuestLink(TOKEN, {})
-    assert link.connect(timeout_s=10).kind == "welcome"
+    link = GuestLink(TOKEN, HelloMessage())
+    assert link.connect(timeout_s=10).message.host == "x"
     assert sockets.made == 2 * HANG_UPS_BELIEVED
     link.close()
 
@@ -82,21 +80,21 @@ def test_a_hang_up_is_not_believed_at_once(sockets: Sockets) -> None:
 def test_hang_ups_in_a_row_are_believed(sockets: Sockets) -> None:
     sockets.outcomes = [HungUpError("the host is another one")]
     with pytest.raises(RefusedError, match="another one"):
-        GuestLink(TOKEN, {}).connect(timeout_s=10)
+        GuestLink(TOKEN, HelloMessage()).connect(timeout_s=10)
     assert sockets.made == HANG_UPS_BELIEVED
 
 
 def test_what_the_host_says_of_the_key_is_believed_at_once(sockets: Sockets) -> None:
     sockets.outcomes = [RefusedError("this key is unknown")]
     with pytest.raises(RefusedError, match="unknown"):
-        GuestLink(TOKEN, {}).connect(timeout_s=10)
+        GuestLink(TOKEN, HelloMessage()).connect(timeout_s=10)
     assert sockets.made == 1
 
 
 def test_a_guest_of_the_run_that_is_hung_up_on_comes_back(sockets: Sockets) -> None:
     """Its host was restarted in a crowd of strangers: the link must not end for one hang-up."""
     sockets.outcomes = [None]
-    link = GuestLink(TOKEN, {})
+    link = GuestLink(TOKEN, HelloMessage())
     link.connect(timeout_s=10)
     sockets.outcomes = [HungUpError("hung up"), None]
     assert link._socket is not None
@@ -111,10 +109,10 @@ def test_a_guest_of_the_run_that_is_hung_up_on_comes_back(sockets: Sockets) -> N
 @pytest.mark.parametrize("took_part", [True, False])
 def test_the_model_is_no_reason_to_put_one_out_that_took_part(sockets: Sockets, took_part: bool) -> None:
     sockets.outcomes = [None]
-    link = GuestLink(TOKEN, {})
+    link = GuestLink(TOKEN, HelloMessage())
     link.connect(timeout_s=10)
-    fields = {"reason": "did not read what it was sent", "joined": took_part}
+    refuse = RefuseMessage(reason="did not read what it was sent", joined=took_part)
     with pytest.raises(RefusedError) as refused:
-        link._dispatch("control", [bytes(part) for part in pack(Message(kind="refuse", fields=fields))])
+        link._dispatch(pack(refuse))
     assert ("same model" in (refused.value.hint or "")) == (not took_part)
     link.close()

@@ -218,10 +218,10 @@ def contribute(pair: Pair, lease: int, values: list[Tensor | None]) -> dict[int,
     pair.guest.finish(work, count=1, loss_sum=1.5, compute_s=0.1)
     pair.guest.leave()
     *grads, done = pair.link.sent
-    assert done.kind == "done"
-    assert done.fields["finite"] == all(bool(v.isfinite().all()) for v in values if v is not None)
-    assert {g.fields["piece"] for g in grads} == set(range(pair.pieces))
-    return {g.fields["piece"]: bytes(g.frames[0]) for g in grads}
+    assert done.message.kind == "done"
+    assert done.message.finite == all(bool(v.isfinite().all()) for v in values if v is not None)
+    assert {g.message.piece for g in grads} == set(range(pair.pieces))
+    return {g.message.piece: bytes(g.frames[0]) for g in grads}
 
 
 def decode(pair: Pair, lease: int, pieces: dict[int, Any]) -> str | None:

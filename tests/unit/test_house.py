@@ -26,6 +26,7 @@ PAGES = SOURCE / "troubleshooting"
 # From the bottom up; parts on one line must not import each other.
 LAYERS = (
     ("errors", "_version"),
+    ("checked",),
     ("units", "env", "failpoints", "limits", "sinks"),
     ("durable",),
     ("spec",),
@@ -37,14 +38,14 @@ LAYERS = (
     ("train",),
     ("doctor",),
     ("report", "lab", "fleet", "probe"),
-    ("cli",),
+    ("cli", "hosting"),
     ("__init__", "__main__"),
 )
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 
 PURE = [
     *(path for part in ("spec", "balance", "plan", "doctor") for path in sorted((SOURCE / part).glob("*.py"))),
-    *(SOURCE / "hub" / f"{name}.py" for name in ("checks", "norms", "protocol", "reasons", "said", "stepping")),
+    *(SOURCE / "hub" / f"{name}.py" for name in ("checks", "norms", "protocol", "reasons", "stepping")),
     *(SOURCE / "dist" / name for name in ("schedules.py", "config.py")),
     SOURCE / "probe" / "stream.py",
     *(SOURCE / "lab" / name for name in ("network.py", "shaping.py", "shares.py")),

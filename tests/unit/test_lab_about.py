@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from potluck import codec
+from potluck.checked import build
 from potluck.lab.workload import recipe_settings
 from potluck.spec import about
-from potluck.spec.config import build
 from potluck.spec.rig import Machine, Rig, SpeedChange, Workload
 from potluck.train import recipes
 

@@ -77,13 +77,12 @@ def test_asking_imports_nothing_heavy() -> None:
 
 def orders(folder: Path, rank: int = 0, *, devices: tuple[str, str] = ("paced:0.15", "paced:0.6")) -> Orders:
     machines = [
-        {"name": name, "device": device, "micro_batch": 4, "address": f"10.0.0.{number}"}
-        for number, (name, device) in enumerate(zip(("desk", "laptop"), devices), 1)
+        {"name": name, "device": device, "micro_batch": 4, "share": share, "address": f"10.0.0.{number}"}
+        for number, (name, device, share) in enumerate(zip(("desk", "laptop"), devices, (38, 10)), 1)
     ]
     spec = {
         "recipe": {"name": "gpt", "config": {}},
-        "machines": machines,
-        "shares": [38, 10],
+        "members": machines,
         "steps": 3,
         "seed": 1,
         "master_address": "10.0.0.1",

@@ -14,6 +14,7 @@ from potluck.balance.quota import EXTRA_PART
 from potluck.hub.guest import Work
 from potluck.hub.members import Member
 from potluck.hub.stepping import MOST_MICRO_BATCHES
+from potluck.spec.messages import LeaseMessage
 from potluck.train import guest_loop
 from support.stepping_table import HOST_S, Table, freeze, sends
 
@@ -26,11 +27,12 @@ class Guest:
     tail_s: float = 0.0
     events: list[tuple[float, str, int]] = field(default_factory=list)
 
-    def takes(self, fields: dict[str, Any], now: float, patch: pytest.MonkeyPatch) -> None:
+    def takes(self, lease: LeaseMessage, now: float, patch: pytest.MonkeyPatch) -> None:
         """What it will say about this lease, and when."""
         names = ("step", "quota", "within_s", "host_sample_s", "transfer_s", "tail_s")
-        sizes = tuple(fields["sizes"])
-        work = Work(id=fields["lease"], check=False, sizes=sizes, received=now, **{n: fields[n] for n in names})
+        told = {name: getattr(lease, name) for name in names}
+        sizes = lease.sizes
+        work = Work(id=lease.lease, check=False, sizes=sizes, received=now, **told)
         known: Any = SimpleNamespace(_sample_s=self.sample_s)
         done, self.events = 0, []
         for number, size in enumerate(sizes):
@@ -63,10 +65,10 @@ class Fleet:
         """One step: how long it took, how long the host stood idle, and who computed how many samples."""
         table = self.table
         started, idle_s = table.now, 0.0
-        self.leases = {send.guest: send.fields for send in sends(table.begin(), "lease")}
+        self.leases = {send.guest: send.message for send in sends(table.begin(), "lease")}
         with patch.context() as context:
-            for name, fields in self.leases.items():
-                self.guests[name].takes(fields, started, context)
+            for name, lease in self.leases.items():
+                self.guests[name].takes(lease, started, context)
         while True:
             for member in table.members.values():
                 member.last_heard = table.now
@@ -85,11 +87,11 @@ class Fleet:
             table.now = until
 
     def say(self) -> None:
-        for name, fields in self.leases.items():
+        for name, leased in self.leases.items():
             guest, member = self.guests[name], self.table.members[name]
             while guest.events and guest.events[0][0] <= self.table.now + 1e-9:
                 _, kind, count = guest.events.pop(0)
-                lease = fields["lease"]
+                lease = leased.lease
                 if member.lease is None or member.lease.revoked:
                     continue
                 if kind == "closing":
@@ -102,8 +104,8 @@ def test_a_lease_is_cut_where_the_quota_ends() -> None:
     fleet = Fleet(30)
     fleet.thinks("g", 0.2)
     (lease,) = sends(fleet.table.begin(), "lease")
-    assert (lease.fields["sizes"], lease.fields["quota"]) == ([5, 5, 5], 10)
-    assert lease.fields["within_s"] == pytest.approx(2.0), "the time with the quota, not with more"
+    assert (lease.message.sizes, lease.message.quota) == ((5, 5, 5), 10)
+    assert lease.message.within_s == pytest.approx(2.0), "the time with the quota, not with more"
     assert fleet.table.ledger.in_pool == 15
 
 
@@ -156,10 +158,10 @@ def test_guests_as_fast_as_thought_never_let_the_host_stand_idle_for_the_extra(
         fleet.thinks(name, guest.sample_s, micro_batch)
     with pytest.MonkeyPatch.context() as patch:
         seconds, _, samples = fleet.step(patch)
-    predicted = max((fields["within_s"] for fields in fleet.leases.values()), default=batch * HOST_S)
+    predicted = max((lease.within_s for lease in fleet.leases.values()), default=batch * HOST_S)
     assert seconds <= predicted + HOST_S + 1e-6  # the host looks up once a sample
     assert sum(samples.values()) == batch
-    lent = {n: sum(f["sizes"]) - f["quota"] for n, f in fleet.leases.items()}
+    lent = {n: sum(lease.sizes) - lease.quota for n, lease in fleet.leases.items()}
     longest_s = max(guest.sample_s for guest in guests.values()) * micro_batch
     assert sum(lent.values()) * HOST_S <= EXTRA_PART * longest_s + 1e-9
 
@@ -170,7 +172,7 @@ def test_the_extras_of_several_guests_count_together() -> None:
         fleet.thinks(name, 0.2)
     fleet.table.members["b"].rate.spread = 0.3
     leases = sends(fleet.table.begin(), "lease")
-    extras = {lease.guest: sum(lease.fields["sizes"]) - lease.fields["quota"] for lease in leases}
+    extras = {lease.guest: sum(lease.message.sizes) - lease.message.quota for lease in leases}
     # Half of a micro-batch of 1.0 s, all for the one whose speed changes; each by itself might have had that.
     assert extras == {"a": 0, "b": 5, "c": 0}
 
@@ -181,15 +183,15 @@ def test_the_host_keeps_what_it_must_of_what_it_could_lend() -> None:
     fleet.table.stepping._host_sample_s.value = HOST_S
     (lease,) = sends(fleet.table.begin(), "lease")
     assert fleet.table.ledger.in_pool >= 1
-    assert sum(lease.fields["sizes"]) <= 19
+    assert sum(lease.message.sizes) <= 19
 
 
 def test_the_extra_adds_no_more_micro_batches_than_a_lease_may_have() -> None:
     table = Table(batch=6000)
     table.join("g", rate=1.0)  # by its time for a sample it might have five more
     (lease,) = sends(table.begin(), "lease")
-    assert lease.fields["quota"] == MOST_MICRO_BATCHES
-    assert sum(lease.fields["sizes"]) == MOST_MICRO_BATCHES
+    assert lease.message.quota == MOST_MICRO_BATCHES
+    assert sum(lease.message.sizes) == MOST_MICRO_BATCHES
 
 
 def test_a_thin_link_has_large_ends_and_no_extra() -> None:
@@ -198,8 +200,8 @@ def test_a_thin_link_has_large_ends_and_no_extra() -> None:
     member.micro_batch, member.largest_micro_batch = 4, 64
     member.transfer.add(0.79)  # the forward of 24 samples, the backward of 12
     (lease,) = sends(table.begin(), "lease")
-    assert lease.fields["sizes"] == [24, 4, 4, 3, 3, 12]
-    assert lease.fields["quota"] == 50
+    assert lease.message.sizes == (24, 4, 4, 3, 3, 12)
+    assert lease.message.quota == 50
 
 
 def test_a_link_that_takes_longer_than_the_step_lets_the_guest_sit_out_and_hope() -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from potluck.lab import permission
@@ -64,7 +64,7 @@ def test_latency_comes_before_the_rate() -> None:
 
 def test_a_wiring_survives_json() -> None:
     made = wiring(rig({"name": "laptop", "link_mbit": 40, "latency_ms": 3}))
-    assert Wiring.from_dict(json.loads(json.dumps(made.to_dict()))) == made
+    assert msgspec.json.decode(msgspec.json.encode(made), type=Wiring) == made
 
 
 @pytest.mark.parametrize(

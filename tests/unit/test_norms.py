@@ -87,10 +87,10 @@ def test_a_guest_that_is_wrong_three_times_in_a_row_is_put_out() -> None:
     bad_step(world, host=1.0)
     assert "a" not in world.members
     (lost,) = of_kind(world, "guest_lost")
-    assert lost["put_out"]
-    assert "not finite or far too large 3 times in a row (in codec fp16)" in lost["reason"]
-    (refusal,) = [s for s in world.sent["a"] if s.kind == "refuse"]
-    assert refusal.fields["hint"] == WRONG_HINT, "its model was the same when it joined"
+    assert lost.put_out
+    assert "not finite or far too large 3 times in a row (in codec fp16)" in lost.reason
+    (refusal,) = [s for s in world.sent["a"] if s.message.kind == "refuse"]
+    assert refusal.message.hint == WRONG_HINT, "its model was the same when it joined"
     assert len(of_kind(world, "contribution_dropped")) == 3
 
 
@@ -120,7 +120,7 @@ def test_one_that_is_too_large_does_not_count_and_its_samples_go_back() -> None:
     step = world.ledger.step
     world.do(world.protocol.decoded("a", decode.lease, "its gradient is too large: …", world.now, 1e9))
     (event,) = of_kind(world, "contribution_dropped")
-    assert (event["machine"], event["samples"]) == ("a", decode.count)
+    assert (event.machine, event.samples) == ("a", decode.count)
     world.finish()
     world.do(world.protocol.host_gradient(step, 1.0, 12))
     assert world.members["a"].wrong_in_a_row == 1
@@ -132,5 +132,5 @@ def test_what_packing_lost_of_a_step_that_was_not_applied_is_forgotten() -> None
     world.whole_step()
     world.join("newcomer")
     world.do(world.protocol.not_applied())
-    told = [guest for guest, sends in world.sent.items() if any(s.kind == "dropped" for s in sends)]
+    told = [guest for guest, sends in world.sent.items() if any(s.message.kind == "dropped" for s in sends)]
     assert sorted(told) == ["a", "b"]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import replace
 
+import msgspec
 import pytest
+from msgspec.structs import replace
 
+from potluck.checked import to_json
 from potluck.errors import ConfigError
 from potluck.plan import advice, inputs, models, scale, sweep
 from potluck.plan.hub import potluck
@@ -93,7 +94,7 @@ def test_one_machine() -> None:
 def test_a_plan_round_trips_through_json() -> None:
     found = advice.plan(JOB, PAIR, ("ddp", "potluck"), ("an assumption",))
     assert [row.strategy for row in found.rows] == ["solo", "ddp", "potluck"]
-    assert Plan.from_dict(json.loads(json.dumps(found.to_dict(), allow_nan=False))) == found
+    assert msgspec.json.decode(to_json(found), type=Plan) == found
 
 
 def test_the_batch_that_the_design_names() -> None:

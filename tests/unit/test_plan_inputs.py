@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from potluck.checked import convert
 from potluck.errors import ConfigError, UserError
 from potluck.plan import devices, inputs, links, models
-from potluck.spec.measured import Measured, from_list
+from potluck.spec.measured import Measured
 
 GPT2 = models.find("gpt2-124m")
 
@@ -162,8 +163,8 @@ def test_wrong_words(words: list[str]) -> None:
 class TestFacts:
     def test_what_was_measured(self) -> None:
         measured = [
-            Measured(name="desk", samples_per_s=30.0, model="gpt2-124m", host=True).to_dict(),
-            Measured(name="mac", flops_per_s=2e12, link_bytes_per_s=40e6, latency_s=0.002, micro_batch=3).to_dict(),
+            Measured(name="desk", samples_per_s=30.0, model="gpt2-124m", host=True),
+            Measured(name="mac", flops_per_s=2e12, link_bytes_per_s=40e6, latency_s=0.002, micro_batch=3),
         ]
         given = inputs.from_facts([("facts.json", {"format": 1, "measured": measured})], GPT2)
         desk, mac = given.fleet.machines
@@ -238,5 +239,5 @@ class TestFacts:
         assert wrong.value.hint
 
     def test_keys_of_a_newer_version_are_left_out(self) -> None:
-        (one,) = from_list([{"name": "a", "flops_per_s": 1.0, "mood": "good"}], "f")
+        one = convert({"name": "a", "flops_per_s": 1.0, "mood": "good"}, Measured)
         assert one == Measured(name="a", flops_per_s=1.0)

@@ -9,12 +9,13 @@ from pathlib import Path
 from statistics import median
 from types import ModuleType
 
+import msgspec
 import pytest
 
 from potluck.errors import ConfigError
 from potluck.lab import rigs
 from potluck.plan.rigs import fleet_of, job_of, step_times
-from potluck.spec.rig import parse, to_table
+from potluck.spec.rig import parse
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -61,7 +62,7 @@ def test_a_fleet_that_changes_is_predicted_step_by_step() -> None:
 
 
 def test_a_speed_that_the_rig_leaves_open_is_taken_from_what_was_measured() -> None:
-    table = to_table(rigs.load("home-pair"))
+    table = msgspec.to_builtins(rigs.load("home-pair"))
     del table["machine"][1]["seconds_per_sample"]
     rig = parse(table)
     with pytest.raises(ConfigError, match="how fast laptop is"):
@@ -86,7 +87,7 @@ def test_the_script_reads_figures_and_keeps_its_bars(
     accuracy = script()
     for name, measured in MEASURED.items():
         rows = [{"strategy": s, "step_s": m} for s, m in zip(STRATEGIES, measured)]
-        figures = {"rig": to_table(rigs.load(name)), "rows": rows, "warm_up_steps": 4}
+        figures = {"rig": msgspec.to_builtins(rigs.load(name)), "rows": rows, "warm_up_steps": 4}
         (tmp_path / name).mkdir()
         (tmp_path / name / "results.json").write_text(json.dumps(figures))
     monkeypatch.setattr(sys, "argv", ["plan_accuracy", "--from", str(tmp_path)])
@@ -105,7 +106,7 @@ def test_the_script_reads_figures_and_keeps_its_bars(
 def test_the_scripts_own_rigs_are_rigs_and_there_are_enough_pairs() -> None:
     accuracy = script()
     for rig in accuracy.FRESH.values():
-        assert parse(to_table(rig)) == rig
+        assert parse(msgspec.to_builtins(rig)) == rig
         assert step_times(rig, STRATEGIES).keys() == set(STRATEGIES)
     pairs = [(r, s) for r in [*rigs.NAMES, *accuracy.FRESH] for s in STRATEGIES if (r, s) not in accuracy.TOO_LONG]
     assert len(pairs) >= 12

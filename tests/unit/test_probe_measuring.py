@@ -5,23 +5,22 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
+from msgspec.structs import asdict, replace
 
+from potluck.checked import convert, to_json
 from potluck.device import pick
 from potluck.errors import PotluckError
 from potluck.plan import inputs, models
 from potluck.probe import bare, iperf
-from potluck.probe.link_visit import _speed_in
+from potluck.probe.link_visit import speed_in
 from potluck.probe.speed import Training, busy_note, largest, measure, spread
 from potluck.probe.stream import FIRST_WINDOW, MOST_WINDOW, Meter, Shares, Window, round_trips
 from potluck.report.probe_table import probe_lines, summary
-from potluck.spec.facts import from_plain
 from potluck.spec.probed import DeviceSpeed, Probed, ProbedPath, Rate, RoundTrips, Way
 from potluck.train import recipes
-from potluck.wire.frames import Message
 from support import fake_device
 
 MB = 1e6
@@ -258,7 +257,7 @@ SPEED = DeviceSpeed(
 
 def heard(table: Any) -> DeviceSpeed:
     frame = table if isinstance(table, bytes) else json.dumps(table).encode()
-    return _speed_in(Message(kind="probe.hello", fields={}, frames=(frame,)))
+    return speed_in([frame])
 
 
 def test_the_other_machines_speed_is_taken_as_it_is() -> None:
@@ -305,14 +304,14 @@ PAIR = Probed(here=LAPTOP, there=SPEED, paths=(LINK,))
 
 
 def test_a_probe_survives_its_file() -> None:
-    table = json.loads(json.dumps(PAIR.to_dict()))
-    assert from_plain(Probed, table, "facts") == PAIR
+    table = json.loads(to_json(PAIR))
+    assert convert(table, Probed) == PAIR
 
 
 @pytest.mark.parametrize("pair", [PAIR, Probed(here=SPEED, there=LAPTOP, paths=(LINK,))])
 def test_a_plan_reads_the_machines_and_the_slower_direction(pair: Probed) -> None:
     model = models.find("gpt:12", 1024)
-    given = inputs.from_facts([("facts.json", pair.to_dict())], model)
+    given = inputs.from_facts([("facts.json", json.loads(to_json(pair)))], model)
     host, guest = given.fleet.machines
     assert (host.name, guest.name) == ("tower", "laptop")
     assert host.link_bytes_per_s is None  # it may have other guests, on better links
@@ -323,14 +322,14 @@ def test_a_plan_reads_the_machines_and_the_slower_direction(pair: Probed) -> Non
 
 
 def test_a_plan_reads_a_machine_alone() -> None:
-    given = inputs.from_facts([("x", Probed(here=SPEED).to_dict())], models.find("gpt2-124m"))
+    given = inputs.from_facts([("x", json.loads(to_json(Probed(here=SPEED))))], models.find("gpt2-124m"))
     assert [machine.name for machine in given.fleet.machines] == ["tower"]
 
 
 def test_a_plan_says_what_a_link_alone_lacks() -> None:
     bare_pair = Probed(here=DeviceSpeed(name="a"), there=DeviceSpeed(name="b"), paths=(LINK,))
     with pytest.raises(PotluckError, match="how fast a is"):
-        inputs.from_facts([("x", bare_pair.to_dict())], models.find("gpt2-124m"))
+        inputs.from_facts([("x", json.loads(to_json(bare_pair)))], models.find("gpt2-124m"))
 
 
 def test_the_table_fits_eighty_columns_and_says_everything() -> None:

@@ -125,3 +125,39 @@ def test_a_fork_is_like_a_new_process_but_has_torch(tmp_path: Path) -> None:
             shown[fork] = process.stdout()
     assert shown[True] == shown[False]
     assert shown[True].endswith("said at the end\n")
+
+
+STARTS = """
+import subprocess, sys
+with subprocess.Popen([sys.executable, *sys.argv[1:]], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+    print(child.communicate(b"word")[0].decode(), child.returncode, flush=True)
+words = [sys.executable, "-u", *sys.argv[1:], "stay"]
+slow = subprocess.Popen(words, env={"A": "1"}, cwd="/", start_new_session=True, stdout=subprocess.PIPE)
+print(slow.stdout.readline().decode(), flush=True)
+slow.kill()
+print(slow.wait(), flush=True)
+"""
+STARTED = """
+import atexit, json, os, sys, time
+atexit.register(print, "said at the end")
+files = sorted(set(os.listdir("/proc/self/fd")) - {"0", "1", "2"})[1:]
+leads, names = os.getsid(0) == os.getpid(), sorted({"A", "TMPDIR"} & set(os.environ))
+print(json.dumps([sys.argv, os.getcwd(), leads, names, files, sys.stdin.read()]), flush=True)
+time.sleep(60 if "stay" in sys.argv else 0)
+sys.exit(7)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks, and looks into /proc")
+def test_a_child_of_a_fork_is_like_a_new_process(tmp_path: Path) -> None:
+    shown = {}
+    for name, text in (("starts.py", STARTS), ("started.py", STARTED)):
+        (tmp_path / name).write_text(text)
+    words = [str(tmp_path / "starts.py"), str(tmp_path / "started.py"), "a b"]
+    for spares in (3, 0):
+        with Processes(tmp_path / str(spares)) as processes:
+            process = processes.python(*words, env={"TMPDIR": str(tmp_path)}, cwd=tmp_path, children=spares)
+            shown[spares] = process.succeeds(60)
+    assert shown[3] == shown[0]
+    assert "said at the end" in shown[3]
+    assert shown[3].splitlines()[-1] == str(-signal.SIGKILL)

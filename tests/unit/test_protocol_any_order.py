@@ -10,8 +10,20 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from potluck.hub import actions as act
 from potluck.hub.members import JOINING, SYNCING, Member
+from potluck.spec.messages import UnknownMessage
 from potluck.wire.frames import dump_json
-from support.protocol_world import ABOUT, DIGESTS, DONE, GRADIENT_BYTES, KINDS, PIECES, World, joined, refusals
+from support.protocol_world import (
+    ABOUT,
+    DIGESTS,
+    DONE,
+    GRADIENT_BYTES,
+    KINDS,
+    PIECES,
+    VERSIONS,
+    World,
+    joined,
+    refusals,
+)
 
 NEVER = 10**6
 """The number of a lease that is never given."""
@@ -179,10 +191,9 @@ class ProtocolMachine(RuleBasedStateMachine):
     @rule(guest=st.sampled_from("ad"), kind=st.sampled_from(KINDS), fields=fields_of_any_kind, frames=any_frames)
     def says_anything(self, guest: str, kind: str, fields: dict[str, Any], frames: list[bytes]) -> None:
         known = guest in self.world.members
-        actions = self.world.do(self.world.protocol.message(guest, kind, fields, frames, self.world.now))
+        actions = self.world.say(guest, kind, *frames, **fields)
         if not known and kind != "hello":
-            versions = self.world.protocol.terms.versions
-            assert actions == [act.Send(guest=guest, channel=act.CONTROL, kind="unknown", fields=versions)]
+            assert actions == [act.Send(guest=guest, message=UnknownMessage(**VERSIONS))]
 
     # -- what must always hold
 

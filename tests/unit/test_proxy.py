@@ -12,12 +12,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
+from potluck.checked import build
 from potluck.errors import ConfigError, NetworkError
 from potluck.lab import flow as flow_module
 from potluck.lab import proxy as proxy_module
@@ -32,8 +33,6 @@ from potluck.lab.shaping import (
     Fault,
     LinkSpec,
     Policy,
-    faults_from,
-    link_from,
 )
 
 MBIT = 125_000.0
@@ -133,17 +132,17 @@ def test_faults_hold_for_their_time_and_their_direction() -> None:
 )
 def test_a_wrong_fault_is_named(table: dict[str, object], part: str) -> None:
     with pytest.raises(ConfigError, match=part) as caught:
-        faults_from([table])
+        build(Fault, table)
     assert caught.value.hint
 
 
 def test_a_link_survives_json_and_a_wrong_one_does_not() -> None:
     link = LinkSpec(name="a", rate_bytes_per_s=1e6, faults=(Fault(kind="reset", at_s=1.0),))
-    assert link_from(asdict(link)) == link
+    assert msgspec.json.decode(msgspec.json.encode(link), type=LinkSpec) == link
     with pytest.raises(ConfigError, match="rate"):
-        link_from({"name": "a", "rate": 3})
+        build(LinkSpec, {"name": "a", "rate": 3})
     with pytest.raises(ConfigError, match="-3"):
-        LinkSpec(name="a", rate_bytes_per_s=-3)
+        build(LinkSpec, {"name": "a", "rate_bytes_per_s": -3})
 
 
 # -- real connections ----------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import default_collate
 
+from potluck.checked import build
 from potluck.errors import ConfigError, DataError
 from potluck.train.recipes import cnn, idx
 from potluck.train.recipes.cnn import CnnConfig, CnnRecipe
@@ -167,5 +168,5 @@ def test_the_same_seed_gives_the_same_model() -> None:
 @pytest.mark.parametrize("wrong", [{"width": 6}, {"width": 0}, {"steps": 0}, {"lr": -1.0}, {"clip_norm": -1.0}])
 def test_values_that_cannot_work_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))) as caught:
-        CnnConfig(**wrong)
+        build(CnnConfig, wrong)
     assert caught.value.hint

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import nn
 
+from potluck.checked import build
 from potluck.errors import ConfigError, DataError
 from potluck.train.recipes import corpus, get
 from potluck.train.recipes.gpt import GptConfig, GptRecipe, generate, readable
@@ -133,7 +134,7 @@ def test_the_same_seed_gives_the_same_model_and_leaves_chance_alone() -> None:
     drawn = torch.rand(3)
     torch.manual_seed(5)
     assert torch.equal(drawn, torch.rand(3))
-    two, other = RECIPE.model(config), RECIPE.model(dataclasses.replace(config, seed=2))
+    two, other = RECIPE.model(config), RECIPE.model(replace(config, seed=2))
     for first, second in zip(one.parameters(), two.parameters()):
         assert torch.equal(first, second)
     assert not torch.equal(one.bytes.weight, other.bytes.weight)
@@ -143,7 +144,7 @@ def test_bf16_is_the_configs_choice(text: str) -> None:
     config = GptConfig(depth=1, sequence=16, batch_tokens=64, data=text)
     model, batch = RECIPE.model(config), torch.stack(RECIPE.dataset(config).__getitems__([0, 1]))
     exact = RECIPE.loss(model, batch, config)
-    rounded = RECIPE.loss(model, batch, dataclasses.replace(config, precision="bf16"))
+    rounded = RECIPE.loss(model, batch, replace(config, precision="bf16"))
     assert rounded.dtype == torch.float32
     assert exact != rounded
     torch.testing.assert_close(exact, rounded, rtol=0.01, atol=0.01)
@@ -176,7 +177,7 @@ def test_what_cannot_be_printed_becomes_visible() -> None:
 )
 def test_values_that_cannot_work_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError) as caught:
-        GptConfig(**wrong)  # type: ignore[arg-type]
+        build(GptConfig, wrong)
     assert next(iter(wrong)) in str(caught.value) or "batch_tokens" in str(caught.value)
     assert caught.value.hint
 

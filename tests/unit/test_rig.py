@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from potluck.checked import to_json
 from potluck.errors import ConfigError
 from potluck.lab import rigs
 from potluck.spec import about
@@ -24,7 +25,6 @@ from potluck.spec.rig import (
     loads,
     parse,
     read_text,
-    to_table,
     to_toml,
 )
 from potluck.train import recipes
@@ -70,8 +70,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], str, str]] = {
     "name is a number": ({**RIG, "name": 3}, "name is 3", "must be text"),
     "name of a path": ({**RIG, "name": "../x"}, "'../x'", "leave out /"),
     "about is a number": ({**RIG, "about": 3}, "about is 3", "must be text"),
-    "workload is a number": ({**RIG, "workload": 3}, "workload is not a table", r"\[workload\]"),
-    "one bracket": ({**RIG, "machine": HOST}, "not a list", r"\[\[machine\]\]"),
+    "workload is a number": ({**RIG, "workload": 3}, "workload is 3", r"\[workload\]"),
+    "one bracket": ({**RIG, "machine": HOST}, "machine is {", r"\[\[machine\]\]"),
     "no machines": ({**RIG, "machine": []}, "no host", 'role = "host"'),
     "no host": ({**RIG, "machine": [GUEST]}, "no host", 'role = "host"'),
     "two hosts": (with_guest(role="host"), r"2 hosts \(desk, laptop\)", "exactly one"),
@@ -81,11 +81,11 @@ MISTAKES: dict[str, tuple[dict[str, Any], str, str]] = {
         "65 machines",
         "at most 64",
     ),
-    "machine without a name": ({**RIG, "machine": [HOST, {}]}, "number 2 has no name", "name ="),
+    "machine without a name": ({**RIG, "machine": [HOST, {}]}, "number 2: name is missing", "must be text"),
     "machine's name of a path": (with_guest(name="a/b"), "called 'a/b'", "letters and digits"),
     "name of an option": (with_guest(name="-x"), "called '-x'", "letters and digits"),
     "name too long": (with_guest(name="x" * 41), "called", "40 at most"),
-    "role": (with_guest(role="boss"), "role is 'boss'", 'role = "guest"'),
+    "role": (with_guest(role="boss"), "role is 'boss'", "one of guest, host"),
     "recipe": (with_workload(recipe="gtp"), "recipe is 'gtp'", "did you mean gpt"),
     "depth of cnn": (with_workload(recipe="cnn", depth=3), "depth does not apply", "leave depth out"),
     "sequence of cnn": (with_workload(recipe="cnn", sequence=3), "sequence does not apply", "leave"),
@@ -112,14 +112,14 @@ MISTAKES: dict[str, tuple[dict[str, Any], str, str]] = {
     "leaves at 0": (with_guest(leave_at_step=0), "leaves at step 0", "after join"),
     "returns before it leaves": (with_guest(leave_at_step=5, return_at_step=5), "returns at step 5", "after leave"),
     "returns without leaving": (with_guest(return_at_step=5), "never leaves", "after leave"),
-    "changes are a number": (with_guest(speed_changes=3), "not a list", r"\[{ at_step"),
-    "changes are numbers": (with_guest(speed_changes=[3]), "not a list", r"\[{ at_step"),
-    "change without step": (change(seconds_per_sample=1), "has no at_step", r"\[{ at_step"),
-    "change without speed": (change(at_step=3), "has no seconds_per_sample", r"\[{ at_step"),
-    "change of nothing": (change(), "no at_step and no seconds_per_sample", r"\[{ at_step"),
-    "change twice": (change(**{"at_step": 3, "at-step": 4}), "has no seconds_per_sample", r"\[{ at_step"),
+    "changes are a number": (with_guest(speed_changes=3), "laptop.*speed_changes is 3", r"list of tables"),
+    "changes are numbers": (with_guest(speed_changes=[3]), "laptop.*speed_changes number 1 is 3", "a table"),
+    "change without step": (change(seconds_per_sample=1), "number 1: at_step is missing", "from 2 to"),
+    "change without speed": (change(at_step=3), "seconds_per_sample is missing", "a number from"),
+    "change of nothing": (change(), "at_step is missing", "a whole number"),
+    "change twice": (change(**{"at_step": 3, "at-step": 4}), "seconds_per_sample is missing", "a number from"),
     "change to 0": (change(at_step=3, seconds_per_sample=0), "laptop.*is 0", "from 1e-06"),
-    "change at step 1": (change(at_step=1, seconds_per_sample=1), r"at steps \[1\]", "2 or more"),
+    "change at step 1": (change(at_step=1, seconds_per_sample=1), "at_step is 1", "from 2 to"),
     "changes not in order": (
         with_guest(
             speed_changes=[{"at_step": 5, "seconds_per_sample": 1}, {"at_step": 3, "seconds_per_sample": 1}]
@@ -165,7 +165,7 @@ class TestFiles:
     def test_a_mistake_names_the_file(self, tmp_path: Path) -> None:
         path = tmp_path / "mine.toml"
         path.write_text('name = "x"\ncolour = 3\n')
-        with pytest.raises(ConfigError, match=r"mine\.toml: there is no key 'colour'"):
+        with pytest.raises(ConfigError, match=r"mine\.toml:2: there is no key 'colour'"):
             rigs.load(str(path))
 
     @pytest.mark.parametrize("content", [b"name = ", b"\xff\xfe", b"a = 1\na = 2"])
@@ -293,7 +293,7 @@ def rigs_of_any_kind(draw: st.DrawFn) -> Rig:
 @given(rigs_of_any_kind())
 def test_any_rig_can_be_written_and_read_again(rig: Rig) -> None:
     assert loads(to_toml(rig), "it") == rig
-    assert parse(to_table(rig)) == rig
+    assert parse(json.loads(to_json(rig))) == rig
 
 
 @settings(max_examples=60, deadline=None)
@@ -366,8 +366,8 @@ class TestReference:
     def test_every_key_has_its_row(self) -> None:
         page = self.PAGE.read_text(encoding="utf-8")
         for table in (Workload, Machine):
-            for field in dataclasses.fields(table):
-                assert f"| `{field.name}` |" in page, field.name
+            for name in table.__struct_fields__:
+                assert f"| `{name}` |" in page, name
 
     def test_its_examples_are_rigs(self) -> None:
         examples = re.findall(r"```toml\n(.*?)```", self.PAGE.read_text(encoding="utf-8"), re.S)

@@ -13,9 +13,11 @@ import pytest
 
 from potluck.errors import RunFolderError
 from potluck.failpoints import armed
-from potluck.report.summary import read_events
+from potluck.report.summary import read_events, step_events
+from potluck.spec.events import HostBack, RunNote, kind_of
 from potluck.train.events import EventLog
 from potluck.train.folder import RunFolder
+from support import sample_events as sample
 from support.processes import Processes
 
 
@@ -25,22 +27,22 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 def test_a_line_that_a_kill_cut_does_not_spoil_the_next(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events.jsonl")
-    log.emit({"event": "step", "step": 1})
+    log.emit(sample.step(1))
     log.close()
     with (tmp_path / "events.jsonl").open("a") as file:
         file.write('{"t_s": 3.2, "event": "st')
     for number in (2, 3):
         log = EventLog(tmp_path / "events.jsonl")
-        log.emit({"event": "step", "step": number})
+        log.emit(sample.step(number))
         log.close()
-    assert [event["step"] for event in read_events(tmp_path)] == [1, 2, 3]
+    assert [e.step for e in step_events(read_events(tmp_path))] == [1, 2, 3]
     assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 4
 
 
 def test_a_log_goes_on_without_empty_lines(tmp_path: Path) -> None:
     for number in range(3):
         log = EventLog(tmp_path / "events.jsonl")
-        log.emit({"event": "step", "step": number, "loss": float("nan")})
+        log.emit(sample.step(number, loss=float("nan")))
         log.sync()
         log.close()
         log.sync()
@@ -50,8 +52,7 @@ def test_a_log_goes_on_without_empty_lines(tmp_path: Path) -> None:
 def test_lines_of_many_threads_are_whole(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events.jsonl")
     threads = [
-        threading.Thread(target=lambda: [log.emit({"event": "note", "text": "x" * 9000}) for _ in range(20)])
-        for _ in range(4)
+        threading.Thread(target=lambda: [log.emit(RunNote(text="x" * 9000)) for _ in range(20)]) for _ in range(4)
     ]
     for thread in threads:
         thread.start()
@@ -67,8 +68,8 @@ def test_a_log_that_cannot_be_written_is_one_warning_and_one_that_cannot_be_open
     log = EventLog(tmp_path / "events.jsonl")
     for moment in ("before", "after"):
         with armed(f"events.{moment}-line=raise"):
-            log.emit({"event": "step"})
-    log.emit({"event": "step"})
+            log.emit(RunNote(text="x"))
+    log.emit(RunNote(text="x"))
     log.close()
     # What came after the line's write did write the line.
     assert [line.get("lines") for line in lines(tmp_path)] == [1, None, 1, None]
@@ -86,13 +87,13 @@ def test_a_full_disk_leaves_whole_lines_and_half_of_one(tmp_path: Path, capsys: 
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
         while (tmp_path / "events.jsonl").stat().st_size + 60 < 1000:
-            log.emit({"event": "step", "step": 1})
-        log.emit({"event": "step", "text": "x" * 100})
+            log.emit(RunNote(text="a"))
+        log.emit(RunNote(text="x" * 100))
         assert "File too large; the run goes on" in capsys.readouterr().err
         written = len(read_events(tmp_path))
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        log.emit({"event": "note"})
-        assert [e["event"] for e in read_events(tmp_path)] == ["step"] * written + ["log_gap", "note"]
+        log.emit(HostBack())
+        assert [kind_of(e) for e in read_events(tmp_path)] == ["note"] * written + ["log_gap", "host_back"]
         (tmp_path / "events.jsonl").write_bytes((tmp_path / "events.jsonl").read_bytes()[:1000])
         log.close()
     finally:
@@ -100,9 +101,9 @@ def test_a_full_disk_leaves_whole_lines_and_half_of_one(tmp_path: Path, capsys: 
     assert (tmp_path / "events.jsonl").stat().st_size == 1000
     written = len(read_events(tmp_path))
     log = EventLog(tmp_path / "events.jsonl")
-    log.emit({"event": "run_start"})
+    log.emit(HostBack())
     log.close()
-    assert [e["event"] for e in read_events(tmp_path)] == ["step"] * written + ["run_start"]
+    assert [kind_of(e) for e in read_events(tmp_path)] == ["note"] * written + ["host_back"]
 
 
 HOLDER = """

@@ -6,10 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from potluck.cli import join
-from potluck.cli._scripts import running
 from potluck.errors import MissingModuleError, ScriptError
-from potluck.fleet.script import Script, guest_hint, imports_of, missing_here, not_sent, read_script, run_received
+from potluck.fleet import received
+from potluck.fleet.running import running
+from potluck.fleet.script import (
+    Script,
+    guest_hint,
+    imports_of,
+    missing_here,
+    not_sent,
+    read_script,
+    run_file,
+    run_received,
+)
 
 SCRIPT = """
 from __future__ import annotations
@@ -67,10 +76,10 @@ def test_the_hint_is_one_command_with_the_packages_names_and_never_installs_a_fi
 def test_all_that_is_missing_is_named_at_once() -> None:
     wanted = {"torch": "torch", "no_such_a": "a-package", "no_such_b": "", "x; rm -rf /": ""}
     with pytest.raises(MissingModuleError, match=r"lacks what job\.py imports: no_such_a, no_such_b\n") as caught:
-        join._check_modules("job.py", wanted)
+        received._check_modules("job.py", wanted)
     assert caught.value.hint.startswith("pip install a-package no_such_b ")
     for nothing in ({}, {"torch": "torch"}):
-        join._check_modules("job.py", nothing)
+        received._check_modules("job.py", nothing)
 
 
 def test_the_traceback_of_a_script_that_was_received_shows_its_lines(capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,3 +99,14 @@ def test_one_that_turns_up_missing_later_has_that_hint_and_none_about_data(
     assert ("run.is_host" in caught.value.hint) == guest
     assert "data set" not in caught.value.hint
     assert "ModuleNotFoundError" in capsys.readouterr().err
+
+
+def test_the_traceback_of_a_script_has_no_frames_of_potluck(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text("def f():\n    raise KeyError('x')\nf()\n")
+    with pytest.raises(ScriptError, match=r"mine\.py failed with KeyError"), running("mine.py"):
+        run_file(script, ())
+    files = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  File")]
+    assert [Path(line.split('"')[1]).name for line in files] == [Path(__file__).name, "mine.py", "mine.py"]

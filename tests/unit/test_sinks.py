@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,7 +12,9 @@ from potluck.failpoints import armed
 from potluck.report.guest_view import GuestView
 from potluck.report.messages import describe
 from potluck.sinks import guarded
+from potluck.spec import events as ev
 from potluck.train.events import EventLog, events_in
+from support import sample_events as sample
 
 
 class Broken:
@@ -22,9 +23,9 @@ class Broken:
     def __init__(self) -> None:
         self.called = 0
 
-    def event(self, event: dict[str, Any]) -> None:
+    def event(self, event: ev.RunEvent) -> None:
         self.called += 1
-        if event["event"] != "note":
+        if not isinstance(event, ev.RunNote):
             raise TypeError("unsupported format string passed to NoneType.__format__")
 
     def close(self) -> None:
@@ -36,8 +37,8 @@ def test_the_first_exception_is_told_and_the_sink_is_still_called() -> None:
     broken = Broken()
     view = guarded(broken, "the view", said.append)
     for _ in range(3):
-        view.event({"event": "step"})
-    view.event({"event": "note"})
+        view.event(sample.step(1))
+    view.event(ev.RunNote(text="x"))
     view.close()
     assert broken.called == view.called == 4
     assert len(said) == 1
@@ -54,36 +55,35 @@ def test_ctrl_c_is_no_failure_of_a_view() -> None:
 
 def test_a_view_that_raises_ends_no_run(capsys: pytest.CaptureFixture[str]) -> None:
     log = EventLog(None, Broken().event)
-    log.emit({"event": "step"})
-    log.emit({"event": "step"})
+    log.emit(sample.step(1))
+    log.emit(sample.step(1))
     assert capsys.readouterr().err.count("warning: the view failed") == 1
 
 
 @pytest.mark.parametrize("mode", ["plain", "json", "auto"])
 def test_a_guests_view_shows_a_contribution_without_a_loss(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
     log = EventLog(None, GuestView(mode).event)
-    event = {"event": "delivered", "step": 3, "samples": 4, "compute_s": 0.5, "total_samples": 4}
-    log.emit({**event, "loss": float("nan")})
+    log.emit(ev.Delivered(step=3, samples=4, loss=None, compute_s=0.5, total_samples=4))
     shown, said = capsys.readouterr()
     assert said == ""
-    assert json.loads(shown)["loss"] is None if mode == "json" else "4 samples at 8.00/s, loss –" in shown
+    assert json.loads(shown)["loss"] is None if mode == "json" else "4 samples at 8.00 /s, loss –" in shown
 
 
 def test_lines_that_could_not_be_written_are_counted_where_they_are_missing(tmp_path: Path) -> None:
-    seen: list[dict[str, Any]] = []
+    seen: list[ev.RunEvent] = []
     log = EventLog(tmp_path / "events.jsonl", seen.append)
     with armed("events.before-line=raise"):
-        log.emit({"event": "step", "step": 1})
+        log.emit(sample.step(1))
     for step in (2, 3):
-        log.emit({"event": "step", "step": step})
+        log.emit(sample.step(step))
     log.close()
     found = events_in(tmp_path / "events.jsonl")
-    assert [(e["event"], e.get("step"), e.get("lines")) for e in found] == [
+    assert [(ev.kind_of(e), getattr(e, "step", None), getattr(e, "lines", None)) for e in found] == [
         ("log_gap", None, 1),
         ("step", 2, None),
         ("step", 3, None),
     ]
-    assert [e["event"] for e in seen] == ["log_failed", "step", "step", "step"]
+    assert [ev.kind_of(e) for e in seen] == ["log_failed", "step", "step", "step"]
     told = describe(seen[0])
     assert told is not None
     assert told.level == "bad"

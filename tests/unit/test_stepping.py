@@ -36,11 +36,11 @@ def test_an_equal_guest_gets_half_and_the_samples_of_its_micro_batches() -> None
     table.members["g"].micro_batch = 4
     actions = table.begin()
     (lease,) = sends(actions, "lease")
-    assert lease.fields["sizes"] == [4, 3, 3, 1]  # the last one is beyond its quota
-    assert lease.fields["quota"] == 10
-    assert lease.fields["step"] == 1
-    assert lease.fields["host_sample_s"] == pytest.approx(HOST_S)
-    assert lease.fields["within_s"] == pytest.approx(1.0)
+    assert lease.message.sizes == (4, 3, 3, 1)  # the last one is beyond its quota
+    assert lease.message.quota == 10
+    assert lease.message.step == 1
+    assert lease.message.host_sample_s == pytest.approx(HOST_S)
+    assert lease.message.within_s == pytest.approx(1.0)
     batches = [a.positions for a in actions if isinstance(a, SendSamples)]
     assert [p for b in batches for p in b] == list(range(29, 40))
     assert [len(b) for b in batches] == [4, 3, 3, 1]
@@ -90,9 +90,9 @@ def test_the_host_waits_for_a_lease_no_longer_than_computing_it_would_take() -> 
     table.now += 2e-6
     taken, actions = table.stepping.take(4, table.now)
     assert len(taken.positions) == 4
-    assert sends(actions, "revoke")[0].fields == {"lease": 1}
+    assert sends(actions, "revoke")[0].message.lease == 1
     (event,) = events(actions, "lease_taken_back")
-    assert (event["machine"], event["samples"]) == ("g", count)
+    assert (event.machine, event.samples) == ("g", count)
     table.compute(taken)
     assert table.compute_all().full
     assert table.stepping.end().taken_back_samples == count
@@ -151,7 +151,7 @@ def test_a_silent_guest_gets_no_patience() -> None:
     table.members["g"].last_heard = table.now - SILENT_S - 0.1
     take, actions = table.stepping.take(4, table.now)
     assert take.positions
-    assert "sent nothing for 2.6 s" in events(actions, "lease_taken_back")[0]["reason"]
+    assert "sent nothing for 2.6 s" in events(actions, "lease_taken_back")[0].reason
 
 
 def test_a_guest_that_says_it_will_be_late_is_believed() -> None:
@@ -288,7 +288,7 @@ def test_a_contribution_must_be_whole(count: int, pieces: int, reason: str) -> N
     assert why_not is not None
     assert reason in why_not
     actions = table.stepping.drop(member, reason=why_not, now=table.now)
-    assert events(actions, "contribution_dropped")[0]["reason"] == why_not
+    assert events(actions, "contribution_dropped")[0].reason == why_not
     assert table.compute_all().full
     result = table.stepping.end()
     assert result.samples == {"host": 20}
@@ -300,9 +300,9 @@ def test_a_late_contribution_is_dropped_reported_and_never_counted() -> None:
     freeze(table.members["g"].overhead)
     assert table.step("g") == {"host": 20}
     (event,) = events(table.actions, "contribution_dropped")
-    assert (event["machine"], event["step"], event["samples"]) == ("g", 2, 10)
-    assert "taken back" in event["reason"]
-    assert sends(table.actions, "dropped")[0].fields == {"lease": 1}
+    assert (event.machine, event.step, event.samples) == ("g", 2, 10)
+    assert "taken back" in event.reason
+    assert sends(table.actions, "dropped")[0].message.lease == 1
     assert table.members["g"].samples == 0
     assert table.members["g"].lease is None
     assert table.step() == {"host": 10, "g": 10}
@@ -372,7 +372,7 @@ def test_a_guest_whose_gradients_are_not_finite_was_not_too_late() -> None:
     not_finite(table)
     (event,) = events(not_finite(table), "guest_sits_out")
     assert member.reason == "delivered nothing that counts 2 times in a row: its gradient is not finite"
-    assert event["reason"].startswith(member.reason)
+    assert event.reason.startswith(member.reason)
 
 
 def test_different_reasons_are_all_named() -> None:
@@ -417,7 +417,7 @@ def test_the_reason_of_a_lease_that_was_taken_back_is_what_is_known(known: str, 
             member.last_heard = table.now
         take, actions = table.stepping.take(4, table.now)
         (event,) = events(actions, "lease_taken_back")
-        assert event["reason"].startswith(reason)
+        assert event.reason.startswith(reason)
         table.compute(take)
         assert table.compute_all().full
         table.stepping.end()
@@ -437,7 +437,7 @@ def test_a_guest_for_whom_a_step_has_no_sample_is_not_said_to_be_slow() -> None:
     table = Table("a", "b", "c", "d", batch=4, rate=20.0)
     actions = table.begin()
     (event,) = events(actions, "guest_sits_out")
-    assert event["reason"].startswith("would not make the step shorter: one sample takes it 50 ms, the step ")
+    assert event.reason.startswith("would not make the step shorter: one sample takes it 50 ms, the step ")
 
 
 def test_a_guest_that_was_held_up_when_it_joined_shows_with_one_small_lease_how_fast_its_link_is() -> None:
@@ -447,7 +447,7 @@ def test_a_guest_that_was_held_up_when_it_joined_shows_with_one_small_lease_how_
     member.micro_batch = member.largest_micro_batch = 4
     member.transfer.add(9.0)
     (lease,) = sends(table.begin(), "lease")
-    assert lease.fields["sizes"] == [2]
+    assert lease.message.sizes == (2,)
     assert member.state == COMPUTING
     table.compute_all()
     member.transfer.value = 0.01  # as the protocol does with the first contribution's own measurement
@@ -455,7 +455,7 @@ def test_a_guest_that_was_held_up_when_it_joined_shows_with_one_small_lease_how_
     assert table.compute_all().full
     table.stepping.end()
     (lease,) = sends(table.begin(), "lease")
-    assert sum(lease.fields["sizes"]) > 5
+    assert sum(lease.message.sizes) > 5
 
 
 def test_one_whose_trial_shows_nothing_sits_out_by_its_first_weights_and_says_so() -> None:
@@ -466,7 +466,7 @@ def test_one_whose_trial_shows_nothing_sits_out_by_its_first_weights_and_says_so
     assert member.misses == ["it was too late"]
     member.lease = None
     (event,) = events(table.begin(), "guest_sits_out")
-    assert "and deliver the gradient (by what its first weights took)" in event["reason"]
+    assert "and deliver the gradient (by what its first weights took)" in event.reason
 
 
 def test_one_on_time_clears_the_record() -> None:
@@ -494,7 +494,7 @@ def test_a_guest_that_cannot_help_sits_out_and_tries_again_later() -> None:
     assert sends(actions, "lease") == []
     assert member.state == SITTING_OUT
     (event,) = events(actions, "guest_sits_out")
-    assert "cannot deliver one sample within a step: 2.50 s to compute it" in event["reason"]
+    assert "cannot deliver one sample within a step: 2.50 s to compute it" in event.reason
     assert member.rests_until_step == 1 + QUOTA_RETRY_STEPS
     table.compute_all()
     table.stepping.end()
@@ -566,10 +566,10 @@ def test_a_guest_is_told_how_long_the_end_of_its_gradient_takes() -> None:
         (lease,) = sends(table.begin(), "lease")
         member = table.members["ann"]
         # It says when it will have delivered, by what it was told; in truth it takes 0.3 s longer than computing.
-        eta_s = 0.2 + lease.fields["tail_s"]
-        table.stepping.closing(member, lease=lease.fields["lease"], keep=99, eta_s=eta_s, now=table.now)
+        eta_s = 0.2 + lease.message.tail_s
+        table.stepping.closing(member, lease=lease.message.lease, keep=99, eta_s=eta_s, now=table.now)
         table.now += 0.2 + 0.3
         table.deliver("ann")
         table.compute_all()
         table.stepping.end()
-    assert lease.fields["tail_s"] == pytest.approx(0.3, rel=0.05)
+    assert lease.message.tail_s == pytest.approx(0.3, rel=0.05)

@@ -6,17 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+from rich.cells import cell_len
 
+from potluck import checked
 from potluck.errors import RunFolderError
 from potluck.report.summary import losses, read_events, summarize
 from potluck.report.summary_text import summary_text
+from potluck.train.gain import Gain
 from support import sample_events as sample
-
-
-def log(folder: Path, events: list[sample.Event], tail: str = "") -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events) + tail, encoding="utf-8")
-    return folder
 
 
 def test_a_whole_run() -> None:
@@ -95,9 +92,9 @@ def test_steps_repeated_after_a_resume_count_once() -> None:
 
 
 def test_a_log_cut_in_the_middle_of_a_line_is_read(tmp_path: Path) -> None:
-    run = log(tmp_path / "run", [sample.run_start(), sample.step(1)], tail='{"event": "step", "st')
+    run = sample.write(tmp_path / "run", [sample.run_start(), sample.step(1)], tail='{"event": "step", "st')
     events = read_events(run)
-    assert [e["event"] for e in events] == ["run_start", "step"]
+    assert events == [sample.run_start(), sample.step(1)]
     assert summarize(events).steps == 1
 
 
@@ -119,7 +116,7 @@ def test_alone_says_nothing_about_guests() -> None:
 
 def test_the_summary_goes_through_json() -> None:
     summary = summarize(sample.whole_run())
-    again = json.loads(json.dumps(summary.to_dict()))
+    again = json.loads(checked.to_json(summary))
     assert again["machines"][1]["name"] == "laptop"
     assert again["efficiency"] == summary.efficiency
 
@@ -145,7 +142,36 @@ def test_the_micro_batch_of_each_machine_is_told() -> None:
 
 def test_how_many_samples_share_their_statistics_is_kept() -> None:
     machines = [sample.host(24, micro_batch=12, micro_batches=2), sample.machine("laptop", 8, micro_batches=2)]
-    news = {"event": "batch_statistics", "layers": 5, "effective_batch": 8.0}
-    summary = summarize([sample.run_start(), sample.step(1, machines=machines), news, sample.run_end()])
+    told = sample.statistics(layers=5)
+    summary = summarize([sample.run_start(), sample.step(1, machines=machines), told, sample.run_end()])
     assert (summary.batch_layers, summary.effective_batch) == (5, 8.0)
     assert "5 layers, over 8 samples on average" in summary_text(summary)
+
+
+def test_the_last_line_and_the_report_have_one_speed_up(tmp_path: Path) -> None:
+    """Both are the steps' mean, weighted by their seconds: what the run took alone ÷ what it took."""
+    steps = [
+        sample.step(1, speedup=None, step_s=9.0),
+        sample.step(2, speedup=1.0, step_s=3.0),
+        sample.step(3, speedup=2.0),
+    ]
+    assert summarize([sample.run_start(), *steps]).speedup == pytest.approx(5.0 / 4.0)
+    gain = Gain()
+    for step in steps:
+        gain.add(step.speedup, step.step_s)
+    assert gain.value == pytest.approx(5.0 / 4.0)
+    assert Gain().value is None
+
+
+def test_what_is_sent_to_guests_is_called_what_it_is() -> None:
+    """The bytes out have the samples in them."""
+    assert "4 kB of gradients in, 8 kB of weights and samples out (3 kB a step)" in summary_text(
+        summarize(sample.whole_run())
+    )
+
+
+def test_columns_stand_under_their_headers_whatever_a_machine_is_called() -> None:
+    machines = [sample.host(), sample.machine("東京のノート", 8)]
+    text = summary_text(summarize([sample.run_start(), sample.step(1, machines=machines), sample.run_end()]))
+    header, *rows = text.splitlines()[-3:]
+    assert [cell_len(row[: row.index(m.role)]) for row, m in zip(rows, machines)] == [header.index("role")] * 2

@@ -11,11 +11,12 @@ import pytest
 from potluck.hub.feed import Feed
 from potluck.hub.members import Member
 from potluck.hub.stepping import StepResult
-from potluck.train.launch import HOST
+from potluck.report.summary import summarize
+from potluck.train.context import HOST
 from potluck.train.telemetry import Telemetry
 
 
-def table(events: list[dict[str, Any]]) -> tuple[Telemetry, Member, StepResult]:
+def table(events: list[Any]) -> tuple[Telemetry, Member, StepResult]:
     """The figures of a host with one guest, a tenth of a second a sample."""
     guest = Member(
         id="g",
@@ -28,7 +29,8 @@ def table(events: list[dict[str, Any]]) -> tuple[Telemetry, Member, StepResult]:
         feed=Feed(pieces=1, window_bytes=1),
     )
     device = SimpleNamespace(peak_flops=None, label="cpu")
-    launch: Any = SimpleNamespace(role=HOST, name="tower", device=device, log=SimpleNamespace(emit=events.append))
+    log = SimpleNamespace(emit=events.append)
+    launch: Any = SimpleNamespace(role=HOST, name="tower", device=device, log=log, folder=None)
     options: Any = SimpleNamespace(usual_batch=8, tokens_per_sample=None)
     hub: Any = SimpleNamespace(members=lambda: [guest], host_sample_s=lambda: 0.1, traffic=lambda: (0, 0))
     result = StepResult(samples={"tower": 8}, predicted_s=None, wait_s=0.0, dropped_samples=0, taken_back_samples=0)
@@ -36,25 +38,39 @@ def table(events: list[dict[str, Any]]) -> tuple[Telemetry, Member, StepResult]:
 
 
 def test_no_speed_up_is_claimed_before_a_guest_has_contributed() -> None:
-    events: list[dict[str, Any]] = []
+    events: list[Any] = []
     telemetry, guest, result = table(events)
     telemetry.step_ended(1, 1.0, result, 0.0, time.monotonic(), applied=True, outside=(0.0, 0.0))
     guest.samples = 3
     telemetry.step_ended(2, 1.0, result, 0.0, time.monotonic(), applied=True, outside=(0.0, 0.0))
-    before, after = (event["speedup"] for event in events)
+    before, after = (event.speedup for event in events)
     assert before is None
     assert after is not None
 
 
 def test_what_the_script_does_between_steps_is_no_steps_time() -> None:
-    events: list[dict[str, Any]] = []
+    events: list[Any] = []
     telemetry, guest, result = table(events)
     guest.samples = 3
     start = time.monotonic()
     telemetry.step_ended(1, 1.0, result, 0.0, start + 0.5, applied=True, outside=(start, start))
     validated = start + 14.5
     telemetry.step_ended(2, 1.0, result, 0.0, validated + 0.4, applied=True, outside=(start + 0.5, validated))
-    assert events[1]["step_s"] == pytest.approx(0.4, abs=0.001)
-    assert events[1]["between_s"] == pytest.approx(14.0, abs=0.001)
-    assert events[1]["speedup"] > 1  # 0.8 s alone, 0.45 s on average
-    assert events[1]["eta_s"] == pytest.approx(7 * (0.45 + 7.0), abs=0.1)
+    assert events[1].step_s == pytest.approx(0.4, abs=0.001)
+    assert events[1].between_s == pytest.approx(14.0, abs=0.001)
+    assert events[1].speedup > 1  # 0.8 s alone, 0.45 s on average
+    assert events[1].eta_s == pytest.approx(7 * (0.45 + 7.0), abs=0.1)
+
+
+def test_the_runs_speed_and_speed_up_are_those_of_the_report() -> None:
+    events: list[Any] = []
+    telemetry, guest, result = table(events)
+    guest.samples = 3
+    start = time.monotonic()
+    for step, ended in enumerate((0.5, 0.9, 2.9), 1):
+        telemetry.step_ended(step, 1.0, result, 0.0, start + ended, applied=True, outside=(start, start))
+    telemetry.ended(3, 1.0, "finished")
+    summary = summarize(events)
+    assert events[-1].speedup == pytest.approx(summary.speedup, rel=1e-3)
+    assert events[-1].samples_per_s == pytest.approx(summary.samples_per_s, rel=1e-3)
+    assert events[-1].speedup != pytest.approx(events[-2].speedup, rel=1e-3), "the last steps are not the run"

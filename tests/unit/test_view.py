@@ -6,13 +6,14 @@ import io
 import json
 import math
 import threading
-from typing import Any
 
+import msgspec
 import pytest
 
 from potluck.report.live import LiveView
 from potluck.report.messages import describe
 from potluck.report.view import JsonView, PlainView, QuietView, can_be_live, make_view
+from potluck.spec import events as ev
 from support import sample_events as sample
 
 
@@ -27,7 +28,7 @@ class Ascii(io.StringIO):
     encoding = "ascii"
 
 
-def shown(*events: dict[str, Any], stream: io.StringIO | None = None) -> list[str]:
+def shown(*events: ev.RunEvent, stream: io.StringIO | None = None) -> list[str]:
     stream = stream or Terminal()
     view = PlainView(stream)
     for event in events:
@@ -74,34 +75,28 @@ def test_a_step_that_was_not_applied_says_so_and_the_end_is_honest() -> None:
     (line,) = shown(sample.step(2, loss=None, applied=False))
     assert "loss –" in line
     assert line.endswith("not applied")
-    (why,) = shown({"event": "step_not_applied", "step": 7, "machine": None, "reason": "the sum is", "in_a_row": 3})
+    (why,) = shown(sample.not_applied(step=7, machine=None, reason="the sum is", in_a_row=3))
     assert why == "! step 7 was not applied (3 in a row): the sum is"
     end, _ = shown(sample.run_end(loss=None, not_applied=3))
     assert end.startswith("finished after step 4, 4.20 s, loss –, 3 steps were not applied, ")
-    nothing = {key: value for key, value in sample.run_end(not_applied=0).items() if key != "loss"}
-    assert "loss" not in shown(nothing)[0], "no step was made"
+    assert "loss" not in shown(sample.run_end(loss=msgspec.UNSET))[0], "no step was made"
 
 
-@pytest.mark.parametrize("event", sample.news(), ids=lambda e: e["event"])
-def test_everything_else_that_happens_is_one_line_that_names_who_and_why(event: dict[str, Any]) -> None:
+@pytest.mark.parametrize("event", sample.news(), ids=ev.kind_of)
+def test_everything_else_that_happens_is_one_line_that_names_who_and_why(event: ev.RunEvent) -> None:
     (line,) = shown(event)
-    for key in (
-        "machine" if event["event"] != "flight_recorded" else "path",
-        "address" if event["event"] != "lease_taken_back" else "machine",
-        "reason",
-        "path",
-        "text",
-    ):
-        assert str(event.get(key, "")) in line
+    for key in ("machine", "address", "reason", "path", "text"):
+        if key != "machine" or not isinstance(event, ev.FlightRecorded):
+            assert str(getattr(event, key, "") or "") in line
 
 
 def test_only_the_first_record_is_told() -> None:
-    assert shown({"event": "flight_recorded", "machine": "tower", "path": "x", "first": False}) == []
+    assert shown(ev.FlightRecorded(machine="tower", path="x", first=False)) == []
 
 
-def test_an_event_of_a_later_version_is_passed_over() -> None:
-    assert shown({"event": "moon_phase", "phase": 3}, {}) == []
-    assert describe({"event": "moon_phase"}) is None
+def test_what_is_no_news_to_the_host_is_not_shown() -> None:
+    assert shown(*sample.quiet()) == []
+    assert [describe(event) for event in sample.quiet()] == [None] * len(sample.quiet())
 
 
 def test_no_colours_even_on_a_terminal() -> None:
@@ -111,14 +106,14 @@ def test_no_colours_even_on_a_terminal() -> None:
 
 def test_another_machine_cannot_steer_the_terminal() -> None:
     name = "evil\x1b[2J\nstep 99/99"
-    lines = shown({"event": "guest_joined", "machine": name, "device": "x" * 10_000})
+    lines = shown(sample.joined(name, device="x" * 10_000))
     assert len(lines) == 1
     assert "\x1b" not in lines[0]
     assert len(lines[0]) < 1000
 
 
 def test_a_stream_without_utf8_gets_ascii() -> None:
-    lines = shown(*sample.whole_run(), {"event": "note", "text": "Grüße – 1×"}, stream=Ascii())
+    lines = shown(*sample.whole_run(), ev.RunNote(text="Grüße – 1×"), stream=Ascii())
     assert all(line.isascii() for line in lines)
     assert any("1.25x" in line for line in lines)
     assert lines[-1].endswith("- 1x")
@@ -154,12 +149,12 @@ def test_json_lines_are_the_events() -> None:
     view = JsonView(stream)
     for event in sample.whole_run():
         view.event(event)
-    assert [json.loads(line) for line in stream.getvalue().splitlines()] == sample.whole_run()
+    assert [ev.from_json(line) for line in stream.getvalue().splitlines()] == sample.whole_run()
 
 
 def test_json_stays_json_when_the_loss_is_not_a_number() -> None:
     stream = io.StringIO()
-    JsonView(stream).event(sample.step(1, loss=math.nan, machines=[sample.host(rate=math.inf)]))
+    JsonView(stream).event(sample.step(1, loss=math.nan, machines=(sample.host(rate=math.inf),)))
 
     def no_constant(name: str) -> None:
         raise AssertionError(name)
@@ -217,3 +212,55 @@ def test_a_step_says_how_many_samples_each_machine_computes_at_once() -> None:
     assert "tower 24 by 12 + laptop 8 by 8" in fleet
     (alone,) = shown(sample.step(1, machines=[sample.host(32, micro_batch=16)]))
     assert alone.endswith("16 at once")
+
+
+class TestRepeats:
+    """With steps of milliseconds, one late guest must not fill the terminal."""
+
+    def run(self, *turns: tuple[float, ev.RunEvent]) -> list[str]:
+        stream, now = io.StringIO(), 0.0
+        view = PlainView(stream, clock=lambda: now)
+        for at, event in turns:
+            now = at
+            view.event(event)
+        view.close()
+        return stream.getvalue().splitlines()
+
+    def test_what_repeats_within_seconds_is_one_line_with_a_count(self) -> None:
+        late = sample.taken_back
+        lines = self.run(
+            *((n / 1000, late(step=n)) for n in range(1, 1001)), (5.1, late(step=1001)), (5.2, late(step=1002))
+        )
+        assert lines == [
+            "! laptop (10.0.0.7) was late during step 1; its 8 samples were taken back",
+            "! (999 times) laptop (10.0.0.7) was late during step 1000; its 8 samples were taken back",
+            "! (2 times) laptop (10.0.0.7) was late during step 1002; its 8 samples were taken back",
+        ]
+
+    def test_what_is_left_comes_before_the_end(self) -> None:
+        lines = self.run((0.0, sample.taken_back()), (0.1, sample.taken_back(step=3)), (0.2, sample.run_end()))
+        assert [line[:5] for line in lines] == ["! lap", "! lap", "finis", "run f"]
+        assert "step 3" in lines[1]
+        assert "times" not in lines[1]
+
+    def test_a_step_brings_what_is_due(self) -> None:
+        lines = self.run((0.0, sample.taken_back()), (0.1, sample.taken_back(step=3)), (6.0, sample.step(4)))
+        assert ["step 3" in line for line in lines] == [False, True, False]
+        assert lines[2].startswith("step 4/4")
+
+    def test_others_are_not_kept_back(self) -> None:
+        sits_out = ev.GuestSitsOut(machine="laptop", step=2, reason="too slow")
+        lines = self.run(
+            (0.0, sample.taken_back()),
+            (0.1, sample.taken_back(machine="pi")),
+            (0.2, sits_out),
+            (0.3, sample.not_applied()),
+            (0.4, sample.not_applied()),
+        )
+        assert len(lines) == 5
+
+    def test_after_a_quiet_while_the_next_is_shown_at_once(self) -> None:
+        late = sample.taken_back
+        lines = self.run((0.0, late()), (9.0, late(step=3)), (20.0, sample.step(1)), (99.0, sample.not_applied()))
+        assert [line[:5] for line in lines] == ["! lap", "! lap", "step ", "! ste"]
+        assert "step 3" in lines[1]

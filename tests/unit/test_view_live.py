@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import threading
 import time
 
@@ -15,10 +14,11 @@ from potluck.report.frame import frame_lines
 from potluck.report.line import Line, cut
 from potluck.report.live import LiveView
 from potluck.report.state import History, RunState
+from potluck.spec import events as ev
 from support import sample_events as sample
 
 
-def state_after(*events: sample.Event) -> RunState:
+def state_after(*events: ev.RunEvent) -> RunState:
     state = RunState()
     for event in events:
         state.fold(event)
@@ -112,13 +112,13 @@ def test_a_run_without_end_shows_no_bar() -> None:
 
 
 def test_a_loss_that_is_not_a_number_is_seen() -> None:
-    state = state_after(sample.run_start(), sample.step(1), sample.step(2, loss=math.nan))
+    state = state_after(sample.run_start(), sample.step(1), sample.step(2, loss=None))
     (line,) = [line for line in frame_lines(state, width=80, height=24) if "loss" in line.plain]
-    assert ("nan", "bold red") in line.parts
+    assert ("–", "bold red") in line.parts
 
 
 def test_steps_that_were_not_applied_are_counted() -> None:
-    bad = {"event": "step_not_applied", "machine": "tower", "step": 2, "reason": "own gradient is not finite"}
+    bad = sample.not_applied(in_a_row=1, reason="own gradient is not finite")
     steps = [sample.step(n, loss=None if n < 4 else 1.0, applied=n == 4) for n in (2, 3, 4)]
     state = state_after(sample.run_start(), sample.step(1), bad, *steps)
     lines = frame_lines(state, width=80, height=24)
@@ -148,39 +148,34 @@ def test_a_guest_shows_before_the_next_step_ends() -> None:
 
 
 def test_a_message_that_repeats_is_counted() -> None:
-    taken_back = next(e for e in sample.news() if e["event"] == "lease_taken_back")
-    state = state_after(
-        sample.run_start(), *([taken_back] * 500), *({"event": "note", "text": str(n)} for n in range(9))
-    )
+    taken_back = sample.taken_back()
+    state = state_after(sample.run_start(), *([taken_back] * 500), *(ev.RunNote(text=str(n)) for n in range(9)))
     text = "\n".join(picture(state_after(sample.run_start(), sample.step(1), *([taken_back] * 500))))
     assert "(500 times)" in text
     assert len(state.notices) == 10
 
 
 def test_only_what_failed_in_the_same_way_is_counted_together() -> None:
-    lost = {"event": "guest_lost", "machine": "laptop", "address": "10.0.0.7", "step": 2}
     reasons = ["sent nothing for 5.1 s", "lost its connection", "sent nothing for 12 s", "lost its connection"]
-    text = "\n".join(
-        picture(state_after(sample.run_start(), sample.step(1), *({**lost, "reason": r} for r in reasons)), 120)
-    )
+    lost = [ev.GuestLost(**sample.LAPTOP, step=2, reason=reason, samples_taken_back=0) for reason in reasons]
+    text = "\n".join(picture(state_after(sample.run_start(), sample.step(1), *lost), 120))
     assert "(2 times) laptop (10.0.0.7) sent nothing for 12 s" in text
     assert "(2 times) laptop (10.0.0.7) lost its connection" in text
 
 
 def test_a_notice_has_one_step_number_and_it_is_its_own() -> None:
-    late = {"event": "lease_taken_back", "machine": "laptop", "step": 3, "samples": 8, "reason": "was late"}
-    joined = {"event": "guest_joined", "machine": "pi"}
+    late, joined = sample.taken_back(step=3), sample.joined("pi")
     text = "\n".join(picture(state_after(sample.run_start(), sample.step(2), late, joined), 120))
-    assert "! step 3  laptop was late; its 8 samples were taken back" in text
-    assert "✓ step 3  pi joined" in text, "in the step that is under way"
+    assert "! step 3  laptop (10.0.0.7) was late; its 8 samples were taken back" in text
+    assert "✓ step 3  pi (10.0.0.7) joined" in text, "in the step that is under way"
     text = "\n".join(picture(state_after(sample.run_start(), sample.step(4), joined), 120))
-    assert "✓ step 4  pi joined" in text, "there is no step after the last"
+    assert "✓ step 4  pi (10.0.0.7) joined" in text, "there is no step after the last"
 
 
 @pytest.mark.parametrize("width", [50, 80, 100])
 def test_what_went_wrong_is_not_cut_at_the_terminals_width(width: int) -> None:
     reason = f"a different model: layers.0.weight is (512, 256) there and (512, 128) here; {'/long/path' * 12} end"
-    refused = {"event": "guest_refused", "machine": "東京のノート", "address": "10.0.0.7", "reason": reason}
+    refused = ev.GuestRefused(machine="東京のノート", address="10.0.0.7", reason=reason)
     state = state_after(sample.run_start(), sample.step(1), refused)
     lines = picture(state, width, 40)
     assert all(cell_len(line) <= width for line in lines)
@@ -189,21 +184,17 @@ def test_what_went_wrong_is_not_cut_at_the_terminals_width(width: int) -> None:
 
 
 def test_what_takes_more_lines_than_there_are_keeps_its_beginning() -> None:
-    refused = {"event": "guest_refused", "machine": "laptop", "reason": "it " * 90}
+    refused = ev.GuestRefused(machine="laptop", address="", reason="it " * 90)
     lines = picture(state_after(sample.run_start(), sample.step(1), refused), 40, 12)
     assert len(lines) <= 12
     assert any("refused laptop" in line for line in lines)
 
 
 def test_a_resumed_run_says_where_it_goes_on_and_why_there() -> None:
-    damaged = {
-        "event": "checkpoint_damaged",
-        "path": "checkpoints/step-00000263",
-        "reason": "its hash is another",
-        "resumed_from": 180,
-    }
+    path = "checkpoints/step-00000263"
+    damaged = ev.CheckpointDamaged(path=path, reason="its hash is another", resumed_from=180)
     lines = picture(state_after(damaged, sample.run_start(steps=300, resumed_from=180)), 120)
-    words = "checkpoints/step-00000263 is damaged: its hash is another; going on after step 180"
+    words = "checkpoints/step-00000263 is damaged: its hash is another; continues after step 180"
     assert f" ✗ {words}" in lines
     assert " · resumed after step 180" in lines
     assert not any("resumed" in line for line in picture(state_after(sample.run_start())))
@@ -267,7 +258,7 @@ class TestTerminal:
     def test_what_goes_wrong_before_the_first_picture_is_a_line(self) -> None:
         screen = io.StringIO()
         view = LiveView(screen, refresh=False)
-        view.event({"event": "loop_awaited", "what": "job.py", "seconds": 60.0, "guests": 1})
+        view.event(ev.LoopAwaited(what="job.py", seconds=60.0, guests=1))
         shown = screen.getvalue()
         assert "! job.py has not reached run.steps() after 1 min 00 s: 1 guest waits until it does" in shown
         view.close()
@@ -306,7 +297,7 @@ class TestTerminal:
 
 
 def test_machines_that_come_under_ever_new_names_do_not_fill_the_memory() -> None:
-    hellos = [{"event": "guest_hello", "machine": f"rogue-{n}", "address": "10.0.0.7"} for n in range(500)]
+    hellos = [ev.GuestHello(machine=f"rogue-{n}", address="10.0.0.7", device="cpu") for n in range(500)]
     state = state_after(sample.run_start(), *hellos)
     assert len(state.machines) == 128
     state.fold(sample.step(1))
@@ -320,3 +311,10 @@ def test_the_table_shows_how_many_samples_are_computed_at_once() -> None:
     column = header.index("at once") + len("at once")
     rows = lines[lines.index(header) + 1 :][:2]
     assert [row[:column].split()[-1] for row in rows] == ["12", "–"]
+
+
+def test_the_last_picture_has_the_speed_of_the_whole_run() -> None:
+    """As the line that ends a plain view, and as the report."""
+    end = sample.run_end(samples_per_s=50.0, speedup=1.7)
+    (speed,) = [line for line in picture(state_after(*sample.whole_run()[:-1], end)) if line.startswith(" speed")]
+    assert speed.split("  ")[1:] == ["50.0 samples/s", " 1.70× this machine alone"]

@@ -15,8 +15,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from potluck.errors import LoopError, WireError
+from potluck.spec.messages import SamplesMessage
 from potluck.wire import tree as module
-from potluck.wire.frames import MAX_FRAME_BYTES, MAX_FRAMES, Message, pack, unpack
+from potluck.wire.frames import FROM_HOST, MAX_FRAME_BYTES, MAX_FRAMES, pack
 from potluck.wire.tree import pack_tree, split_frames, unpack_tree
 
 DTYPES = sorted(module._DTYPES.values(), key=str)
@@ -25,9 +26,10 @@ DTYPES = sorted(module._DTYPES.values(), key=str)
 def travel(tree: Any, **limits: int) -> Any:
     """Through the frames of a real message, as between two machines."""
     spec, frames = pack_tree(tree, **limits)
-    packed = pack(Message(kind="batch", fields={"spec": spec}, frames=tuple(frames)))
-    message = unpack([bytes(frame) for frame in packed])
-    return unpack_tree(message.fields["spec"], message.frames, **limits)
+    packed = pack(SamplesMessage(lease=1, batch=0, tree=spec), frames)
+    message, arrived = FROM_HOST.read([bytes(frame) for frame in packed])
+    assert isinstance(message, SamplesMessage)
+    return unpack_tree(message.tree, arrived, **limits)
 
 
 def same(a: Any, b: Any) -> bool:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import os
 import sys
@@ -22,6 +23,8 @@ from potluck.errors import PotluckError
 INTERRUPTED = 130
 READER_GONE = 141
 """What a shell reports for a program that was ended by SIGPIPE (128 + 13)."""
+_CANNOT_WRITE = {errno.ENOSPC, errno.EFBIG, errno.EIO, getattr(errno, "EDQUOT", errno.ENOSPC)}
+"""What an open stream says, without a file's name, when its disk is full or gone."""
 _DEBUG_HELP = "Show the full traceback if an error occurs."
 
 
@@ -154,22 +157,39 @@ def run(args: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except click.ClickException as error:
         error.show()
+        if isinstance(error, click.NoSuchOption):
+            _say_where_script_options_go(error, arguments)
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):
         _say("interrupted")
         return INTERRUPTED
     except (_ReaderLeft, BrokenPipeError):
-        # Python would complain again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return READER_GONE
     except PotluckError as error:
         _explain(error, settings.debug)
         return error.exit_status
     except Exception as error:
-        _confess(error, settings.debug)
+        if isinstance(error, OSError) and error.errno in _CANNOT_WRITE and error.filename is None:
+            _drop_output()
+            _say(f"error: cannot write the output: {error.strerror}")
+        else:
+            _confess(error, settings.debug)
         return 1
     # click hands back what ctx.exit() was given, or what the command returned.
     return result if isinstance(result, int) else 0
+
+
+def _drop_output() -> None:
+    """Send what is still buffered nowhere: Python would complain again when it flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _say_where_script_options_go(error: click.NoSuchOption, arguments: Sequence[str]) -> None:
+    script = next((word for word in arguments[1:] if word.endswith(".py")), None)
+    if script is not None and arguments[0] == "host":
+        command = f"potluck host {script} -- {error.option_name}"
+        _say(f"hint: options of {script} go after --, for example: {command}")
 
 
 def _open_streams() -> None:

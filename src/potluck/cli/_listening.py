@@ -14,11 +14,10 @@ from typing import Self
 
 import click
 
-from potluck.cli._options import checked_bind
 from potluck.fleet.life import leased
 from potluck.report.text import clean
 from potluck.wire.keys import new_keys
-from potluck.wire.token import Token, encode, local_addresses
+from potluck.wire.token import Token, checked_bind, encode, local_addresses
 from potluck.wire.transport import HostSocket
 
 _POLL_S = 0.5

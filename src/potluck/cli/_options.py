@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,6 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 RECIPE_FLAGS = ("depth", "sequence", "batch_tokens", "steps", "lr", "data", "seed")
 RUN_FLAGS = ("device", "threads", "name", "micro_batch", "codec", "checkpoint_every", "max_bad_steps")
 HOST_FLAGS = ("bind", "port", "wait_for", "wait_s")
-LOOPBACK = "127.0.0.1"
 
 
 def recipe_options(command: Command) -> Command:
@@ -163,32 +161,13 @@ def read_config_file(path: Path | None, recipe: str | None) -> tuple[dict[str, A
 
 def run_config(table: dict[str, Any], flags: dict[str, Any]) -> RunConfig:
     from potluck import codec
-    from potluck.spec.config import build
+    from potluck.checked import build
 
     config = build(RunConfig, {**table, **given(flags, (*RUN_FLAGS, *HOST_FLAGS))})
     codec.get(config.codec)
     if config.codec_down is not None:
         codec.get(config.codec_down)
     return config
-
-
-def checked_bind(bind: str | None, *, ipv6: bool = True) -> str | None:
-    """The numeric address to listen on; None if none was given. `ipv6`: whether IPv6 is allowed."""
-    if bind is None:
-        return None
-    try:
-        address = ipaddress.ip_address(LOOPBACK if bind == "localhost" else bind.strip("[]"))
-    except ValueError:
-        address = None
-    if address is not None and (ipv6 or address.version == 4):
-        return str(address)
-    from potluck.wire.token import local_addresses
-
-    raise ConfigError(
-        f"--bind takes an {'' if ipv6 else 'IPv4 '}address of this machine, not {bind!r}",
-        hint=f"this machine has: {', '.join((*local_addresses(ipv6=ipv6), LOOPBACK))}; 0.0.0.0 listens on all"
-        + ("; :: also on IPv6" if ipv6 else "; only `potluck host` listens on IPv6"),
-    )
 
 
 def listen_options(*, listen: str, port: str) -> Callable[[Command], Command]:

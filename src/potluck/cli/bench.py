@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import sys
 import time
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from potluck import checked
 from potluck.cli._app import INTERRUPTED, LazyGroup, Verb
 from potluck.errors import ScriptError, UserError
 
@@ -162,7 +162,7 @@ def _measure(
     for line in table.comparison(rows, names[0], names[1]) if len(names) > 1 else []:
         say(line)
     if first and json_file:
-        write_json(json_file, [row.to_dict() for row in rows])
+        write_json(json_file, rows)
     wrong = sum(row.wrong for row in rows)
     if wrong:
         raise PotluckError(f"{wrong} elements of the results are wrong", hint="please report it, with the table")
@@ -322,7 +322,7 @@ def writable(json_file: str | None) -> None:
 
 
 def write_json(json_file: str, table: object) -> None:
-    text = json.dumps(table, indent=1)
+    text = checked.to_json(table)
     if json_file == "-":
         click.echo(text)
     else:

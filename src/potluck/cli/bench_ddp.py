@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
 from potluck.cli.bench import check_backends, check_settings, is_rank, joined, start_ranks, writable, write_json
+
+if TYPE_CHECKING:
+    from potluck.probe.ddp import Trained
 
 
 @click.command()
@@ -58,7 +61,7 @@ def ddp(**flags: Any) -> None:
         return
     counts = _counts(flags["processes"])
     check_settings(flags, max(counts))
-    rows: list[dict[str, Any]] = []
+    rows: list[Trained] = []
     with tempfile.TemporaryDirectory(prefix="potluck-bench-") as folder:
         for count in counts:
             _add(rows, _on_this_machine(names, count, job, Path(folder)), json_file)
@@ -68,7 +71,7 @@ def ddp(**flags: Any) -> None:
         write_json(json_file, rows)
 
 
-def _add(rows: list[dict[str, Any]], more: list[dict[str, Any]], json_file: str | None) -> None:
+def _add(rows: list[Trained], more: list[Trained], json_file: str | None) -> None:
     for row in more:
         rows.append(row)
         _say(row, len(rows) == 1, json_file)
@@ -83,7 +86,7 @@ def _train(names: list[str], job: dict[str, int], parent: int | None, json_file:
 
     with joined(names, parent) as (groups, store):
         rate, kind = link.slowest(store, dist.get_rank(), dist.get_world_size())
-        found = [train(DdpJob(**job), name, rate, kind, group).to_dict() for name, group in groups.items()]
+        found = [train(DdpJob(**job), name, rate, kind, group) for name, group in groups.items()]
         if dist.get_rank() == 0:
             if json_file:
                 write_json(json_file, found)
@@ -91,25 +94,31 @@ def _train(names: list[str], job: dict[str, int], parent: int | None, json_file:
                 _add([], found, None)
 
 
-def _on_this_machine(names: list[str], count: int, job: dict[str, int], folder: Path) -> list[dict[str, Any]]:
+def _on_this_machine(names: list[str], count: int, job: dict[str, int], folder: Path) -> list[Trained]:
     if count == 1:
         import torch
 
         from potluck.probe.ddp import DdpJob, train
 
         torch.set_num_threads(1)
-        return [train(DdpJob(**job), names[0], None, "").to_dict()]
+        return [train(DdpJob(**job), names[0], None, "")]
     out = folder / f"{count}.json"
     start_ranks(_arguments(names, job, out), count, 1)
-    return list(json.loads(out.read_text()))
+    return _read(out)
 
 
-def _in_the_lab(names: list[str], mbit: float, job: dict[str, int], folder: Path) -> list[dict[str, Any]]:
+def _in_the_lab(names: list[str], mbit: float, job: dict[str, int], folder: Path) -> list[Trained]:
     from potluck.lab.ranks import potluck_command, run_on_pair
 
     out = folder / "lab.json"
     run_on_pair([potluck_command("bench", *_arguments(names, job, out))] * 2, mbit, folder)
-    return list(json.loads(out.read_text()))
+    return _read(out)
+
+
+def _read(out: Path) -> list[Trained]:
+    from potluck.probe.ddp import Trained
+
+    return msgspec.json.decode(out.read_bytes(), type=list[Trained])
 
 
 def _arguments(names: list[str], job: dict[str, int], out: Path) -> list[str]:
@@ -127,7 +136,7 @@ def _counts(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _say(row: dict[str, Any], first: bool, json_file: str | None) -> None:
+def _say(row: Trained, first: bool, json_file: str | None) -> None:
     from potluck.report.text import fitted
     from potluck.units import seconds_text
 
@@ -140,6 +149,6 @@ def _say(row: dict[str, Any], first: bool, json_file: str | None) -> None:
                 "processes", "backend", "link", "tokens/s", "step", "all-reduce", "computed", "exposed", "loss"
             )
         )
-    times = [seconds_text(row[name]) for name in ("step_s", "all_reduce_s", "computed_s", "exposed_s")]
-    cells = [row["world"], row["backend"], row["where"] or "none", f"{row['tokens_per_s']:.0f}", *times]
-    click.echo(fitted(columns.format(*cells, f"{row['loss']:.5f}"), sys.stdout))
+    times = [seconds_text(s) for s in (row.step_s, row.all_reduce_s, row.computed_s, row.exposed_s)]
+    cells = [row.world, row.backend, row.where or "none", f"{row.tokens_per_s:.0f}", *times]
+    click.echo(fitted(columns.format(*cells, f"{row.loss:.5f}"), sys.stdout))

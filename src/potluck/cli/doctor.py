@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import re
 import shlex
 import sys
@@ -13,7 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from msgspec.structs import replace
 
+from potluck import checked
 from potluck.cli import _options as options
 from potluck.cli._app import Settings
 from potluck.errors import ConfigError, UserError
@@ -229,7 +230,7 @@ def _reading(case: Case, flags: dict[str, Any]) -> LogReading | None:
 def _finish(case: Case, flags: dict[str, Any]) -> int:
     from potluck.doctor import examine
 
-    diagnosis = dataclasses.replace(examine(case), log=_reading(case, flags))
+    diagnosis = replace(examine(case), log=_reading(case, flags))
     if flags["save"] is not None:
         _save(flags["save"], case)
     _show(case, diagnosis, flags["as_json"])
@@ -238,7 +239,7 @@ def _finish(case: Case, flags: dict[str, Any]) -> int:
 
 def _show(case: Case, diagnosis: Diagnosis, as_json: bool) -> None:
     if as_json:
-        click.echo(diagnosis.to_json())
+        click.echo(checked.to_json(diagnosis))
     else:
         from potluck.cli._doctor_view import lines_of
         from potluck.report.screen import columns, show
@@ -259,10 +260,9 @@ def _status(diagnosis: Diagnosis) -> int:
 
 def _save(path: Path, case: Case) -> None:
     from potluck import durable
-    from potluck.spec.facts import to_json
 
     try:
-        durable.replace(path, to_json(case), what="facts")
+        durable.replace(path, checked.to_json(case) + "\n", what="facts")
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}", hint="choose another file") from None
     click.echo(f"wrote {path}", err=True)

@@ -8,8 +8,8 @@ from importlib import resources
 
 import click
 
+from potluck.checked import did_you_mean
 from potluck.errors import UserError
-from potluck.spec.config import did_you_mean
 
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)]+)\)")
 _WIDEST = 100

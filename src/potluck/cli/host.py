@@ -9,8 +9,8 @@ import click
 
 from potluck.cli import _options as options
 from potluck.cli._app import Settings
-from potluck.cli._runs import find_run, runs_folder
-from potluck.cli.train import recipe_plan, run_recipe
+from potluck.cli._runs import runs_folder
+from potluck.cli.train import recipe_spec, run_recipe
 from potluck.errors import UserError
 
 
@@ -52,18 +52,19 @@ def host(
         return
     if arguments:
         raise UserError("a recipe takes no arguments", hint="use settings instead, for example --set warmup=50")
-    plan = recipe_plan(settings, what, flags, command="host")
-    run_recipe(settings, plan)
+    run_recipe(settings, recipe_spec(settings, what, flags, command="host"), flags["view"])
 
 
 def run_script(
     settings: Settings, path: Path, arguments: tuple[str, ...], send: tuple[Path, ...], flags: dict[str, Any]
 ) -> None:
     from potluck.cli import _session
-    from potluck.cli._scripts import running
+    from potluck.fleet.running import running
     from potluck.fleet.script import imports_of, not_sent, read_script, run_file
-    from potluck.train.folder import open_folder
-    from potluck.train.launch import HOST, Interrupted
+    from potluck.train.context import HOST
+    from potluck.train.ending import Interrupted
+    from potluck.train.folder import find_run, open_folder
+    from potluck.train.session import RunSpec
 
     script = read_script(path, send, arguments)
     imports = imports_of(script, path.resolve().parent)
@@ -75,37 +76,29 @@ def run_script(
     resume = find_run(str(flags["resume"]), runs) if flags["resume"] is not None else None
     in_run, _ = options.read_config_file(flags["config_file"], None)
     before = {**open_folder(resume).read_manifest()["config"], "wait_for": 0} if resume is not None else {}
-    plan = _session.RunSpec(
+    sends = [word for file in send for word in ("--send", str(file))]
+    spec = RunSpec(
         role=HOST,
         config=options.run_config({**before, **in_run}, flags),
         what=path.name,
-        source={
-            "files": list(script.names),
-            "arguments": list(arguments),
-            "sha256": script.sha256,
-            "imports": imports,
-        },
+        source=script.source(imports),
         files=script.contents,
-        words=("host", str(path), *(word for file in send for word in ("--send", str(file)))),
-        arguments=arguments,
         resume=resume,
-        view=flags["view"],
         runs=runs,
+        again=_session.resumed_by("host", str(path), *sends, arguments=arguments),
     )
     if (files := not_sent(imports)) and flags["view"] != "quiet":
         more = " ".join(f"--send {file}" for file in files)
         _session.say(f"warning: {path.name} imports {', '.join(files)}, which guests will lack: add {more}")
     try:
-        with _session.session(settings, plan) as launch, running(path.name):
-            folder = launch.folder
+        with _session.session(settings, spec, flags["view"]) as session, running(path.name):
             try:
                 run_file(path, arguments)
             except SystemExit as left:
                 # Asked for its help it has done what it should; else sys.exit() is an end like any other.
                 if left.code not in (None, 0) or {"-h", "--help"} & set(arguments):
                     raise
-            _session.check_began(launch)
+            session.check_began()
     except Interrupted:
-        assert folder is not None
-        _session.say_resume(folder, plan)
+        _session.say_resume(session)
         raise

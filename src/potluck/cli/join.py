@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import re
 import sys
-import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from potluck.cli._app import Settings
 from potluck.cli._options import view_option
-from potluck.errors import LoopError, MissingModuleError, NetworkError, PotluckError, ScriptError, TokenError
+from potluck.errors import TokenError
 
-_NAME = re.compile(r"[A-Za-z0-9._/-]{0,80}")
-"""A valid name of a module, package or file. Other names from a host are not repeated in a suggested command."""
-RUN_FAILED = "failed"
-"""The reason a host gives its guests when its training ended with an error."""
+if TYPE_CHECKING:
+    from potluck.wire.token import Token
 
 
 @click.command()
@@ -101,153 +96,33 @@ def _find_token(token: str | None, token_file: Path | None, settings: Settings) 
     raise TokenError("no token was given", hint="type the command that the host printed: potluck join TOKEN")
 
 
-def _serve(settings: Settings, token: Any, flags: dict[str, Any]) -> int:
+def _serve(settings: Settings, token: Token, flags: dict[str, Any]) -> int:
     """Connect, build the host's model and compute until the run is over; returns the exit status."""
-    from potluck.cli._session import machine_name
     from potluck.device import pick
-    from potluck.hub.link import GuestLink
+    from potluck.fleet.received import run_work
     from potluck.report.guest_view import GuestView
     from potluck.sinks import guarded
     from potluck.spec.config import RunConfig
-    from potluck.train.events import EventLog
-    from potluck.train.launch import GUEST, Launch, set_launch
-    from potluck.train.telemetry import versions
+    from potluck.train.guest_session import RUN_FAILED, compute, connect
+    from potluck.train.session import machine_name
 
     config = RunConfig(name=flags["name"], micro_batch=flags["micro_batch"])
     device = pick(
         flags["device"] or settings.environment.device,
         threads=flags["threads"] or settings.environment.threads,
     )
-    name = machine_name(settings, config)
-    hello = {"name": name, "device": device.label, "platform": sys.platform, **versions()}
     view = guarded(GuestView(flags["view"]), "the view")
-    link = GuestLink(token, hello, give_up_s=flags["give_up_s"], recorder=_recorder(name, flags["runs"], view))
-    link.waiting = view.waiting
-    link.preparing = view.preparing
-    link.missing = lambda seconds: view.missing(seconds, flags["give_up_s"])
-    link.found = view.found
-    welcome = link.connect(flags["wait_s"])
-    fields = welcome.fields
-    view.joined(
-        host=str(fields["host"]),
-        address=link.address,
-        run=str(fields["run"]),
-        name=str(fields["name"]),
-        device=f"{device.label} ({device.reason})",
-    )
-    launch = Launch(
-        role=GUEST,
+    context = connect(
+        token,
         config=config,
         device=device,
-        name=str(fields["name"]),
-        log=EventLog(None, view.event),
-        link=link,
-        welcome=welcome,
+        name=machine_name(config, settings.environment),
+        view=view,
+        wait_s=flags["wait_s"],
+        give_up_s=flags["give_up_s"],
+        records=flags["runs"],
     )
-    set_launch(launch)
-    return _compute(launch, flags["script"], view)
-
-
-def _recorder(name: str, runs: Path | None, view: Any) -> Any:
-    """The flight recorder. A guest has no run folder, so the path is printed when a record is written."""
-    from potluck.hub.recorder import Recorder
-    from potluck.sinks import guarded
-
-    if runs is None:  # all processes of this machine share the folder for temporary files
-        name, runs = f"{name}-{os.getpid()}", Path(tempfile.gettempdir())
-    return guarded(Recorder(name, runs, tell=view.recorded), "the flight recorder")
-
-
-def _compute(launch: Any, script: Path | None, view: Any) -> int:
-    """Run the host's script until the run is over, then leave in order; returns the exit status."""
-    from potluck.train.launch import GuestDone, set_launch
-
-    link = launch.link
-    try:
-        _run_work(launch, script, view)
-        if not launch.began:
-            raise LoopError("the host's script ended without training", hint="does it reach run.steps()?")
-        launch.end_training("its script left the loop")
-        view.ended("the script left its loop")
-    except GuestDone as done:
-        view.ended(f"the run is over: {done}")
-        if str(done) == RUN_FAILED:
-            click.echo("the run failed on its host; see the host's terminal for the reason", err=True)
-            return 1
-        link.recorder.discard()
-    except KeyboardInterrupt:
-        launch.end_training("stopped by the person there")
-        view.ended("left the run")
-        raise
-    except SystemExit as left:
-        if left.code not in (None, 0):
-            _failed(launch, f"its script ended with status {left.code}")
-        raise
-    except Exception as error:
-        if not isinstance(error, NetworkError):  # the link has recorded what happened to it
-            _failed(launch, _why(error))
-        raise
-    finally:
-        launch.end_training("its script left the loop")
-        set_launch(None)
-        link.close("left")
-        link.recorder.write(now=True)
-        view.close()
+    if compute(context, lambda: run_work(context, flags["script"], view.runs), view) == RUN_FAILED:
+        click.echo("the run failed on its host; see the host's terminal for the reason", err=True)
+        return 1
     return 0
-
-
-def _why(error: Exception) -> str:
-    """The failure as the host reports it: the script's own exception, not the ScriptError around it."""
-    cause = error.__cause__ if isinstance(error, ScriptError) and error.__cause__ is not None else error
-    words = " ".join(str(cause).split())
-    if isinstance(cause, PotluckError):
-        return f"its script failed: {words}"
-    return f"its script failed with {type(cause).__name__}" + (f": {words}" if words else "")
-
-
-def _failed(launch: Any, why: str) -> None:
-    """Tell the host, whose user may be able to fix it, and write a flight record here."""
-    launch.failure = why[:200]
-    launch.link.recorder.fault(launch.failure)
-    launch.end_training(launch.failure)
-    launch.link.close(launch.failure, failed=True)
-
-
-def _check_modules(script: str, imports: dict[str, str]) -> None:
-    """Before the script runs: list all modules at once that it imports and this machine lacks."""
-    from potluck.fleet.script import guest_hint, missing_here
-
-    names = {module: where for module, where in imports.items() if all(map(_NAME.fullmatch, (module, where)))}
-    missing = missing_here(names)
-    if missing:
-        raise MissingModuleError(
-            f"this machine lacks what {script} imports: {', '.join(missing)}", hint=guest_hint(missing)
-        )
-
-
-def _run_work(launch: Any, local: Path | None, view: Any) -> None:
-    from potluck.cli._scripts import GUEST_HINT, HINT, IN_LOOP_HINT, running
-    from potluck.fleet.script import read_script, received_script, run_file, run_received
-    from potluck.spec.config import build
-    from potluck.train import recipes
-    from potluck.train.recipes.job import train as train_recipe
-
-    source = dict(launch.welcome.fields["source"])
-    if "recipe" in source:
-        recipe = recipes.get(str(source["recipe"]))
-        view.runs(f"the recipe {recipe.name}")
-        train_recipe(recipe, build(recipe.Config, source["config"]))
-        return
-    names, arguments = [str(n) for n in source["files"]], [str(a) for a in source["arguments"]]
-    if local is not None:
-        script = read_script(local, (), arguments)
-        view.runs(f"the local script {local} (sha256 {script.sha256[:16]}…)")
-        with running(local.name, hint=lambda: IN_LOOP_HINT if launch.began else HINT, guest=True):
-            run_file(local, arguments)
-        return
-    contents = [bytes(f) for f in launch.welcome.frames]
-    script = received_script(names, contents, arguments, str(source["sha256"]))
-    _check_modules(names[0], source.get("imports", {}))
-    view.runs(f"{names[0]} from the host (sha256 {script.sha256[:16]}…)")
-    with running(names[0], hint=lambda: IN_LOOP_HINT if launch.began else GUEST_HINT, guest=True):
-        run_received(script)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 
 import click
+from msgspec.structs import asdict
 
+from potluck import checked
 from potluck.cli._app import LazyGroup, Verb
 
 VERBS: dict[str, Verb] = {
@@ -54,8 +55,8 @@ def list_(as_json: bool) -> None:
 
     found = [(rig, about.facts(rig)) for rig in map(rigs.load, rigs.NAMES)]
     if as_json:
-        table = [{"name": rig.name, "about": rig.about, **facts.to_dict()} for rig, facts in found]
-        click.echo(json.dumps(table, indent=2))
+        table = [{"name": rig.name, "about": rig.about, **asdict(facts)} for rig, facts in found]
+        click.echo(checked.to_json(table))
         return
     screen.show(lab_picture.list_lines(found, screen.columns()), sys.stdout)
 
@@ -76,7 +77,6 @@ def show(rig: str, as_toml: bool, as_json: bool) -> None:
     from potluck.lab import rigs
     from potluck.report import lab_picture, screen
     from potluck.spec import about
-    from potluck.spec.rig import to_table
 
     if as_toml and as_json:
         raise click.UsageError("--toml cannot be combined with --json")
@@ -87,6 +87,6 @@ def show(rig: str, as_toml: bool, as_json: bool) -> None:
         return
     facts = about.facts(found)
     if as_json:
-        click.echo(json.dumps({"rig": to_table(found), **facts.to_dict()}, indent=2))
+        click.echo(checked.to_json({"rig": found, **asdict(facts)}))
         return
     screen.show(lab_picture.rig_lines(found, facts, screen.columns()), sys.stdout)

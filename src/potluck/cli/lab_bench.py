@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from potluck import checked
 
 if TYPE_CHECKING:
     from potluck.lab.bench import BenchOutcome
@@ -69,7 +70,6 @@ def bench(
     from potluck.lab import rigs
     from potluck.lab.bench import bench as run
     from potluck.lab.bench import check_strategies
-    from potluck.spec.figures import to_json
 
     fleet = rigs.load(rig)
     if steps is not None:
@@ -86,14 +86,14 @@ def bench(
     except KeyboardInterrupt:
         click.echo(f"logs of what has run: {folder}", err=True)
         raise
-    table = to_json(measured.results)
-    (folder / "results.json").write_text(json.dumps(table, indent=1) + "\n")
+    table = checked.to_json(measured.results)
+    (folder / "results.json").write_text(table + "\n")
     pictures = [] if no_plots else write_plots(folder, measured)
     if json_file == "-":
-        click.echo(json.dumps(table, indent=1))
+        click.echo(table)
     else:
         if json_file is not None:
-            Path(json_file).write_text(json.dumps(table, indent=1) + "\n")
+            Path(json_file).write_text(table + "\n")
         show(measured)
     where = sys.stderr if json_file == "-" else sys.stdout
     click.echo(f"figures, logs{' and plots' if pictures else ''}: {folder}", file=where)

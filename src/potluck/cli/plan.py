@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from msgspec import Struct
+from msgspec.structs import replace
 
+from potluck import checked
 from potluck.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
@@ -113,34 +116,34 @@ def plan(rig: str | None, sweep: str | None, plot: Path | None, guests: int | No
     if flags["save"] is not None:
         _save(flags["save"], table)
     if flags["as_json"]:
-        click.echo(json.dumps(table, indent=2))
+        click.echo(checked.to_json(table))
     else:
         screen.show(lines, sys.stdout)
     if plot is not None:
         click.echo(f"wrote {plot}", err=True)
 
 
-def _plan(given: Given, job: Job, strategies: tuple[str, ...]) -> tuple[dict[str, Any], list[Any]]:
+def _plan(given: Given, job: Job, strategies: tuple[str, ...]) -> tuple[Struct, list[Any]]:
     from potluck.plan import advice
     from potluck.report import screen
     from potluck.report.plan_table import plan_lines
 
     found = advice.plan(job, given.fleet, strategies, given.assumptions)
-    return found.to_dict(), plan_lines(found, screen.columns(), whole=not sys.stdout.isatty())
+    return found, plan_lines(found, screen.columns(), whole=not sys.stdout.isatty())
 
 
-def _save(path: Path, table: dict[str, Any]) -> None:
+def _save(path: Path, table: Struct) -> None:
     from potluck import durable
 
     try:
-        durable.replace(path, json.dumps(table, indent=1) + "\n", what="plan")
+        durable.replace(path, checked.to_json(table) + "\n", what="plan")
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}", hint="choose another file") from error
 
 
 def _sweep(
     given: Given, job: Job, word: str, strategies: tuple[str, ...], plot: Path | None
-) -> tuple[dict[str, Any], list[Any]]:
+) -> tuple[Struct, list[Any]]:
     from potluck.plan import sweep as sweeps
     from potluck.plan.predict import check_strategies
     from potluck.report import plan_plot, screen
@@ -152,16 +155,16 @@ def _sweep(
         machines = given.fleet.machines
         fleet = ", ".join(m.device or m.name for m in machines[:3]) + (", …" if len(machines) > 3 else "")
         plan_plot.write(plot, found, f"{job.name} on {fleet}")
-    return found.to_dict(), sweep_lines(found, screen.columns())
+    return found, sweep_lines(found, screen.columns())
 
 
-def _scale(given: Given, job: Job, guests: int) -> tuple[dict[str, Any], list[Any]]:
+def _scale(given: Given, job: Job, guests: int) -> tuple[Struct, list[Any]]:
     from potluck.plan.scale import scale
     from potluck.report import screen
     from potluck.report.plan_table import scale_lines
 
     found = scale(job, given.fleet, guests)
-    return found.to_dict(), scale_lines(found, given.fleet, screen.columns())
+    return found, scale_lines(found, given.fleet, screen.columns())
 
 
 def _check_plot(plot: Path, sweep: str | None) -> None:
@@ -191,8 +194,6 @@ def _given(rig: str | None, flags: dict[str, Any]) -> tuple[Given, Job]:
 
 
 def _of_rig(name: str, flags: dict[str, Any]) -> tuple[Given, Job]:
-    from dataclasses import replace
-
     from potluck.lab import rigs
     from potluck.plan.inputs import Given
     from potluck.plan.rigs import fleet_of, job_of
@@ -240,18 +241,16 @@ def _read(path: Path) -> Any:
 
 
 def _catalogue(as_json: bool) -> None:
-    from dataclasses import asdict
-
     from potluck.plan import devices, links, models
     from potluck.report import screen
 
     if as_json:
         table = {
-            "devices": [asdict(sheet) for sheet in devices.DEVICES.values()],
-            "links": [asdict(sheet) for sheet in links.LINKS.values()],
-            "models": list(models.NAMES),
+            "devices": tuple(devices.DEVICES.values()),
+            "links": tuple(links.LINKS.values()),
+            "models": models.NAMES,
         }
-        click.echo(json.dumps(table, indent=2))
+        click.echo(checked.to_json(table))
         return
     from potluck.report.plan_table import catalogue_lines
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import shlex
 import sys
 import time
@@ -13,7 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from msgspec.structs import replace
 
+from potluck import checked
 from potluck.cli import _options as options
 from potluck.cli._app import Settings
 from potluck.errors import ConfigError, PotluckError, UserError
@@ -157,8 +158,9 @@ class _Work:
     def of(cls, settings: Settings, target: str | None, flags: dict[str, Any]) -> _Work:
         import socket
 
+        from potluck.checked import build
         from potluck.cli._target import address_of, token_text
-        from potluck.spec.config import RunConfig, build
+        from potluck.spec.config import RunConfig
         from potluck.wire.token import decode
 
         text = token_text(target, flags["token_file"])
@@ -191,7 +193,7 @@ class _Work:
                 self.token, self.name, seconds - device_s, say, iperf3=not self.flags["no_iperf3"]
             )
             if there.name == here.name:
-                there = dataclasses.replace(there, name=f"{there.name}-2")
+                there = replace(there, name=f"{there.name}-2")
             return Probed(here=here, there=there, paths=paths)
         if self.address is not None:
             from potluck.probe import opening
@@ -216,7 +218,7 @@ class _Work:
         return speed.measure(device, training, self.name, seconds, say)
 
     def _training(self) -> Any:
-        from potluck.spec.config import build
+        from potluck.checked import build
         from potluck.train import recipes
 
         recipe, table = recipes.get(self.flags["recipe"]), dict(self.recipe)
@@ -286,7 +288,7 @@ def _listen(work: _Work, flags: dict[str, Any]) -> None:
         server = LinkServer(door.socket, door.bind, speed, iperf3=not flags["no_iperf3"])
         try:
             if flags["as_json"]:
-                click.echo(json.dumps(dataclasses.asdict(speed), indent=1))
+                click.echo(checked.to_json(speed))
             elif speed.device:
                 show(device_lines(speed, columns()), sys.stdout)
             server.visited = door.visited("came to measure")
@@ -303,13 +305,13 @@ def _finish(probed: Probed, flags: dict[str, Any]) -> None:
         from potluck import durable
 
         try:
-            durable.replace(flags["save"], json.dumps(probed.to_dict(), indent=1) + "\n", what="facts")
+            durable.replace(flags["save"], checked.to_json(probed) + "\n", what="facts")
         except OSError as error:
             raise UserError(
                 f"cannot write {flags['save']}: {error.strerror or error}", hint="choose another file"
             ) from None
     if flags["as_json"]:
-        click.echo(json.dumps(probed.to_dict(), indent=1))
+        click.echo(checked.to_json(probed))
         return
     from potluck.report.line import Line
     from potluck.report.probe_table import probe_lines

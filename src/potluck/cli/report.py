@@ -8,15 +8,18 @@ import sys
 from pathlib import Path
 
 import click
+from msgspec import structs
 
+from potluck import checked
 from potluck.cli._app import Settings
-from potluck.cli._runs import find_run, runs_folder
+from potluck.cli._runs import runs_folder
 from potluck.errors import UserError
 from potluck.report.curve import loss_curve_png, loss_curve_text
 from potluck.report.summary import losses, read_events, summarize
 from potluck.report.summary_text import summary_text
 from potluck.report.text import fitted, writes_utf8
 from potluck.spec.fleet import POTLUCK, SOLO, Plan
+from potluck.train.folder import find_run
 
 PLAN_FILE = "plan.json"
 
@@ -47,11 +50,12 @@ def report(settings: Settings, run: str | None, png: Path | None, plan_file: Pat
     events = read_events(folder)
     summary = summarize(events)
     planned_s = planned_step_s(plan_file, folder, alone=len(summary.machines) < 2)
+    summary = structs.replace(summary, planned_s=planned_s)
     steps, values = losses(events)
     if as_json:
-        click.echo(json.dumps({**summary.to_dict(), "planned_s": planned_s}, indent=2))
+        click.echo(checked.to_json(summary, indent=2))
     else:
-        click.echo(fitted(summary_text(summary, planned_s), sys.stdout))
+        click.echo(fitted(summary_text(summary), sys.stdout))
         width = min(shutil.get_terminal_size((80, 24)).columns, 100)
         curve = loss_curve_text(steps, values, width - 1, 16, ascii_only=not writes_utf8(sys.stdout))
         if curve:
@@ -65,16 +69,18 @@ def planned_step_s(file: Path | None, folder: Path, *, alone: bool) -> float | N
     path = file or folder / PLAN_FILE
     if file is None and not path.exists():
         return None
+    hint = "make it with: potluck plan … --save FILE"
     try:
-        plan = Plan.from_dict(json.loads(path.read_text(encoding="utf-8")))
-        return next(row.step_s for row in plan.rows if row.strategy == (SOLO if alone else POTLUCK))
+        table = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(
             f"cannot read {path}: {error.strerror or error}",
             hint="--plan takes a file made by: potluck plan … --save FILE",
         ) from error
-    except (KeyError, TypeError, ValueError, StopIteration):
-        raise UserError(f"{path} is not a plan file", hint="make it with: potluck plan … --save FILE") from None
+    except (ValueError, RecursionError):
+        raise UserError(f"{path} is not a plan file", hint=hint) from None
+    plan = checked.convert(table, Plan, where=f"{path} is not a plan file", error=UserError, hint=hint)
+    return plan.row(SOLO if alone else POTLUCK).step_s
 
 
 def _write_png(path: Path, steps: list[int], values: list[float], title: str) -> None:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
+from potluck.checked import build
 from potluck.cli import _options as options
 from potluck.cli._app import Settings
-from potluck.cli._runs import find_run, runs_folder
+from potluck.cli._runs import runs_folder
 from potluck.errors import RunFolderError, UserError
-from potluck.spec.config import RunConfig, build
+from potluck.spec.config import RunConfig
+from potluck.spec.messages import Source
+
+if TYPE_CHECKING:
+    from potluck.train.session import RunSpec
 
 
 @click.command()
@@ -41,23 +47,23 @@ def train(settings: Settings, /, recipe: str, **flags: Any) -> None:
       potluck train cnn                    a small CNN on handwritten digits
       potluck train --resume runs/ID       resume a run
     """
-    from potluck.train.launch import ALONE, HOST
+    from potluck.train.context import ALONE, HOST
 
-    plan = recipe_plan(settings, recipe, flags, command="train")
-    if flags["guests"] is not None:
-        plan.guests = flags["guests"]
-    plan.role = HOST if plan.guests else ALONE
-    run_recipe(settings, plan)
+    spec = recipe_spec(settings, recipe, flags, command="train")
+    guests = spec.guests if flags["guests"] is None else flags["guests"]
+    spec = replace(spec, guests=guests, role=HOST if guests else ALONE)
+    run_recipe(settings, spec, flags["view"])
 
 
-def recipe_plan(settings: Settings, recipe: str, flags: dict[str, Any], *, command: str) -> Any:
-    """The plan of a recipe's run, new or resumed."""
-    from potluck.cli._session import RunSpec
+def recipe_spec(settings: Settings, recipe: str, flags: dict[str, Any], *, command: str) -> RunSpec:
+    """A recipe's run, new or resumed."""
+    from potluck.cli._session import resumed_by
     from potluck.train import recipes
-    from potluck.train.launch import HOST
+    from potluck.train.context import HOST
+    from potluck.train.session import RunSpec
 
     if flags["resume"] is not None:
-        return resumed_plan(settings, flags, command)
+        return resumed_spec(settings, flags, command)
     in_run, in_recipe = options.read_config_file(flags["config_file"], recipe)
     kind = recipes.get(recipe)
     settings_of_recipe = {
@@ -66,25 +72,25 @@ def recipe_plan(settings: Settings, recipe: str, flags: dict[str, Any], *, comma
         **options.pairs(flags["more"]),
     }
     config = build(kind.Config, settings_of_recipe)
-    table = dataclasses.asdict(config)
+    table = msgspec.to_builtins(config)
     return RunSpec(
         role=HOST,
         config=options.run_config(in_run, flags),
         what=recipe,
         recipe={"name": recipe, "config": table},
-        source={"recipe": recipe, "config": {**table, "data": None}},
-        words=(command,),
+        source=Source(recipe=recipe, config={**table, "data": None}),
         guests=1 if command == "train" else 0,
-        view=flags["view"],
         runs=runs_folder(settings, flags["runs"]),
+        again=resumed_by(command),
     )
 
 
-def resumed_plan(settings: Settings, flags: dict[str, Any], command: str) -> Any:
-    """The plan of a run that goes on: as its manifest says, but for what the flags change."""
-    from potluck.cli._session import RunSpec
-    from potluck.train.folder import open_folder
-    from potluck.train.launch import HOST
+def resumed_spec(settings: Settings, flags: dict[str, Any], command: str) -> RunSpec:
+    """A run that is resumed: as its manifest says, but for what the flags change."""
+    from potluck.cli._session import resumed_by
+    from potluck.train.context import HOST
+    from potluck.train.folder import find_run, open_folder
+    from potluck.train.session import RunSpec
 
     fixed = [n for n in options.RECIPE_FLAGS if n != "steps" and flags.get(n) is not None]
     fixed += [n for n in ("config_file", "more") if flags.get(n)]
@@ -111,39 +117,35 @@ def resumed_plan(settings: Settings, flags: dict[str, Any], command: str) -> Any
         config=build(RunConfig, run),
         what=str(manifest.get("what", recipe["name"])),
         recipe=recipe,
-        source={"recipe": recipe["name"], "config": {**recipe["config"], "data": None}},
+        source=Source(recipe=recipe["name"], config={**recipe["config"], "data": None}),
         resume=folder.path,
-        words=(command,),
         guests=int(manifest.get("guests", 0)) if command == "train" else 0,
-        view=flags["view"],
+        again=resumed_by(command),
     )
 
 
-def run_recipe(settings: Settings, plan: Any) -> None:
+def run_recipe(settings: Settings, spec: RunSpec, view: str) -> None:
     from potluck.cli import _session
     from potluck.report.curve import loss_curve_png
     from potluck.report.summary import losses, read_events
     from potluck.sinks import guarded
     from potluck.train import recipes
-    from potluck.train.launch import Interrupted
+    from potluck.train.ending import Interrupted
     from potluck.train.recipes.job import train as train_recipe
 
-    recipe = recipes.get(plan.recipe["name"])
-    config = build(recipe.Config, plan.recipe["config"])
+    recipe = recipes.get(spec.recipe["name"])
+    config = build(recipe.Config, spec.recipe["config"])
     try:
-        with _session.session(settings, plan) as launch:
-            folder = launch.folder
+        with _session.session(settings, spec, view) as session:
             model = train_recipe(recipe, config)
-            device = launch.device.torch_device
     except Interrupted:
-        assert folder is not None
-        _session.say_resume(folder, plan)
+        _session.say_resume(session)
         raise
-    assert folder is not None
+    folder, device = session.folder, session.context.device.torch_device
     steps, values = losses(read_events(folder.path))
     if steps:
         guarded(loss_curve_png, "loss.png")(folder.path / "loss.png", steps, values, title=folder.id)
-    if plan.view in ("json", "quiet"):
+    if view in ("json", "quiet"):
         return
     show_end(
         folder.path,

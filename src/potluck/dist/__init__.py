@@ -1,4 +1,4 @@
-"""The torch.distributed backend: its public names. It must not import torch before one of them is used.
+"""The torch.distributed backend: its public names. torch is imported when one of them is first used.
 
 import potluck
 torch.distributed.init_process_group("potluck")

@@ -1,13 +1,9 @@
-"""What callers hand to a collective: owns the looks at it before anything is sent, and its errors.
-
-It must not know ranks beyond their number.
-"""
+"""The arguments of a collective: owns their checks, before anything is sent, and the errors."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -22,71 +18,35 @@ from potluck.errors import CollectiveError, CollectiveTimeoutError, PotluckError
 _MOST_SIZES = 32
 
 
-@dataclass(frozen=True, slots=True)
-class What:
-    """What a caller asked for, less its number."""
-
-    op: str
-    dtype: str = ""
-    shape: tuple[int, ...] | None = None
-    nbytes: int = 0
-    reduction: str = ""
-    root: int | None = None
-
-    @classmethod
-    def of(
-        cls, name: str, tensors: Sequence[Tensor], *, op: Any = None, root: int | None = None, sized: bool = True
-    ) -> What:
-        """From the tensors whose sizes must agree between ranks; of several, how many elements each has."""
-        reduced = "" if op is None else reduction.name_of(op)
-        if sized and len(tensors) == 1:
-            return _of_one(name, tensors[0].shape, tensors[0].dtype, reduced, root)
-        shape: tuple[int, ...] | None = None
-        if sized and tensors:
-            shape = tuple(tensor.numel() for tensor in tensors[:_MOST_SIZES])
-        return cls(
-            op=name,
-            dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
-            shape=shape,
-            # Where sizes may differ, so do the words: they have to be equal.
-            nbytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors) if sized else 0,
-            reduction=reduced,
-            root=root,
-        )
-
-    def header(self, seq: int) -> tuple[Header, bytes]:
-        """With its number, and in words."""
-        return (
-            Header(
-                seq=seq,
-                op=self.op,
-                dtype=self.dtype,
-                shape=self.shape,
-                nbytes=self.nbytes,
-                reduction=self.reduction,
-                root=self.root,
-            ),
-            _words(self),
-        )
-
-
-@functools.lru_cache(maxsize=512)
-def _words(what: What) -> bytes:
-    """A training asks for the same collectives again and again."""
-    fields = {name: getattr(what, name) for name in What.__slots__}
-    return Header(seq=0, **fields).text().encode()
-
-
-@functools.lru_cache(maxsize=1024)
-def _of_one(name: str, shape: torch.Size, dtype: torch.dtype, reduced: str, root: int | None) -> What:
-    return What(
+def header_of(
+    name: str, tensors: Sequence[Tensor], *, op: Any = None, root: int | None = None, sized: bool = True
+) -> Header:
+    """From the tensors whose sizes must agree between ranks; of several, the number of elements of each."""
+    reduced = "" if op is None else reduction.name_of(op)
+    if sized and len(tensors) == 1:
+        return _header_of_one(name, tensors[0].shape, tensors[0].dtype, reduced, root)
+    return Header(
         op=name,
-        dtype=str(dtype).removeprefix("torch."),
-        shape=tuple(shape),
-        nbytes=shape.numel() * dtype.itemsize,
+        dtype=_dtype_text(tensors[0].dtype) if tensors else "",
+        shape=tuple(tensor.numel() for tensor in tensors[:_MOST_SIZES]) if sized and tensors else None,
+        # Where sizes may differ, this must not: ranks compare it.
+        nbytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors) if sized else 0,
         reduction=reduced,
         root=root,
     )
+
+
+@functools.lru_cache(maxsize=1024)
+def _header_of_one(name: str, shape: torch.Size, dtype: torch.dtype, reduced: str, root: int | None) -> Header:
+    """Cached: training repeats the same collectives."""
+    nbytes = shape.numel() * dtype.itemsize
+    return Header(
+        op=name, dtype=_dtype_text(dtype), shape=tuple(shape), nbytes=nbytes, reduction=reduced, root=root
+    )
+
+
+def _dtype_text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def as_list(tensors: Any) -> list[Tensor]:
@@ -99,7 +59,7 @@ def as_lists(tensors: Any) -> list[list[Tensor]]:
 
 
 def options(kind: Any, given: Any, timeout: timedelta | None = None) -> Any:
-    """torch's options; those who call the group itself may give a bare operation, a root, or nothing."""
+    """torch's options; direct callers of the group may give a bare operation, a root, or nothing."""
     if isinstance(given, kind) or hasattr(given, "asyncOp"):
         return given
     options = kind()
@@ -112,7 +72,7 @@ def options(kind: Any, given: Any, timeout: timedelta | None = None) -> Any:
     return options
 
 
-def member(name: str, rank: int | None, world: int) -> None:
+def check_rank(name: str, rank: int | None, world: int) -> None:
     if rank is not None and not 0 <= rank < world:
         raise CollectiveError(
             f"{name}: there is no rank {rank} in this group", hint=f"its ranks are 0 to {world - 1}"
@@ -171,7 +131,7 @@ def split_counts(name: str, tensor: Tensor, splits: list[int] | None, world: int
 
 
 def bundles(hosts: Sequence[HostTensor]) -> Iterable[tuple[Tensor, list[HostTensor]]]:
-    """One flat tensor for all of a dtype, so that many small ones cost one journey."""
+    """One flat tensor for all of a dtype, so that many small ones cost one exchange."""
     if len(hosts) == 1:
         yield hosts[0].flat, []
         return
@@ -188,9 +148,9 @@ def unbundle(flat: Tensor, hosts: Sequence[HostTensor]) -> None:
             host.flat.copy_(values)
 
 
-def worded(header: Header, error: BaseException) -> BaseException:
-    """The error with what it happened in, where its words do not say so."""
-    if not isinstance(error, PotluckError) or f"#{header.seq}" in error.what:
+def with_context(call: str, header: Header, error: BaseException) -> BaseException:
+    """The error with the collective it happened in, unless its text names it."""
+    if not isinstance(error, PotluckError) or call.partition(" ")[2] in error.what:
         return error
     late = " ran into its timeout and failed" if isinstance(error, CollectiveTimeoutError) else ""
-    return type(error)(f"{header.op} #{header.seq} ({header.details()}){late}: {error.what}", hint=error.hint)
+    return type(error)(f"{call} ({header.details()}){late}: {error.what}", hint=error.hint)

@@ -1,10 +1,10 @@
-"""Owns all-reduce with fewer bytes: what each rank packs, adds and hands out, and what packing lost so far.
+"""Compressed all-reduce: owns what each rank packs, adds and distributes, and what packing lost so far.
 
-It must not send anything: payloads are given to the caller and taken from it, whatever carries them.
+Payloads are given to the caller, who sends them, and taken from it.
 
-Each rank owns a part of the tensor. It gets that part from all others, packed; adds it up in float32 in the order
-of the ranks; and hands out the sum, packed again. So every rank sends 2(N-1)/N of the packed tensor, and all ranks
-end with the same bits, for all of them decode the same payload:
+Each rank owns a part of the tensor. It receives that part from all others, packed, adds it in float32 in the order
+of the ranks, and distributes the sum, packed again. So every rank sends 2(N-1)/N of the packed tensor, and all
+ranks get the same bits, because all decode the same payload:
 
     exchange = compressor.begin(identity, flat, rank, world, average=True)
     for part in others:       send exchange.outgoing(part) to rank `part`
@@ -13,7 +13,7 @@ end with the same bits, for all of them decode the same payload:
     for part in all ranks:    exchange.place(part, payload)
 
 Both packings have error feedback: what a payload lost is added to the next one of the same tensor. A value that is
-not finite makes values of the result not finite, as without compression, and leaves no trace in what is kept.
+not finite makes values of the result not finite, as without compression, and does not stay in the residuals.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from potluck.dist.counting import spends
 from potluck.dist.schedules import Span, split
 
 DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
-"""What is compressed; whoever reduces float64 wants all of its digits."""
+"""What is compressed; float64 is reduced for its digits."""
 
 REDUCTIONS = frozenset({"SUM", "AVG"})
 
 _MULTIPLE = 128
-"""Parts begin at the borders of the codecs' blocks."""
+"""Parts begin where the codecs' blocks begin."""
 PIECE = 3840 * _MULTIPLE
-"""Elements: small enough for a processor's cache, and that one travels while the next is packed."""
+"""Elements: small enough for a processor's cache, and to travel while the next is packed."""
 _MOST_PIECES = 8
-"""Of a message between two ranks: half a mebibyte of int8, for each costs Python's time."""
+"""The most pieces of a message between two ranks, half a MiB of int8: each message costs Python's time."""
 _MOST_TENSORS = 256
 
 
 def identity_of(tensor: Tensor, name: str | None = None) -> Hashable:
-    """What tells that a tensor is the one of the last step: its name, else its place in memory and its size."""
+    """Identifies a tensor from step to step: by its name, else by its address and size."""
     return name if name is not None else (str(tensor.device), tensor.data_ptr(), tensor.numel(), tensor.dtype)
 
 
 class Residuals:
-    """What packing lost, for each tensor: [n] float32 each, of the tensors used last. For any thread."""
+    """What packing lost, for each of the tensors used last: [n] float32 each. For any thread."""
 
     def __init__(self, most: int = _MOST_TENSORS) -> None:
         self._most = most
@@ -60,7 +60,7 @@ class Residuals:
         self._kept: OrderedDict[Hashable, Tensor] = OrderedDict()
 
     def get(self, key: Hashable, count: int, device: torch.device) -> Tensor:
-        """The tensor's residual, to be changed in place; zeros where there is none of this size."""
+        """The tensor's residual, to be changed in place; zeros if there is none of this size."""
         with self._lock:
             found = self._kept.pop(key, None)
             if found is None or found.numel() != count or found.device != device:
@@ -70,10 +70,6 @@ class Residuals:
                 self._kept.popitem(last=False)
             return found
 
-    def __len__(self) -> int:
-        with self._lock:
-            return len(self._kept)
-
 
 class Compressor:
     """Compressed all-reduces with one codec; keeps the residuals between them."""
@@ -82,17 +78,17 @@ class Compressor:
         """
         Args:
             codec: fp16, bf16, int8, int4, topk or topk:RATIO.
-            feedback: False only to see what it is good for.
+            feedback: False only to measure its effect.
         """
         self.codec: Codec = get(codec)
-        # Of what goes to the owners, and of what owners hand out.
+        # For what goes to the owners, and for what owners distribute.
         self._up = Residuals() if feedback else None
         self._down = Residuals() if feedback else None
         self._room = SendBuffer()
 
     @staticmethod
     def suits(reduction: str, dtype: torch.dtype) -> bool:
-        """Whether this reduction of this dtype can be compressed; where not, it is done exactly."""
+        """Whether this reduction of this dtype can be compressed; otherwise it is done exactly."""
         return reduction in REDUCTIONS and dtype in DTYPES
 
     def begin(self, identity: Hashable, flat: Tensor, rank: int, world: int, *, average: bool = False) -> Exchange:
@@ -110,7 +106,7 @@ class Compressor:
         average: bool = False,
         piece: int = PIECE,
     ) -> list[Exchange]:
-        """The same, as one exchange for each piece of everybody's part: the first of all parts, the second, ..."""
+        """The same, as one exchange for each piece of every rank's part: the first of all parts, the second, ..."""
         count, device = flat.numel(), flat.device
         up = self._up.get(identity, count, device) if self._up is not None else None
         spans = split(count, world, _MULTIPLE)
@@ -158,7 +154,7 @@ class Exchange:
 
     @spends("reduction")
     def outgoing(self, part: int) -> Tensor:
-        """What the owner of this part must get from this rank; to be called once for each part but the own."""
+        """What to send to the owner of this part; call it once for each part except this rank's own."""
         assert part != self._rank
         start, stop = self.spans[part]
         values = self._flat[start:stop].to(torch.float32, copy=True)
@@ -171,7 +167,7 @@ class Exchange:
         """Add what a rank sent for this rank's part, in the order of the ranks; None: this rank's own values.
 
         Raises:
-            WireError: the payload is none of this codec and size.
+            WireError: the payload is not of this codec and size.
         """
         assert source == self._next, "sums must not depend on who came first"
         assert (payload is None) == (source == self._rank)
@@ -188,7 +184,7 @@ class Exchange:
 
     @spends("reduction")
     def result(self) -> Tensor:
-        """What everybody must get from this rank, when all was added."""
+        """What to send to every rank, once all was added."""
         assert self._next == len(self.spans)
         if self._average:
             self._sum.div_(len(self.spans))
@@ -198,10 +194,10 @@ class Exchange:
 
     @spends("reduction")
     def place(self, part: int, payload: Tensor) -> None:
-        """Write an owner's result where it belongs; one's own too, so that all ranks have the same bits.
+        """Write an owner's result into the tensor; this rank's own too, so that all ranks have the same bits.
 
         Raises:
-            WireError: the payload is none of this codec and size.
+            WireError: the payload is not of this codec and size.
         """
         start, stop = self.spans[part]
         if self._flat.dtype == torch.float32:
@@ -211,17 +207,17 @@ class Exchange:
 
 
 class PairExchange:
-    """One compressed all-reduce between two ranks: each sends all it has, packed, and adds what the other sent.
+    """One compressed all-reduce between two ranks: each sends its packed tensor, and adds what the other sent.
 
-    That is as many bytes as by owners, in one hop and with one loss. Both decode both payloads and add the two:
-    they get the same bits. What is sent is cut into messages of some pieces, and what is left of the last one.
+    That is as many bytes as by owners, in one hop and with one loss. Both decode both payloads and add the two, so
+    they get the same bits. What is sent is cut into messages of whole pieces, and the rest of the last piece.
     """
 
     def __init__(self, codec: Codec, flat: Tensor, up: Tensor | None, *, average: bool, room: SendBuffer) -> None:
         self._codec, self._flat, self._up, self._divide_by = codec, flat.detach(), up, 2 if average else 1
         self._spans = _messages(flat.numel())
         self._whole = flat.numel() // CACHED * CACHED if in_blocks(codec) else 0
-        """Elements of whole pieces, where each piece has a payload of its own."""
+        """Elements of whole pieces, if each piece has its own payload."""
         ends = itertools.accumulate(map(self._packed_bytes, self._spans), initial=0)
         self._places = list(itertools.pairwise(ends))
         self._payload = room.of(self.payload_bytes)
@@ -236,12 +232,12 @@ class PairExchange:
         return count // CACHED * self._codec.nbytes(CACHED) if span[1] <= self._whole else self._codec.nbytes(count)
 
     def __len__(self) -> int:
-        """How many messages each of the two sends."""
+        """The number of messages that each of the two sends."""
         return len(self._spans)
 
     @property
     def payload_bytes(self) -> int:
-        """Of all messages together."""
+        """The bytes of all messages."""
         return self._places[-1][1] if self._places else 0
 
     def message_bytes(self, number: int) -> int:
@@ -254,7 +250,7 @@ class PairExchange:
 
     @spends("reduction")
     def outgoing(self, number: int) -> Tensor:
-        """Pack a message; each once, in order."""
+        """Pack a message; call it once for each, in order."""
         message, (start, stop) = self._own(number), self._spans[number]
         if self._packing is not None and stop <= self._whole:
             self._packing.encode(start // CACHED, stop // CACHED)
@@ -266,10 +262,10 @@ class PairExchange:
 
     @spends("reduction")
     def place(self, number: int, theirs: Tensor) -> None:
-        """Write the sum of both ranks' messages where it belongs, when this rank's was packed.
+        """Write the sum of both ranks' messages into the tensor, after this rank's was packed.
 
         Raises:
-            WireError: what came is none of this codec and size.
+            WireError: the message is not of this codec and size.
         """
         start, stop = self._spans[number]
         if self._packing is not None and stop <= self._whole:
@@ -281,9 +277,9 @@ class PairExchange:
 
 
 def _messages(count: int) -> list[Span]:
-    """Whole pieces together, and what is left of the last one by itself.
+    """Whole pieces together, and the rest of the last one by itself.
 
-    The first messages are small, to be soon on their way, and the last ones, to be soon added.
+    The first messages are small so that sending starts soon, and the last ones so that adding ends soon.
     """
     sizes: list[int] = []
     first, left = 1, count // CACHED
@@ -295,13 +291,13 @@ def _messages(count: int) -> list[Span]:
 
 
 class SendBuffer:
-    """Memory for what a rank sends; kept, because new memory costs a fault for each page."""
+    """Memory for what a rank sends; kept, because new memory costs a page fault for each page."""
 
     def __init__(self) -> None:
         self._held = torch.empty(0, dtype=torch.uint8)
 
     def of(self, nbytes: int) -> Tensor:
-        """So many bytes of it, [nbytes] uint8: the same at every call."""
+        """[nbytes] uint8: the same memory at every call."""
         if self._held.numel() < nbytes:
             self._held = torch.empty(nbytes, dtype=torch.uint8)
         return self._held[:nbytes]

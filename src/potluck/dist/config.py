@@ -5,14 +5,17 @@ A setting comes from the `Config` object, else from its POTLUCK_DIST_* variable,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from potluck import env
+from potluck.checked import did_you_mean
 from potluck.codec.names import parse as parse_codec
 from potluck.errors import CollectiveError, ConfigError
-from potluck.spec.config import did_you_mean
 
 PREFIX = "POTLUCK_DIST_"
 TRANSPORTS = ("auto", "tcp", "shm")
@@ -26,9 +29,9 @@ SHARED = (
 )  # fmt: skip
 """Settings that must be the same on all ranks of a group."""
 
-_KIB = 1024
-_UNITS = {"": 1, "b": 1, "kib": _KIB, "mib": _KIB**2, "k": _KIB, "m": _KIB**2}
-_YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+_KIB, _MIB = 1024, 1024**2
+_UNITS = {"b": 1, "kib": _KIB, "mib": _MIB, "k": _KIB, "m": _MIB}
+_SWITCH_WORDS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,8 +135,8 @@ class Resolved:
     """Why this address was chosen."""
     port: int
     """The port on which this rank listens; 0: any free port."""
-    door_port: int
-    """The port on which it listens for large tensors; 0: any free port."""
+    stream_port: int
+    """The port on which it accepts a stream for large tensors; 0: any free port."""
     chunk_bytes: int
     small_bytes: int
     algorithm: str
@@ -157,13 +160,15 @@ class Resolved:
         """For the log: a line for each setting, with its source."""
         shown = {item.name: _shown(item.name, getattr(self, item.name, None)) for item in fields(Config)}
         shown["address"] += f": {self.reason}"
-        shown["port_base"] = _shown("port_base", self.port) + (f" and {self.door_port}" if self.door_port else "")
+        shown["port_base"] = _shown("port_base", self.port) + (
+            f" and {self.stream_port}" if self.stream_port else ""
+        )
         lines = [f"  {name:<20} {text}  ({self.said_by.get(name, 'default')})" for name, text in shown.items()]
         return "\n".join([f"settings of rank {self.rank}:", *lines])
 
 
 def resolve(config: Config | None, environ: Mapping[str, str], facts: ConfigContext) -> Resolved:
-    """Settle every setting.
+    """Find the value of every setting.
 
     Raises:
         ConfigError: an unknown variable, an invalid value, or an address that this machine does not have.
@@ -173,18 +178,18 @@ def resolve(config: Config | None, environ: Mapping[str, str], facts: ConfigCont
     if settings["heartbeat_timeout_s"] < 2 * settings["heartbeat_s"]:
         raise ConfigError(
             f"{given['heartbeat_timeout_s']} is less than two heartbeats of {settings['heartbeat_s']:g} s",
-            hint="one sign of life that is late would end the run: give at least "
+            hint="one late heartbeat would end the run: give at least "
             f"{PREFIX}HEARTBEAT_TIMEOUT_S={2 * settings['heartbeat_s']:g} (or heartbeat_timeout_s of a Config)",
         )
     chosen, reason = _address(settings.pop("address"), settings.pop("interface"), given, facts)
-    port, door_port = _ports(settings.pop("port_base"), given, facts)
+    port, stream_port = _ports(settings.pop("port_base"), given, facts)
     return Resolved(
         rank=facts.rank,
         address=chosen.address,
         interface=chosen.name,
         reason=reason,
         port=port,
-        door_port=door_port,
+        stream_port=stream_port,
         said_by=said_by,
         **settings,
     )
@@ -239,7 +244,7 @@ def _merged(config: Config, environ: Mapping[str, str]) -> tuple[dict[str, Any],
 
 
 def _as_given(name: str, value: Any, said_by: str) -> str:
-    """A setting in the words of whoever gave it."""
+    """A setting as its source wrote it."""
     shown = f"{value:g}" if isinstance(value, float) else repr(value)
     return {"Config": f"Config({name}={shown})", "default": f"{name}={shown}"}.get(said_by, f"{said_by}={shown}")
 
@@ -247,85 +252,42 @@ def _as_given(name: str, value: Any, said_by: str) -> str:
 @dataclass(frozen=True, slots=True)
 class _Rule:
     default: Any
-    read: Callable[[Any], Any]
-    """Text or a value -> the value; raises ValueError."""
+    type: Any
+    """What msgspec accepts."""
     hint: str
 
 
 def _checked(name: str, value: Any, shown: str) -> Any:
+    """The value of a setting, from a value or from text; `shown` is how the user wrote it."""
     rule = _RULES[name]
     try:
-        return rule.read(value)
+        if not isinstance(value, str):
+            return msgspec.convert(value, rule.type)
+        if rule.type is not _NAME:
+            value = _plain_text(value.strip().lower(), rule.type)
+        value = msgspec.convert(value, rule.type, strict=False)
+        if name == "compression":
+            parse_codec(value)
+        return value
     except ConfigError as error:
         raise ConfigError(f"{shown} is not valid: {error.what}", hint=error.hint) from None
-    except (ValueError, TypeError):
+    except msgspec.ValidationError:
         raise ConfigError(f"{shown} is not valid", hint=rule.hint) from None
 
 
-def _word(value: Any) -> str:
-    if not isinstance(value, str) or not value or not value.isprintable() or any(c.isspace() for c in value):
-        raise ValueError
-    return value
+def _plain_text(text: str, wanted: Any) -> str:
+    """Text that msgspec can read: without units, and with true or false for a switch."""
+    size = re.fullmatch(r"([0-9]{1,15}) *(b|k|kib|m|mib)", text)
+    if size:
+        return str(int(size[1]) * _UNITS[size[2]])
+    return _SWITCH_WORDS.get(text, text) if wanted is bool else text
 
 
-def _one_of(words: tuple[str, ...]) -> Callable[[Any], str]:
-    def read(value: Any) -> str:
-        word = _word(value).lower()
-        if word not in words:
-            raise ValueError
-        return word
-
-    return read
+def _from_to(kind: type, low: float, high: float) -> Any:
+    return Annotated[kind, msgspec.Meta(ge=low, le=high)]
 
 
-def _flag(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    word = _word(value).lower()
-    if word not in _YES + _NO:
-        raise ValueError
-    return word in _YES
-
-
-def _whole(low: int, high: int) -> Callable[[Any], int]:
-    def read(value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int | str):
-            raise ValueError
-        count = _count(value) if isinstance(value, str) else value
-        if not low <= count <= high:
-            raise ValueError
-        return count
-
-    return read
-
-
-def _count(text: str) -> int:
-    digits = text.strip().lower()
-    unit = digits.lstrip("0123456789").strip()
-    number = digits[: len(digits) - len(digits.lstrip("0123456789"))]
-    if not number or len(number) > 15 or unit not in _UNITS:
-        raise ValueError
-    return int(number) * _UNITS[unit]
-
-
-def _seconds(low: float, high: float) -> Callable[[Any], float]:
-    def read(value: Any) -> float:
-        if isinstance(value, bool):
-            raise ValueError
-        seconds = float(value)
-        if not low <= seconds <= high:  # not a number is outside too
-            raise ValueError
-        return seconds
-
-    return read
-
-
-def _compression(value: Any) -> str:
-    name = _word(value).lower()
-    parse_codec(name)
-    return name
-
-
+_NAME = Annotated[str, msgspec.Meta(pattern=r"^[^\s\x00-\x1f\x7f]+$")]
 _BYTES = "a number of bytes from {} to {}, for example 524288 or 512KiB"
 _TIME = "a number of seconds from {:g} to {:.0f}"
 _SWITCH = "use 1 or 0 (True or False in a Config)"
@@ -333,24 +295,24 @@ _DAY = 86_400.0
 _MOST_THREADS = 64
 
 _RULES: dict[str, _Rule] = {
-    "transport": _Rule("auto", _one_of(TRANSPORTS), "use one of " + ", ".join(TRANSPORTS)),
-    "address": _Rule(None, _word, "use an address of this machine, as a number such as 192.168.1.7"),
-    "interface": _Rule(None, _word, "use the name of a network interface of this machine, such as eth0"),
-    "port_base": _Rule(0, _whole(0, 65_535), "use 0 for any free port, or a port from 1024 to 65535"),
-    "chunk_bytes": _Rule(512 * _KIB, _whole(4 * _KIB, 64 * _KIB**2), _BYTES.format("4KiB", "64MiB")),
-    "small_bytes": _Rule(32 * _KIB, _whole(0, 64 * _KIB**2), _BYTES.format("0", "64MiB")),
-    "algorithm": _Rule("auto", _one_of(ALGORITHMS), "use one of " + ", ".join(ALGORITHMS)),
-    "compression": _Rule("none", _compression, "use none, fp16, bf16, int8, int4, topk or topk:0.05"),
-    "checksum": _Rule(False, _flag, _SWITCH),
-    "encryption": _Rule(True, _flag, _SWITCH),
+    "transport": _Rule("auto", Literal[TRANSPORTS], "use one of " + ", ".join(TRANSPORTS)),
+    "address": _Rule(None, _NAME, "use an address of this machine, as a number such as 192.168.1.7"),
+    "interface": _Rule(None, _NAME, "use the name of a network interface of this machine, such as eth0"),
+    "port_base": _Rule(0, _from_to(int, 0, 65_535), "use 0 for any free port, or a port from 1024 to 65535"),
+    "chunk_bytes": _Rule(512 * _KIB, _from_to(int, 4 * _KIB, 64 * _MIB), _BYTES.format("4KiB", "64MiB")),
+    "small_bytes": _Rule(32 * _KIB, _from_to(int, 0, 64 * _MIB), _BYTES.format("0", "64MiB")),
+    "algorithm": _Rule("auto", Literal[ALGORITHMS], "use one of " + ", ".join(ALGORITHMS)),
+    "compression": _Rule("none", str, "use none, fp16, bf16, int8, int4, topk or topk:0.05"),
+    "checksum": _Rule(False, bool, _SWITCH),
+    "encryption": _Rule(True, bool, _SWITCH),
     "copy_threads": _Rule(
-        0, _whole(0, _MOST_THREADS), f"use a number from 1 to {_MOST_THREADS}, or 0 to let it be chosen"
+        0, _from_to(int, 0, _MOST_THREADS), f"use a number from 1 to {_MOST_THREADS}, or 0 to let it be chosen"
     ),
-    "timeout_s": _Rule(None, _seconds(0.001, 30 * _DAY), _TIME.format(0.001, 30 * _DAY)),
-    "connect_timeout_s": _Rule(60.0, _seconds(0.1, _DAY), _TIME.format(0.1, _DAY)),
-    "heartbeat_s": _Rule(1.0, _seconds(0.05, 600), _TIME.format(0.05, 600)),
-    "heartbeat_timeout_s": _Rule(5.0, _seconds(0.1, _DAY), _TIME.format(0.1, _DAY)),
-    "log_level": _Rule("warning", _one_of(tuple(LOG_LEVELS)), "use one of " + ", ".join(LOG_LEVELS)),
+    "timeout_s": _Rule(None, _from_to(float, 0.001, 30 * _DAY), _TIME.format(0.001, 30 * _DAY)),
+    "connect_timeout_s": _Rule(60.0, _from_to(float, 0.1, _DAY), _TIME.format(0.1, _DAY)),
+    "heartbeat_s": _Rule(1.0, _from_to(float, 0.05, 600), _TIME.format(0.05, 600)),
+    "heartbeat_timeout_s": _Rule(5.0, _from_to(float, 0.1, _DAY), _TIME.format(0.1, _DAY)),
+    "log_level": _Rule("warning", Literal[tuple(LOG_LEVELS)], "use one of " + ", ".join(LOG_LEVELS)),
 }
 
 
@@ -398,20 +360,20 @@ def _best(candidates: list[LocalAddress]) -> LocalAddress:
 
 
 def _ports(base: int, given: Mapping[str, str], facts: ConfigContext) -> tuple[int, int]:
-    """Where this rank listens, and its door for large tensors, behind where all ranks listen."""
+    """The port of this rank and, after those of all ranks, its port for large tensors."""
     if base == 0:
         return 0, 0
-    port, door = (_but_the_store(base, base + number, facts) for number in (facts.rank, facts.world + facts.rank))
-    if base < 1024 or door > 65_535:
+    port, stream = (_skipped(base, base + number, facts) for number in (facts.rank, facts.world + facts.rank))
+    if base < 1024 or stream > 65_535:
         raise ConfigError(
-            f"{given['port_base']} gives rank {facts.rank} of {facts.world} the ports {port} and {door}",
+            f"{given['port_base']} gives rank {facts.rank} of {facts.world} the ports {port} and {stream}",
             hint=f"take a base from 1024 to {65_535 - 2 * facts.world}, or 0 for any free port",
         )
-    return port, door
+    return port, stream
 
 
-def _but_the_store(base: int, port: int, facts: ConfigContext) -> int:
-    """MASTER_PORT is left out."""
+def _skipped(base: int, port: int, facts: ConfigContext) -> int:
+    """The port, counted without MASTER_PORT."""
     return port + (facts.master_port is not None and base <= facts.master_port <= port)
 
 
@@ -419,19 +381,15 @@ def _but_the_store(base: int, port: int, facts: ConfigContext) -> int:
 
 
 def _size(count: int) -> str:
-    for unit, name in ((_KIB**2, "MiB"), (_KIB, "KiB")):
+    for unit, name in ((_MIB, "MiB"), (_KIB, "KiB")):
         if count >= unit and count % unit == 0:
             return f"{count // unit} {name}"
     return f"{count} B"
 
 
-def _switch(on: bool) -> str:
-    return "on" if on else "off"
-
-
 def _shown(name: str, value: Any) -> str:
     if isinstance(value, bool):
-        return _switch(value)
+        return "on" if value else "off"
     if name.endswith("_bytes") and isinstance(value, int):
         return _size(value)
     if name.endswith("_s"):

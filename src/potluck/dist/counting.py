@@ -1,6 +1,5 @@
-"""Owns the figures of the backend: how many collectives, how large, how long, and where the time went.
+"""The backend's metrics: owns how many collectives ran, how large, how long, and where the time went.
 
-It must not know how a collective works: it is told when one begins, what it spends its time on, and when it ends.
 Everything is bounded: latencies are those of the last collectives of each kind, and kinds are few.
 """
 
@@ -21,8 +20,8 @@ from typing import Any, ParamSpec, TypeVar
 from potluck.units import bits_text, bytes_text, count_text, seconds_text
 
 PHASES = ("queue", "staging", "network", "reduction")
-"""Until its turn has come and the device has computed what goes out; copies between device and host memory;
-sending, receiving and waiting for others; arithmetic and codecs."""
+"""Waiting for its turn and for the device; copies between device and host memory; sending, receiving and waiting
+for others; arithmetic and codecs."""
 
 OTHER = "other"
 _KEPT_LATENCIES = 1024
@@ -58,7 +57,7 @@ class _Kind:
 
 
 class _Spent(threading.local):
-    """What the collective that this thread runs has done so far. One runs at a time, from its begin to its end."""
+    """What the collective that runs in this thread has used so far; a thread runs one at a time."""
 
     staging: float = 0.0
     reduction: float = 0.0
@@ -72,7 +71,7 @@ R = TypeVar("R")
 
 
 def spends(phase: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """For functions whose time is time of this phase; one must not call another."""
+    """For functions whose time counts as this phase; one must not call another."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
@@ -89,9 +88,9 @@ def spends(phase: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 class Operation:
-    """One collective under way; a context whose end counts it. Belongs to one thread at a time.
+    """One collective under way; a context whose end counts it. Used by one thread at a time.
 
-    An exception that leaves the context counts as an error, and its duration not as a latency.
+    An exception counts as an error, and its duration not as a latency.
     """
 
     def __init__(self, owner: Metrics, name: str, nbytes: int) -> None:
@@ -103,7 +102,7 @@ class Operation:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What happens inside is time of this phase."""
+        """The time inside counts as this phase."""
         began = self._owner.clock()
         try:
             yield
@@ -111,23 +110,23 @@ class Operation:
             self.add(name, self._owner.clock() - began)
 
     def add(self, phase: str, seconds: float) -> None:
-        """Time of a phase, measured elsewhere."""
+        """Add time of a phase that was measured elsewhere."""
         assert phase in PHASES, phase
         self._phases[phase] = self._phases.get(phase, 0.0) + seconds
 
     def queued(self, seconds: float) -> None:
-        """The collective had waited so long before this object was made: it counts as time of the whole."""
+        """The collective waited this long before this object was made; it counts as time of the whole."""
         self.add("queue", seconds)
         self._began -= seconds
 
     def begin_spending(self) -> None:
-        """From here to end_spending() this thread does the work, by functions that tell what they spend."""
+        """From here to end_spending() this thread works, in functions that record what they spend."""
         SPENT.staging = SPENT.reduction = 0.0
         SPENT.sent = 0
         self._working = self._owner.clock()
 
     def end_spending(self) -> None:
-        """What was neither staging nor reduction was the way to the other ranks and back."""
+        """What was neither staging nor reduction counts as network."""
         seconds = self._owner.clock() - self._working
         self._sent_bytes += SPENT.sent
         self.add("staging", SPENT.staging)
@@ -135,7 +134,7 @@ class Operation:
         self.add("network", max(0.0, seconds - SPENT.staging - SPENT.reduction))
 
     def sent(self, nbytes: int) -> None:
-        """So many bytes went out for it."""
+        """This many bytes were sent for it."""
         self._sent_bytes += nbytes
 
     def __enter__(self) -> Operation:
@@ -148,7 +147,7 @@ class Operation:
 
 
 class Metrics:
-    """The figures of one process, filled from any number of threads."""
+    """The metrics of one process, filled from any number of threads."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
@@ -161,7 +160,7 @@ class Metrics:
         return Operation(self, name, nbytes)
 
     def snapshot(self) -> dict[str, Any]:
-        """All figures, ready for JSON: `total`, and `by_op` with the same figures for each kind of collective."""
+        """All metrics, ready for JSON: `total`, and `by_op` with the same for each kind of collective."""
         with self._lock:
             total = _Kind()
             kept: list[float] = []
@@ -183,7 +182,7 @@ class Metrics:
             }
 
     def reset(self) -> None:
-        """Begin again from nothing; what is under way counts when it ends."""
+        """Start from zero; what is under way counts when it ends."""
         with self._lock:
             self._kinds.clear()
             self._since = self.clock()
@@ -213,7 +212,7 @@ class Metrics:
 
 
 METRICS = Metrics()
-"""Those of this process, over all groups."""
+"""The metrics of this process, over all groups."""
 
 
 def metrics() -> dict[str, Any]:
@@ -227,15 +226,15 @@ def metrics() -> dict[str, Any]:
 
 
 def reset_metrics() -> None:
-    """Count from nothing again."""
+    """Start from zero."""
     METRICS.reset()
 
 
 def log_metrics(level: int = logging.INFO) -> None:
-    """Write the figures to the logger `potluck.dist`, as a table; to stderr where nobody has set up logging."""
+    """Write the metrics as a table to the logger `potluck.dist`, or to stderr if logging is not set up."""
     words = table(METRICS.snapshot())
     if log.hasHandlers():
-        # Whatever `log_level` is: it was asked for.
+        # Whatever `log_level` is: the caller asked for it.
         log.handle(log.makeRecord(log.name, level, __file__, 0, "%s", (words,), None))
     else:
         print(words, file=sys.stderr, flush=True)
@@ -269,7 +268,7 @@ def table(snapshot: dict[str, Any]) -> str:
 
 
 def _quantile(ordered: list[float], share: float) -> float | None:
-    """The smallest value that at least `share` of them do not exceed."""
+    """The smallest value that at least `share` of the values do not exceed."""
     if not ordered:
         return None
     return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]

@@ -1,12 +1,11 @@
-"""The order of a group's collectives: owns the queue, the threads that work it off, and running at once.
+"""The order of a group's collectives: owns the queue and the threads that run it.
 
-It must not know what the jobs do.
-
-A collective that the caller waits for anyway runs in the caller's own thread, when nothing is before it: a handover
+A collective that the caller waits for anyway runs in the caller's thread if nothing is before it: a hand-over
 between two threads costs more than a small all-reduce.
 
-What a caller hung on a collective's future runs in the thread that did it, and may wait for further collectives (as
-PowerSGD's hook does). So a job's turn is over before that begins, and another thread takes the next one meanwhile.
+Callbacks of a collective's future run in the thread that did it, and may wait for further collectives (as
+PowerSGD's hook does). So a job's turn is over before its callbacks begin, and another thread takes the next job
+meanwhile.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ _JOIN_S = 5.0
 
 
 class Engine:
-    """Runs jobs one after the other, in the order in which they were given."""
+    """Runs jobs one after the other, in the order in which they were submitted."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._changed = threading.Condition()
         self._queue: deque[tuple[Job, PotluckWork]] = deque()
         self._running = False
-        self._telling = 0
-        """Threads whose job is done, in what was hung on its future."""
+        self._in_callbacks = 0
+        """Threads that run the callbacks of a finished job."""
         self._idle = 0
         self._stopped = False
         self._threads: set[threading.Thread] = set()
 
     def submit(self, job: Job, work: PotluckWork, *, at_once: bool) -> PotluckWork:
-        """Run `job` when its turn comes; `work` is completed with its end, or with its error."""
+        """Run `job` when its turn comes, then complete `work`, with its error if it failed."""
         with self._changed:
             if self._stopped:
                 raise RankGoneError("the process group has been shut down", hint="make a new one to go on")
@@ -48,17 +47,17 @@ class Engine:
             if direct:
                 self._running = True
             else:
-                if torch.is_inference_mode_enabled():  # which is the thread's own
+                if torch.is_inference_mode_enabled():  # it is per thread
                     job = torch.inference_mode()(job)
                 self._queue.append((job, work))
                 if not self._running:
-                    self._have_a_thread()
+                    self._ensure_thread()
                 self._changed.notify_all()
         if direct:
             try:
-                work.complete(self._outcome(job, work))  # nobody can have its future yet
+                work.complete(self._outcome(job, work))  # no one can have its future yet
             finally:
-                self._turn_is_over()
+                self._end_turn()
         return work
 
     @staticmethod
@@ -72,16 +71,16 @@ class Engine:
             raise
         return None
 
-    def _turn_is_over(self, *, telling: int = 0) -> None:
+    def _end_turn(self, *, callbacks: int = 0) -> None:
         with self._changed:
             self._running = False
-            self._telling += telling
+            self._in_callbacks += callbacks
             if self._queue:
-                self._have_a_thread()
+                self._ensure_thread()
             self._changed.notify_all()
 
-    def _have_a_thread(self) -> None:
-        """For the queue, as nobody may be about to look at it; called with the lock held."""
+    def _ensure_thread(self) -> None:
+        """Start a thread if none is idle; called with the lock held."""
         if not self._idle:
             thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             self._threads.add(thread)
@@ -94,10 +93,10 @@ class Engine:
             self._threads.discard(threading.current_thread())
 
     def _next_job(self) -> bool:
-        """Wait for one and do it; False: there will be none for this thread."""
+        """Wait for a job and run it; False if this thread is not needed any more."""
         with self._changed:
             if self._idle:
-                return False  # one that waits is enough
+                return False  # one idle thread is enough
             self._idle += 1
             while self._running or not self._queue:
                 if self._stopped and not self._queue:
@@ -110,24 +109,24 @@ class Engine:
         try:
             outcome = self._outcome(job, work)
         except BaseException:
-            self._turn_is_over()
+            self._end_turn()
             raise
-        self._turn_is_over(telling=1)
+        self._end_turn(callbacks=1)
         work.complete(outcome)
         with self._changed:
-            self._telling -= 1
+            self._in_callbacks -= 1
             self._changed.notify_all()
         return True
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until nothing is queued or running, or to be told; False if that took too long."""
+        """Wait until no job is queued or running and no callback runs; False if that took too long."""
         with self._changed:
             return self._changed.wait_for(
-                lambda: not self._queue and not self._running and not self._telling, timeout_s
+                lambda: not self._queue and not self._running and not self._in_callbacks, timeout_s
             )
 
     def stop(self, reason: str) -> None:
-        """Take nothing new, fail what is queued, and end the threads once their jobs have ended."""
+        """Refuse new jobs, fail the queued ones, and end the threads after their current jobs."""
         with self._changed:
             self._stopped = True
             queued = list(self._queue)

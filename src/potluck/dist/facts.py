@@ -1,7 +1,4 @@
-"""Owns looking at this machine for what `config.resolve` must know: its addresses, and the way to MASTER_ADDR.
-
-It must not choose.
-"""
+"""What `config.resolve` needs to know of this machine: reads its addresses, and the route to MASTER_ADDR."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ _ANY_PORT = 9  # "discard": nothing is sent
 def gather(
     rank: int, world: int, master_address: str | None = None, master_port: int | None = None
 ) -> ConfigContext:
-    """The facts as they are now."""
+    """The facts at this moment."""
     return ConfigContext(
         rank=rank,
         world=world,
@@ -46,7 +43,7 @@ def interfaces() -> tuple[LocalAddress, ...]:
 
 
 def source_address(target: str) -> str | None:
-    """The address that this machine's packets to `target` come from; None if no way leads there."""
+    """The source address of this machine's packets to `target`; None if there is no route."""
     try:
         choices = socket.getaddrinfo(target, _ANY_PORT, type=socket.SOCK_DGRAM)
     except OSError:

@@ -1,10 +1,8 @@
-"""The process group that torch drives: owns the translation from c10d's interface to collectives on flat tensors.
-
-It must not know how bytes travel: it has paths for collectives, a mailroom for messages, an engine for their order.
-"""
+"""The process group that torch drives: translates c10d's interface to collectives on flat tensors."""
 
 # mypy: disable-error-code="override,assignment,attr-defined"
-# torch declares these methods as overloads and calls them in one way each; its options it exports to Python alone.
+# torch declares these methods as overloads and calls them in one way each, and some attributes as read only. Its
+# options it exports to Python alone.
 
 from __future__ import annotations
 
@@ -13,19 +11,19 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from potluck.device import staging
-from potluck.dist import arguments, host_tensors, profiled, reduction, sparse, splitting, uneven
-from potluck.dist.arguments import What
+from potluck.dist import arguments, composed, profiled, reduction, splitting
+from potluck.dist.arguments import header_of
 from potluck.dist.compression import identity_of
 from potluck.dist.counting import METRICS
-from potluck.dist.described import DescribedGroup
-from potluck.dist.formation import form
-from potluck.dist.host_tensors import HostTensor
-from potluck.dist.lane import Call
+from potluck.dist.formation import Formation, form
+from potluck.dist.host_tensors import HostTensor, staged
+from potluck.dist.record import Call, Header
 from potluck.dist.untraced import untraced
 from potluck.dist.work import PotluckWork
 from potluck.errors import CollectiveError
@@ -51,10 +49,86 @@ def create(options: Any, backend_options: Any) -> PotluckGroup:
 
 
 @untraced
-class PotluckGroup(DescribedGroup):
+class PotluckGroup(dist.ProcessGroup):
     """A group of ranks on any devices and machines. Collectives of one group run in the order of the calls."""
 
-    # -- parts and ends -------------------------------------------------------------------------------------
+    def __init__(
+        self, formation: Formation, timeout: timedelta, global_ranks: list[int], origin: splitting.Origin
+    ) -> None:
+        super().__init__(formation.rank, formation.world)  # type: ignore[call-arg]
+        self._formation = formation
+        self._collectives = formation.collectives
+        self.origin = origin
+        self._timeout = timeout
+        self.global_ranks = global_ranks or list(range(formation.world))
+        self._group_name = self._group_desc = ""
+
+    # -- what torch asks about a group ----------------------------------------------------------------------
+
+    supports_splitting = True
+    supports_coalescing = False
+    supports_time_estimate = False
+
+    def getBackendName(self) -> str:
+        return "potluck"
+
+    name = _get_backend_name = getBackendName
+
+    def rank(self) -> int:
+        return self._formation.rank
+
+    def size(self) -> int:
+        return self._formation.world
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(rank {self.rank()} of {self.size()}, {self._formation.describe()})"
+
+    def _set_group_name(self, name: str) -> None:
+        self._group_name = name
+
+    def _set_group_desc(self, text: str) -> None:
+        self._group_desc = text
+
+    @property
+    def group_name(self) -> str:
+        return self._group_name
+
+    @property
+    def group_desc(self) -> str:
+        return self._group_desc
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(kind) for kind in ("cpu", "cuda", "mps")]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return False
+
+    @property
+    def options(self) -> Any:
+        return self.origin.config
+
+    def get_group_store(self) -> Any:
+        return self.origin.store
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+
+    _set_default_timeout = set_timeout
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Sequence numbers begin at the rendezvous."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._formation.sequence
+
+    # -- parts and end --------------------------------------------------------------------------------------
+
+    def perform_nocolor_split(self, device: Any) -> None:
+        """torch calls this on ranks that are not in a new group."""
 
     def split_group(
         self,
@@ -65,17 +139,16 @@ class PotluckGroup(DescribedGroup):
         group_desc: str | None = None,
         device_types: Any = None,
     ) -> PotluckGroup | None:
-        """A group of some ranks of this one, which every rank of this one must ask for at once.
+        """A group of some ranks of this one. Every rank of this one must call it at once.
 
         Args:
             new_ranks: numbers within this group; ranks that are not among them get None.
             opts: a potluck.dist.Config; None: this group's.
-            device_types: of no meaning here: every group takes all.
+            device_types: ignored: every group takes all.
         """
-        wanted = splitting.SplitRequest(
-            new_ranks, timeout or self._timeout, opts, group_name or "", group_desc or ""
+        group: PotluckGroup | None = splitting.split(
+            self, new_ranks, timeout or self._timeout, opts, group_name, group_desc
         )
-        group: PotluckGroup | None = splitting.split(self, self._origin, self._global_ranks, wanted)
         return group
 
     splitGroup = split_group
@@ -91,7 +164,7 @@ class PotluckGroup(DescribedGroup):
 
     def _run(
         self,
-        what: What,
+        header: Header,
         tensors: Iterable[Tensor],
         opts: Any,
         body: Callable[[Call], None],
@@ -100,25 +173,26 @@ class PotluckGroup(DescribedGroup):
         """Give a collective its number and its turn.
 
         Args:
-            what: what has to be the same on all ranks.
+            header: what must be the same on all ranks.
             tensors: whatever is read or written, to wait for their devices.
             body: does it, in the engine's turn.
         """
         formation = self._formation
-        formation.check()
-        arguments.member(what.op, what.root, self.size())
+        formation.peers.check()
+        arguments.check_rank(header.op, header.root, self.size())
         tensors = list(tensors)
-        # By now the caller's device may still be computing what is to be sent.
+        # The caller's device may still be computing what is to be sent.
         moments = [staging.moment(device) for device in {t.device for t in tensors if not t.is_cpu}]
         timeout_s = self._timeout_s(opts)
-        header, about = what.header(formation.next_sequence())
+        seq = formation.next_sequence()
         ranges = profiled.begin(header.op, tensors)
-        work = PotluckWork(f"{header.op} #{header.seq}", tensors if result is None else result, ranges)
-        entry = formation.record.add(header)
+        work = PotluckWork(f"{header.op} #{seq}", tensors if result is None else result, ranges)
+        formation.record.add(seq, header)
         asked = time.perf_counter()
 
         def job() -> None:
-            entry.start()
+            began = time.monotonic()
+            formation.record.start(seq)
             try:
                 with METRICS.op(header.op, header.nbytes) as measured:
                     for moment in moments:
@@ -130,19 +204,19 @@ class PotluckGroup(DescribedGroup):
                     now = time.monotonic()
                     measured.begin_spending()
                     try:
-                        body(Call(header, about, now + timeout_s, now))
+                        body(Call(header, seq, now, now + timeout_s))
                     finally:
                         measured.end_spending()
                         if ranges is not None:
                             ranges.leave()
             except BaseException as raised:
-                error = arguments.worded(header, raised)
-                entry.end(failed=True)
-                formation.failed(header, error)
+                error = arguments.with_context(work.name, header, raised)
+                formation.record.end(seq, time.monotonic() - began, failed=True)
+                formation.failed(work.name, error)
                 if error is raised:
                     raise
                 raise error from None
-            entry.end()
+            formation.record.end(seq, time.monotonic() - began)
 
         formation.engine.submit(job, work, at_once=not getattr(opts, "asyncOp", True))
         return work
@@ -172,19 +246,20 @@ class PotluckGroup(DescribedGroup):
             arguments.dense(name, tensor)
             reduction.check(op, tensor.dtype)
 
-        # The caller's tensor, not its copy in host memory, is the same in the next step.
+        # Of the caller's tensor, which is the same in the next step; its copy in host memory is not.
         identity: object = None
         if self._formation.settings.compression != "none":
             identity = identity_of(tensors[0], None if len(tensors) == 1 else f"{name} {len(tensors)}")
 
         def body(call: Call) -> None:
-            hosts = host_tensors.read(tensors)
+            hosts = [HostTensor(tensor, read=True) for tensor in tensors]
             for flat, scattered in arguments.bundles(hosts):
-                self._formation.path.all_reduce(call, flat, op, identity)
+                self._collectives.all_reduce(call, flat, op, identity)
                 arguments.unbundle(flat, scattered)
-            host_tensors.bring_back(hosts)
+            for host in hosts:
+                host.copy_back()
 
-        return self._run(What.of(name, tensors, op=op), tensors, opts, body)
+        return self._run(header_of(name, tensors, op=op), tensors, opts, body)
 
     def _allreduce_sparse(self, tensor: Tensor, opts: Any) -> PotluckWork:
         if reduction.name_of(opts.reduceOp) != "SUM":
@@ -193,9 +268,9 @@ class PotluckGroup(DescribedGroup):
             )
 
         def body(call: Call) -> None:
-            sparse.all_reduce(self._formation.path, call, self.size(), tensor)
+            composed.sparse_all_reduce(self._collectives, call, self.size(), tensor)
 
-        return self._run(What.of("all_reduce_sparse", [tensor], op=opts.reduceOp), [tensor], opts, body)
+        return self._run(header_of("all_reduce_sparse", [tensor], op=opts.reduceOp), [tensor], opts, body)
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = SUM) -> PotluckWork:
         tensors = arguments.as_list(tensors)
@@ -206,11 +281,11 @@ class PotluckGroup(DescribedGroup):
 
         def body(call: Call) -> None:
             host = HostTensor(tensor, read=True)
-            self._formation.path.reduce(call, host.flat, op, root)
+            self._collectives.reduce(call, host.flat, op, root)
             if self.rank() == root:
-                host.bring_back()
+                host.copy_back()
 
-        return self._run(What.of("reduce", tensors, op=op, root=root), tensors, opts, body)
+        return self._run(header_of("reduce", tensors, op=op, root=root), tensors, opts, body)
 
     def reduce_scatter(self, output: Any, inputs: Any, opts: Any = None) -> PotluckWork:
         opts = arguments.options(c10d.ReduceScatterOptions, opts)
@@ -226,12 +301,10 @@ class PotluckGroup(DescribedGroup):
         reduction.check(op, output.dtype)
 
         def body(call: Call) -> None:
-            room = HostTensor(output, read=False)
-            flats = host_tensors.flats(host_tensors.read(parts))
-            uneven.reduce_scatter(self._formation.path, call, self.rank(), room.flat, flats, op)
-            room.bring_back()
+            with staged([output], parts) as ((flat,), flats):
+                composed.uneven_reduce_scatter(self._collectives, call, self.rank(), flat, flats, op)
 
-        return self._run(What.of(name, parts, op=op), [output, *parts], opts, body, [output])
+        return self._run(header_of(name, parts, op=op), [output, *parts], opts, body, [output])
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> PotluckWork:
         opts = arguments.options(c10d.ReduceScatterOptions, opts)
@@ -262,13 +335,11 @@ class PotluckGroup(DescribedGroup):
 
         def body(call: Call) -> None:
             for output, parts in zip(outputs, inputs, strict=True):
-                room = HostTensor(output, read=False)
-                flats = host_tensors.flats(host_tensors.read(parts))
-                self._formation.path.reduce_scatter(call, room.flat, flats, op)
-                room.bring_back()
+                with staged([output], parts) as ((flat,), flats):
+                    self._collectives.reduce_scatter(call, flat, flats, op)
 
         used = [*outputs, *(part for parts in inputs for part in parts)]
-        return self._run(What.of(name, outputs, op=op), used, opts, body, outputs)
+        return self._run(header_of(name, outputs, op=op), used, opts, body, outputs)
 
     # -- gathering ------------------------------------------------------------------------------------------
 
@@ -314,13 +385,13 @@ class PotluckGroup(DescribedGroup):
 
         def body(call: Call) -> None:
             for mine, parts in zip(inputs, outputs, strict=True):
-                rooms = host_tensors.rooms(parts)
-                flat = HostTensor(mine, read=True).flat
-                self._formation.path.all_gather(call, host_tensors.flats(rooms), flat)
-                host_tensors.bring_back(rooms)
+                with staged(parts, [mine]) as (flats, (flat,)):
+                    self._collectives.all_gather(call, flats, flat)
 
         parts = [part for parts in outputs for part in parts]
-        return self._run(What.of(name, inputs), [*inputs, *parts], opts, body, parts if result is None else result)
+        return self._run(
+            header_of(name, inputs), [*inputs, *parts], opts, body, parts if result is None else result
+        )
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> PotluckWork:
         opts = arguments.options(c10d.GatherOptions, opts)
@@ -331,12 +402,10 @@ class PotluckGroup(DescribedGroup):
             arguments.alike("gather", [mine, *parts])
 
         def body(call: Call) -> None:
-            rooms = host_tensors.rooms(parts)
-            flat = HostTensor(mine, read=True).flat
-            self._formation.path.gather(call, host_tensors.flats(rooms), flat, root)
-            host_tensors.bring_back(rooms)
+            with staged(parts, [mine]) as (flats, (flat,)):
+                self._collectives.gather(call, flats, flat, root)
 
-        return self._run(What.of("gather", [mine], root=root), [mine, *parts], opts, body, parts)
+        return self._run(header_of("gather", [mine], root=root), [mine, *parts], opts, body, parts)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> PotluckWork:
         opts = arguments.options(c10d.ScatterOptions, opts)
@@ -347,12 +416,10 @@ class PotluckGroup(DescribedGroup):
             arguments.alike("scatter", [output, *parts])
 
         def body(call: Call) -> None:
-            room = HostTensor(output, read=False)
-            flats = host_tensors.flats(host_tensors.read(parts))
-            self._formation.path.scatter(call, room.flat, flats, root)
-            room.bring_back()
+            with staged([output], parts) as ((flat,), flats):
+                self._collectives.scatter(call, flat, flats, root)
 
-        return self._run(What.of("scatter", [output], root=root), [output, *parts], opts, body, [output])
+        return self._run(header_of("scatter", [output], root=root), [output, *parts], opts, body, [output])
 
     # -- from one to all, and from all to all ---------------------------------------------------------------
 
@@ -366,13 +433,13 @@ class PotluckGroup(DescribedGroup):
             arguments.dense("broadcast", tensor)
 
         def body(call: Call) -> None:
-            hosts = host_tensors.read(tensors) if self.rank() == root else host_tensors.rooms(tensors)
-            for host in hosts:
-                self._formation.path.broadcast(call, host.flat, root)
-            if self.rank() != root:
-                host_tensors.bring_back(hosts)
+            for tensor in tensors:
+                host = HostTensor(tensor, read=self.rank() == root)
+                self._collectives.broadcast(call, host.flat, root)
+                if self.rank() != root:
+                    host.copy_back()
 
-        return self._run(What.of("broadcast", tensors, root=root), tensors, opts, body)
+        return self._run(header_of("broadcast", tensors, root=root), tensors, opts, body)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> PotluckWork:
         arguments.one_each("all_to_all", outputs, self.size())
@@ -380,12 +447,10 @@ class PotluckGroup(DescribedGroup):
         opts = arguments.options(c10d.AllToAllOptions, opts)
 
         def body(call: Call) -> None:
-            rooms = host_tensors.rooms(outputs)
-            flats = host_tensors.flats(host_tensors.read(inputs))
-            self._formation.path.all_to_all(call, host_tensors.flats(rooms), flats)
-            host_tensors.bring_back(rooms)
+            with staged(outputs, inputs) as (received, sent):
+                self._collectives.all_to_all(call, received, sent)
 
-        return self._run(What.of("all_to_all", inputs, sized=False), [*outputs, *inputs], opts, body, outputs)
+        return self._run(header_of("all_to_all", inputs, sized=False), [*outputs, *inputs], opts, body, outputs)
 
     def all_to_all_single(
         self,
@@ -400,28 +465,28 @@ class PotluckGroup(DescribedGroup):
         opts = arguments.options(c10d.AllToAllOptions, opts)
 
         def body(call: Call) -> None:
-            room = HostTensor(output, read=False)
-            flat = HostTensor(input, read=True).flat
-            self._formation.path.all_to_all(call, room.flat.split(wanted), flat.split(counts))
-            room.bring_back()
+            with staged([output], [input]) as ((received,), (sent,)):
+                self._collectives.all_to_all(call, received.split(wanted), sent.split(counts))
 
-        return self._run(What.of("all_to_all_single", [input], sized=False), [output, input], opts, body, [output])
+        return self._run(
+            header_of("all_to_all_single", [input], sized=False), [output, input], opts, body, [output]
+        )
 
     alltoall_base = all_to_all_single
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> PotluckWork:
         opts = arguments.options(c10d.BarrierOptions, opts, timeout)
-        return self._run(What.of("barrier", []), [], opts, self._formation.path.barrier)
+        return self._run(header_of("barrier", []), [], opts, self._collectives.barrier)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier that, on rank 0, names the ranks that did not come: the first, or all of them."""
+        """A barrier that, on rank 0, names the first rank that did not come, or all of them."""
         opts = arguments.options(c10d.BarrierOptions, None, timeout)
         opts.asyncOp = False
 
         def body(call: Call) -> None:
-            self._formation.monitored_barrier(call, wait_all_ranks)
+            self._formation.network.monitored_barrier(call, wait_all_ranks)
 
-        self._run(What.of("monitored_barrier", []), [], opts, body).wait()
+        self._run(header_of("monitored_barrier", []), [], opts, body).wait()
 
     # -- messages -------------------------------------------------------------------------------------------
 
@@ -432,7 +497,7 @@ class PotluckGroup(DescribedGroup):
         moment = staging.moment(tensor.device)
         if moment is not None:
             moment()
-        self._formation.mailroom.send(tensor, to, tag)
+        self._formation.point_to_point.send(tensor, to, tag)
         work.complete()
         return work
 
@@ -445,8 +510,8 @@ class PotluckGroup(DescribedGroup):
     def _receive(self, tensors: Any, source: int | None, tag: int) -> PotluckWork:
         (tensor,) = arguments.as_list(tensors)
         arguments.dense("recv", tensor)
-        self._formation.check()
+        self._formation.peers.check()
         name = "recv from " + ("any rank" if source is None else f"rank {source}")
         work = PotluckWork(name, [tensor], profiled.begin("recv", [tensor], parts=()))
-        self._formation.mailroom.post(work, tensor, source, tag, self._timeout.total_seconds())
+        self._formation.point_to_point.post(work, tensor, source, tag, self._timeout.total_seconds())
         return work

@@ -1,9 +1,7 @@
-"""Owns DDP communication hooks for those who stay on gloo or NCCL: gradients packed, with error feedback.
+"""DDP communication hooks that compress gradients on any backend, with error feedback; also for gloo and NCCL.
 
-It must not need the potluck backend: everything goes through collectives that every backend has.
-
-    model = DistributedDataParallel(net)
-    potluck.dist.compress(model, "int4")        # on every rank, once
+model = DistributedDataParallel(net)
+potluck.dist.compress(model, "int4")        # on every rank, once
 """
 
 from __future__ import annotations
@@ -35,11 +33,11 @@ def compress(
     Args:
         model: wrapped by DistributedDataParallel, on any backend.
         how: a codec (fp16, bf16, int8, int4, topk, topk:0.05), or powersgd or powersgd:RANK, which is PyTorch's.
-        feedback: whether what is lost in one step is added in the next. Without it int4 and topk train worse.
-        start_step: for PowerSGD, how many steps go uncompressed first.
+        feedback: add in the next step what this one lost. Without it int4 and topk train worse.
+        start_step: for PowerSGD, the number of uncompressed steps at first.
 
     Returns:
-        The hook's state, whose `sent_bytes` tells what it is good for; None for PowerSGD.
+        The hook's state, whose `sent_bytes` shows the savings; None for PowerSGD.
 
     Example:
         potluck.dist.compress(model, "int4")
@@ -80,7 +78,7 @@ def powersgd_hook(state: powersgd.PowerSGDState, bucket: GradBucket) -> Future[T
     return future
 
 
-# DDP looks at the annotations of a hook, and takes them only as types, not as text.
+# DDP reads the annotations of a hook, as types and not as text.
 for _hook in (compressed_hook, powersgd_hook):
     _hook.__annotations__ = {"bucket": GradBucket, "return": Future[Tensor]}
 
@@ -88,27 +86,27 @@ for _hook in (compressed_hook, powersgd_hook):
 class CompressedGradients:
     """The state of the hook: the codec, the residuals of each bucket, a thread, and a process group of its own.
 
-    Buckets are worked off one after the other by the thread, beside the backward pass. Each takes two collectives,
-    and all ranks must make them in the same order: so no other thread may use the group.
+    The thread processes buckets one after the other, beside the backward pass. Each takes two collectives, which
+    all ranks must make in the same order, so no other thread may use the group.
     """
 
     def __init__(self, codec: str, group: dist.ProcessGroup, *, feedback: bool = True) -> None:
         ranks = dist.get_process_group_ranks(group)
         self.compressor = Compressor(codec, feedback=feedback)
         self.sent_bytes = 0
-        """What this rank sent so far."""
+        """Bytes that this rank has sent."""
         self.exact_bytes = 0
-        """What a ring of uncompressed gradients would have sent."""
+        """Bytes that a ring of uncompressed gradients would have sent."""
         self._group: Any = dist.new_group(ranks)
         self._rank, self._world = dist.get_rank(self._group), len(ranks)
-        # gloo moves host memory only, whatever the gradients are on.
+        # gloo moves host memory only, wherever the gradients are.
         self._through_host = dist.get_backend(self._group) == "gloo"
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="potluck-compress")
 
     def start(self, bucket: GradBucket) -> Future[Tensor]:
         """Begin with a bucket; the future gives its average over the ranks."""
         flat = bucket.buffer()
-        # Of the parameters, not of the bucket's number: DDP deals them anew after the first step.
+        # By the parameters, not by the bucket's number: DDP changes the buckets after the first step.
         identity = tuple(id(parameter) for parameter in bucket.parameters())
         on_gpu = flat.device.type == "cuda"
         done: Future[Tensor] = Future(devices=[flat.device]) if on_gpu else Future()
@@ -116,7 +114,7 @@ class CompressedGradients:
         failures: list[Exception] = []
 
         def outcome(_: Future[Tensor]) -> Tensor:
-            # Raised here, it comes out of the backward pass; DDP does not understand `set_exception`.
+            # Raised here, it comes out of the backward pass; DDP does not support `set_exception`.
             if failures:
                 raise failures[0]
             return flat
@@ -135,7 +133,7 @@ class CompressedGradients:
         return done.then(outcome)
 
     def close(self) -> None:
-        """End the thread, when what it was given is done. It ends with the model, too."""
+        """End the thread after its queued work. It also ends with the model."""
         self._worker.shutdown()
 
     @torch.no_grad()
@@ -148,10 +146,10 @@ class CompressedGradients:
             return
         exchange = self.compressor.begin(identity, flat, self._rank, self._world, average=True)
         self._collect(exchange, flat.device)
-        self._hand_out(exchange, flat.device)
+        self._distribute(exchange, flat.device)
 
     def _collect(self, exchange: Exchange, device: torch.device) -> None:
-        """Each part to its owner, who adds."""
+        """Send each part to its owner, who adds."""
         mine = exchange.payload_bytes(self._rank)
         others = [part for part in range(self._world) if part != self._rank]
         sizes = [exchange.payload_bytes(part) if part != self._rank else 0 for part in range(self._world)]
@@ -163,8 +161,8 @@ class CompressedGradients:
         for source, payload in enumerate(arrived.to(device).split(expected)):
             exchange.add(source, None if source == self._rank else payload)
 
-    def _hand_out(self, exchange: Exchange, device: torch.device) -> None:
-        """Each owner's sum to all. All rows have the length of the longest, as the collective wants them."""
+    def _distribute(self, exchange: Exchange, device: torch.device) -> None:
+        """Send each owner's sum to all. All rows have the length of the longest, as the collective needs it."""
         sizes = [exchange.payload_bytes(part) for part in range(self._world)]
         row = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
         row[: sizes[self._rank]] = exchange.result()
@@ -180,7 +178,7 @@ class CompressedGradients:
 
 
 def _nothing(device: torch.device) -> Tensor:
-    """So that there is something to concatenate where a rank is alone."""
+    """Something to concatenate if a rank is alone."""
     return torch.empty(0, dtype=torch.uint8, device=device)
 
 

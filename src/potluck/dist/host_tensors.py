@@ -1,11 +1,9 @@
-"""A caller's tensors as collectives want them: flat, contiguous, in host memory; owns bringing results back.
-
-It must not know collectives.
-"""
+"""A caller's tensors as collectives need them, flat, contiguous and in host memory: owns copying results back."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -14,7 +12,7 @@ from potluck.dist.counting import spends
 
 
 class HostTensor:
-    """One tensor of any device and strides; `flat` is what collectives read and write."""
+    """A tensor of any device and strides; collectives read and write `flat`."""
 
     def __init__(self, tensor: Tensor, *, read: bool) -> None:
         self._tensor = tensor
@@ -22,7 +20,7 @@ class HostTensor:
         self._same = staging.is_plain(own)
         self.flat = own.view(-1) if self._same else _staged(own, read)
 
-    def bring_back(self) -> None:
+    def copy_back(self) -> None:
         if not self._same:
             _unstage(self.flat, self._tensor)
 
@@ -37,20 +35,10 @@ def _unstage(flat: Tensor, tensor: Tensor) -> None:
     staging.from_host(flat, tensor)
 
 
-def read(tensors: Iterable[Tensor]) -> list[HostTensor]:
-    """With their values, for what is sent (and perhaps replaced)."""
-    return [HostTensor(tensor, read=True) for tensor in tensors]
-
-
-def rooms(tensors: Iterable[Tensor]) -> list[HostTensor]:
-    """Without values, for what is received."""
-    return [HostTensor(tensor, read=False) for tensor in tensors]
-
-
-def flats(tensors: Sequence[HostTensor]) -> list[Tensor]:
-    return [tensor.flat for tensor in tensors]
-
-
-def bring_back(tensors: Iterable[HostTensor]) -> None:
-    for tensor in tensors:
-        tensor.bring_back()
+@contextmanager
+def staged(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Flat tensors to write and to read; what was written is copied back at the end."""
+    buffers = [HostTensor(tensor, read=False) for tensor in outputs]
+    yield [buffer.flat for buffer in buffers], [HostTensor(tensor, read=True).flat for tensor in inputs]
+    for buffer in buffers:
+        buffer.copy_back()

@@ -1,7 +1,4 @@
-"""The memory that the members of a local group share: owns its layout, how they meet, and who is gone.
-
-It must not know of collectives: it hands out rings.
-"""
+"""The memory that the members of a local group share: owns its layout, how members attach, and which are gone."""
 
 from __future__ import annotations
 
@@ -17,6 +14,7 @@ from potluck.dist.local_chain import Chain
 from potluck.dist.rings import Ring, Shape
 from potluck.dist.shm import LINE_BYTES, Processes, Segment, Words, available
 from potluck.errors import CollectiveError, NetworkError
+from potluck.limits import logical_cores
 
 MAX_MEMBERS = 64
 _PAGE = 4096
@@ -25,22 +23,22 @@ _REASON_BYTES = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """How much memory a local group takes, and where its algorithms change."""
+    """The memory of a local group, and the sizes at which its algorithms change."""
 
     slot_bytes: int = 4 * 1024 * 1024
-    """The largest piece of a tensor that passes at once. Pieces as small as a core's own cache save a fifth of the
-    memory traffic, but on a busy machine every piece more is one more wait for a process that is not running."""
+    """The largest piece of a tensor. Pieces as small as a core's own cache save a fifth of the memory traffic, but
+    on a busy machine each further piece is one more wait for a process that is not running."""
     depth: int = 3
-    """Pieces of one member that may be on their way."""
+    """Pieces of one member that may be in flight."""
     small_bytes: int = 64 * 1024
-    """Up to here everybody reads everything, which takes one round instead of two."""
+    """Up to this size every member reads everything, which takes one round instead of two."""
     part_bytes: int = 512 * 1024
-    """From so much for each member on, sums pass from one to the next: a turn for each, so it must be worth one."""
+    """Above this size for each member, sums pass from one to the next, which takes a turn for each."""
     long_bytes: int = 32 * 1024 * 1024
     """The largest piece in which they do. Pieces of half the length would be copied at half the speed where the C
-    library copies past the caches from 20 MB on; DDP's buckets, of 25 MiB, fit in."""
+    library copies past the caches from 20 MB on; DDP's buckets of 25 MiB fit in."""
     spins: int | None = None
-    """Looks before a wait goes to sleep; None: many where every member can have a core, else few."""
+    """Looks before a wait sleeps; None: many if every member can have a core, else few."""
 
     def __post_init__(self) -> None:
         if any(size % _PAGE or size < _PAGE for size in (self.slot_bytes, self.long_bytes)):
@@ -60,7 +58,7 @@ class GroupMemory:
         self._offset_of_reason = self._take(_REASON_BYTES)
         rings = _shapes(size, sizes)
         count = 1 + size + sum(shape.words for shape in rings)
-        spins = sizes.spins if sizes.spins is not None else (300 if len(cores()) >= size else 30)
+        spins = sizes.spins if sizes.spins is not None else (300 if logical_cores() >= size else 30)
         self.words = Words(self._slice(self._take(count * LINE_BYTES), count * LINE_BYTES), count, spins=spins)
         self._next_word = 1 + size
         self._bytes = torch.frombuffer(segment.view, dtype=torch.uint8)
@@ -72,10 +70,10 @@ class GroupMemory:
     def meet(
         cls, store: Any, prefix: str, rank: int, size: int, *, sizes: Sizes, timeout_s: float = 60.0
     ) -> GroupMemory:
-        """Member 0 makes the memory, the others attach; its name is gone before this returns.
+        """Member 0 creates the memory and the others attach; its name is gone before this returns.
 
         Raises:
-            NetworkError: on every member, where one of them could not.
+            NetworkError: on every member, if one of them could not.
         """
         if not 2 <= size <= MAX_MEMBERS:
             raise CollectiveError(f"a local group has 2 to {MAX_MEMBERS} members, not {size}")
@@ -109,7 +107,7 @@ class GroupMemory:
         return memory
 
     def tell(self, reason: str) -> None:
-        """Leave word for everybody why this group has ended; the first word stands."""
+        """Tell all members why this group has ended; the first reason stands."""
         if not self.words.read(0):
             text = reason.encode()[: _REASON_BYTES - 1]
             at = self._offset_of_reason
@@ -117,7 +115,7 @@ class GroupMemory:
             self.words.write(0, 1)
 
     def told(self) -> str:
-        """The word that somebody has left, or nothing."""
+        """The reason that a member has told, or nothing."""
         if not self.words.read(0):
             return ""
         at = self._offset_of_reason
@@ -128,7 +126,7 @@ class GroupMemory:
         return self._processes.gone()
 
     def left(self) -> set[int]:
-        """Members who have closed the group."""
+        """Members that have closed the group."""
         return {other for other in range(self.size) if self.words.read(1 + other)}
 
     def close(self) -> None:
@@ -152,15 +150,8 @@ class GroupMemory:
         return ring
 
 
-def cores() -> set[int]:
-    """The processors that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return os.sched_getaffinity(0)
-    return set(range(os.cpu_count() or 1))
-
-
 def nbytes_of(size: int, sizes: Sizes) -> int:
-    """Of address space; memory is taken when it is first used."""
+    """Address space; the system gives memory when a page is first used."""
     rings = _shapes(size, sizes)
     words = 1 + size + sum(shape.words for shape in rings)
     data_bytes = sum(_pages(shape.note_bytes) + _pages(shape.data_bytes) for shape in rings)
@@ -168,7 +159,7 @@ def nbytes_of(size: int, sizes: Sizes) -> int:
 
 
 def _shapes(size: int, sizes: Sizes) -> tuple[Shape, Shape, Shape]:
-    """Of the pieces, the results and the turns."""
+    """The rings of the pieces, the results and the turns."""
     pieces = Shape(writers=size, readers=size, depth=sizes.depth, slot_bytes=sizes.slot_bytes)
     results = Shape(
         writers=size, readers=size, depth=sizes.depth, slot_bytes=_pages(sizes.slot_bytes // size + 64 * 16)

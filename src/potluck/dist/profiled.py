@@ -1,12 +1,9 @@
-"""What torch's profiler shows of a collective: owns the ranges from its call to its end, over threads.
+"""What torch's profiler shows of a collective: owns the ranges from its call to its end, across threads.
 
-It must not know how a collective works: it is told when its turn comes, when the other ranks have come, and of its
-end.
-
-torch's profiler watches the thread that started it, and a range can begin in no other. So all of a collective's
-begin in its call. They end by a future, wherever that is completed: torch then lends that thread the profiler's
-state. gloo's ranges, made in C++, end in the same way. A profiler of all threads has no state in any: then ranges
-begin in the thread that runs the collective, where they lie one within the other.
+torch's profiler watches the thread that started it, and a range can begin only there. So all ranges of a collective
+begin in its call. They end by a future, in any thread: torch then lends that thread the profiler's state. gloo's
+ranges, made in C++, end in the same way. A profiler of all threads has no state in any: then ranges begin in the
+thread that runs the collective, nested in each other.
 """
 
 from __future__ import annotations
@@ -21,17 +18,17 @@ from torch import Tensor
 from torch.futures import Future
 
 _never_ended: list[Any] = []
-"""Ranges whose profiler has stopped. Freed, they would end, in memory that is the profiler's no more."""
+"""Ranges whose profiler has stopped. Freeing them would end them, in memory that the profiler has freed."""
 
 
 class Ranges:
-    """Those of one collective: its own, `potluck:all_reduce`, and within it `potluck:all_reduce.queue`, until its
-    turn has come, and `potluck:all_reduce.wait`, until the ranks have come from which it gets something."""
+    """The ranges of one collective: `potluck:all_reduce`, and within it `potluck:all_reduce.queue`, until its turn,
+    and `potluck:all_reduce.wait`, until all ranks from which it receives have come."""
 
     def __init__(self, op: str, tensors: Sequence[Tensor], parts: Sequence[str], *, at_turn: bool) -> None:
-        """`at_turn`: they begin when its turn comes, in the thread that runs it."""
+        """`at_turn`: they begin with its turn, in the thread that runs it."""
         self.meetings = 1
-        """How often ranks meet until all have come."""
+        """How often ranks must meet until all have come."""
         self._op, self._tensors, self._at_turn = op, tensors, at_turn
         self._open: dict[str, _Range] = {}
         if not at_turn:
@@ -44,7 +41,7 @@ class Ranges:
         self._tensors = ()
 
     def turn(self) -> None:
-        """Its turn has come, in this thread: met() tells these ranges of it from now on, until leave()."""
+        """Its turn has come, in this thread; RUNNING has these ranges until leave()."""
         self._end("queue")
         if self._at_turn:
             self._begin(("wait",))
@@ -59,7 +56,7 @@ class Ranges:
         RUNNING.ranges = None
 
     def finish(self) -> None:
-        """Whatever came of it; also if it never began."""
+        """At the end, also of a failure or if it never began."""
         for part in list(self._open):
             self._end(part)
 
@@ -74,16 +71,16 @@ class _Running(threading.local):
 
 
 RUNNING = _Running()
-"""The ranges of the collective that this thread runs; None while nobody looks."""
+"""The ranges of the collective that this thread runs; None without a profiler."""
 
 
 def begin(op: str, tensors: Sequence[Tensor], parts: Sequence[str] = ("queue", "wait")) -> Ranges | None:
-    """None where no profiler is on."""
+    """None if no profiler runs."""
     if not profiler._is_profiler_enabled:
         return None
     kind, kinds = torch._C._autograd._profiler_type(), torch._C._profiler.ActiveProfilerType
     if kind not in (kinds.KINETO, kinds.NONE):
-        return None  # such as NVTX: a range has to begin and end in one thread
+        return None  # such as NVTX, where a range must begin and end in one thread
     return Ranges(op, tensors, parts, at_turn=bool(parts) and kind == kinds.NONE)
 
 

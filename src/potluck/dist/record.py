@@ -1,15 +1,12 @@
-"""Owns what is known of a group's collectives: what each is, which one runs, and the words for one that hangs.
-
-It must not know links or tensors: a collective is a header.
-"""
+"""A group's collectives, described for people: owns which of them runs, and the error of one that hangs."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from potluck.dist.config import TRACE, ranks_text
 from potluck.errors import CollectiveTimeoutError
@@ -22,10 +19,8 @@ _MOST_LINES = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What a collective is, in words for people."""
+    """What a collective is; the same on all ranks."""
 
-    seq: int
-    """Counted by each group on its own, from 0."""
     op: str
     """all_reduce, broadcast, ..."""
     dtype: str = ""
@@ -33,10 +28,14 @@ class Header:
     shape: tuple[int, ...] | None = None
     """None: ranks may differ, as in an all-to-all with unequal parts."""
     nbytes: int = 0
-    """For people; not compared."""
     reduction: str = ""
     """SUM, ...; empty where nothing is reduced."""
     root: int | None = None
+    about: bytes = field(init=False, compare=False)
+    """The description as text, which ranks compare."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "about", self.text().encode())
 
     def text(self) -> str:
         """all_reduce SUM float32 [1024, 8], 32.8 kB."""
@@ -53,49 +52,42 @@ class Header:
         return (f"{about}, " if about else "") + bytes_text(self.nbytes)
 
 
-def timeout_error(
-    header: Header,
-    *,
-    missing: Sequence[int],
-    waited_s: float,
-    last_seen: Mapping[int, str] | None = None,
-) -> CollectiveTimeoutError:
-    """The error of a collective that did not finish.
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One collective of this rank, with its number and its deadline."""
 
-    Args:
-        missing: ranks that never came to it; empty where all came and one of them stalled.
-        last_seen: for some of them, the last thing they were known to do.
-    """
-    what = f"{header.op} #{header.seq}"
-    missed = sorted(missing)
-    if missed:
-        why = f"{ranks_text(missed)} never came"
-        hint = f"look at the output of {ranks_text(missed)}: they are elsewhere, stopped or cut off"
-    else:
-        why = "every rank came, but not all of the data"
-        hint = "a link or a rank stalled in the middle; a longer timeout helps if it is only slow"
-    seen = [f"  rank {rank}: {last_seen[rank]}" for rank in missed if last_seen and rank in last_seen]
-    text = f"{what} ({header.details()}) did not finish within the timeout of {seconds_text(waited_s)}: {why}"
-    return CollectiveTimeoutError("\n".join([text, *seen[:_MOST_LINES]]), hint=hint)
+    header: Header
+    seq: int
+    """Each group counts its collectives, from 1."""
+    began: float
+    deadline: float
 
+    @property
+    def name(self) -> str:
+        return f"{self.header.op} #{self.seq}"
 
-class Entry:
-    """One collective in the record, until it has ended."""
+    @property
+    def left_s(self) -> float:
+        return max(0.001, self.deadline - time.monotonic())
 
-    __slots__ = ("_began", "_record", "header")
+    def timeout_error(self, missing: Mapping[int, str]) -> CollectiveTimeoutError:
+        """The error of a collective that did not finish.
 
-    def __init__(self, record: Record, header: Header) -> None:
-        self._record, self.header = record, header
-        self._began = 0.0
-
-    def start(self) -> None:
-        self._began = time.perf_counter()
-        self._record._trace(self.header, "running")
-
-    def end(self, *, failed: bool = False) -> None:
-        took = f" {time.perf_counter() - self._began:.6f} s"
-        self._record._end(self, failed)
-        self._record._trace(self.header, ("failed" if failed else "done") + took)
+        Args:
+            missing: ranks that never came to it, with what they were last known to do; empty where all came and one
+                of them stalled.
+        """
+        missed = sorted(missing)
+        if missed:
+            why = f"{ranks_text(missed)} never came"
+            hint = f"look at the output of {ranks_text(missed)}: they are elsewhere, stopped or cut off"
+        else:
+            why = "every rank came, but not all of the data"
+            hint = "a link or a rank stalled in the middle; a longer timeout helps if it is only slow"
+        waited = seconds_text(time.monotonic() - self.began)
+        text = f"{self.name} ({self.header.details()}) did not finish within the timeout of {waited}: {why}"
+        seen = [f"  rank {rank}: {missing[rank]}" for rank in missed]
+        return CollectiveTimeoutError("\n".join([text, *seen[:_MOST_LINES]]), hint=hint)
 
 
 class Record:
@@ -104,33 +96,33 @@ class Record:
     def __init__(self, group: str, rank: int) -> None:
         self._group, self._rank = group, rank
         self._lock = threading.Lock()
-        self._open: dict[Entry, None] = {}
-        self._last: Header | None = None
-        """The last collective that ended well."""
+        self._open: dict[int, Header] = {}
+        self._last = ""
+        """The last collective that succeeded."""
 
-    def add(self, header: Header) -> Entry:
-        """A collective that was asked for."""
-        entry = Entry(self, header)
+    def add(self, seq: int, header: Header) -> None:
+        """A collective was requested."""
         with self._lock:
-            self._open[entry] = None
-        return entry
+            self._open[seq] = header
+
+    def start(self, seq: int) -> None:
+        self._trace(seq, self._open[seq], "running")
+
+    def end(self, seq: int, took_s: float, *, failed: bool = False) -> None:
+        with self._lock:
+            header = self._open.pop(seq)
+            if not failed:
+                self._last = f"{header.op} #{seq}"
+        self._trace(seq, header, f"{'failed' if failed else 'done'} {took_s:.6f} s")
+
+    def _trace(self, seq: int, header: Header, state: str) -> None:
+        if log.isEnabledFor(TRACE):
+            words = (self._rank, self._group, seq, header.text(), state)
+            log.log(TRACE, "rank %d, group %s: #%d %s %s", *words)
 
     def where(self) -> str:
-        """In words for other ranks: what this one does, or did last."""
+        """What this rank does or did last, for other ranks."""
         with self._lock:
-            oldest, last = next(iter(self._open), None), self._last
-        if oldest is not None:
-            return f"in {oldest.header.op} #{oldest.header.seq}"
-        return f"after {last.op} #{last.seq}" if last else "before its first collective"
-
-    def _end(self, entry: Entry, failed: bool) -> None:
-        with self._lock:
-            self._open.pop(entry, None)
-            if not failed:
-                self._last = entry.header
-
-    def _trace(self, header: Header, state: str) -> None:
-        if log.isEnabledFor(TRACE):
-            log.log(
-                TRACE, "rank %d, group %s: #%d %s %s", self._rank, self._group, header.seq, header.text(), state
-            )
+            for seq, header in self._open.items():
+                return f"in {header.op} #{seq}"
+            return f"after {self._last}" if self._last else "before its first collective"

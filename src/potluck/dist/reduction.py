@@ -1,13 +1,11 @@
-"""Owns the arithmetic of reductions: which operation takes which dtype, and how two tensors become one.
+"""The arithmetic of reductions, on flat tensors in host memory: which operation takes which dtype, and how.
 
-It must not know of ranks, links or schedules: it is given flat tensors in host memory.
+A reduction has four steps, one function each:
 
-A reduction goes through four moments, and each is one function here:
-
-    check      refuse what makes no sense, before anything is sent
-    premul     this rank's own values, multiplied by its factor (PREMUL_SUM alone)
-    accumulate the values of another rank, into a tensor of the working dtype
-    finish     what is left when all values are in (AVG divides)
+    check       refuse what makes no sense, before anything is sent
+    premul      multiply this rank's own values by its factor (PREMUL_SUM only)
+    accumulate  add the values of another rank into a tensor of the working dtype
+    finish      what remains when all values are in (AVG divides)
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from potluck.dist.counting import spends
 from potluck.errors import CollectiveError
 
 Op = Any
-"""A `ReduceOp`, or one of its members: torch hands over either, and PREMUL_SUM only as an object."""
+"""A `ReduceOp` or one of its members: torch passes either, and PREMUL_SUM only as an object."""
 
 _HALVES = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
@@ -43,8 +41,8 @@ _ROUNDING = frozenset({"SUM", "AVG", "PREMUL_SUM", "PRODUCT"})
 
 
 def name_of(op: Op) -> str:
-    """SUM, AVG, ...: the operation's name, whichever of torch's two types it comes as."""
-    if type(op) is str:  # it went through plain()
+    """SUM, AVG, ...: the name of an operation, of either of torch's two types."""
+    if type(op) is str:  # from plain()
         return op
     name = getattr(getattr(op, "op", op), "name", None)
     if name not in _DTYPES:
@@ -53,7 +51,7 @@ def name_of(op: Op) -> str:
 
 
 def plain(op: Op) -> Op:
-    """The same operation as its name, where that says all: torch's objects are slow to look at."""
+    """The operation as its name, if that says all: torch's objects are slow to read."""
     name = name_of(op)
     return op if name == "PREMUL_SUM" else name
 
@@ -75,14 +73,14 @@ def check(op: Op, dtype: torch.dtype) -> None:
 
 
 def working_dtype(op: Op, dtype: torch.dtype) -> torch.dtype:
-    """What partial results are kept and sent in: float32 for 16-bit floats wherever rounding would add up."""
+    """The dtype of partial results: float32 for 16-bit floats where rounding errors would add up."""
     check(op, dtype)
     return _HALVES.get(dtype, dtype) if name_of(op) in _ROUNDING else dtype
 
 
 @spends("reduction")
 def premul(op: Op, values: Tensor) -> None:
-    """Multiply this rank's values, of the working dtype, by its factor, in place; nothing but for PREMUL_SUM.
+    """For PREMUL_SUM, multiply this rank's values, of the working dtype, by its factor, in place.
 
     The factor is a number or a tensor of one element; each rank may have its own.
     """
@@ -108,13 +106,13 @@ def accumulate(op: Op, into: Tensor, other: Tensor) -> None:
 
     Args:
         into: [n] of the working dtype.
-        other: [n] of the working dtype, or of the dtype that the ranks reduce: then it is widened on the way.
+        other: [n] of the working dtype, or of the dtype that the ranks reduce, which is then widened.
     """
     name = name_of(op)
     if name in ("SUM", "AVG", "PREMUL_SUM"):
-        into.add_(other)  # of bools: or
+        into.add_(other)  # for bools: or
     elif name == "PRODUCT":
-        into.mul_(other)  # of bools: and
+        into.mul_(other)  # for bools: and
     elif name == "MIN":
         torch.minimum(into, other, out=into)  # a NaN on any rank is a NaN for all
     elif name == "MAX":
@@ -129,9 +127,9 @@ def accumulate(op: Op, into: Tensor, other: Tensor) -> None:
 
 @spends("reduction")
 def finish(op: Op, values: Tensor, world: int) -> None:
-    """The last touch on values of the working dtype that hold every rank's part, in place: AVG divides.
+    """The last step on values of the working dtype that hold every rank's part, in place: AVG divides.
 
-    Whole numbers towards zero, as NCCL does: their sum wraps around where it is too large for the type.
+    Whole numbers are rounded towards zero, as by NCCL; their sum wraps around if it is too large for the type.
     """
     if name_of(op) != "AVG" or world == 1:
         return

@@ -1,7 +1,4 @@
-"""How torch learns of the backend "potluck": owns the moment of registration.
-
-It must not import torch: it waits until somebody else has.
-"""
+"""Registers the backend "potluck" with torch, without importing torch: owns when that happens."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ _C10D = "torch.distributed.distributed_c10d"
 
 
 def register() -> None:
-    """Tell torch, now; a second call does nothing. What the backend needs is imported when a group is made."""
+    """Register now; a second call does nothing. The backend itself is imported when a group is made."""
     c10d = sys.modules.get(_C10D)
     backend = getattr(c10d, "Backend", None)
     if backend is None or NAME.upper() in backend._plugins:
@@ -33,10 +30,10 @@ def _create(options: Any, backend_options: Any) -> Any:
 
 
 def register_if_there() -> None:
-    """What `import potluck` does: it changes nothing in an interpreter that has no torch.distributed yet.
+    """What `import potluck` does: nothing, in an interpreter without torch.distributed.
 
-    torch calls `watch` at its own import (src/_potluck_torch.py), unless the user has forbidden it to: then it is
-    called here.
+    torch calls `watch` at its own import (src/_potluck_torch.py). If the user has turned that off, it is called
+    here.
     """
     if _C10D in sys.modules:
         _register_or_warn()
@@ -45,7 +42,7 @@ def register_if_there() -> None:
 
 
 def _register_or_warn() -> None:
-    """Whatever a torch of the future says to it: importing must not fail."""
+    """An import must not fail, whatever a future torch says."""
     try:
         register()
     except Exception as error:
@@ -56,7 +53,7 @@ def _register_or_warn() -> None:
 
 
 def watch() -> None:
-    """Register when torch.distributed is imported, be it already there or not."""
+    """Register when torch.distributed is imported, or at once if it is."""
     if _C10D in sys.modules:
         _register_or_warn()
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
@@ -64,7 +61,7 @@ def watch() -> None:
 
 
 class _Finder:
-    """Finds one module, as the others would, and registers once it has run; then it is gone.
+    """Finds one module, as the other finders would, and registers once it has run; then it removes itself.
 
     Not derived from importlib.abc, whose import costs more than all of potluck's.
     """
@@ -91,6 +88,6 @@ class _Loader:
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
         if module.__spec__ is not None:
-            module.__spec__.loader = self._loader  # as if nobody had been here
+            module.__spec__.loader = self._loader  # as without this finder
         module.__loader__ = self._loader
         _register_or_warn()

@@ -1,10 +1,8 @@
-"""Rings of slots in shared memory, through which processes of one machine hand each other bytes; owns their order.
+"""Rings of slots in shared memory, through which processes of one machine exchange bytes: owns the order of access.
 
-It must not know which collective runs, nor what is reduced: it counts rounds.
-
-In every round each process may fill its own slot and announce it (post), and read the slots of others (arrived),
-and says when it needs nothing of that round any more (done). A slot is filled again only when everybody is done
-with what it held. All processes make the same rounds in the same order, so a round needs no name but its number.
+In every round each process may fill its own slot and announce it (post), wait for the slots of others (arrived),
+and says when it needs nothing of that round any more (done). A slot is filled again only when all readers are done
+with it. All processes make the same rounds in the same order, so a round's number identifies it.
 """
 
 from __future__ import annotations
@@ -18,24 +16,25 @@ from torch import Tensor
 
 from potluck.dist.shm import Words
 
-NOTE_BYTES = 512
+NOTE_BYTES = 1024
+"""Holds a description and, for an all-to-all, a count for each of 64 members."""
 _LENGTH = struct.Struct("<I")
 
 
 @dataclass(slots=True)
-class Patience:
-    """How long to wait, what ends it early, and who is told that it was in vain."""
+class Wait:
+    """The limits of a wait."""
 
     deadline: float
     check: Callable[[Callable[[], list[int]]], None]
-    """Given how to tell who is missing: raises where waiting for them makes no sense any more."""
+    """Raises if the wait is in vain; gets a function that lists who is missing."""
     late: Callable[[Iterable[int]], Exception]
-    """What to raise when these have not come in time."""
+    """The error if these members have not come in time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """How large a ring is."""
+    """The size of a ring."""
 
     writers: int
     readers: int
@@ -58,7 +57,7 @@ class Shape:
 class Ring:
     """The slots of `writers`, read by `readers`; this process is one of either or both.
 
-    A word for each writer counts its posts, one for each reader the rounds with which it is done.
+    One word for each writer counts its posts, one for each reader the rounds it is done with.
     """
 
     def __init__(self, shape: Shape, words: Words, first_word: int, notes: memoryview, data: Tensor) -> None:
@@ -66,7 +65,7 @@ class Ring:
         self.round = 0
         """The next round that this process posts."""
         self.read_round = 0
-        """The next round with which it will be done."""
+        """The next round that it will be done with."""
         self._words = words
         self._posts = first_word
         self._dones = first_word + shape.writers
@@ -82,10 +81,10 @@ class Ring:
             self._views[dtype] = views
         return views[writer][number % self.shape.depth]
 
-    def free(self, readers: Iterable[int], patience: Patience) -> int:
+    def free(self, readers: Iterable[int], wait: Wait) -> int:
         """Wait until the next round's slot may be filled; returns the round's number."""
         number = self.round
-        self._wait(self._dones, readers, number - self.shape.depth + 1, patience)
+        self._wait(self._dones, readers, number - self.shape.depth + 1, wait)
         return number
 
     def is_free(self, readers: Iterable[int]) -> bool:
@@ -98,17 +97,17 @@ class Ring:
         self.round += 1
         self._words.write(self._posts + writer, self.round)
 
-    def arrived(self, writers: Iterable[int], number: int, patience: Patience) -> None:
-        """Wait until the slots of `writers` are there in round `number`."""
-        self._wait(self._posts, writers, number + 1, patience)
+    def arrived(self, writers: Iterable[int], number: int, wait: Wait) -> None:
+        """Wait until the slots of `writers` are filled in round `number`."""
+        self._wait(self._posts, writers, number + 1, wait)
 
     def has(self, writers: Iterable[int], number: int) -> bool:
-        """Whether the slots of `writers` are there in round `number`."""
+        """Whether the slots of `writers` are filled in round `number`."""
         words = self._words
         return all(words.reached(self._posts + writer, number + 1) for writer in writers)
 
     def done(self, reader: int) -> None:
-        """This process needs nothing of the oldest round that it was not done with."""
+        """This process needs nothing more of the oldest round that it was not done with."""
         self.read_round += 1
         self._words.write(self._dones + reader, self.read_round)
 
@@ -131,7 +130,7 @@ class Ring:
     def _note_at(self, writer: int, number: int) -> int:
         return (writer * self.shape.depth + number % self.shape.depth) * NOTE_BYTES
 
-    def _wait(self, base: int, members: Iterable[int], target: int, patience: Patience) -> None:
+    def _wait(self, base: int, members: Iterable[int], target: int, wait: Wait) -> None:
         words = self._words
 
         def missing() -> list[int]:
@@ -140,5 +139,5 @@ class Ring:
         for member in members:
             if words.reached(base + member, target):
                 continue
-            if not words.wait(base + member, target, patience.deadline, lambda: patience.check(missing)):
-                raise patience.late(missing())
+            if not words.wait(base + member, target, wait.deadline, lambda: wait.check(missing)):
+                raise wait.late(missing())

@@ -1,15 +1,12 @@
-"""Owns how a bare connection between two ranks is encrypted: TLS, between two who already share a secret.
+"""Encrypts a TCP connection between two ranks that share a secret (sent by an encrypted message): owns its TLS.
 
-It must not know what travels, nor where the secret comes from (by the encrypted mail).
+Processors have instructions for AES and none for CURVE's cipher: a byte costs a third of the time. TLS needs
+certificates or, from Python 3.13 on, a pre-shared key. Here the certificate is public and not checked. Instead each
+rank proves that it knows the secret, by an HMAC of what is unique to this handshake (RFC 5929, "tls-unique"). A man
+in the middle has one handshake with each of the two, and for neither the proof of the other's.
 
-Processors have instructions for AES and none for CURVE's cipher: a byte costs a third of the time. TLS wants
-certificates or, from Python 3.13 on, a pre-shared key; here the two have a secret instead. So the certificate is
-one that everybody has and nobody checks, and each proves that it knows the secret by an HMAC of what is unique to
-this very handshake (RFC 5929, "tls-unique"). Somebody in the middle has a handshake with each of the two, and for
-neither a proof of the other's.
-
-Both take one elliptic curve and no other group. A group of the other's choice could be one in which somebody in the
-middle gives both handshakes the same keys, on which that proof rests.
+Both accept one elliptic curve and no other group. In a group of the other's choice a man in the middle could give
+both handshakes the same keys, on which that proof rests.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ import time
 
 SECRET_BYTES = 32
 RENEWED_BYTES = 1 << 37
-"""After so many, well before AES-GCM wears out (2^24.5 records of 16 KiB), a new connection has new keys."""
+"""After this many a new connection has new keys, well before AES-GCM's limit (2^24.5 records of 16 KiB)."""
 
 _CIPHERS = "ECDHE-ECDSA-AES128-GCM-SHA256:ECDHE-ECDSA-AES256-GCM-SHA384"
 _CURVE = "prime256v1"
@@ -32,14 +29,14 @@ _SERVER, _CLIENT = b"potluck stream, who was called", b"potluck stream, who call
 
 
 class NotSealedError(OSError):
-    """There is no encrypted connection: this OpenSSL cannot, or the other does not know the secret."""
+    """The connection cannot be encrypted: OpenSSL lacks it, or the other end does not know the secret."""
 
 
 def seal(connection: socket.socket, secret: bytes, *, server: bool, within_s: float) -> ssl.SSLSocket:
-    """The same connection, encrypted and with the other end known; `connection` must not be used any more.
+    """Encrypt a connection and authenticate its other end; `connection` must not be used any more.
 
     Raises:
-        OSError: it could not be done in time. The connection is closed.
+        OSError: it failed or took too long. The connection is closed.
     """
     assert len(secret) == SECRET_BYTES
     until = time.monotonic() + within_s
@@ -53,7 +50,7 @@ def seal(connection: socket.socket, secret: bytes, *, server: bool, within_s: fl
         sealed.do_handshake()
         unique = sealed.get_channel_binding("tls-unique")
         if not unique:
-            raise NotSealedError("the handshake has nothing unique")
+            raise NotSealedError("the handshake has no tls-unique")
         mine, theirs = (_SERVER, _CLIENT) if server else (_CLIENT, _SERVER)
         if not server:
             sealed.sendall(_proof(secret, mine, unique))
@@ -71,11 +68,11 @@ def _context(server: bool) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     if not server:
         context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE  # see above for who is let in
+        context.verify_mode = ssl.CERT_NONE  # the proof authenticates, see above
     context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_2
     context.options |= ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_TICKET | ssl.OP_NO_COMPRESSION
     context.set_ciphers(_CIPHERS)
-    context.set_ecdh_curve(_CURVE)  # of a client, too: it offers no other, and takes no other
+    context.set_ecdh_curve(_CURVE)  # a client too: it offers and accepts no other
     if server:
         with importlib.resources.as_file(importlib.resources.files("potluck.dist") / "stream.pem") as path:
             context.load_cert_chain(path)
@@ -87,7 +84,7 @@ def _proof(secret: bytes, who: bytes, unique: bytes) -> bytes:
 
 
 def first_bytes(connection: socket.socket, count: int, until: float) -> bytes:
-    """So many, or what has come of them by then: who sends byte by byte has no longer than others."""
+    """This many bytes, or those that arrive by `until`, however slowly they are sent."""
     got = b""
     while len(got) < count and (left_s := until - time.monotonic()) > 0:
         connection.settimeout(left_s)

@@ -1,9 +1,7 @@
 """Shared memory between processes of one machine and one user: owns segments, their names, and words to wait on.
 
-It must not know what the bytes mean, which process plays which part, or anything of tensors.
-
-On Linux a segment is a memfd, which never has a name in any folder: whoever is killed at whatever moment leaves
-nothing behind. Elsewhere it is a POSIX segment with a random name, unlinked as soon as everybody has attached.
+On Linux a segment is a memfd, which has no name in any folder: a process that is killed leaves nothing behind.
+Elsewhere it is a POSIX segment with a random name, unlinked as soon as every process has attached.
 """
 
 from __future__ import annotations
@@ -25,12 +23,12 @@ from potluck.errors import NetworkError
 
 NONCE_BYTES = 16
 LINE_BYTES = 128
-"""Words that different processes write lie this far apart: two cache lines, as processors fetch them in pairs."""
+"""The distance between words of different processes: two cache lines, because processors fetch them in pairs."""
 _HEAD_BYTES = 4096
 _SLICE_S = 0.05
-"""The longest sleep before a waiter looks whether it still makes sense to wait."""
+"""The longest sleep before a waiter checks whether the wait is in vain."""
 _FIRST_SLICE_S = 0.005
-"""The first one: most waits are over by then, and the look takes longer than many of them."""
+"""The first sleep: most waits are over by then, and the check takes longer than many of them."""
 _WORD_MASK = 0xFFFFFFFF
 _HALF_WORD = 0x80000000
 _FUTEX_CALLS = {"x86_64": 202, "aarch64": 98, "riscv64": 98}
@@ -38,7 +36,7 @@ _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 
 
 def available() -> tuple[bool, str]:
-    """Whether this system has what is needed, and why (not)."""
+    """Whether this system has shared memory, and of what kind or why not."""
     if sys.platform == "win32":
         return False, "no POSIX shared memory on Windows"
     if sys.maxsize < 2**32:
@@ -47,14 +45,13 @@ def available() -> tuple[bool, str]:
 
 
 def neighbourhood() -> str:
-    """Equal in two processes that can share memory and belong to one machine.
+    """Equal in two processes that can share memory and are on one machine.
 
-    Network namespaces count as machines: that is what the lab emulates machines with.
+    Network namespaces count as machines: the lab emulates machines with them.
     """
     parts = [platform.node(), str(os.getuid()) if hasattr(os, "getuid") else "-"]
-    for path in ("/proc/sys/kernel/random/boot_id",):
-        with contextlib.suppress(OSError), open(path, encoding="ascii") as file:
-            parts.append(file.read().strip())
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        parts.append(file.read().strip())
     for space in ("pid", "ipc", "net"):
         with contextlib.suppress(OSError):
             parts.append(os.readlink(f"/proc/self/ns/{space}"))
@@ -62,7 +59,7 @@ def neighbourhood() -> str:
 
 
 class Segment:
-    """A piece of memory that several processes have mapped. `address` is what the others need to attach."""
+    """Memory that several processes have mapped. The others attach by `address`."""
 
     def __init__(self, fd: int, nbytes: int, address: str, name: str | None) -> None:
         self.nbytes = nbytes
@@ -101,7 +98,7 @@ class Segment:
 
     @classmethod
     def attach(cls, address: str) -> Segment:
-        """Map the segment of another process of this user; its memory is checked to be the one that was meant."""
+        """Map the segment of another process of this user, and check that it is the right one."""
         try:
             kind, where, number, nonce, size = address.split(":")
             nbytes = int(size)
@@ -123,13 +120,13 @@ class Segment:
             os.close(fd)
             raise
         if segment._map[:NONCE_BYTES] != bytes.fromhex(nonce):
-            segment._name = None  # not ours to remove
+            segment._name = None  # not this segment's to remove
             segment.close()
             raise NetworkError("the shared memory found is not the one that was announced")
         return segment
 
     def forget_name(self) -> None:
-        """Nobody else can attach from here on, and the memory goes when the last process that has it does."""
+        """No other process can attach from here on; the memory is freed with the last process that has it."""
         if self._name is not None:
             with contextlib.suppress(OSError):
                 _shm_unlink(self._name)
@@ -139,7 +136,7 @@ class Segment:
             self._fd = -1
 
     def close(self) -> None:
-        """Give up this process's mapping; where tensors on it live on, it goes with the last of them."""
+        """Unmap it in this process, or with the last tensor that uses it."""
         self.forget_name()
         with contextlib.suppress(BufferError):
             self.view.release()
@@ -165,7 +162,7 @@ def _shm_unlink(name: str) -> None:
 
 
 class Processes:
-    """Notices that one of some processes of this machine has ended."""
+    """Detects that processes of this machine have ended."""
 
     def __init__(self, pids: dict[int, int]) -> None:
         """`pids`: process ids, by the number under which a dead one is reported."""
@@ -214,7 +211,7 @@ class _Timespec(ctypes.Structure):
 
 
 def _futex() -> tuple[Callable[..., int], Callable[..., int], int] | None:
-    """Two ways to make the call (one lets other threads run meanwhile, one does not), and its number."""
+    """The call in two ways (one releases Python's lock, one does not), and its number."""
     number = _FUTEX_CALLS.get(platform.machine())
     if sys.platform != "linux" or number is None:
         return None
@@ -230,7 +227,7 @@ def _futex() -> tuple[Callable[..., int], Callable[..., int], int] | None:
 
 
 def _fence() -> Callable[[], Any] | None:
-    """What keeps a word from being seen before the bytes that it announces; None where the processor does."""
+    """A memory fence, so that no word is seen before the bytes it announces; None if the processor needs none."""
     if platform.machine() in ("x86_64", "AMD64", "i686"):
         return None
     for library, name in ((None, "OSMemoryBarrier"), ("libatomic.so.1", "atomic_thread_fence")):
@@ -240,14 +237,14 @@ def _fence() -> Callable[[], Any] | None:
             if name == "atomic_thread_fence":
                 return lambda: call(ctypes.c_int(5))  # memory_order_seq_cst
             return lambda: call()
-    return time.monotonic  # no fence to be had: a call out of the interpreter is the best there is
+    return time.monotonic  # no fence available: a call out of the interpreter is the best substitute
 
 
 class Words:
-    """32-bit counters in shared memory, each written by one process, on which the others wait."""
+    """32-bit counters in shared memory, each written by one process; the others wait on them."""
 
     def __init__(self, memory: memoryview, count: int, *, spins: int, futex: bool = True) -> None:
-        """`memory`: `count` times LINE_BYTES; `spins`: looks before the first sleep, of some 0.1 µs each."""
+        """`memory`: `count` times LINE_BYTES; `spins`: looks before the first sleep, about 0.1 µs each."""
         self.spins = spins
         self._words = memory[: count * LINE_BYTES].cast("I")
         self._stride = LINE_BYTES // 4
@@ -259,17 +256,17 @@ class Words:
         return int(self._words[index * self._stride])
 
     def write(self, index: int, value: int) -> None:
-        """All that was written before is seen by whoever sees the new value; those who wait for it wake."""
+        """Write a counter and wake its waiters. Who sees the new value sees all that was written before."""
         if self._fence is not None:
             self._fence()
         self._words[index * self._stride] = value & _WORD_MASK
         if self._futex is not None:
             _, quick, number = self._futex
-            # Always, not only if somebody is known to sleep: to know it safely would take a fence as dear as this.
+            # Always: finding out whether a process sleeps would take a fence that costs as much.
             quick(number, self._address + index * LINE_BYTES, _FUTEX_WAKE, 0x7FFFFFFF, None, None, 0)
 
     def reached(self, index: int, target: int) -> bool:
-        """Whether the counter is at `target` or past it; it may have run over its 32 bits."""
+        """Whether the counter is at `target` or past it; it may have wrapped around."""
         if (self._words[index * self._stride] - target) & _HALF_WORD:
             return False
         if self._fence is not None:
@@ -277,13 +274,13 @@ class Words:
         return True
 
     def wait(self, index: int, target: int, deadline: float, check: Callable[[], None]) -> bool:
-        """Until the counter has reached `target`; False when `deadline` (monotonic) passes first.
+        """Wait until the counter has reached `target`; False if `deadline` (monotonic) passes first.
 
-        `check` is called now and then and may raise. Other threads of this process run meanwhile.
+        `check` is called now and then and may raise. Other threads of this process can run meanwhile.
         """
         words, at = self._words, index * self._stride
         for _ in range(self.spins):
-            # Without giving way to others: on a busy machine one would get its turn again milliseconds later.
+            # Without yielding: on a busy machine this process would run again only milliseconds later.
             if not (words[at] - target) & _HALF_WORD:
                 return self.reached(index, target)
         pause_s, slice_s = 0.00002, _FIRST_SLICE_S
@@ -309,7 +306,7 @@ class Words:
         span = _Timespec(int(seconds), int(seconds % 1 * 1e9))
         done = sleeping(number, self._address + index * LINE_BYTES, _FUTEX_WAIT, seen, ctypes.byref(span), None, 0)
         if done < 0 and ctypes.get_errno() not in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT):
-            self._futex = None  # forbidden here, in some sandboxes: sleep in short naps instead
+            self._futex = None  # forbidden, as in some sandboxes: poll with short sleeps instead
 
     def close(self) -> None:
         self._words.release()

@@ -1,11 +1,8 @@
-"""Groups made from a part of another: owns how their ranks meet, and telling torch of them.
+"""Groups made from a part of another: owns how their ranks meet, and registering them with torch.
 
-It must not know collectives.
-
-torch.distributed.split_group() asks for an accelerator and for a device bound to the default group before it
-asks the backend; torch binds the one of init_process_group(device_id=...) to a group that it drops when the
-backend is written in Python. So it has to be bound by hand, and without an accelerator the group's own
-split_group() is the way.
+torch.distributed.split_group() needs an accelerator, and a device bound to the default group, before it asks the
+backend. torch binds the one of init_process_group(device_id=...) to a group that it drops when the backend is
+written in Python. So it must be bound by hand; without an accelerator, use the group's own split_group().
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ import torch.distributed.distributed_c10d
 from potluck.errors import CollectiveError
 
 c10d: Any = torch.distributed.distributed_c10d
-"""Much of it is not meant for others, who have no other way."""
+"""Much of it is private, but there is no public way."""
 
 
 @dataclass(slots=True)
@@ -31,53 +28,47 @@ class Origin:
     store: Any
     config: Any
     splits: itertools.count[int] = field(default_factory=itertools.count)
-    """All ranks of a group ask for its splits together, so that they count them alike."""
+    """All ranks of a group call split_group together, so their counts agree."""
 
 
-@dataclass(frozen=True, slots=True)
-class SplitRequest:
-    """A part of a group."""
+def split(
+    parent: Any, ranks: list[int], timeout: timedelta, config: Any, name: str | None, description: str | None
+) -> Any:
+    """The new group on the ranks that are in it; None on the others.
 
-    ranks: list[int]
-    timeout: timedelta
-    config: Any
-    name: str
-    """As torch will call it; "": it does not know yet."""
-    about: str
-
-
-def split(parent: Any, origin: Origin, global_ranks: list[int], wanted: SplitRequest) -> Any:
-    """The new group, on the ranks that are in it; None on the others."""
+    Args:
+        name: the name torch will give it; None: torch does not know of it yet.
+    """
     from potluck.dist.group import create
 
-    ranks = sorted(wanted.ranks)
-    if not ranks or len(set(ranks)) < len(ranks) or ranks[0] < 0 or ranks[-1] >= parent.size():
+    members = sorted(ranks)
+    if not members or len(set(members)) < len(members) or members[0] < 0 or members[-1] >= parent.size():
         raise CollectiveError(
-            f"{wanted.ranks} is no part of a group of {parent.size()} ranks",
+            f"{ranks} is no part of a group of {parent.size()} ranks",
             hint="name each rank of the new group once, by its number in the group that is split",
         )
-    number = next(origin.splits)
-    if parent.rank() not in ranks:
+    number = next(parent.origin.splits)
+    if parent.rank() not in members:
         return None
-    name = wanted.name or f"{parent.group_name or 'group'}:split:{number}:{'-'.join(map(str, ranks))}"
+    suffix = "-".join(map(str, members))
     options = SimpleNamespace(
-        store=c10d.PrefixStore(f"split/{number}/{'-'.join(map(str, ranks))}/", origin.store),
-        group_rank=ranks.index(parent.rank()),
-        group_size=len(ranks),
-        timeout=wanted.timeout,
-        global_ranks_in_group=[global_ranks[rank] for rank in ranks],
+        store=c10d.PrefixStore(f"split/{number}/{suffix}/", parent.origin.store),
+        group_rank=members.index(parent.rank()),
+        group_size=len(members),
+        timeout=timeout,
+        global_ranks_in_group=[parent.global_ranks[rank] for rank in members],
     )
-    group = create(options, origin.config if wanted.config is None else wanted.config)
-    group._set_group_name(name)
-    group._set_group_desc(wanted.about)
-    if not wanted.name:
-        _introduce(group, name, options)
+    group = create(options, parent.origin.config if config is None else config)
+    group._set_group_name(name or f"{parent.group_name or 'group'}:split:{number}:{suffix}")
+    group._set_group_desc(description or "")
+    if not name:
+        _register(group, options)
     return group
 
 
-def _introduce(group: Any, name: str, options: Any) -> None:
-    """As torch does with the groups that it makes itself: collectives with a root look their ranks up there."""
-    world = c10d._world
+def _register(group: Any, options: Any) -> None:
+    """As torch does with the groups that it makes: collectives with a root look their ranks up there."""
+    world, name = c10d._world, group.group_name
     world.pg_map[group] = ("potluck", options.store)
     world.pg_names[group] = name
     world.pg_group_ranks[group] = {rank: at for at, rank in enumerate(options.global_ranks_in_group)}

@@ -1,9 +1,7 @@
-"""A TCP connection of its own between two ranks, for large tensors, encrypted where the group is; owns its bytes.
+"""A TCP connection for large tensors between two ranks, encrypted where the group is: owns how its bytes are moved.
 
-It must not know collectives, nor wait for ever: whoever waits here is asked again and again whether to go on.
-
-ZeroMQ receives each chunk into memory of its own, in threads of its own. On a link that is as fast as memory the
-copies and the handing over cost as much as the link. Here one thread sends from the tensor and receives into it.
+ZeroMQ receives each chunk into its own memory, in its own threads. On a link as fast as memory, the copies and the
+hand-overs cost as much as the link. Here one thread sends from the tensor and receives into it.
 """
 
 from __future__ import annotations
@@ -24,22 +22,22 @@ from potluck.dist.sealing import SECRET_BYTES, seal
 from potluck.wire.waker import Waker
 
 _AT_ONCE = 512 << 10
-"""Bytes of one call: less costs more calls, and more does not fit the system's buffers anyway."""
-_ASK_S = 0.1
+"""Bytes of one call: less costs more calls, more does not fit the system's buffers."""
+_CHECK_S = 0.1
 CONNECT_S = 5.0
-"""The most that one step on the way to a connection may take."""
-_INVITATION = struct.Struct(f"<H{SECRET_BYTES}s")  # port, and a secret
-_KNOCK_BYTES = 16
+"""The limit of each step to a stream."""
+_OFFER = struct.Struct(f"<H{SECRET_BYTES}s")  # port, and a secret
+_HELLO_BYTES = 16
 MOST_WAITING = 64
-"""Connections at a door that have not knocked."""
+"""The most connections that have not said hello."""
 _NO_FILES_S = 0.05
 _NOT_NOW = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 _OVER = (OSError, ValueError, AttributeError)
-"""The latter two come from `ssl`, and from a wait, if another thread closes at the same moment."""
+"""`ssl` and a wait raise the last two if another thread closes at the same moment."""
 
 
-class Closed(Exception):
-    """The other end is closed, or the connection broke."""
+class StreamClosed(Exception):
+    """The other end closed the stream, or the connection broke."""
 
 
 class Stream:
@@ -48,26 +46,26 @@ class Stream:
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # A router that forgets idle connections must not forget this one between two steps.
+        # Routers forget idle connections: not this one, between two steps.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if hasattr(socket, "TCP_KEEPIDLE"):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)
         self._connection = connection
         self._unsent: deque[memoryview] = deque()
-        self._room = bytearray()
-        self._asked = 0.0
+        self._buffer = bytearray()
+        self._checked = 0.0
 
     def push(self, part: memoryview) -> None:
-        """Send it, as far as that goes without waiting; it must stay as it is until flush()."""
+        """Send what can be sent without waiting; `part` must not change until flush()."""
         if len(part):
             self._unsent.append(part)
             self._send()
 
-    def pull(self, into: memoryview, ask: Callable[[], None]) -> None:
-        """Fill all of `into`, sending meanwhile. `ask` is called now and then, and raises to end the waiting."""
+    def pull(self, into: memoryview, check: Callable[[], None]) -> None:
+        """Fill all of `into`, and send meanwhile. `check` is called now and then, and raises to end the wait."""
         got = unsent = 0
         while got < len(into):
-            self._now_and_then(ask)
+            self._now_and_then(check)
             try:
                 count = self._connection.recv_into(into[got : got + _AT_ONCE])
             except _NOT_NOW:
@@ -75,25 +73,25 @@ class Stream:
                     self._wait(receiving=True)
                 continue
             except _OVER as error:
-                raise Closed from error
+                raise StreamClosed from error
             if count == 0:
-                raise Closed
+                raise StreamClosed
             got, unsent = got + count, unsent + count
             if unsent >= _AT_ONCE:
-                # Not after every few bytes that came: the other has to have room for it.
+                # Not after every few bytes received: the other end must have room for it.
                 self._send()
                 unsent = 0
 
-    def room(self, nbytes: int) -> memoryview:
-        """Memory to receive so many bytes into; the same at every call."""
-        if len(self._room) < nbytes:
-            self._room = bytearray(nbytes)
-        return memoryview(self._room)[:nbytes]
+    def buffer(self, nbytes: int) -> memoryview:
+        """Memory to receive this many bytes into; the same at every call."""
+        if len(self._buffer) < nbytes:
+            self._buffer = bytearray(nbytes)
+        return memoryview(self._buffer)[:nbytes]
 
-    def flush(self, ask: Callable[[], None]) -> None:
-        """Until everything is with the system; its memory may then be used again."""
+    def flush(self, check: Callable[[], None]) -> None:
+        """Wait until the system has everything; the memory may then be used again."""
         while self._unsent:
-            self._now_and_then(ask)
+            self._now_and_then(check)
             if not self._send():
                 self._wait(receiving=False)
 
@@ -106,53 +104,53 @@ class Stream:
         except _NOT_NOW:
             return False
         except _OVER as error:
-            raise Closed from error
+            raise StreamClosed from error
         if count == len(part):
             self._unsent.popleft()
         else:
             self._unsent[0] = part[count:]
         return True
 
-    def _now_and_then(self, ask: Callable[[], None]) -> None:
-        """Also while bytes come: an abort and a deadline hold for those who send slowly, too."""
+    def _now_and_then(self, check: Callable[[], None]) -> None:
+        """Also while bytes arrive: an abort and a deadline must end a slow transfer too."""
         now = time.monotonic()
-        if now - self._asked >= _ASK_S:
-            self._asked = now
-            ask()
+        if now - self._checked >= _CHECK_S:
+            self._checked = now
+            check()
 
     def _wait(self, *, receiving: bool) -> None:
         try:
             _wait_for(self._connection, receiving=receiving, sending=bool(self._unsent))
         except _OVER as error:
-            raise Closed from error
+            raise StreamClosed from error
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            # Ends a wait that is under way. Not by TLS, which would be off while the connection is still there.
+            # Ends a wait in another thread. Not through TLS, whose state that thread still uses.
             socket.socket.shutdown(self._connection, socket.SHUT_RDWR)
-        # What is unsent stays: who is just sending it must find it, and not that all was sent.
+        # Unsent data stays queued: a thread in flush() must not take it for sent.
         self._connection.close()
 
 
 def _wait_for(connection: socket.socket, *, receiving: bool, sending: bool) -> None:
-    """Until something can be done, and no longer than a moment."""
-    if hasattr(select, "poll"):  # for descriptors of any number, but not on Windows
+    """Wait until the connection is ready, or for a moment."""
+    if hasattr(select, "poll"):  # takes descriptors of any number, but is not on Windows
         poll = select.poll()
         poll.register(connection, (select.POLLIN if receiving else 0) | (select.POLLOUT if sending else 0))
-        poll.poll(1000 * _ASK_S)
+        poll.poll(1000 * _CHECK_S)
         return
     own = [connection]
-    select.select(own if receiving else [], own if sending else [], [], _ASK_S)
+    select.select(own if receiving else [], own if sending else [], [], _CHECK_S)
 
 
-# -- how two ranks come to have one
+# -- opening a stream
 
 
 class StreamListener:
-    """Where one rank waits for the other; what it must know comes by the mail, as an invitation.
+    """Accepts the stream of the other rank, which gets the port and a secret by message, as an offer.
 
-    A thread listens to all who come at once, so that those who say nothing keep nobody out. When they are too many,
-    the oldest has to go: who was invited knocks right away.
+    A thread reads from all connections at once, so that silent ones keep nobody out. Above the limit the oldest is
+    closed: the other rank says hello right away.
     """
 
     def __init__(self, address: str, secret: bytes, port: int = 0) -> None:
@@ -160,111 +158,111 @@ class StreamListener:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, port), family=family)
         self._listener.setblocking(False)
-        self.invitation = _INVITATION.pack(self._listener.getsockname()[1], secret)
+        self.offer = _OFFER.pack(self._listener.getsockname()[1], secret)
         self._waiting: dict[socket.socket, bytes] = {}
-        """What each has said so far, the oldest first."""
-        self._invited: socket.socket | None = None
-        self._over = threading.Event()
+        """What each connection has sent so far, the oldest first."""
+        self._accepted: socket.socket | None = None
+        self._done = threading.Event()
         self._waker = Waker()
-        self._thread = threading.Thread(target=self._serve, name="potluck-dist-door", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="potluck-dist-listener", daemon=True)
         self._thread.start()
 
     @classmethod
     def open(cls, address: str, secret: bytes, port: int = 0) -> StreamListener | None:
-        """None where the port (0: any) cannot be opened."""
+        """None if the port (0: any) cannot be opened."""
         try:
             return cls(address, secret, port)
         except OSError:
             return None
 
-    def admit(self, *, sealed: bool, within_s: float = CONNECT_S) -> Stream | None:
-        """The one who was invited and has knocked; None if there is no such connection after all."""
-        self._over.wait(within_s)
-        connection, self._invited = self._invited, None
+    def accept(self, *, sealed: bool, within_s: float = CONNECT_S) -> Stream | None:
+        """The stream to the other rank; None if it did not connect."""
+        self._done.wait(within_s)
+        connection, self._accepted = self._accepted, None
         if connection is None:
             return None
         return _stream(connection, self._secret if sealed else None, server=True, within_s=within_s)
 
     def close(self) -> None:
-        self._over.set()
+        self._done.set()
         self._waker.wake()
         self._thread.join()
         self._waker.close()
-        if self._invited is not None:
-            self._invited.close()
+        if self._accepted is not None:
+            self._accepted.close()
 
     def _serve(self) -> None:
-        """Until the one who was invited has knocked, or it is over."""
+        """Run until the other rank has said hello, or the listener is closed."""
         with selectors.DefaultSelector() as selector:
             for each in (self._listener, self._waker.inner):
                 selector.register(each, selectors.EVENT_READ)
-            while not self._over.is_set():
+            while not self._done.is_set():
                 for key, _ in selector.select():
                     if key.fileobj is self._listener:
-                        self._let_wait(selector)
+                        self._accept_one(selector)
                     elif key.fileobj in self._waiting:
-                        self._hear(selector, key.fileobj)
+                        self._read_hello(selector, key.fileobj)
             self._listener.close()
             for connection in list(self._waiting):
-                self._hang_up(selector, connection)
+                self._drop(selector, connection)
 
-    def _let_wait(self, selector: selectors.BaseSelector) -> None:
+    def _accept_one(self, selector: selectors.BaseSelector) -> None:
         try:
             connection, _ = self._listener.accept()
         except OSError:
-            # It is gone already, or this process may open no more files: it must not try without a pause.
-            self._over.wait(_NO_FILES_S)
+            # It is gone, or this process may open no more files: do not try again without a pause.
+            self._done.wait(_NO_FILES_S)
             return
         connection.setblocking(False)
         self._waiting[connection] = b""
         selector.register(connection, selectors.EVENT_READ)
         if len(self._waiting) > MOST_WAITING:
-            self._hang_up(selector, next(iter(self._waiting)))
+            self._drop(selector, next(iter(self._waiting)))
 
-    def _hear(self, selector: selectors.BaseSelector, connection: socket.socket) -> None:
+    def _read_hello(self, selector: selectors.BaseSelector, connection: socket.socket) -> None:
         try:
-            more = connection.recv(_KNOCK_BYTES - len(self._waiting[connection]))
+            more = connection.recv(_HELLO_BYTES - len(self._waiting[connection]))
         except _NOT_NOW:
             return
         except OSError:
             more = b""
-        said = self._waiting[connection] = self._waiting[connection] + more
-        if more and len(said) < _KNOCK_BYTES:
+        heard = self._waiting[connection] = self._waiting[connection] + more
+        if more and len(heard) < _HELLO_BYTES:
             return
-        if self._invited is None and hmac.compare_digest(said, _knock(self._secret)):
+        if self._accepted is None and hmac.compare_digest(heard, _hello(self._secret)):
             selector.unregister(connection)
             del self._waiting[connection]
-            self._invited = connection
-            self._over.set()
+            self._accepted = connection
+            self._done.set()
         else:
-            self._hang_up(selector, connection)
+            self._drop(selector, connection)
 
-    def _hang_up(self, selector: selectors.BaseSelector, connection: socket.socket) -> None:
+    def _drop(self, selector: selectors.BaseSelector, connection: socket.socket) -> None:
         selector.unregister(connection)
         del self._waiting[connection]
         connection.close()
 
 
 class PendingStream:
-    """Where the other rank has connected, and knocked."""
+    """A connection to the other rank that is not encrypted yet."""
 
     def __init__(self, connection: socket.socket, secret: bytes) -> None:
         self._connection, self._secret = connection, secret
 
-    def enter(self, *, sealed: bool, within_s: float = CONNECT_S) -> Stream | None:
-        """While the other admits; None if it did not."""
+    def finish(self, *, sealed: bool, within_s: float = CONNECT_S) -> Stream | None:
+        """While the other rank accepts; None if it did not."""
         return _stream(self._connection, self._secret if sealed else None, server=False, within_s=within_s)
 
 
-def follow(address: str, invitation: bytes, within_s: float = CONNECT_S) -> PendingStream | None:
-    """Connect to who sent the invitation; None if that is not possible, as behind a firewall."""
+def connect(address: str, offer: bytes, within_s: float = CONNECT_S) -> PendingStream | None:
+    """Connect to the rank that made the offer; None if that fails, as behind a firewall."""
     try:
-        port, secret = _INVITATION.unpack(invitation)
+        port, secret = _OFFER.unpack(offer)
         connection = socket.create_connection((address, port), timeout=within_s)
     except (struct.error, OSError):
         return None
     try:
-        connection.sendall(_knock(secret))
+        connection.sendall(_hello(secret))
     except OSError:
         connection.close()
         return None
@@ -280,6 +278,6 @@ def _stream(connection: socket.socket, secret: bytes | None, *, server: bool, wi
         return None
 
 
-def _knock(secret: bytes) -> bytes:
-    """What who was invited says first, in the clear: it tells nothing of the secret."""
-    return hmac.digest(secret, b"potluck stream, a knock", "sha256")[:_KNOCK_BYTES]
+def _hello(secret: bytes) -> bytes:
+    """The first bytes on the connection, in the clear: they tell nothing of the secret."""
+    return hmac.digest(secret, b"potluck stream, hello", "sha256")[:_HELLO_BYTES]

@@ -1,9 +1,7 @@
-"""What torch.compile must leave alone: owns the marks that say so.
+"""Keeps torch.compile away from classes: owns the mark on their methods.
 
-It must not know what the marked classes do.
-
-While a compiled function runs, Dynamo looks at every Python function that begins, also at those which torch's C++
-calls: DDP's reducer, within torch.compile(DistributedDataParallel(...)), calls a group's collectives.
+While a compiled function runs, Dynamo traces every Python function that is called, also from torch's C++. DDP's
+reducer, within torch.compile(DistributedDataParallel(...)), calls a group's collectives.
 """
 
 from __future__ import annotations
@@ -17,9 +15,9 @@ Class = TypeVar("Class", bound=type)
 
 
 def untraced(marked: Class) -> Class:
-    """A class decorator: its methods, and what they call, run as they are.
+    """A class decorator: the methods, and what they call, are not traced.
 
-    A mark on the code, as torch._dynamo.disable() would cost every script that import, and every call a detour.
+    It marks the code objects: torch._dynamo.disable() would cost every script an import and every call a detour.
     """
     frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
     if hasattr(frames, "set_code_exec_strategy"):

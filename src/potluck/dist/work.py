@@ -1,7 +1,4 @@
-"""What a caller holds while a collective is under way: owns its completion, its error and its future.
-
-It must not know what is computed or sent.
-"""
+"""The handle of a collective under way: owns its completion, its error and its future."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ log = logging.getLogger("potluck.dist")
 
 
 class PotluckWork(dist.Work):
-    """Completed once, by whoever does the work. Waiting raises what went wrong."""
+    """Completed once, by the thread that does the work. wait() raises its error."""
 
     def __init__(self, name: str, result: Sequence[Tensor], ranges: Ranges | None = None) -> None:
         super().__init__()
@@ -35,16 +32,16 @@ class PotluckWork(dist.Work):
         self._result = list(result)
         self._finished = False
         self._end: threading.Event | None = None
-        """Made when somebody waits: most collectives are over before that."""
+        """Made at the first wait: most collectives are over before that."""
         self._error: BaseException | None = None
         self._promise: Future[Any] | None = None
-        """Given when it is over, whatever came of it; what came of it is told by the future that follows."""
+        """Set at the end, also of a failure; the future that follows it holds the result or the error."""
         self._future: Future[Any] | None = None
         self._lock = threading.Lock()
         self._source = -1
         self._ranges = ranges
         self.progress: Callable[[float | None], None] | None = None
-        """Set where nobody works in the background: waiting then does the work, until a moment (None: its end)."""
+        """Set if no thread works in the background: wait() then works, up to a moment (None: to its end)."""
 
     def complete(self, error: BaseException | None = None, source: int = -1) -> None:
         with self._lock:
@@ -53,7 +50,7 @@ class PotluckWork(dist.Work):
             self._error, self._source, self._finished = error, source, True
             promise, end = self._promise, self._end
         if self._ranges is not None:
-            self._ranges.finish()  # before anybody who waits can stop the profiler
+            self._ranges.finish()  # before a waiting thread can stop the profiler
         if end is not None:
             end.set()
         if promise is not None:
@@ -82,7 +79,7 @@ class PotluckWork(dist.Work):
 
     @property
     def finished(self) -> bool:
-        """Without doing anything for it."""
+        """As is_completed, without working on it."""
         return self._finished
 
     def is_completed(self) -> bool:
@@ -115,7 +112,7 @@ class PotluckWork(dist.Work):
             if self._future is not None:
                 return self._future
             promise = self._promise = _new_future(self._result)
-            # By a callback: DDP, in C++, takes what `set_exception` leaves for tensors, and crashes.
+            # By a callback: after `set_exception` DDP, in C++, takes the error for tensors and crashes.
             future = self._future = promise.then(self._outcome)
             done = self._finished
         if done:
@@ -129,20 +126,20 @@ class PotluckWork(dist.Work):
         if error is None:
             return self._result
         if isinstance(error, PotluckError) and error.hint:
-            error = type(error)(f"{error}\nhint: {error.hint}")  # all that torch passes on is the text
+            error = type(error)(f"{error}\nhint: {error.hint}")  # torch passes on only the text
         raise error
 
     def _fulfil(self, promise: Future[Any]) -> None:
-        """What hangs on the future runs here: its faults are not the collective's."""
+        """Callbacks of the future run here; their errors are not the collective's."""
         try:
             promise.set_result(self._result)
         except Exception:
-            log.exception("what was to follow %s failed", self.name)
+            log.exception("a callback of %s failed", self.name)
 
 
 def _new_future(result: Sequence[Tensor]) -> Future[Any]:
-    """One that may hold these tensors and call back: torch wants to be told of devices that have streams, to order
-    these, and has no callbacks where it was told of one that has none."""
+    """A future for these tensors. torch must know the devices that have streams, to order these; told of a device
+    without streams, it runs no callbacks."""
     devices = sorted({tensor.device for tensor in result if tensor.device.type != "cpu"}, key=str)
     if not all(_has_streams(device.type) for device in devices):
         return Future()  # nothing is asynchronous there

@@ -5,9 +5,10 @@ PURE: a log's text in, findings out, each with its rank among the others. It mus
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterator
+
+from msgspec import structs
 
 from potluck.doctor.log_text import LogText, quoted
 from potluck.doctor.signatures import CAUSE, CONSEQUENCE
@@ -117,7 +118,7 @@ def as_with_backend(log: LogText, finding: Finding) -> Finding:
     """What cannot happen with guests does happen to the ranks of a torchrun, on Potluck's backend as on any."""
     if not log.holds(_OF_BACKEND) or not {16, 17, 18} & set(finding.pains):
         return finding
-    return dataclasses.replace(finding, potluck=_ALL_NEEDED)
+    return structs.replace(finding, potluck=_ALL_NEEDED)
 
 
 def _tree(kind: type[PotluckError]) -> Iterator[type[PotluckError]]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from potluck.errors import UserError, WireError
+from potluck.spec.messages import Source
 
 MAX_SCRIPT_BYTES = 4 << 20
 MAX_FILES = 48
@@ -38,6 +39,10 @@ class Script:
         for name, content in zip(self.names, self.contents):
             digest.update(name.encode() + b"\0" + len(content).to_bytes(8, "big") + content)
         return digest.hexdigest()
+
+    def source(self, imports: Mapping[str, str]) -> Source:
+        """What guests are told of it before they run it; `imports` as of `imports_of`."""
+        return Source(files=self.names, arguments=self.arguments, sha256=self.sha256, imports=dict(imports))
 
 
 def read_script(path: Path, also: Sequence[Path] = (), arguments: Sequence[str] = ()) -> Script:

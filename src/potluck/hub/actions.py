@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-CONTROL = "control"
-DATA = "data"
+from potluck.spec.events import RunEvent
+from potluck.spec.messages import FromHost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,14 +15,12 @@ class Send:
     """Send a message to a guest."""
 
     guest: str
-    channel: str
-    kind: str
-    fields: dict[str, Any] = field(default_factory=dict)
+    message: FromHost
     frames: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Welcome:
+class SendWelcome:
     """Send a guest what it needs to build the model."""
 
     guest: str
@@ -96,7 +94,7 @@ class HashReplica:
 class Emit:
     """Tell the log and the view."""
 
-    event: dict[str, Any]
+    event: RunEvent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,5 +117,15 @@ class Forget:
 
 
 Action = (
-    Send | Welcome | SendSamples | SendReplica | Decode | CompareSketch | HashReplica | Emit | Pump | Wake | Forget
+    Send
+    | SendWelcome
+    | SendSamples
+    | SendReplica
+    | Decode
+    | CompareSketch
+    | HashReplica
+    | Emit
+    | Pump
+    | Wake
+    | Forget
 )

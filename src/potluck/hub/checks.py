@@ -9,6 +9,7 @@ the next common batch twice: its distance from itself then says how far a guest 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +17,12 @@ from typing import Any
 from potluck.balance.leases import Least
 from potluck.balance.ledger import Ledger
 from potluck.errors import WireError
-from potluck.hub.actions import CONTROL, DATA, Action, CompareSketch, Emit, Send, Verdict
+from potluck.hub.actions import Action, CompareSketch, Emit, Send, Verdict
 from potluck.hub.feed import PieceState
 from potluck.hub.members import CHECKING, COMPUTING, LONGEST_BENCH_STEPS, SYNCING, Member
-from potluck.hub.said import whole
 from potluck.hub.stepping import pack_samples
+from potluck.spec.events import GuestJoined, RunNote
+from potluck.spec.messages import CheckMessage, NoteMessage, SamplesMessage, SketchMessage
 
 CHECK_SAMPLES = 4
 """At most this many samples in a common batch, unless the model needs more at once."""
@@ -132,13 +134,12 @@ class Checks:
                 actions += self.put_out(member, f"the samples cannot be sent: {batch.why_not}", refused=True)
                 continue
             member.state, member.check = CHECKING, check.id
-            fields: dict[str, Any] = {"check": check.id, "step": check.step, "sizes": [len(positions)]}
-            fields["seed"] = check.seed
-            actions.append(Send(guest=guest, channel=CONTROL, kind="check", fields=fields, frames=frames))
+            asked = CheckMessage(check=check.id, step=check.step, sizes=(len(positions),), seed=check.seed)
+            actions.append(Send(guest=guest, message=asked, frames=frames))
             if not by_index:
                 member.feed.extra(sum(len(frame) for frame in batch.frames))
-                fields = {"lease": -check.id, "batch": 0, "tree": batch.tree}
-                actions.append(Send(guest=guest, channel=DATA, kind="samples", fields=fields, frames=batch.frames))
+                samples = SamplesMessage(lease=-check.id, batch=0, tree=batch.tree)
+                actions.append(Send(guest=guest, message=samples, frames=batch.frames))
         return check.id, actions
 
     def _tell_unpacked(self, why_not: str) -> list[Action]:
@@ -149,15 +150,15 @@ class Checks:
             f"the parity check's batch cannot be sent ({why_not}): guests read its samples themselves, and random "
             "numbers in the data set can make their gradients differ"
         )
-        return [Emit(event={"event": "note", "text": text})]
+        return [Emit(event=RunNote(text=text))]
 
-    def answered(self, member: Member, fields: dict[str, Any], frames: Sequence[Any], loss: float) -> list[Action]:
+    def answered(self, member: Member, answer: SketchMessage, sketch: Any) -> list[Action]:
         """A guest's gradient of the common batch is here."""
-        if member.check is None or whole(fields, "check") != member.check or len(frames) != 1:
+        if member.check is None or answer.check != member.check:
             raise WireError("a gradient sketch that nobody asked for")
-        random = {str(name): str(digest) for name, digest in dict(fields.get("random", {})).items()}
         check, member.check = member.check, None
-        return [CompareSketch(guest=member.id, check=check, sketch=frames[0], loss=loss, random=random)]
+        loss = math.nan if answer.loss is None else answer.loss
+        return [CompareSketch(guest=member.id, check=check, sketch=sketch, loss=loss, random=answer.random)]
 
     def void(self, guest: str, check: int, reason: str = "a step is over before its weights are there") -> None:
         """The weights or the reference of a check were of no use: check again, less and less often."""
@@ -197,16 +198,14 @@ class Checks:
         member.by_spread = verdict.spread is not None
         if not member.joined:
             member.joined = True
-            event: dict[str, Any] = {
-                "event": "guest_joined",
-                "machine": member.name,
-                "address": member.address,
-                "device": member.device,
-                "parity": round(verdict.cosine, 6),
-                "rate": member.rate.value,
-            }
-            if verdict.spread is not None:
-                event["spread"] = round(verdict.spread, 6)
+            event = GuestJoined(
+                machine=member.name,
+                address=member.address,
+                device=member.device,
+                parity=round(verdict.cosine, 6),
+                rate=member.rate.value,
+                spread=None if verdict.spread is None else round(verdict.spread, 6),
+            )
             actions.append(Emit(event=event))
         return actions
 
@@ -217,6 +216,6 @@ class Checks:
             "gross errors are seen"
         )
         return [
-            Emit(event={"event": "note", "machine": member.name, "text": text}),
-            Send(guest=member.id, channel=CONTROL, kind="note", fields={"text": text}),
+            Emit(event=RunNote(machine=member.name, text=text)),
+            Send(guest=member.id, message=NoteMessage(text=text)),
         ]

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from potluck.errors import WireError
-from potluck.hub.actions import DATA, Action, Emit, HashReplica, Pump, Send
+from potluck.hub.actions import Action, Emit, HashReplica, Pump, Send
 from potluck.hub.hashes import DIGEST_BYTES, differing
 from potluck.hub.members import COMPUTING, LATE, SITTING_OUT, SYNCING, Member
 from potluck.hub.stepping import Stepping
+from potluck.spec.events import ReplicaChecked, ReplicaMismatch
+from potluck.spec.messages import HashMessage, ResyncMessage
 
 TRUSTED = (COMPUTING, LATE, SITTING_OUT)
 """States of guests whose gradients count: the others are about to be sent or checked anyway."""
@@ -68,7 +69,7 @@ class ReplicaGuard:
         if (version // self._every) % 2 ** min(member.mismatches, LONGEST_PAUSE):
             return []
         member.hash_awaited = version
-        return [Send(guest=member.id, channel=DATA, kind="hash", fields={"version": version})]
+        return [Send(guest=member.id, message=HashMessage(version=version))]
 
     def answered(self, member: Member, version: int, digests: bytes, now: float) -> list[Action]:
         """A guest's hashes, one for each piece (none: it does not hold that version)."""
@@ -104,7 +105,7 @@ class ReplicaGuard:
         if member.hashes_equal % self._parity_every(member) == 0 and member.state == COMPUTING:
             # The next step's common batch takes it in, as it does newcomers; its lease of this one stays.
             member.state, member.reason = SYNCING, "its gradient is checked again"
-        return [_event("replica_checked", member, step=version + 1)]
+        return [Emit(event=ReplicaChecked(machine=member.name, address=member.address, step=version + 1))]
 
     def _parity_every(self, member: Member) -> int:
         step_s, rate = self._stepping.predicted_s, member.rate.value
@@ -123,11 +124,16 @@ class ReplicaGuard:
         reason = f"held weights that are not the host's ({different} of {len(member.feed.have)} pieces differ)"
         return [
             *actions,
-            Send(guest=member.id, channel=DATA, kind="resync", fields={"version": version}),
-            _event("replica_mismatch", member, step=version + 1, samples=back, pieces=different, reason=reason),
+            Send(guest=member.id, message=ResyncMessage(version=version)),
+            Emit(
+                event=ReplicaMismatch(
+                    machine=member.name,
+                    address=member.address,
+                    step=version + 1,
+                    samples=back,
+                    pieces=different,
+                    reason=reason,
+                )
+            ),
             Pump(guest=member.id),
         ]
-
-
-def _event(kind: str, member: Member, **fields: Any) -> Emit:
-    return Emit(event={"event": kind, "machine": member.name, "address": member.address, **fields})

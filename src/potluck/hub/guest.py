@@ -27,7 +27,7 @@ from potluck.errors import PotluckError, WireError
 from potluck.failpoints import hit
 from potluck.hub.feed import NOTHING
 from potluck.hub.hashes import PieceHashes
-from potluck.hub.link import GuestLink
+from potluck.hub.link import GuestLink, RawFrames
 from potluck.hub.tensors import (
     ModelTensors,
     add_to_piece,
@@ -39,12 +39,38 @@ from potluck.hub.tensors import (
 )
 from potluck.hub.work import Arrivals, Work
 from potluck.spec.layout import fingerprint_to_json
-from potluck.wire.frames import Message, dump_json
+from potluck.spec.messages import (
+    ByeMessage,
+    ChangeMessage,
+    CheckMessage,
+    ClosingMessage,
+    DoneMessage,
+    DroppedMessage,
+    FromHost,
+    GradMessage,
+    HashedMessage,
+    HashMessage,
+    LeaseMessage,
+    NoteMessage,
+    ReadyMessage,
+    ResyncMessage,
+    RevokeMessage,
+    SamplesMessage,
+    SketchMessage,
+    StoppedMessage,
+    TakenMessage,
+    TensorMessage,
+    WholeMessage,
+)
+from potluck.wire.frames import Received, dump_json
 from potluck.wire.tree import unpack_tree
 
 MAX_BATCH_BYTES = 1 << 30
 EASY_BATCH_BYTES = 1 << 28
 """No more is asked for at once where samples are sent, however much memory there is: half of what can be sent."""
+
+Update = ChangeMessage | WholeMessage | TensorMessage | HashMessage | ResyncMessage
+"""What the worker applies, in the order in which it arrived."""
 
 
 class RunOver(Exception):
@@ -67,7 +93,7 @@ class GuestHub:
         self._works: deque[Work] = deque()
         self._early: dict[int, dict[int, Any]] = {}
         """Samples that came before their lease did (they travel on the other connection)."""
-        self._incoming: deque[Message] = deque()
+        self._incoming: deque[Received[Update]] = deque()
         self._busy = False
         """The worker is reading gradients or changing weights at this moment."""
         self._to_code: deque[tuple[Work, int, Mark]] = deque()
@@ -104,7 +130,7 @@ class GuestHub:
             rehearse(codec, (piece.count for piece in self._layout.pieces), self._device.torch_device)
         self._worker.start()
         self._link.lost = self._lost
-        self._link.back = lambda welcome: self._say_ready()
+        self._link.back = self._say_ready
         self._link.ended = self._wake
         self._link.handle(self._message)
         self._say_ready()
@@ -116,7 +142,7 @@ class GuestHub:
             "hashes": {**self._hashes, **self._tensors.buffer_hashes()},
         }
         usual, most = self._micro_batch()
-        self._link.control("ready", dump_json(about), micro_batch=usual, largest_micro_batch=most)
+        self._link.send(ReadyMessage(micro_batch=usual, largest_micro_batch=most), dump_json(about))
 
     def next_work(self) -> Work:
         """Wait for the next lease or check. Raises RunOver, or the link's failure."""
@@ -184,7 +210,7 @@ class GuestHub:
         return self.wait_for_pieces(work, range(len(self._have)))
 
     def closing(self, work: Work, keep: int, eta_s: float) -> None:
-        self._link.control("closing", lease=work.id, keep=keep, eta_s=eta_s)
+        self._link.send(ClosingMessage(lease=work.id, keep=keep, eta_s=eta_s))
 
     def code(self, work: Work, pieces: Iterable[int]) -> None:
         """These pieces of the gradient are final: code and send them."""
@@ -206,29 +232,35 @@ class GuestHub:
                 return
             finite = self._finite and math.isfinite(loss_sum)
         usual, most = self._at_once()
-        fields = {
-            "lease": work.id,
-            "count": count,
-            "loss_sum": loss_sum if finite else 0.0,
-            "compute_s": compute_s,
-            "finite": finite,
-            "receive_s": self._arrivals.seconds(work.step, len(self._have)),
-            "micro_batch": usual,
-            "largest_micro_batch": most,
-        }
+        done = DoneMessage(
+            lease=work.id,
+            count=count,
+            loss_sum=loss_sum if finite else 0.0,
+            compute_s=compute_s,
+            finite=finite,
+            receive_s=self._arrivals.seconds(work.step, len(self._have)),
+            micro_batch=usual,
+            largest_micro_batch=most,
+        )
         hit("guest.before-finish")
-        self._link.data(Message(kind="done", fields=fields))
+        self._link.send(done)
         hit("guest.finished")
 
     def send_sketch(
         self, work: Work, *, values: memoryview, loss: float, compute_s: float, random: Mapping[str, str]
     ) -> None:
         """The gradient of a common batch, and digests of the random generators after it."""
-        fields: dict[str, Any] = {"check": work.id, "count": sum(work.sizes), "compute_s": compute_s}
-        fields["random"] = dict(random)
-        fields["loss"] = loss if math.isfinite(loss) else None
-        fields["micro_batch"], fields["largest_micro_batch"] = self._at_once()
-        self._link.data(Message(kind="sketch", fields=fields, frames=(values,)))
+        usual, most = self._at_once()
+        sketch = SketchMessage(
+            check=work.id,
+            count=sum(work.sizes),
+            loss=loss if math.isfinite(loss) else None,
+            compute_s=compute_s,
+            random=dict(random),
+            micro_batch=usual,
+            largest_micro_batch=most,
+        )
+        self._link.send(sketch, values)
 
     def _at_once(self) -> tuple[int, int]:
         """How many samples this machine computes at once and could at most, as far as they can be sent."""
@@ -253,7 +285,7 @@ class GuestHub:
         self._to_code.clear()
         if work is self._active and self._final:
             self._clear_residual = True  # parts of it have left, and will not count
-        self._link.control("stopped", lease=work.key, computed=computed, compute_s=compute_s)
+        self._link.send(StoppedMessage(lease=work.key, computed=computed, compute_s=compute_s))
 
     def _wait(self, condition: Callable[[], bool]) -> None:
         """Wait, but look up twice a second: not every system lets Ctrl-C end a wait for a lock."""
@@ -295,61 +327,64 @@ class GuestHub:
     def _open_works(self) -> list[Work]:
         return [*self._works, *(w for w in (self._handed, self._active) if w is not None)]
 
-    def _message(self, channel: str, message: Message) -> None:
+    def _message(self, message: FromHost, frames: RawFrames) -> None:
         with self._changed:
-            kind, fields = message.kind, message.fields
-            if kind in ("change", "whole", "tensor", "hash", "resync"):
-                if int(fields.get("piece", 0)) >= len(self._have):
-                    raise WireError(f"the host sent piece {fields['piece']} of {len(self._have)}")
-                if kind == "change":
-                    self._arrivals.note(int(fields["version"]), time.monotonic())
-                self._incoming.append(message)
-            elif kind == "samples":
-                self._samples(message)
-            elif kind in ("lease", "check"):
-                self._new_work(message)
-            elif kind == "revoke":
-                self._revoke(int(fields["lease"]))
-            elif kind == "dropped":
-                self._clear_residual = True
-            elif kind == "note":
-                self.note(str(fields["text"]))
-            elif kind == "bye":
-                self._over = str(fields.get("reason", "finished"))
+            match message:
+                case ChangeMessage() | WholeMessage() | TensorMessage() | HashMessage() | ResyncMessage():
+                    if isinstance(message, ChangeMessage | WholeMessage) and message.piece >= len(self._have):
+                        raise WireError(f"the host sent piece {message.piece} of {len(self._have)}")
+                    if isinstance(message, ChangeMessage):
+                        self._arrivals.note(message.version, time.monotonic())
+                    self._incoming.append(Received(message, tuple(frames)))
+                case SamplesMessage():
+                    self._samples(message, frames)
+                case LeaseMessage():
+                    self._new_work(
+                        Work(
+                            id=message.lease,
+                            check=False,
+                            step=message.step,
+                            sizes=message.sizes,
+                            received=time.monotonic(),
+                            quota=message.quota,
+                            within_s=message.within_s,
+                            host_sample_s=message.host_sample_s,
+                            transfer_s=message.transfer_s,
+                            tail_s=message.tail_s,
+                        ),
+                        frames,
+                    )
+                case CheckMessage(check=number, step=step, sizes=sizes, seed=seed):
+                    now = time.monotonic()
+                    work = Work(id=number, check=True, step=step, sizes=sizes, received=now, seed=seed)
+                    self._new_work(work, frames)
+                case RevokeMessage():
+                    self._revoke(message.lease)
+                case DroppedMessage():
+                    self._clear_residual = True
+                case NoteMessage():
+                    self.note(message.text)
+                case ByeMessage():
+                    self._over = message.reason
             self._changed.notify_all()
 
-    def _new_work(self, message: Message) -> None:
-        fields, check = message.fields, message.kind == "check"
-        work = Work(
-            id=int(fields["check" if check else "lease"]),
-            check=check,
-            step=int(fields["step"]),
-            sizes=tuple(int(n) for n in fields["sizes"]),
-            received=time.monotonic(),
-            quota=int(fields.get("quota", 0)),
-            within_s=float(fields.get("within_s", 0.0)),
-            host_sample_s=float(fields.get("host_sample_s", 0.0)),
-            transfer_s=float(fields.get("transfer_s", 0.0)),
-            tail_s=float(fields.get("tail_s", 0.0)),
-            seed=int(fields["seed"]) if "seed" in fields else None,
-        )
-        if message.frames:
-            samples = iter(struct.unpack(f"<{sum(work.sizes)}q", message.frames[0]))
+    def _new_work(self, work: Work, frames: RawFrames) -> None:
+        if frames:
+            samples = iter(struct.unpack(f"<{sum(work.sizes)}q", frames[0]))
             work.samples = [list(itertools.islice(samples, size)) for size in work.sizes]
         work.batches.update(self._early.pop(work.key, {}))
         self._early.clear()
         self._works.append(work)
 
-    def _samples(self, message: Message) -> None:
-        lease, number = int(message.fields["lease"]), int(message.fields["batch"])
-        batch = unpack_tree(message.fields["tree"], message.frames, max_bytes=MAX_BATCH_BYTES)
-        self._taken(message)
+    def _samples(self, message: SamplesMessage, frames: RawFrames) -> None:
+        lease, number = message.lease, message.batch
+        batch = unpack_tree(message.tree, frames, max_bytes=MAX_BATCH_BYTES)
+        self._taken(frames)
         for work in self._open_works():
             if work.key == lease:
                 work.batches[number] = batch
-                nbytes = sum(len(frame) for frame in message.frames)
-                if 0 <= number < len(work.sizes):
-                    self._sample_bytes = max(self._sample_bytes, nbytes / work.sizes[number])
+                if number < len(work.sizes):
+                    self._sample_bytes = max(self._sample_bytes, sum(map(len, frames)) / work.sizes[number])
                 return
         self._early.setdefault(lease, {})[number] = batch
 
@@ -358,9 +393,9 @@ class GuestHub:
             if not work.check and work.id == lease:
                 work.over = True
 
-    def _taken(self, message: Message) -> None:
+    def _taken(self, frames: RawFrames) -> None:
         """Give the host its credit back."""
-        self._link.control("taken", bytes=sum(len(f) for f in message.frames))
+        self._link.send(TakenMessage(bytes=sum(map(len, frames))))
 
     # -- the worker -------------------------------------------------------------------------------------
 
@@ -381,14 +416,14 @@ class GuestHub:
             if self._stop:
                 return False
             job = self._to_code.popleft() if self._to_code else None
-            message = self._incoming.popleft() if job is None and self._can_apply() else None
+            received = self._incoming.popleft() if job is None and self._can_apply() else None
             clear, self._clear_residual = self._clear_residual, False
             self._busy = True
         with torch.no_grad():
             if clear and self._residual is not None:
                 self._residual.zero_()
-            if message is not None:
-                self._apply(message)
+            if received is not None:
+                self._apply(*received)
             elif job is None:
                 self._hash()
             elif not job[0].over:
@@ -401,18 +436,18 @@ class GuestHub:
     def _can_apply(self) -> bool:
         if not self._incoming:
             return False
-        message, active = self._incoming[0], self._active
-        if active is None or message.kind == "hash":
+        message, active = self._incoming[0].message, self._active
+        if active is None or isinstance(message, HashMessage):
             return True
-        if message.kind == "resync":
+        if isinstance(message, ResyncMessage):
             active.over = True  # it is computed on weights that are not the host's
             self._changed.notify_all()
             return False
         # Work that is over passes its gates: what came for it must not change weights between its forward and
         # its backward.
-        if message.kind == "tensor" or active.over:
+        if isinstance(message, TensorMessage) or active.over:
             return False
-        version = int(message.fields["version"])
+        version = message.version
         # A check that has all its weights may take its time; one that lacks some will not get them any more.
         complete = active.check and all(have == active.step for have in self._have)
         if version > active.step and not complete:
@@ -420,22 +455,22 @@ class GuestHub:
             self._changed.notify_all()
         return version <= active.step
 
-    def _apply(self, message: Message) -> None:
-        if message.kind in ("hash", "resync"):
-            self._compare_weights(message.kind, int(message.fields["version"]))
+    def _apply(self, message: Update, frames: RawFrames) -> None:
+        if isinstance(message, HashMessage | ResyncMessage):
+            self._compare_weights(message)
             return
         hit("guest.before-apply")
-        fields, payload = message.fields, self._device.from_host(from_bytes(message.frames[0]))
-        if message.kind == "tensor":
-            write_part(self._tensors.fixed, str(fields["name"]), int(fields["start"]), payload)
+        payload = self._device.from_host(from_bytes(frames[0]))
+        if isinstance(message, TensorMessage):
+            write_part(self._tensors.fixed, message.name, message.start, payload)
             self._device.mark().wait()
         else:
-            index, version = int(fields["piece"]), int(fields["version"])
+            index, version = message.piece, message.version
             piece = self._layout.pieces[index]
             self._hash(index)
-            if message.kind == "whole":
+            if isinstance(message, WholeMessage):
                 write_piece(piece, self._tensors.trained, payload.view(torch.float32))
-            elif self._have[index] == int(fields["base"]):
+            elif self._have[index] == message.base:
                 change = self._down.decode(payload, piece.count, out=self._buffer(piece.count))
                 add_to_piece(piece, self._tensors.trained, change)
             else:
@@ -445,18 +480,20 @@ class GuestHub:
                 self._have[index] = version
                 self._changed.notify_all()
         hit("guest.applied")
-        self._taken(message)
+        self._taken(frames)
 
-    def _compare_weights(self, kind: str, version: int) -> None:
+    def _compare_weights(self, message: HashMessage | ResyncMessage) -> None:
         """The host asks for the replica's hash, or says that it was wrong and that all pieces come anew."""
+        version = message.version
         with self._changed:
-            if kind == "resync":
+            if isinstance(message, ResyncMessage):
                 self._have = [NOTHING] * len(self._have)
                 self._changed.notify_all()
             elif all(have == version for have in self._have):
                 self._hashing = PieceHashes(version, len(self._have))
             else:
-                self._link.control("hashed", b"", version=version)  # the host is wrong about what is held here
+                # The host is wrong about what is held here.
+                self._link.send(HashedMessage(version=version), b"")
 
     def _hash(self, index: int | None = None) -> None:
         """Take a piece into the hash that is under way: any, or this one, before it changes."""
@@ -472,7 +509,7 @@ class GuestHub:
         with self._changed:
             if hashing.complete and self._hashing is hashing:  # the host has not been lost meanwhile
                 self._hashing = None
-                self._link.control("hashed", hashing.digests(), version=hashing.version)
+                self._link.send(HashedMessage(version=hashing.version), hashing.digests())
 
     def _code(self, work: Work, index: int, computed: Mark) -> None:
         hit("guest.before-code")
@@ -487,8 +524,7 @@ class GuestHub:
         payload = self._device.to_host(encode_with_feedback(self._up, values, residual))
         if not self._up.finite(payload, piece.count):
             self._finite = False
-        frame = raw_bytes(payload)
-        self._link.data(Message(kind="grad", fields={"lease": work.id, "piece": index}, frames=(frame,)))
+        self._link.send(GradMessage(lease=work.id, piece=index), raw_bytes(payload))
         hit("guest.coded")
         with self._changed:
             self._coded.add(index)

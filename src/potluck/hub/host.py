@@ -29,7 +29,18 @@ from potluck.hub.recorder import Recorder
 from potluck.hub.standstill import Standstill
 from potluck.hub.stepping import StepResult
 from potluck.hub.tensors import ModelTensors
-from potluck.wire.frames import Message, VersionError, pack, unpack
+from potluck.spec.events import FlightRecorded, RunEvent
+from potluck.spec.messages import (
+    DATA,
+    ByeMessage,
+    ChangeMessage,
+    FromHost,
+    SamplesMessage,
+    TensorMessage,
+    WelcomeMessage,
+    WholeMessage,
+)
+from potluck.wire.frames import FROM_GUEST, VersionError, pack
 from potluck.wire.transport import HostSocket
 from potluck.wire.tree import pack_tree
 
@@ -37,7 +48,6 @@ PART_BYTES = 4 << 20
 """Frozen tensors travel in parts of this size."""
 LOOK_AGAIN_S = 0.003
 """How soon the training thread sees that its device has nothing left to do."""
-Event = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +58,11 @@ class HubParts:
     protocol: HostProtocol
     coder: HostCoder
     tensors: ModelTensors
-    welcome: Callable[[str], Message]
-    """The welcome for a guest that will be called so."""
+    welcome: Callable[[str], tuple[WelcomeMessage, tuple[bytes, ...]]]
+    """The welcome for a guest that will be called so, and the script's files."""
     fetch: Callable[[Sequence[int]], Any]
     """The collated batch of these positions; None if their step is over."""
-    emit: Callable[[Event], None]
+    emit: Callable[[RunEvent], None]
     early: Sequence[tuple[bytes, Sequence[Any]]] = ()
     """Messages that came before there was a hub."""
     recorder: Recorder = field(default_factory=lambda: Recorder("host", None))
@@ -239,11 +249,11 @@ class HostHub:
     def close(self, reason: str) -> None:
         """Tell the guests that the run is over, and end the threads."""
         hit("host.before-bye")
-        if reason == "failed" and self._thread.is_alive():
+        if reason == "failed" and self._thread.is_alive() and self.members():  # else there are no messages to show
             self._parts.recorder.fault("the host's training failed")
         with self._lock:
             for guest in self._protocol.members:
-                self._send(guest, act.CONTROL, Message(kind="bye", fields={"reason": reason}))
+                self._send(guest, ByeMessage(reason=reason))
             self._stop = True
         self._socket.wake()
         if self._thread.is_alive():
@@ -282,8 +292,8 @@ class HostHub:
         recorder = self._parts.recorder
         if (path := recorder.write(now=now)) is not None:
             # Faults may come in numbers: where the records lie is told once.
-            event = {"event": "flight_recorded", "machine": recorder.name, "path": str(path)}
-            self._parts.emit({**event, "first": recorder.files == 1})
+            first = recorder.files == 1
+            self._parts.emit(FlightRecorded(machine=recorder.name, path=str(path), first=first))
 
     def _turn(self, received: Sequence[tuple[bytes, Sequence[Any]]]) -> None:
         for peer, frames in received:
@@ -302,23 +312,21 @@ class HostHub:
         address = self._socket.address_of(frames)
         with self._changed:
             try:
-                message = unpack(frames)
+                message, payload = FROM_GUEST.read(frames)
             except VersionError as error:
                 self._do(self._protocol.wrong_version(guest, error.theirs, address))
                 return
             except WireError as error:
-                member = self._protocol.members.get(guest)
-                if member is not None:
-                    self._do(self._protocol.put_out(member, f"sent bytes that are no message: {error}"))
+                self._do(self._protocol.unreadable(guest, error, address))
                 return
-            nbytes = sum(len(f) for f in message.frames)
+            nbytes = sum(map(len, payload))
             self._bytes_up += nbytes
-            self._parts.recorder.message("in", self._name_of(guest), message.kind, message.fields, nbytes)
+            self._parts.recorder.message("in", self._name_of(guest), message, nbytes)
             hit("host.received", message.kind)
             now = time.monotonic()
             # Before it: how long a contribution took is measured, too.
             self._excuse_guests(self._standstill.ongoing(now), now)
-            self._do(self._protocol.message(guest, message.kind, message.fields, message.frames, now, address))
+            self._do(self._protocol.message(guest, message, payload, now, address))
             hit("host.handled", message.kind)
 
     def _flush(self) -> None:
@@ -356,11 +364,11 @@ class HostHub:
 
     def _send_answer(self, member: Member, answer: Answer) -> None:
         if answer.part is not None:
-            fields: dict[str, Any] = {"name": answer.part.name, "start": answer.part.start}
-            self._send(member.id, act.DATA, Message(kind="tensor", fields=fields, frames=(answer.payload,)))
+            tensor = TensorMessage(name=answer.part.name, start=answer.part.start)
+            self._send(member.id, tensor, (answer.payload,))
         else:
-            fields = {"piece": answer.item.index, "version": answer.version}
-            self._send(member.id, act.DATA, Message(kind="whole", fields=fields, frames=(answer.payload,)))
+            whole = WholeMessage(piece=answer.item.index, version=answer.version)
+            self._send(member.id, whole, (answer.payload,))
         member.feed.answered(answer.item, answer.version)
         self._pump(member)
 
@@ -370,8 +378,8 @@ class HostHub:
         while (item := member.feed.next(state)) is not None:
             if item.kind == "change":
                 piece = state[item.index]
-                fields = {"piece": item.index, "base": piece.base, "version": piece.version}
-                self._send(member.id, act.DATA, Message(kind="change", fields=fields, frames=(piece.change,)))  # type: ignore[arg-type]
+                change = ChangeMessage(piece=item.index, base=piece.base, version=piece.version)
+                self._send(member.id, change, (piece.change,))
                 member.feed.change_sent(item, piece.version)
                 self._release(item.index, piece.version)
             else:
@@ -392,8 +400,7 @@ class HostHub:
         for action in actions:
             match action:
                 case act.Send():
-                    message = Message(kind=action.kind, fields=action.fields, frames=action.frames)
-                    self._send(action.guest, action.channel, message)
+                    self._send(action.guest, action.message, action.frames)
                 case act.Emit():
                     self._parts.recorder.event(action.event)
                     self._parts.emit(action.event)
@@ -408,8 +415,8 @@ class HostHub:
                 case act.SendSamples():
                     self._count_unread(action, 1)
                     self._loader.submit(self._guarded, self._load, action)
-                case act.Welcome():
-                    self._send(action.guest, act.CONTROL, self._parts.welcome(action.name))
+                case act.SendWelcome():
+                    self._send(action.guest, *self._parts.welcome(action.name))
                 case act.SendReplica():
                     self._loader.submit(self._guarded, self._introduce, action)
                 case act.CompareSketch():
@@ -417,13 +424,13 @@ class HostHub:
                 case act.Forget():
                     self._coder.forget(action.guest)
 
-    def _send(self, guest: str, channel: str, message: Message) -> None:
+    def _send(self, guest: str, message: FromHost, frames: Sequence[Any] = ()) -> None:
         hit("host.sending", message.kind)
-        peer = bytes.fromhex(guest) + (b"c" if channel == act.CONTROL else b"d")
-        nbytes = sum(len(f) for f in message.frames)
+        peer = bytes.fromhex(guest) + (b"d" if message.channel == DATA else b"c")
+        nbytes = sum(map(len, frames))
         self._bytes_down += nbytes
-        self._parts.recorder.message("out", self._name_of(guest), message.kind, message.fields, nbytes)
-        self._outbox.append((peer, list(pack(message))))
+        self._parts.recorder.message("out", self._name_of(guest), message, nbytes)
+        self._outbox.append((peer, pack(message, frames)))
         self._socket.wake()
 
     # -- the loader thread ------------------------------------------------------------------------------
@@ -455,13 +462,13 @@ class HostHub:
                     reason = f"the samples cannot be sent: {error}"
                     self._do(self._protocol.put_out(member, reason, refused=True))
             return
-        fields = {"lease": action.lease, "batch": action.batch, "tree": spec}
+        message = SamplesMessage(lease=action.lease, batch=action.batch, tree=spec)
         with self._lock:
             member = self._protocol.members.get(action.guest)
             if member is not None:
                 self._count_unread(action, -1)
                 member.feed.extra(sum(len(f) for f in frames))
-                self._send(member.id, act.DATA, Message(kind="samples", fields=fields, frames=tuple(frames)))
+                self._send(member.id, message, frames)
 
     def _count_unread(self, action: act.SendSamples, more: int) -> None:
         member = self._protocol.members.get(action.guest)

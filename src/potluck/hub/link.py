@@ -8,15 +8,29 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from msgspec.structs import replace
 
 from potluck.errors import HostGoneError, NetworkError, PotluckError, RefusedError, WireError
 from potluck.failpoints import hit
 from potluck.hub.recorder import Recorder
 from potluck.hub.standstill import Standstill
-from potluck.hub.told import checked
-from potluck.wire.frames import PROTOCOL, Message, VersionError, pack, unpack
+from potluck.spec.messages import (
+    DATA,
+    AliveMessage,
+    ByeMessage,
+    FromGuest,
+    FromHost,
+    HelloMessage,
+    LeaveMessage,
+    RefuseMessage,
+    UnknownMessage,
+    WaitMessage,
+    WelcomeMessage,
+)
+from potluck.wire.frames import FROM_HOST, PROTOCOL, MalformedError, Received, VersionError, pack
 from potluck.wire.token import Token
 from potluck.wire.transport import GuestSocket, HungUpError
 
@@ -34,7 +48,9 @@ HANG_UPS_BELIEVED = 3
 LAST_WORDS_S = 0.5
 """When one connection has ended, what the host said last may still be on its way on the other."""
 
-Handler = Callable[[str, Message], None]
+RawFrames = Sequence[bytes | memoryview]
+Handler = Callable[[FromHost, RawFrames], None]
+_SAME_VERSION = "install the same version of potluck on both machines; a host of somebody else's may not mean well"
 _SAME = "both need the same model (without --script the host's own is run) and the same potluck"
 
 
@@ -42,7 +58,7 @@ class GuestLink:
     """Connected from `connect` on; reconnects by itself until `give_up_s` have passed without a host."""
 
     def __init__(
-        self, token: Token, hello: dict[str, Any], *, give_up_s: float = 600.0, recorder: Recorder | None = None
+        self, token: Token, hello: HelloMessage, *, give_up_s: float = 600.0, recorder: Recorder | None = None
     ) -> None:
         self._token = token
         self.recorder = recorder or Recorder("guest", None)
@@ -50,13 +66,13 @@ class GuestLink:
         self._give_up_s = give_up_s
         self._socket: GuestSocket | None = None
         self._handler: Handler | None = None
-        self._waiting: deque[tuple[str, Message]] = deque()
+        self._waiting: deque[Received[FromHost]] = deque()
         """What came before there was a handler."""
         self._control: deque[list[Any]] = deque()
         self._data: deque[list[Any]] = deque()
         self._lock = threading.Lock()
         self._welcomed = threading.Event()
-        self._welcome: Message | None = None
+        self._welcome: Received[WelcomeMessage] | None = None
         self._stop = False
         self._last_heard = 0.0
         self._missing_since: float | None = None
@@ -76,8 +92,8 @@ class GuestLink:
         """Called when the host says that its training has not begun yet, with what it waits for."""
         self.lost: Callable[[], None] = lambda: None
         """Called when the host is lost, before the link tries again."""
-        self.back: Callable[[Message], None] = lambda welcome: None
-        """Called with the host's new welcome when it is found again."""
+        self.back: Callable[[], None] = lambda: None
+        """Called when the host is found again and has sent a new welcome."""
         self.missing: Callable[[float], None] = lambda seconds: None
         """Called about once a second while nothing is heard of the host, with the seconds since it was."""
         self.found: Callable[[], None] = lambda: None
@@ -88,7 +104,7 @@ class GuestLink:
 
     # -- any thread -------------------------------------------------------------------------------------
 
-    def connect(self, timeout_s: float = 15.0) -> Message:
+    def connect(self, timeout_s: float = 15.0) -> Received[WelcomeMessage]:
         """Connect and say hello; the host's welcome. Errors are for the person at this machine.
 
         A host that is still preparing its run does not answer yet: until the time is over, it is asked again.
@@ -130,22 +146,18 @@ class GuestLink:
                 handler(*self._waiting.popleft())
             self._handler = handler
 
-    def control(self, kind: str, *frames: bytes, **fields: Any) -> None:
-        hit("guest.sending", kind)
-        self.recorder.message("out", "host", kind, fields, sum(len(f) for f in frames))
-        self._control.append(list(pack(Message(kind=kind, fields=fields, frames=frames))))
-        self._wake()
-
-    def data(self, message: Message) -> None:
+    def send(self, message: FromGuest, *frames: bytes | memoryview) -> None:
+        """Queue a message for the host, on the connection that its kind uses."""
         hit("guest.sending", message.kind)
-        self.recorder.message("out", "host", message.kind, message.fields, sum(len(f) for f in message.frames))
-        self._data.append(list(pack(message)))
+        self.recorder.message("out", "host", message, sum(map(len, frames)))
+        queue = self._data if message.channel == DATA else self._control
+        queue.append(pack(message, frames))
         self._wake()
 
     def close(self, reason: str = "", *, failed: bool = False) -> None:
         """Say goodbye, if there is a reason to; `failed`: the reason is a fault, which the host should see."""
         if reason and self._socket is not None:
-            self.control("leave", reason=reason, **({"failed": True} if failed else {}))
+            self.send(LeaveMessage(reason=reason, failed=failed))
         self._stop = True
         self._wake()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
@@ -172,10 +184,10 @@ class GuestLink:
         self._control.clear()
         self._data.clear()
         hit("guest.sending", "hello")
-        self.recorder.message("out", "host", "hello", {}, 0)
-        socket.send_control(pack(Message(kind="hello", fields=self._hello)))
+        self.recorder.message("out", "host", self._hello, 0)
+        socket.send_control(pack(self._hello))
         # A host that has not yet noticed that this guest was gone will know it by this name.
-        self._hello = {**self._hello, "before": socket.guest_id.hex()}
+        self._hello = replace(self._hello, before=socket.guest_id.hex())
         self._last_heard = time.monotonic()
         self._socket = socket
 
@@ -231,14 +243,14 @@ class GuestLink:
             now = time.monotonic()
             if now - beat >= HEARTBEAT_S:
                 beat = now
-                self.recorder.message("out", "host", "alive", {}, 0)
-                self._control.append(list(pack(Message(kind="alive", fields={}))))
+                self.recorder.message("out", "host", AliveMessage(), 0)
+                self._control.append(pack(AliveMessage()))
             self._flush()
             # A full queue is looked at again soon; otherwise wake() ends the wait.
             received = self._socket.receive(0.005 if self._data else 0.2)
-            for channel, frames in received:
+            for _, frames in received:
                 self._last_heard = time.monotonic()
-                self._dispatch(channel, frames)
+                self._dispatch(frames)
             judged = time.monotonic()
             # What this machine slept through is not the host's silence.
             self._last_heard = min(judged, self._last_heard + standstill.seconds(judged))
@@ -260,64 +272,69 @@ class GuestLink:
         while self._data and self._socket.send_data(self._data[0]):
             self._data.popleft()
 
-    def _dispatch(self, channel: str, frames: Any) -> None:
+    def _dispatch(self, frames: RawFrames) -> None:
         try:
-            message = unpack(frames)
+            received = FROM_HOST.read(frames)
         except VersionError as error:
             raise RefusedError(
                 f"the host speaks protocol {error.theirs}, this machine speaks {PROTOCOL}",
                 hint="install the same version of potluck on both machines",
             ) from error
+        except MalformedError as error:
+            raise WireError(
+                f"the host sent a {error.kind!r} that cannot be read: {error.why}", hint=_SAME_VERSION
+            ) from None
         except WireError:
-            return
-        message = checked(message)
-        self._note_received(message.kind, message.fields, sum(len(f) for f in message.frames))
-        if message.kind == "wait" or self._preparing:
+            return  # also kinds that only a newer version knows: it can do without them
+        message = received.message
+        self._note_received(message, received.frames)
+        if isinstance(message, WaitMessage) or self._preparing:
             self._answer_by = time.monotonic() + self._patience_s
-        if message.kind == "wait":
+        if isinstance(message, AliveMessage):
+            return
+        if isinstance(message, WaitMessage):
             if not self._preparing:
-                self.preparing(str(message.fields.get("reason", "")))
+                self.preparing(message.reason)
             self._preparing = True
             return
-        if message.kind == "alive":
-            return
         hit("guest.received", message.kind)
-        if message.kind == "unknown":
-            raise HostGoneError("the host does not know this guest any more")
-        if message.kind == "refuse":
-            self._put_out = message.fields.get("joined") is True
-            raise RefusedError(
-                f"the host refused this machine: {message.fields.get('reason', '?')}",
-                # One that took part had the same model.
-                hint=message.fields.get("hint") or ("" if self._put_out else _SAME),
-            )
-        if message.kind == "welcome":
-            first = self._welcome is None
-            self._welcome, self._preparing = message, False
-            self._welcomed.set()
-            if not first:
-                self.back(message)
-            hit("guest.handled", "welcome")
-            return
-        if message.kind == "bye":
-            self._stop = True  # nobody is there to come back to
-            if self._welcome is None:
-                self.failure = HostGoneError(
-                    f"the run ended before its training began: {message.fields.get('reason', '?')}",
-                    hint="nothing is wrong here; the person at the host sees why, and starts it again",
+        match message:
+            case UnknownMessage():
+                raise HostGoneError("the host does not know this guest any more")
+            case RefuseMessage():
+                self._put_out = message.joined
+                raise RefusedError(
+                    f"the host refused this machine: {message.reason}",
+                    # One that took part had the same model.
+                    hint=message.hint or ("" if self._put_out else _SAME),
                 )
+            case WelcomeMessage():
+                first = self._welcome is None
+                self._welcome, self._preparing = Received(message, received.frames), False
+                self._welcomed.set()
+                if not first:
+                    self.back()
+                hit("guest.handled", message.kind)
                 return
+            case ByeMessage():
+                self._stop = True  # nobody is there to come back to
+                if self._welcome is None:
+                    self.failure = HostGoneError(
+                        f"the run ended before its training began: {message.reason}",
+                        hint="nothing is wrong here; the person at the host sees why, and starts it again",
+                    )
+                    return
         with self._lock:
             handler = self._handler
             if handler is None:
-                self._waiting.append((channel, message))
+                self._waiting.append(received)
                 return
-        handler(channel, message)
+        handler(message, received.frames)
         hit("guest.handled", message.kind)
 
-    def _note_received(self, kind: str, fields: Mapping[str, Any], nbytes: int) -> None:
-        self.recorder.message("in", "host", kind, fields, nbytes)
-        if kind not in ("unknown", "refuse"):
+    def _note_received(self, message: FromHost, frames: RawFrames) -> None:
+        self.recorder.message("in", "host", message, sum(map(len, frames)))
+        if not isinstance(message, UnknownMessage | RefuseMessage):
             self._heard()
 
     def _reconnect(self) -> None:

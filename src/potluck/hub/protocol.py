@@ -7,36 +7,41 @@ no tensor; what a step does with its members is `stepping`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, assert_never
 
 from potluck.balance.leases import Least
 from potluck.balance.ledger import Ledger
 from potluck.errors import WireError
-from potluck.hub.actions import (
-    CONTROL,
-    Action,
-    Decode,
-    Emit,
-    Forget,
-    Pump,
-    Send,
-    SendReplica,
-    Wake,
-    Welcome,
-)
+from potluck.hub.actions import Action, Decode, Emit, Forget, Pump, Send, SendReplica, SendWelcome, Wake
 from potluck.hub.checks import Checks
 from potluck.hub.feed import Feed, PieceState
 from potluck.hub.guard import ReplicaGuard
 from potluck.hub.members import JOINING, SYNCING, Member
 from potluck.hub.norms import Norms
-from potluck.hub.said import LARGEST_NUMBER, micro_batches, real, seconds, whole
 from potluck.hub.stepping import Stepping
 from potluck.spec.config import MOST_GUESTS
+from potluck.spec.events import GuestHello, GuestLeft, GuestLost, GuestRefused, RunEvent, RunNote
 from potluck.spec.layout import TensorSpec, fingerprint_from_json, fingerprint_to_json, first_difference
-from potluck.units import printable
-from potluck.wire.frames import dump_json, load_json
+from potluck.spec.messages import (
+    AliveMessage,
+    ClosingMessage,
+    DoneMessage,
+    DroppedMessage,
+    FromGuest,
+    GradMessage,
+    HashedMessage,
+    HelloMessage,
+    LeaveMessage,
+    ReadyMessage,
+    RefuseMessage,
+    SketchMessage,
+    StoppedMessage,
+    TakenMessage,
+    UnknownMessage,
+)
+from potluck.wire.frames import MalformedError, UnknownKindError, dump_json, read_model
 
 ABOUT_BYTES = 1 << 20
 """What a guest may say of its model, beside four times of what the host would say of its own."""
@@ -46,7 +51,6 @@ LONGEST_REASON = 500
 WRONG_BEFORE_OUT = 3
 """Contributions in a row that cannot be right, and a guest is put out."""
 WRONG_HINT = "this device may compute something else: update torch, or try --device cpu"
-LONGEST_GOODBYE = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,64 +112,85 @@ class HostProtocol:
         self.norms = Norms(terms.guest_bound)
         self._most_about_bytes = ABOUT_BYTES + 4 * len(dump_json(fingerprint_to_json(terms.fingerprint)))
         self._last_alive = 0.0
-        self._handlers: dict[str, Callable[[Member, dict[str, Any], Sequence[Any], float], list[Action]]] = {
-            "alive": lambda member, fields, frames, now: [],
-            "ready": self._ready,
-            "taken": self._taken,
-            "closing": self._closing,
-            "grad": self._grad,
-            "done": self._done,
-            "stopped": self._stopped,
-            "sketch": self._sketch,
-            "hashed": self._hashed,
-            "leave": self._leave,
-        }
 
     # -- messages ---------------------------------------------------------------------------------------
 
     def message(
-        self,
-        guest: str,
-        kind: str,
-        fields: dict[str, Any],
-        frames: Sequence[Any],
-        now: float,
-        address: str = "",
+        self, guest: str, message: FromGuest, frames: Sequence[Any], now: float, address: str = ""
     ) -> list[Action]:
-        """One message of an authenticated guest. A message that makes no sense puts the guest out."""
-        if kind == "hello":
-            return self._hello(guest, fields, now, address)
+        """One message of an authenticated guest. A message that makes no sense here puts the guest out."""
+        if isinstance(message, HelloMessage):
+            return self._hello(guest, message, now, address)
         member = self.members.get(guest)
         if member is None:
-            # With versions, for `potluck doctor`, which is no guest and does not mean to be one.
-            return [Send(guest=guest, channel=CONTROL, kind="unknown", fields=dict(self.terms.versions))]
+            return self._unknown(guest)
         if member.leaving is not None:
             return []
         member.last_heard = now
-        handler = self._handlers.get(kind)
         try:
-            if handler is None:
-                raise WireError(f"an unknown message {kind!r}")
-            return handler(member, fields, frames, now)
-        except (LookupError, TypeError, ValueError, ArithmeticError, WireError) as error:
-            what = str(error) if isinstance(error, WireError) else f"a malformed {kind!r} message ({error!r})"
-            return self.put_out(member, f"sent {what}")
+            match message:
+                case GradMessage():
+                    return self._grad(member, message, frames[0])
+                case TakenMessage():
+                    return self._taken(member, message, now)
+                case AliveMessage():
+                    return []
+                case DoneMessage():
+                    return self._done(member, message, now)
+                case ClosingMessage():
+                    return self.stepping.closing(
+                        member, lease=message.lease, keep=message.keep, eta_s=message.eta_s, now=now
+                    )
+                case StoppedMessage():
+                    return self._stopped(member, message, now)
+                case ReadyMessage():
+                    return self._ready(member, message, frames[0], now)
+                case SketchMessage():
+                    return self._sketch(member, message, frames[0])
+                case HashedMessage():
+                    return self.guard.answered(member, message.version, bytes(frames[0]), now)
+                case LeaveMessage():
+                    member.failed = message.failed
+                    return self._remove(member, "guest_left", message.reason or "left")
+                case _:
+                    assert_never(message)
+        except WireError as error:
+            return self.put_out(member, f"sent {error}")
 
-    def _hello(self, guest: str, fields: dict[str, Any], now: float, address: str) -> list[Action]:
+    def unreadable(self, guest: str, error: WireError, address: str = "") -> list[Action]:
+        """Somebody with the right key sent what cannot be read."""
+        member = self.members.get(guest)
+        if member is not None:
+            is_message = isinstance(error, UnknownKindError | MalformedError)
+            what = str(error) if is_message else f"bytes that are no message: {error}"
+            return [] if member.leaving is not None else self.put_out(member, f"sent {what}")
+        if isinstance(error, MalformedError) and error.kind == HelloMessage.kind:
+            return self._refuse(guest, "a guest", address, f"sent {error}")
+        return self._unknown(guest) if isinstance(error, UnknownKindError | MalformedError) else []
+
+    def _unknown(self, guest: str) -> list[Action]:
+        # With versions, for `potluck doctor`, which is no guest and does not mean to be one.
+        ours = self.terms.versions
+        versions = UnknownMessage(
+            protocol=ours["protocol"], potluck=ours["potluck"], torch=ours["torch"], python=ours["python"]
+        )
+        return [Send(guest=guest, message=versions)]
+
+    def _hello(self, guest: str, hello: HelloMessage, now: float, address: str) -> list[Action]:
         if guest in self.members:
             return []
         # It may have noticed that its last connection was broken before the host did. Only itself knows that name.
-        before = self.members.get(str(fields.get("before", "")))
+        before = self.members.get(hello.before)
         gone = [] if before is None else self._remove(before, "guest_lost", "came back on a new connection")
         if len(self.members) >= self.terms.max_guests:
             reason = f"all {self.terms.max_guests} places are taken"
-            return gone + self._refuse(guest, str(fields.get("name", "?"))[:40], address, reason)
-        about = {k: str(fields.get(k, "?"))[:80] for k in ("potluck", "torch", "python", "platform")}
+            return gone + self._refuse(guest, hello.name or "?", address, reason)
+        about = {part: getattr(hello, part) for part in ("potluck", "torch", "python", "platform")}
         member = Member(
             id=guest,
-            name=self._free_name(str(fields.get("name", "guest"))[:40] or "guest", besides=before),
+            name=self._free_name(hello.name or "guest", besides=before),
             address=address,
-            device=str(fields.get("device", "?"))[:80],
+            device=hello.device,
             about=about,
             last_heard=now,
             joined_at=now,
@@ -175,19 +200,16 @@ class HostProtocol:
         self.members[guest] = member
         actions: list[Action] = [
             *gone,
-            Welcome(guest=guest, name=member.name),
-            _event("guest_hello", machine=member.name, address=address, device=member.device),
+            SendWelcome(guest=guest, name=member.name),
+            Emit(event=GuestHello(machine=member.name, address=address, device=member.device)),
         ]
         for part in ("potluck", "torch"):
             if about[part] != self.terms.versions.get(part):
-                actions.append(
-                    _event(
-                        "note",
-                        machine=member.name,
-                        text=f"{member.name} runs {part} {about[part]}, this host "
-                        f"{self.terms.versions.get(part)}: its gradients are checked before they count",
-                    )
+                text = (
+                    f"{member.name} runs {part} {about[part]}, this host {self.terms.versions.get(part)}: its "
+                    "gradients are checked before they count"
                 )
+                actions.append(Emit(event=RunNote(machine=member.name, text=text)))
         return actions
 
     def wrong_version(self, guest: str, theirs: int, address: str) -> list[Action]:
@@ -198,70 +220,51 @@ class HostProtocol:
             return self.put_out(member, reason, refused=True)
         return self._refuse(guest, "a guest", address, reason)
 
-    def _ready(self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float) -> list[Action]:
+    def _ready(self, member: Member, ready: ReadyMessage, about: Any, now: float) -> list[Action]:
         """The guest has built its model: compare fingerprints, then bring it the weights."""
         if member.state != JOINING:
             raise WireError("a second 'ready'")
-        if len(frames[0]) > self._most_about_bytes:  # it is read while the training may have to wait
-            raise WireError(f"{len(frames[0])} bytes about its model, at most {self._most_about_bytes} are read")
-        about = load_json(bytes(frames[0]))
-        difference = first_difference(self.terms.fingerprint, fingerprint_from_json(about["fingerprint"]))
+        if len(about) > self._most_about_bytes:  # it is read while the training may have to wait
+            raise WireError(f"{len(about)} bytes about its model, at most {self._most_about_bytes} are read")
+        model = read_model(about)
+        difference = first_difference(self.terms.fingerprint, fingerprint_from_json(model.fingerprint))
         if difference is not None:
             return self.put_out(member, f"a different model: {difference}", refused=True)
-        micro_batches(member, fields)
-        hashes = {str(k): str(v) for k, v in dict(about["hashes"]).items()}
+        member.computes(ready.micro_batch, ready.largest_micro_batch)
         member.state, member.sync_started = SYNCING, now
-        return [SendReplica(guest=member.id, hashes=hashes), Wake()]
+        return [SendReplica(guest=member.id, hashes=model.hashes), Wake()]
 
-    def _taken(self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float) -> list[Action]:
-        count = whole(fields, "bytes")
-        member.feed.taken(count)
+    def _taken(self, member: Member, taken: TakenMessage, now: float) -> list[Action]:
+        member.feed.taken(taken.bytes)
         if member.state == SYNCING:
-            member.sync_bytes += count
+            member.sync_bytes += taken.bytes
             member.sync_ended = now
             return [Pump(guest=member.id), Wake()]
         return [Pump(guest=member.id)]
 
-    def _leave(self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float) -> list[Action]:
-        member.failed = fields.get("failed") is True
-        # Its words: they must not steer the terminal in which somebody reads the log.
-        reason = printable(fields.get("reason", ""), LONGEST_GOODBYE)
-        return self._remove(member, "guest_left", reason or "left")
-
     # -- contributions ----------------------------------------------------------------------------------
 
-    def _closing(self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float) -> list[Action]:
-        return self.stepping.closing(
-            member,
-            lease=whole(fields, "lease"),
-            keep=whole(fields, "keep"),
-            eta_s=seconds(fields, "eta_s"),
-            now=now,
-        )
-
-    def _grad(self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float) -> list[Action]:
-        index = whole(fields, "piece")
-        if not 0 <= index < self.terms.pieces or len(frames) != 1:
+    def _grad(self, member: Member, grad: GradMessage, payload: Any) -> list[Action]:
+        index = grad.piece
+        if index >= self.terms.pieces:
             raise WireError(f"a gradient for piece {index}, which does not exist")
-        if len(frames[0]) != self.terms.piece_bytes[index]:
-            raise WireError(f"{len(frames[0])} bytes for piece {index}, not {self.terms.piece_bytes[index]}")
-        self.stepping.piece(member, lease=whole(fields, "lease"), index=index, payload=frames[0])
+        if len(payload) != self.terms.piece_bytes[index]:
+            raise WireError(f"{len(payload)} bytes for piece {index}, not {self.terms.piece_bytes[index]}")
+        self.stepping.piece(member, lease=grad.lease, index=index, payload=payload)
         return []
 
-    def _done(self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float) -> list[Action]:
-        lease, count = whole(fields, "lease"), whole(fields, "count")
-        compute_s, loss_sum = seconds(fields, "compute_s"), real(fields, "loss_sum")
-        receive_s, finite = seconds(fields, "receive_s", least=-1.0), bool(fields["finite"])
-        micro_batches(member, fields)
+    def _done(self, member: Member, done: DoneMessage, now: float) -> list[Action]:
+        lease, count = done.lease, done.count
+        member.computes(done.micro_batch, done.largest_micro_batch)
         if member.lease is None or member.lease.id != lease:
             return []  # it answers no lease that is open
         if member.lease.arrived:
             raise WireError(f"lease {lease} twice")
-        if receive_s > 0 and not member.samples:
-            member.transfer.value = receive_s  # what the first weights told was a guess
-        elif receive_s > 0:
-            member.transfer.add(receive_s)
-        self.stepping.learn(member, count=count, compute_s=compute_s, now=now)
+        if done.receive_s > 0 and not member.samples:
+            member.transfer.value = done.receive_s  # what the first weights told was a guess
+        elif done.receive_s > 0:
+            member.transfer.add(done.receive_s)
+        self.stepping.learn(member, count=count, compute_s=done.compute_s, now=now)
         actions: list[Action] = []
         if member.lease.closing_at is None:
             # Its 'closing' travels on the other connection, and this may overtake it.
@@ -269,10 +272,11 @@ class HostProtocol:
         why_not = self.stepping.complete(member, lease=lease, count=count, pieces=self.terms.pieces)
         if why_not is not None:
             return actions + self.stepping.drop(member, reason=why_not, now=now)
-        if not finite:
+        if not done.finite:
             return actions + self._wrong(member, "its gradient or its loss is not finite", math.inf, now)
         pieces = member.lease.pieces
-        return [*actions, Decode(guest=member.id, lease=lease, pieces=pieces, loss_sum=loss_sum, count=count)]
+        decode = Decode(guest=member.id, lease=lease, pieces=pieces, loss_sum=done.loss_sum, count=count)
+        return [*actions, decode]
 
     def _wrong(self, member: Member, reason: str, norm: float, now: float) -> list[Action]:
         """Drop a contribution that cannot be right, unless the host finds the same when it computes the samples."""
@@ -302,7 +306,7 @@ class HostProtocol:
     def not_applied(self) -> list[Action]:
         """A step's gradient was not applied: what packing it has lost must not come with the next one."""
         helped = [member for member in self.members.values() if member.samples]
-        return [Send(guest=m.id, channel=CONTROL, kind="dropped", fields={"lease": 0}) for m in helped]
+        return [Send(guest=m.id, message=DroppedMessage(lease=0)) for m in helped]
 
     def decoded(
         self, guest: str, lease: int, why_not: str | None, now: float, wrong_norm: float | None = None
@@ -321,18 +325,12 @@ class HostProtocol:
             actions += self._remove(member, *member.leaving)
         return actions
 
-    def _stopped(self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float) -> list[Action]:
-        lease = whole(fields, "lease", least=-LARGEST_NUMBER)
-        if lease < 0:  # a check: its weights had gone on before the guest could begin
-            self.checks.void(member.id, -lease)
+    def _stopped(self, member: Member, stopped: StoppedMessage, now: float) -> list[Action]:
+        if stopped.lease < 0:  # a check: its weights had gone on before the guest could begin
+            self.checks.void(member.id, -stopped.lease)
             return [Wake()]
-        self.stepping.stopped(
-            member,
-            lease=lease,
-            computed=whole(fields, "computed"),
-            compute_s=seconds(fields, "compute_s"),
-            now=now,
-        )
+        lease, computed, compute_s = stopped.lease, stopped.computed, stopped.compute_s
+        self.stepping.stopped(member, lease=lease, computed=computed, compute_s=compute_s, now=now)
         return [Wake()]
 
     # -- steps --------------------------------------------------------------------------------------------
@@ -345,25 +343,16 @@ class HostProtocol:
         leases = self.stepping.begin(now, pieces, host_keeps, head_start_s)
         return [*leases, *self.guard.begin_step(self.ledger.step)]
 
-    def _sketch(self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float) -> list[Action]:
-        count, compute_s = whole(fields, "count"), seconds(fields, "compute_s")
-        # A loss that is not finite cannot be said in a header: it comes as null.
-        loss = float("nan") if fields["loss"] is None else real(fields, "loss")
-        actions = self.checks.answered(member, fields, frames, loss)
-        if "micro_batch" in fields:
-            micro_batches(member, fields)
+    def _sketch(self, member: Member, answer: SketchMessage, sketch: Any) -> list[Action]:
+        actions = self.checks.answered(member, answer, sketch)
+        member.computes(answer.micro_batch, answer.largest_micro_batch)
         # First guesses, until leases and the weights' changes tell; of one who is checked again more is known.
-        if count > 0 and compute_s > 0 and not member.joined:
-            member.rate.add(count / compute_s)
+        if answer.count > 0 and answer.compute_s > 0 and not member.joined:
+            member.rate.add(answer.count / answer.compute_s)
         synced_s = member.sync_ended - member.sync_started
         if member.sync_bytes and not member.joined:
             member.transfer.add(sum(self.terms.piece_bytes) * synced_s / member.sync_bytes)
         return actions
-
-    def _hashed(self, member: Member, fields: dict[str, Any], frames: Sequence[Any], now: float) -> list[Action]:
-        if len(frames) != 1:
-            raise WireError("hashes in more frames than one")
-        return self.guard.answered(member, whole(fields, "version"), bytes(frames[0]), now)
 
     # -- time -------------------------------------------------------------------------------------------
 
@@ -372,7 +361,7 @@ class HostProtocol:
         actions: list[Action] = []
         if now - self._last_alive >= self.terms.heartbeat_s:
             self._last_alive = now
-            actions += [Send(guest=g, channel=CONTROL, kind="alive") for g in self.members]
+            actions += [Send(guest=g, message=AliveMessage()) for g in self.members]
         for member in list(self.members.values()):
             limit = self.terms.joining_silence_s if member.state == JOINING else self.terms.silence_s
             if now - member.last_heard > limit and not self._decoding(member):
@@ -402,7 +391,7 @@ class HostProtocol:
                 member.checking_since += seconds
         self.stepping.stood_still(seconds, now)
         text = f"this machine stood still for {seconds:.1f} s (asleep, or overloaded); no guest is blamed for that"
-        return [_event("note", machine=self.terms.name, text=text)] if self.members else []
+        return [Emit(event=RunNote(machine=self.terms.name, text=text))] if self.members else []
 
     def synced(self, pieces: Sequence[PieceState]) -> list[Member]:
         """Guests that hold the replica (whether checked already or not)."""
@@ -414,14 +403,13 @@ class HostProtocol:
         """End a guest's part in the run, and tell it why."""
         kind, reason = "guest_refused" if refused else "guest_lost", reason[:LONGEST_REASON]
         member.put_out = True
-        fields: dict[str, Any] = {"reason": reason, "joined": member.joined, **({"hint": hint} if hint else {})}
-        bye = Send(guest=member.id, channel=CONTROL, kind="refuse", fields=fields)
-        return [bye, *self._remove(member, kind, reason)]
+        refuse = RefuseMessage(reason=reason, hint=hint, joined=member.joined)
+        return [Send(guest=member.id, message=refuse), *self._remove(member, kind, reason)]
 
     def _refuse(self, guest: str, name: str, address: str, reason: str) -> list[Action]:
         return [
-            Send(guest=guest, channel=CONTROL, kind="refuse", fields={"reason": reason}),
-            _event("guest_refused", machine=name, address=address, reason=reason),
+            Send(guest=guest, message=RefuseMessage(reason=reason)),
+            Emit(event=GuestRefused(machine=name, address=address, reason=reason)),
         ]
 
     def _remove(self, member: Member, kind: str, reason: str) -> list[Action]:
@@ -433,16 +421,7 @@ class HostProtocol:
         back = self.stepping.gone(member)
         del self.members[member.id]
         return [
-            _event(
-                kind,
-                machine=member.name,
-                address=member.address,
-                reason=reason,
-                step=1 + (lease.step if lease and back else self.ledger.step),
-                samples_taken_back=back,
-                **({"put_out": True} if member.put_out else {}),
-                **({"failed": True} if member.failed else {}),
-            ),
+            Emit(event=_gone(member, kind, reason, 1 + (lease.step if lease and back else self.ledger.step), back)),
             Forget(guest=member.id),
             Wake(),
         ]
@@ -458,5 +437,21 @@ class HostProtocol:
         return name
 
 
-def _event(kind: str, **fields: Any) -> Emit:
-    return Emit(event={"event": kind, **fields})
+_GONE: dict[str, type[GuestLeft] | type[GuestLost] | type[GuestRefused]] = {
+    "guest_left": GuestLeft,
+    "guest_lost": GuestLost,
+    "guest_refused": GuestRefused,
+}
+
+
+def _gone(member: Member, kind: str, reason: str, step: int, samples_taken_back: int) -> RunEvent:
+    """The event that tells of a guest's end."""
+    return _GONE[kind](
+        machine=member.name,
+        address=member.address,
+        reason=reason,
+        step=step,
+        samples_taken_back=samples_taken_back,
+        put_out=member.put_out,
+        failed=member.failed,
+    )

@@ -1,18 +1,19 @@
-"""The flight recorder: the last few hundred things that a machine said and heard, written out when something fails.
+"""The flight recorder: the last few hundred messages and events of a machine, written to a file after a fault.
 
-Owns the ring and the files made of it. It must not know what a message means: it keeps kinds, numbers and sizes,
-and of the log's own events their words. Never a tensor, and of what other machines send no text but the kind.
+It keeps the kind, the numbers and the size of each message, and the reason and address of each event of the run's
+log. It never keeps tensors, nor any text of a message but its kind.
 
     flight-<machine>-<n>.jsonl    first line: whose record, why and when; then one line for each entry:
     {"t_s": 1.3, "dir": "in", "machine": "laptop", "kind": "grad", "lease": 7, "piece": 9, "bytes": 912, "times": 4}
 
-Equal messages in a row are one entry (`times`, `until_s`; the numbers are those of the last one): the pieces of one
-gradient must not push everything else out.
+Equal messages in a row are one entry (`times`, `until_s`; the numbers are those of the last one). Otherwise the
+pieces of one gradient would fill the record.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -21,23 +22,33 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from potluck.spec.events import (
+    GuestLeft,
+    GuestLost,
+    GuestRefused,
+    LeaseTakenBack,
+    ReplicaMismatch,
+    RunEvent,
+    kind_of,
+)
+from potluck.spec.messages import Message
+
 ENTRIES = 500
 MOST_FILES = 6
-"""Of one machine in one folder; the oldest make place."""
+"""Files of one machine in one folder; the oldest are removed."""
 TOGETHER_S = 1.0
 """Equal messages within this time are one entry."""
 PAUSE_S = 5.0
-"""Between two files: faults seldom come alone, and the second file holds what led to both."""
+"""Seconds between two files. Faults often come together; the second file then covers both."""
 NUMBERS = ("lease", "check", "step", "version", "base", "piece", "batch", "count", "keep", "computed", "samples")
-LARGEST = 1 << 53
+ABOUT = ("lease", "version")
+"""Messages that differ in one of these are never one entry."""
 LONGEST_TEXT = 300
 MOST_MACHINES = 256
-
-FAULTS = frozenset({"guest_lost", "guest_refused", "replica_mismatch"})
-"""Events of the log that mean that a machine has failed."""
 
 
 @dataclass(slots=True)
@@ -52,6 +63,9 @@ class _Entry:
     times: int = 1
     words: dict[str, Any] = field(default_factory=dict)
 
+    about: Any = None
+    """Of a message: which lease or version it is about."""
+
     def line(self, started: float) -> dict[str, Any]:
         found: dict[str, Any] = {"t_s": round(self.began - started, 4), "dir": self.direction}
         found |= {"machine": self.machine, "kind": self.kind, **self.numbers, **self.words}
@@ -60,6 +74,36 @@ class _Entry:
         if self.times > 1:
             found |= {"times": self.times, "until_s": round(self.until - started, 4)}
         return found
+
+
+def _nothing(message: Message) -> tuple[int, ...]:
+    return ()
+
+
+def _getter(names: tuple[str, ...]) -> Callable[[Message], tuple[int, ...]]:
+    if not names:
+        return _nothing
+    if len(names) == 1:
+        name = names[0]
+        return lambda message: (getattr(message, name),)
+    return attrgetter(*names)
+
+
+@functools.cache
+def _kept(kind: type[Message]) -> tuple[tuple[str, ...], Callable[[Message], Any], Callable[[Message], Any]]:
+    """Which numbers of a kind of message are kept, and how they and what it is about are read."""
+    names = tuple(name for name in NUMBERS if name in kind.__struct_fields__)
+    return names, _getter(names), _getter(tuple(name for name in ABOUT if name in names))
+
+
+def _is_fault(event: RunEvent) -> bool:
+    """Whether the event means that a machine has failed."""
+    match event:
+        case GuestLost() | GuestRefused() | ReplicaMismatch():
+            return True
+        case LeaseTakenBack(silent=failed) | GuestLeft(failed=failed):
+            return failed
+    return False
 
 
 class Recorder:
@@ -74,11 +118,11 @@ class Recorder:
         clock: Callable[[], float] = time.monotonic,
         tell: Callable[[Path, str], None] = lambda path, why: None,
     ) -> None:
-        """`folder` None: nothing is ever written. `tell` hears of each file and why it was written."""
+        """With `folder` None nothing is written. `tell` is called with each file and why it was written."""
         self.name = name
         self.tell = tell
         self.files = 0
-        """Written so far."""
+        """Number of files written so far."""
         self._folder = folder
         self._clock = clock
         self._started = clock() if started is None else started
@@ -91,18 +135,19 @@ class Recorder:
 
     # -- what happens -----------------------------------------------------------------------------------
 
-    def message(self, direction: str, machine: str, kind: str, fields: Mapping[str, Any], nbytes: int) -> None:
+    def message(self, direction: str, machine: str, message: Message, nbytes: int) -> None:
         """A message came "in" or went "out"; `machine` is the other one."""
-        numbers = {k: v for k in NUMBERS if type(v := fields.get(k)) is int and -LARGEST < v < LARGEST}
+        names, values_of, about_of = _kept(type(message))
+        numbers = dict(zip(names, values_of(message)))
+        about = about_of(message)
         now = self._clock()
         with self._lock:
             key = (direction, machine)
             last = self._last.get(key)
             if (
                 last is not None
-                and last.kind == kind
-                and last.numbers.get("lease") == numbers.get("lease")
-                and last.numbers.get("version") == numbers.get("version")
+                and last.kind == message.kind
+                and last.about == about
                 and now - last.began < TOGETHER_S
             ):
                 last.until, last.numbers = now, numbers
@@ -111,20 +156,21 @@ class Recorder:
                 return
             if len(self._last) >= MOST_MACHINES:
                 self._last.clear()
-            entry = self._last[key] = _Entry(now, now, direction, machine, kind, numbers, nbytes)
+            entry = self._last[key] = _Entry(
+                now, now, direction, machine, message.kind, numbers, nbytes, about=about
+            )
             self._ring.append(entry)
 
-    def event(self, event: Mapping[str, Any]) -> None:
-        """An event of the run's log. One that means a fault has the record written soon."""
-        kind, machine = str(event.get("event", "")), str(event.get("machine") or "")
-        words = {k: str(event[k])[:LONGEST_TEXT] for k in ("address", "reason") if event.get(k)}
-        self.note(kind, machine, {k: v for k, v in event.items() if k in NUMBERS}, words)
-        failed = event.get({"lease_taken_back": "silent", "guest_left": "failed"}.get(kind, ""))
-        if kind in FAULTS or failed:
+    def event(self, event: RunEvent) -> None:
+        """Record an event of the run's log. After a fault the record is written soon."""
+        kind, machine = kind_of(event), str(getattr(event, "machine", None) or "")
+        words = {k: str(v)[:LONGEST_TEXT] for k in ("address", "reason") if (v := getattr(event, k, None))}
+        self.note(kind, machine, {k: getattr(event, k) for k in NUMBERS if hasattr(event, k)}, words)
+        if _is_fault(event):
             self.fault(f"{kind} {machine}: {words.get('reason', '')}")
 
     def note(self, kind: str, machine: str, numbers: Mapping[str, Any], words: Mapping[str, str]) -> None:
-        """Something that is no message; the words are this machine's own."""
+        """Record something other than a message. The words are this machine's own."""
         now = self._clock()
         plain = {k: int(v) for k, v in numbers.items() if isinstance(v, int)}
         with self._lock:
@@ -138,9 +184,9 @@ class Recorder:
     # -- files ------------------------------------------------------------------------------------------
 
     def write(self, *, now: bool = False) -> Path | None:
-        """Write the record if there was a fault, at most every few seconds (or at once); where it lies.
+        """Write the record if there was a fault, at most every few seconds unless `now`. Returns its path.
 
-        Nothing that goes wrong here is worth more than the run: a full disk is passed over.
+        Errors such as a full disk are ignored: the run is worth more than the record.
         """
         if self._fault is None or self._folder is None:
             return None
@@ -167,7 +213,7 @@ class Recorder:
         return None
 
     def discard(self) -> None:
-        """All ended well: remove what was written, and write nothing more of what happened so far."""
+        """The run ended well: remove the files written so far, and forget the pending fault."""
         with self._lock:
             self._fault = None
         while self._paths:

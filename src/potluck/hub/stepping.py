@@ -13,12 +13,11 @@ import itertools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from potluck.balance.leases import Least, Quotas, Speed, lease_sizes, quotas, split_evenly, takeable
 from potluck.balance.ledger import Ledger
 from potluck.balance.quota import Estimate, extra_samples
-from potluck.hub.actions import CONTROL, Action, Emit, Send, SendSamples, Wake
+from potluck.hub.actions import Action, Emit, Send, SendSamples, Wake
 from potluck.hub.feed import PieceState
 from potluck.hub.members import (
     COMPUTING,
@@ -32,6 +31,8 @@ from potluck.hub.members import (
     OpenLease,
 )
 from potluck.hub.reasons import in_a_row, why_late, why_not
+from potluck.spec.events import ContributionDropped, GuestSitsOut, LeaseTakenBack
+from potluck.spec.messages import DroppedMessage, LeaseMessage, RevokeMessage
 
 FIRST_TAIL_S = 0.05
 """A guess of what it takes a guest to deliver the end of its gradient, until its first contribution tells."""
@@ -219,7 +220,7 @@ class Stepping:
         return (
             []
             if told
-            else [_event("guest_sits_out", machine=member.name, step=self.ledger.step + 1, reason=reason)]
+            else [Emit(event=GuestSitsOut(machine=member.name, step=self.ledger.step + 1, reason=reason))]
         )
 
     def _lease(self, member: Member, lot: Lot, now: float) -> tuple[int, list[Action]]:
@@ -242,18 +243,18 @@ class Stepping:
         for size in sizes:
             batches.append(lease.positions[start : start + size])
             start += size
-        fields: dict[str, Any] = {
-            "lease": lease.id,
-            "step": lease.step,
-            "sizes": list(sizes),
-            "quota": quota,
-            "within_s": max(0.0, lot.step_s + self._head_start_s),
-            "host_sample_s": lot.host_sample_s,
-            "transfer_s": speed.transfer_s,
-            "tail_s": tail_s,
-        }
+        message = LeaseMessage(
+            lease=lease.id,
+            step=lease.step,
+            sizes=sizes,
+            quota=quota,
+            within_s=max(0.0, lot.step_s + self._head_start_s),
+            host_sample_s=lot.host_sample_s,
+            transfer_s=speed.transfer_s,
+            tail_s=tail_s,
+        )
         frames = (pack_samples(self.ledger.samples_of(lease.positions)),) if self.local_data else ()
-        actions: list[Action] = [Send(guest=member.id, channel=CONTROL, kind="lease", fields=fields, frames=frames)]
+        actions: list[Action] = [Send(guest=member.id, message=message, frames=frames)]
         if not self.local_data:
             actions += [
                 SendSamples(guest=member.id, lease=lease.id, batch=number, positions=positions)
@@ -350,15 +351,16 @@ class Stepping:
         silent = now - member.last_heard
         reason, miss = why_late(member, lease, silent_s=silent if silent > SILENT_S else 0.0, now=now)
         actions: list[Action] = [
-            Send(guest=member.id, channel=CONTROL, kind="revoke", fields={"lease": lease.id}),
-            _event(
-                "lease_taken_back",
-                machine=member.name,
-                address=member.address,
-                step=lease.step + 1,
-                samples=count,
-                reason=reason,
-                silent=silent > SILENT_S,
+            Send(guest=member.id, message=RevokeMessage(lease=lease.id)),
+            Emit(
+                event=LeaseTakenBack(
+                    machine=member.name,
+                    address=member.address,
+                    step=lease.step + 1,
+                    samples=count,
+                    reason=reason,
+                    silent=silent > SILENT_S,
+                )
             ),
         ]
         member.misses.append(miss)
@@ -377,14 +379,8 @@ class Stepping:
         else:
             return []
         member.rest(self.ledger.step, reason)
-        return [
-            _event(
-                "guest_sits_out",
-                machine=member.name,
-                step=self.ledger.step + 1,
-                reason=f"{reason}; tries again at step {member.rests_until_step + 1}",
-            )
-        ]
+        words = f"{reason}; tries again at step {member.rests_until_step + 1}"
+        return [Emit(event=GuestSitsOut(machine=member.name, step=self.ledger.step + 1, reason=words))]
 
     # -- what guests say about their lease --------------------------------------------------------------
 
@@ -441,12 +437,10 @@ class Stepping:
         member.lease = None
         if late and not own.revoked:
             member.misses.append(reason)
-        event = _event(
-            "contribution_dropped", machine=member.name, step=own.step + 1, samples=own.count, reason=reason
-        )
+        event = ContributionDropped(machine=member.name, step=own.step + 1, samples=own.count, reason=reason)
         actions: list[Action] = [
-            Send(guest=member.id, channel=CONTROL, kind="dropped", fields={"lease": own.id}),
-            event,
+            Send(guest=member.id, message=DroppedMessage(lease=own.id)),
+            Emit(event=event),
         ]
         return actions + ([Wake()] if back else []) + self._judge(member)
 
@@ -459,7 +453,7 @@ class Stepping:
         own.revoked = True
         own.pieces.clear()
         self._taken_back += back
-        return back, [Send(guest=member.id, channel=CONTROL, kind="revoke", fields={"lease": own.id}), Wake()]
+        return back, [Send(guest=member.id, message=RevokeMessage(lease=own.id)), Wake()]
 
     def counted(self, member: Member) -> list[Action]:
         """The decoded contribution is in the sum: count its samples."""
@@ -505,7 +499,3 @@ def _deserves_trial(member: Member, step_s: float) -> bool:
 def pack_samples(samples: Sequence[int]) -> bytes:
     """The data set's indices for a guest that has the data itself: too many for a header."""
     return struct.pack(f"<{len(samples)}q", *samples)
-
-
-def _event(kind: str, **fields: Any) -> Emit:
-    return Emit(event={"event": kind, **fields})

@@ -12,7 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 from potluck.errors import WireError
-from potluck.wire.frames import Message, VersionError, pack, unpack
+from potluck.spec.events import LoopAwaited, RunEvent
+from potluck.spec.messages import AliveMessage, ByeMessage, FromHost, HelloMessage, LeaveMessage, WaitMessage
+from potluck.wire.frames import FROM_GUEST, MalformedError, VersionError, pack
 from potluck.wire.transport import HostSocket
 
 SAY_AFTER_S = 60.0
@@ -32,7 +34,7 @@ class WaitingRoom:
         socket: HostSocket,
         *,
         what: str,
-        emit: Callable[[dict[str, Any]], None],
+        emit: Callable[[RunEvent], None],
         say_after_s: float = SAY_AFTER_S,
     ) -> None:
         """`what` is the name of the script that prepares."""
@@ -54,7 +56,7 @@ class WaitingRoom:
     def close(self, reason: str) -> None:
         """No training will begin: tell those who wait. Does nothing after `hand_over`."""
         for peer, _ in self.hand_over():
-            self._send(peer, "bye", reason=reason)
+            self._send(peer, ByeMessage(reason=reason))
 
     def _end(self) -> None:
         if not self._stop.is_set():
@@ -71,25 +73,26 @@ class WaitingRoom:
             now = time.monotonic()
             if now - beat >= HEARTBEAT_S:
                 beat = now
-                self._waiting = {p: f for p, f in self._waiting.items() if self._send(p, "alive")}
+                self._waiting = {p: f for p, f in self._waiting.items() if self._send(p, AliveMessage())}
             if not said and now - began >= self._say_after_s:
                 said = True
-                event = {"event": "loop_awaited", "what": self._what, "guests": len(self._waiting)}
-                self._emit({**event, "seconds": round(now - began, 1)})
+                guests = len(self._waiting)
+                self._emit(LoopAwaited(what=self._what, seconds=round(now - began, 1), guests=guests))
 
     def _receive(self, peer: bytes, frames: list[Any]) -> None:
         try:
-            kind = unpack(frames).kind
-        except VersionError:
-            kind = "hello"  # the hub will say what is wrong with it
-        except WireError:
-            return
-        if kind == "leave":
-            self._waiting.pop(peer, None)
+            message = FROM_GUEST.read(frames).message
+            is_hello = isinstance(message, HelloMessage)
+            if isinstance(message, LeaveMessage):
+                self._waiting.pop(peer, None)
+        except WireError as error:
+            # The hub will say what is wrong with it.
+            malformed = isinstance(error, MalformedError) and error.kind == HelloMessage.kind
+            is_hello = malformed or isinstance(error, VersionError)
         room = len(self._waiting) < MOST_WAITING or peer in self._waiting
-        if kind == "hello" and room and sum(len(f) for f in frames) <= LARGEST_HELLO_BYTES:
+        if is_hello and room and sum(len(f) for f in frames) <= LARGEST_HELLO_BYTES:
             self._waiting[peer] = frames
-            self._send(peer, "wait", reason=f"{self._what} has not reached its training loop yet")
+            self._send(peer, WaitMessage(reason=f"{self._what} has not reached its training loop yet"))
 
-    def _send(self, peer: bytes, kind: str, **fields: Any) -> bool:
-        return self._socket.send(peer, pack(Message(kind=kind, fields=fields)))
+    def _send(self, peer: bytes, message: FromHost) -> bool:
+        return self._socket.send(peer, pack(message))

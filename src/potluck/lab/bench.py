@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from potluck.checked import nearest
 from potluck.errors import ConfigError, PotluckError
 from potluck.lab import peers
 from potluck.lab.box import Box
@@ -17,7 +18,6 @@ from potluck.lab.stage import Report
 from potluck.lab.strategies import STRATEGIES, Arena, distributed, potluck, solo
 from potluck.lab.strategies import alone as measure_alone
 from potluck.plan.rigs import step_times
-from potluck.spec.config import nearest
 from potluck.spec.faults import FaultPlan
 from potluck.spec.figures import Results, mean_step_s, results
 from potluck.spec.fleet import POTLUCK, SOLO

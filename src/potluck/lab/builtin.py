@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
+from potluck.checked import did_you_mean
 from potluck.errors import ConfigError
-from potluck.spec.config import did_you_mean
 
 
 def text_of(package: str, names: Sequence[str], name: str, *, unknown: str, several: str) -> str | None:

@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -31,87 +30,15 @@ from torch.nn.parallel import DistributedDataParallel
 from potluck import env
 from potluck.balance.leases import split_evenly
 from potluck.balance.ledger import EpochSteps
+from potluck.checked import build
 from potluck.device import Device, pick
 from potluck.errors import ConfigError, NetworkError, PotluckError
-from potluck.spec.config import build
+from potluck.lab.worker_spec import WorkerSpec, read_spec
 from potluck.train import recipes
 from potluck.train.data import Loader, epoch_order, to_device
 
 TIMEOUT = timedelta(minutes=10)
 """Of every collective: longer than any rig's step."""
-
-
-# -- the spec -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankSpec:
-    """One machine, one rank."""
-
-    name: str
-    device: str
-    micro_batch: int
-    share: int
-    """Its samples of every step."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spec:
-    """What all ranks do together."""
-
-    recipe: str
-    config: dict[str, Any]
-    members: tuple[RankSpec, ...]
-    steps: int
-    seed: int
-    """Of the order of the samples."""
-    master_address: str
-    master_port: int
-    interface: str
-    """The network interface that gloo uses."""
-    out: Path
-    """Where rank 0 appends a line for every step."""
-    threads: int
-    bucket_mb: float | None = None
-    """DDP's bucket_cap_mb; stock (25, the first one 1) when not given."""
-    weights: Path | None = None
-    """Where rank 0 writes the final weights, as safetensors."""
-
-
-def read_spec(path: Path) -> Spec:
-    """The spec in a file; keys that are other workers' are left out."""
-    try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-        machines, shares = list(table["machines"]), [int(share) for share in table["shares"]]
-        if len(machines) != len(shares) or min(shares, default=0) < 1:
-            raise ConfigError(
-                f"{path} has {len(machines)} machines and the shares {shares}",
-                hint="every machine needs a share of at least 1; leave the others out",
-            )
-        members = tuple(
-            RankSpec(name=m["name"], device=m["device"], micro_batch=int(m["micro_batch"]), share=share)
-            for m, share in zip(machines, shares)
-        )
-        return Spec(
-            recipe=table["recipe"]["name"],
-            config=dict(table["recipe"]["config"]),
-            members=members,
-            steps=int(table["steps"]),
-            seed=int(table["seed"]),
-            master_address=table["master_address"],
-            master_port=int(table["master_port"]),
-            interface=table["interface"],
-            out=Path(table["out"]),
-            threads=int(table.get("threads", 1)),
-            bucket_mb=table.get("bucket_mb"),
-            weights=Path(table["weights"]) if table.get("weights") else None,
-        )
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror or error}", hint="--spec takes a file") from error
-    except KeyError as error:
-        raise ConfigError(f"{path} has no {error.args[0]}", hint="write it as the bench does") from error
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{path} is no spec: {error}", hint="write it as the bench does") from error
 
 
 # -- computing ------------------------------------------------------------------------------------------
@@ -150,13 +77,13 @@ class Timed:
 class Worker:
     """One rank, from its device to its last step."""
 
-    def __init__(self, spec: Spec, rank: int) -> None:
+    def __init__(self, spec: WorkerSpec, rank: int) -> None:
         if not 0 <= rank < len(spec.members):
             raise ConfigError(f"there is no rank {rank}", hint=f"ranks go from 0 to {len(spec.members) - 1}")
         self._spec, self._rank = spec, rank
         self._me = spec.members[rank]
-        self._recipe = recipes.get(spec.recipe)
-        self._config = build(self._recipe.Config, spec.config)
+        self._recipe = recipes.get(spec.recipe.name)
+        self._config = build(self._recipe.Config, spec.recipe.config)
         self._batch: int = self._config.global_batch
         shared = sum(member.share for member in spec.members)
         if shared != self._batch:
@@ -254,7 +181,7 @@ class Worker:
 # -- the process ----------------------------------------------------------------------------------------
 
 
-def work(spec: Spec, rank: int) -> None:
+def work(spec: WorkerSpec, rank: int) -> None:
     """Be one rank until all steps are done; what goes wrong is told with the machine and the step."""
     worker = Worker(spec, rank)
     try:

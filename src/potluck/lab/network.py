@@ -9,9 +9,9 @@ shares it between all of its guests, as it would share its one cable.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 if TYPE_CHECKING:  # the supervisor reads a wiring, and need not import what a rig is made of
     from potluck.spec.rig import Machine, Rig
@@ -28,8 +28,7 @@ HOLDER = "{pid}"
 """Stands for the id of the process that holds the machine's namespace, which is not known here."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SwitchPort:
+class SwitchPort(Struct, frozen=True, kw_only=True):
     """A machine's link and its place in the switch."""
 
     machine: str
@@ -44,20 +43,12 @@ class SwitchPort:
     """Lines for `tc -batch` that shape what the machine sends."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wiring:
+class Wiring(Struct, frozen=True, kw_only=True):
     """All of a rig's network."""
 
     switch: tuple[str, ...]
     """Lines for `ip -batch` that make the switch."""
     ports: tuple[SwitchPort, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, table: Mapping[str, Any]) -> Wiring:
-        return cls(switch=tuple(table["switch"]), ports=tuple(_read_port(port) for port in table["ports"]))
 
 
 def wiring(rig: Rig) -> Wiring:
@@ -83,13 +74,6 @@ def shaping(device: str, mbit: float | None, latency_ms: float) -> tuple[str, ..
         return (f"qdisc replace dev {device} root {rate}",) if rate else ()
     delay = f"qdisc replace dev {device} root handle 1: netem delay {latency_ms * 1e3:.0f}us limit {NETEM_PACKETS}"
     return (delay, f"qdisc replace dev {device} parent 1:1 handle 10: {rate}") if rate else (delay,)
-
-
-def _read_port(table: Mapping[str, Any]) -> SwitchPort:
-    lines: dict[str, Any] = {
-        key: tuple(table[key]) for key in ("switch_ip", "machine_ip", "switch_tc", "machine_tc")
-    }
-    return SwitchPort(machine=table["machine"], address=table["address"], **lines)
 
 
 def _port(machine: Machine, number: int) -> SwitchPort:

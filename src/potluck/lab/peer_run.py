@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from potluck.balance.ledger import EpochSteps
+from potluck.checked import build
 from potluck.device import pick
 from potluck.errors import GuestsMissingError, HostGoneError, PotluckError
-from potluck.lab.ddp_worker import RankSpec, Spec, read_spec
-from potluck.spec.config import build
+from potluck.lab.worker_spec import RankSpec, WorkerSpec, read_spec
 from potluck.train import recipes
 from potluck.train.data import Loader, epoch_order, to_device
 
@@ -43,8 +43,7 @@ POLL_S = 0.02
 class Orders:
     """What one worker is told: the spec that all read, and which of its machines this is."""
 
-    spec: Spec
-    addresses: tuple[str, ...]
+    spec: WorkerSpec
     rank: int
 
     @property
@@ -53,7 +52,7 @@ class Orders:
 
     @property
     def address(self) -> str:
-        return self.addresses[self.rank]
+        return self.me.address
 
     @property
     def is_host(self) -> bool:
@@ -78,9 +77,7 @@ class Orders:
 
 def read_orders(path: Path, rank: int) -> Orders:
     """The orders of one rank from the spec file that the lab has written."""
-    spec = read_spec(path)
-    addresses = tuple(machine["address"] for machine in json.loads(path.read_text(encoding="utf-8"))["machines"])
-    return Orders(spec=spec, addresses=addresses, rank=rank)
+    return Orders(spec=read_spec(path), rank=rank)
 
 
 class PeerTraining:
@@ -88,8 +85,8 @@ class PeerTraining:
 
     def __init__(self, orders: Orders) -> None:
         spec = orders.spec
-        self.recipe = recipes.get(spec.recipe)
-        self.config = build(self.recipe.Config, spec.config)
+        self.recipe = recipes.get(spec.recipe.name)
+        self.config = build(self.recipe.Config, spec.recipe.config)
         self.device = pick(orders.me.device, threads=spec.threads)
         self.model: nn.Module = self.recipe.model(self.config).to(self.device.torch_device)
         self.device.attach(self.model)

@@ -16,7 +16,6 @@ when that ends: {"do": "open", "link", "host", "port"} or {"do": "faults", "link
 from __future__ import annotations
 
 import contextlib
-import json
 import mmap
 import queue
 import selectors
@@ -25,15 +24,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
 
 from potluck.errors import ConfigError, NetworkError, PotluckError
 from potluck.lab.flow import Connection, Flow, hang_up, prepare
-from potluck.lab.shaping import Bucket, Direction, Fault, Link, LinkSpec, faults_from, link_from
+from potluck.lab.shaping import Bucket, Direction, Fault, Link, LinkSpec
 
 MOST_CONNECTIONS = 200
 """Two sockets each: Windows lets select() look at 512."""
@@ -192,6 +194,36 @@ class Proxy:
                 self._asked.get_nowait()()
 
 
+class _Spec(Struct, frozen=True, kw_only=True):
+    """What the proxy's process is started with."""
+
+    links: tuple[LinkSpec, ...]
+    shared: LinkSpec | None
+    counters: str
+    """A file for the bytes that each link has carried, which its owner maps."""
+
+
+class _Open(Struct, frozen=True, kw_only=True, tag="open"):
+    link: str
+    host: str
+    port: int
+
+
+class _AddFaults(Struct, frozen=True, kw_only=True, tag="faults"):
+    link: str
+    faults: tuple[Fault, ...]
+
+
+_Order = _Open | _AddFaults
+
+
+class _Answer(Struct, frozen=True, kw_only=True):
+    port: int = 0
+    """Where the way begins that was opened."""
+    error: str = ""
+    hint: str = ""
+
+
 class ProxyProcess:
     """A proxy in a process of its own, as its owner sees it: it ends with its owner, whatever ends that.
 
@@ -210,12 +242,7 @@ class ProxyProcess:
         self._numbers = {link.name: number for number, link in enumerate(links)}
         spec, counters, self._log = (folder / f"proxy.{end}" for end in ("json", "counters", "log"))
         counters.write_bytes(bytes(2 * COUNTER_BYTES * max(1, len(links))))
-        content = {
-            "links": [asdict(link) for link in links],
-            "shared": asdict(shared) if shared is not None else None,
-            "counters": str(counters),
-        }
-        spec.write_text(json.dumps(content), encoding="utf-8")
+        spec.write_bytes(msgspec.json.encode(_Spec(links=tuple(links), shared=shared, counters=str(counters))))
         with open(counters, "r+b") as file:
             self._counters: mmap.mmap | bytes = mmap.mmap(file.fileno(), 0)
         with open(self._log, "wb") as log:
@@ -250,11 +277,11 @@ class ProxyProcess:
 
     def open(self, link: str, target: tuple[str, int]) -> int:
         """Open a way over a link to a target; the port of 127.0.0.1 where it begins."""
-        return int(self._order({"do": "open", "link": link, "host": target[0], "port": target[1]})["port"])
+        return self._order(_Open(link=link, host=target[0], port=target[1])).port
 
     def add_faults(self, link: str, faults: Sequence[Fault]) -> None:
         """Put faults on a link's schedule, their times counted from now."""
-        self._order({"do": "faults", "link": link, "faults": [asdict(fault) for fault in faults]})
+        self._order(_AddFaults(link=link, faults=tuple(faults)))
 
     def traffic(self, link: str) -> tuple[int, int]:
         """The bytes that a link has carried, up and down. From any thread, and never waits."""
@@ -281,18 +308,18 @@ class ProxyProcess:
             with contextlib.suppress(BufferError):  # somebody reads just now
                 mapped.close()
 
-    def _order(self, order: Mapping[str, Any]) -> dict[str, Any]:
+    def _order(self, order: _Order) -> _Answer:
         assert self._process.stdin is not None
         with self._lock:
             with contextlib.suppress(OSError):  # it is gone: the missing answer says so
-                self._process.stdin.write(json.dumps(order).encode() + b"\n")
+                self._process.stdin.write(msgspec.json.encode(order) + b"\n")
                 self._process.stdin.flush()
             answer = self._next_answer()
-        if "error" in answer:
-            raise NetworkError(answer["error"], hint=answer.get("hint", ""))
+        if answer.error:
+            raise NetworkError(answer.error, hint=answer.hint)
         return answer
 
-    def _next_answer(self) -> dict[str, Any]:
+    def _next_answer(self) -> _Answer:
         try:
             line = self._lines.get(timeout=_ANSWER_S)
         except queue.Empty:
@@ -301,8 +328,7 @@ class ProxyProcess:
             self._lines.put(line)
             said = self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-1:]
             raise NetworkError("the proxy has ended: " + ("".join(said) or "it said nothing"))
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        return msgspec.json.decode(line, type=_Answer)
 
     def _listen(self) -> None:
         assert self._process.stdout is not None
@@ -316,45 +342,39 @@ class ProxyProcess:
 
 def main(arguments: Sequence[str]) -> None:
     """Run what SPEC.json says until stdin ends."""
-    spec = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
-    links = [link_from(table) for table in spec["links"]]
-    shared = link_from(spec["shared"]) if spec.get("shared") else None
+    spec = msgspec.json.decode(Path(arguments[0]).read_bytes(), type=_Spec)
     with contextlib.ExitStack() as stack:
-        counters = None
-        if spec.get("counters"):
-            file = stack.enter_context(open(spec["counters"], "r+b"))
-            mapped = stack.enter_context(mmap.mmap(file.fileno(), 0))
-            counters = stack.enter_context(stack.enter_context(memoryview(mapped)).cast("Q"))
-        proxy = Proxy(links, shared=shared, counters=counters)
-        ports = [proxy.open(r["link"], (r["host"], r["port"])) for r in spec.get("routes", ())]
-        print(json.dumps({"ports": ports}), flush=True)
+        file = stack.enter_context(open(spec.counters, "r+b"))
+        mapped = stack.enter_context(mmap.mmap(file.fileno(), 0))
+        counters = stack.enter_context(stack.enter_context(memoryview(mapped)).cast("Q"))
+        proxy = Proxy(spec.links, shared=spec.shared, counters=counters)
+        _say(_Answer())
         threading.Thread(target=_obey, args=(proxy,), name="potluck-proxy-control", daemon=True).start()
         with contextlib.suppress(KeyboardInterrupt):
             proxy.run()
 
 
+def _say(answer: _Answer) -> None:
+    with contextlib.suppress(OSError):  # nobody listens: stdin is about to end
+        print(msgspec.json.encode(answer).decode(), flush=True)
+
+
 def _obey(proxy: Proxy) -> None:
     for line in sys.stdin:
         try:
-            answer = _do(proxy, json.loads(line))
+            _say(_do(proxy, msgspec.json.decode(line, type=_Order)))
         except PotluckError as error:
-            answer = {"error": error.what, "hint": error.hint}
-        except (ValueError, KeyError, TypeError) as error:
-            answer = {"error": f"not understood: {error!r}"}
-        with contextlib.suppress(OSError):  # nobody listens: stdin is about to end
-            print(json.dumps(answer), flush=True)
+            _say(_Answer(error=error.what, hint=error.hint))
+        except msgspec.DecodeError as error:
+            _say(_Answer(error=f"not understood: {error}"))
     proxy.stop()
 
 
-def _do(proxy: Proxy, order: Mapping[str, Any]) -> dict[str, Any]:
-    if order["do"] == "open":
-        target = (str(order["host"]), int(order["port"]))
-        return {"port": proxy.ask(lambda: proxy.open(order["link"], target))}
-    if order["do"] == "faults":
-        faults = faults_from(order["faults"])
-        proxy.ask(lambda: proxy.add_faults(order["link"], faults))
-        return {}
-    raise ValueError(f"do is {order['do']!r}")
+def _do(proxy: Proxy, order: _Order) -> _Answer:
+    if isinstance(order, _Open):
+        return _Answer(port=proxy.ask(lambda: proxy.open(order.link, (order.host, order.port))))
+    proxy.ask(lambda: proxy.add_faults(order.link, order.faults))
+    return _Answer()
 
 
 if __name__ == "__main__":

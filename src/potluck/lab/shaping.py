@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from potluck.errors import ConfigError
-from potluck.spec.config import build
 
 Direction = Literal["up", "down"]
 """up: from whoever connected, towards the target; down: back."""
+
+Seconds = Annotated[float, Meta(ge=0, lt=1e9)]
 
 QUANTUM_S = 0.002
 """A chunk takes about this long, so that many connections share a thin link smoothly."""
@@ -32,8 +35,7 @@ IDLE_CREDIT_S = 0.002
 """A link with nothing to send loses its time, but for this much: a sender's short pause is no idleness."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
+class Fault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Something that goes wrong on a link for a while."""
 
     kind: Literal["delay", "limit", "blackhole", "reset", "half-open", "truncate", "flip"]
@@ -41,9 +43,9 @@ class Fault:
     what was underway comes when it ends, as after retransmission. reset: connections are reset, and so are those
     that are made meanwhile. half-open: what is sent vanishes, its end (FIN, RST) too, and a connection stays so.
     truncate: half of a chunk passes, then the stream ends. flip: one bit of every chunk is wrong."""
-    at_s: float
+    at_s: Seconds
     """When it begins, after the proxy's start or after the schedule was given."""
-    for_s: float = 0.0
+    for_s: Seconds = 0.0
     """How long it lasts; a reset may last no time at all."""
     amount: float = 0.0
     """Of a delay: seconds. Of a limit: bytes a second."""
@@ -51,8 +53,6 @@ class Fault:
     """Which way it works; a reset always works both ways."""
 
     def __post_init__(self) -> None:
-        if not (0 <= self.at_s < math.inf and 0 <= self.for_s < math.inf):
-            raise ConfigError(f"a fault at {self.at_s} s for {self.for_s} s", hint="both are 0 or more")
         if not self.for_s and self.kind != "reset":
             raise ConfigError(f"the fault {self.kind} lasts no time", hint="give for_s, in seconds")
         if self.kind in ("delay", "limit") and not 0 < self.amount < math.inf:
@@ -63,38 +63,15 @@ class Fault:
         return self.at_s <= now < self.at_s + self.for_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkSpec:
+class LinkSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One machine's link, or one that several share; the same in both directions."""
 
     name: str
-    rate_bytes_per_s: float | None = None
+    rate_bytes_per_s: Annotated[float, Meta(gt=0, lt=1e15)] | None = None
     """Unlimited when not given."""
-    latency_s: float = 0.0
+    latency_s: Seconds = 0.0
     """From one end to the other."""
-    faults: tuple[Fault, ...] = field(default=())
-
-    def __post_init__(self) -> None:
-        if self.rate_bytes_per_s is not None and not 0 < self.rate_bytes_per_s < math.inf:
-            raise ConfigError(f"link {self.name}: {self.rate_bytes_per_s} bytes/s", hint="give a rate above 0")
-        if not 0 <= self.latency_s < math.inf:
-            raise ConfigError(f"link {self.name}: a latency of {self.latency_s} s", hint="give 0 or more")
-
-
-def link_from(table: Mapping[str, Any]) -> LinkSpec:
-    """A link from the table that `dataclasses.asdict` makes of it."""
-    plain = build(LinkSpec, {key: value for key, value in table.items() if key != "faults"})
-    return replace(plain, faults=faults_from(table.get("faults", ())))
-
-
-def faults_from(tables: Any) -> tuple[Fault, ...]:
-    """A schedule from a list of tables."""
-    if not isinstance(tables, list | tuple) or not all(isinstance(t, Mapping) for t in tables):
-        raise ConfigError("faults is not a list of tables", hint="for example [{kind, at_s, for_s}]")
-    for table in tables:
-        if not {"kind", "at_s"} <= table.keys():
-            raise ConfigError(f"a fault without kind or at_s: {dict(table)}", hint="say what goes wrong and when")
-    return tuple(build(Fault, table) for table in tables)
+    faults: tuple[Fault, ...] = ()
 
 
 class Bucket:

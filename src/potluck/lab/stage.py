@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from potluck.errors import PotluckError
 from potluck.lab.box import Box
@@ -113,8 +112,8 @@ class Stage:
         until: Callable[[], bool],
         timeout_s: float,
         between: Callable[[], None] = lambda: None,
-    ) -> Iterator[dict[str, Any]]:
-        """The JSON lines of a growing file, until it is said to be complete; silence has its limit.
+    ) -> Iterator[bytes]:
+        """The lines of a growing file, until it is said to be complete; silence has its limit.
 
         `between` is called whenever there is nothing new.
         """
@@ -123,7 +122,7 @@ class Stage:
             complete = until()
             for line, end in _new_lines(path, position):
                 position, deadline = end, time.monotonic() + timeout_s
-                yield json.loads(line)
+                yield line
             if complete:
                 return
             between()

@@ -9,16 +9,16 @@ ends. The rig's supervisor takes the rig down once it gets the lock for itself a
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import stat
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+
+import msgspec
+from msgspec import Struct
 
 from potluck.errors import UserError
 from potluck.lab import cgroup
@@ -31,8 +31,7 @@ START_WAIT_S = 60.0
 POLL_S = 0.02
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Process:
+class Process(Struct, frozen=True, kw_only=True):
     """A process that cannot be mistaken for a later one with the same id."""
 
     pid: int
@@ -52,32 +51,18 @@ class Process:
         return self.boot != _boot() or (self.space == _space() and not self.lives)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class State:
+class State(Struct, frozen=True, kw_only=True):
     """A rig that is up or on its way."""
 
     supervisor: Process
-    holders: dict[str, Process] = field(default_factory=dict)
+    holders: dict[str, Process] = {}
     """By machine: the process that keeps the machine's namespace."""
     cgroup: str | None = None
     """The folder of its machines' cgroups."""
-    limited: dict[str, str] = field(default_factory=dict)
+    limited: dict[str, str] = {}
     """By machine: its own cgroup, where it has one."""
     ready: bool = False
     """Whether all of it is up."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, table: dict[str, Any]) -> State:
-        return cls(
-            supervisor=Process(**table["supervisor"]),
-            holders={name: Process(**process) for name, process in table["holders"].items()},
-            cgroup=table["cgroup"],
-            limited=dict(table["limited"]),
-            ready=table["ready"],
-        )
 
 
 def identify(pid: int) -> Process | None:
@@ -133,15 +118,15 @@ def state_path(folder: Path, rig: str) -> Path:
 
 def read(folder: Path, rig: str) -> State | None:
     try:
-        return State.from_dict(json.loads(state_path(folder, rig).read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError):
+        return msgspec.json.decode(state_path(folder, rig).read_bytes(), type=State)
+    except (OSError, msgspec.DecodeError):
         return None
 
 
 def write(folder: Path, rig: str, state: State) -> None:
     path = state_path(folder, rig)
     new = path.with_suffix(".new")
-    new.write_text(json.dumps(state.to_dict()), encoding="utf-8")
+    new.write_bytes(msgspec.json.encode(state))
     new.replace(path)
 
 

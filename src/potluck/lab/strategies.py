@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from potluck import checked
 from potluck.errors import PotluckError
 from potluck.lab import peers
 from potluck.lab.box import Box
@@ -20,8 +20,10 @@ from potluck.lab.meter import StageMeter
 from potluck.lab.shares import balanced_shares, equal_shares
 from potluck.lab.stage import Actor, Progress, Report, Stage
 from potluck.lab.striker import Striker
+from potluck.lab.worker_spec import RankSpec, RecipeSpec, WorkerSpec
 from potluck.lab.workload import device_name, recipe_flags, recipe_settings
 from potluck.spec import about
+from potluck.spec.events import RunEvent, RunStarted, StepEnded, from_json
 from potluck.spec.faults import PlannedFault
 from potluck.spec.fleet import DDP, DDP_BALANCED, POTLUCK, SOLO
 from potluck.spec.outcome import Outcome, StepDone
@@ -70,8 +72,9 @@ def solo(arena: Arena) -> Outcome:
         events = stage.wait_for_file("*/events.jsonl", START_S)
         clock_s, steps = 0.0, []
         for event in _events(stage, events, actor, _silence_s(rig)):
-            clock_s = event.get("clock_s", clock_s)
-            if event["event"] == "step":
+            if isinstance(event, RunStarted):
+                clock_s = event.clock_s
+            if isinstance(event, StepEnded):
                 steps.append(_step_done(event, clock_s, [rig.host.name]))
                 arena.report(_progress(SOLO, event))
         stage.check()
@@ -95,9 +98,9 @@ def alone(arena: Arena, machine: Machine) -> float:
         sample_s: list[float] = []
         update_s: list[float] = []
         for event in _events(stage, events, actor, 60.0 + 20 * seconds * batch):
-            if event["event"] == "step":
-                sample_s.append((event["step_s"] - event["update_s"]) / batch)
-                update_s.append(event["update_s"])
+            if isinstance(event, StepEnded):
+                sample_s.append((event.step_s - event.update_s) / batch)
+                update_s.append(event.update_s)
                 arena.report(_progress(f"{machine.name} alone", event))
         stage.check()
     steady = range(1, len(sample_s))
@@ -108,7 +111,7 @@ def alone(arena: Arena, machine: Machine) -> float:
     return 1 / (mean_sample_s + mean_update_s / rig.workload.global_batch)
 
 
-def _train(rig: Rig, machine: Machine, settings: dict[str, Any], runs: Path, *, steady: bool) -> list[str]:
+def _train(rig: Rig, machine: Machine, settings: dict[str, int], runs: Path, *, steady: bool) -> list[str]:
     command = ["-m", "potluck", "train", rig.workload.recipe, "--guests", "0", "--runs", str(runs), *QUIET]
     return [*command, *_machine_flags(machine, steady=steady), *recipe_flags(settings)]
 
@@ -133,13 +136,14 @@ def potluck(arena: Arena) -> Outcome:
         clock_s, steps = 0.0, []
         with contextlib.closing(Striker(arena.faults, arena.box, guests)) as striker:
             for event in _events(stage, events, host, START_S + _silence_s(rig), striker.tick):
-                clock_s = event.get("clock_s", clock_s)
-                if event["event"] == "step":
-                    present = [m["name"] for m in event["machines"]]
-                    here = [name for name in present if rig.machine(name).present_at(event["step"])]
+                if isinstance(event, RunStarted):
+                    clock_s = event.clock_s
+                if isinstance(event, StepEnded):
+                    present = [m.name for m in event.machines]
+                    here = [name for name in present if rig.machine(name).present_at(event.step)]
                     steps.append(_step_done(event, clock_s, here))
                     arena.report(_progress(POTLUCK, event))
-                    guests.before_step(event["step"] + 1)
+                    guests.before_step(event.step + 1)
                 striker.saw(event)
         stage.check()
     started = steps[0].ended_at - steps[0].step_s if steps else 0.0
@@ -233,14 +237,16 @@ def distributed(arena: Arena, strategy: str) -> Outcome:
                 stage.start(machine.name, _worker(strategy, spec, rank))
             first = stage.actors[0]
             done = []
+            here = tuple(m.name for m in staying)
             for line in stage.follow(
                 out, lambda: first.process.poll() is not None, START_S + 4 * _step_guess_s(rig, staying, shares)
             ):
-                if "step" not in line:
+                made = json.loads(line)
+                if "step" not in made:
                     continue
-                here = [m.name for m in staying]
-                done.append(_step_done(line, 0.0, here))
-                arena.report(Progress(strategy=strategy, step=line["step"], steps=steps, step_s=line["step_s"]))
+                step = {name: made[name] for name in ("step", "ended_at", "step_s", "loss", "samples")}
+                done.append(StepDone(**step, present=here))
+                arena.report(Progress(strategy=strategy, step=made["step"], steps=steps, step_s=made["step_s"]))
             stage.check()
     started = done[0].ended_at - done[0].step_s if done else 0.0
     return Outcome(
@@ -285,29 +291,28 @@ def _worker_spec(
 ) -> tuple[Path, Path]:
     folder = arena.folder / strategy
     rig, out, spec = arena.rig, folder / "steps.jsonl", folder / "spec.json"
-    content: dict[str, Any] = {
-        "recipe": {"name": rig.workload.recipe, "config": recipe_settings(rig.workload)},
-        "machines": [
-            {
-                "name": m.name,
-                "device": device_name(m),
-                "micro_batch": m.micro_batch or WORKER_MICRO_BATCH,
-                "address": arena.box.address(m.name),
-            }
-            for m in machines
-        ],
-        "shares": list(shares),
-        "steps": steps,
-        "seed": rig.workload.seed,
-        "master_address": arena.box.address(rig.host.name),
-        "master_port": MASTER_PORT,
-        "interface": "eth0",
-        "out": str(out),
-        "threads": 1,
-    }
-    if strategy == DDP_BALANCED:
-        content["bucket_mb"] = BALANCED_BUCKET_MB
-    spec.write_text(json.dumps(content, indent=1))
+    members = tuple(
+        RankSpec(
+            name=machine.name,
+            device=device_name(machine),
+            micro_batch=machine.micro_batch or WORKER_MICRO_BATCH,
+            share=share,
+            address=arena.box.address(machine.name),
+        )
+        for machine, share in zip(machines, shares, strict=True)
+    )
+    content = WorkerSpec(
+        recipe=RecipeSpec(name=rig.workload.recipe, config=recipe_settings(rig.workload)),
+        members=members,
+        steps=steps,
+        seed=rig.workload.seed,
+        master_address=arena.box.address(rig.host.name),
+        master_port=MASTER_PORT,
+        interface="eth0",
+        out=out,
+        bucket_mb=BALANCED_BUCKET_MB if strategy == DDP_BALANCED else None,
+    )
+    spec.write_text(checked.to_json(content), encoding="utf-8")
     return spec, out
 
 
@@ -316,24 +321,26 @@ def _worker_spec(
 
 def _events(
     stage: Stage, path: Path, actor: Actor, silence_s: float, between: Callable[[], None] = lambda: None
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[RunEvent]:
     """A run's events until its process has ended."""
-    yield from stage.follow(path, lambda: actor.process.poll() is not None, silence_s, between)
+    for line in stage.follow(path, lambda: actor.process.poll() is not None, silence_s, between):
+        if (event := from_json(line)) is not None:
+            yield event
 
 
-def _step_done(event: dict[str, Any], clock_s: float, present: Sequence[str]) -> StepDone:
+def _step_done(event: StepEnded, clock_s: float, present: Sequence[str]) -> StepDone:
     return StepDone(
-        step=event["step"],
-        ended_at=event["ended_at"] if "ended_at" in event else clock_s + event["t_s"],
-        step_s=event["step_s"],
-        loss=event["loss"],
-        samples=event["samples"],
+        step=event.step,
+        ended_at=clock_s + event.t_s,
+        step_s=event.step_s,
+        loss=math.nan if event.loss is None else event.loss,
+        samples=event.samples,
         present=tuple(present),
     )
 
 
-def _progress(strategy: str, event: dict[str, Any]) -> Progress:
-    return Progress(strategy=strategy, step=event["step"], steps=event["steps"], step_s=event["step_s"])
+def _progress(strategy: str, event: StepEnded) -> Progress:
+    return Progress(strategy=strategy, step=event.step, steps=event.steps or event.step, step_s=event.step_s)
 
 
 def _silence_s(rig: Rig) -> float:

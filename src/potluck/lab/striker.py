@@ -9,18 +9,26 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import psutil
 
 from potluck.lab.box import Box
 from potluck.lab.shaping import Fault
 from potluck.lab.stage import Actor
-from potluck.spec.aftermath import BACK, LOST
+from potluck.spec.events import (
+    GuestJoined,
+    GuestLeft,
+    GuestLost,
+    GuestRefused,
+    LeaseTakenBack,
+    RunEvent,
+    RunStarted,
+    StepEnded,
+    kind_of,
+)
 from potluck.spec.faults import LINK_KINDS, PlannedFault
 from potluck.spec.outcome import FaultDone, Incident
-
-_TOLD = (*LOST, BACK, "lease_taken_back")
 
 
 class Guests(Protocol):
@@ -61,26 +69,29 @@ class Striker:
     def missed(self) -> int:
         return len(self._waiting)
 
-    def saw(self, event: dict[str, Any]) -> None:
+    def saw(self, event: RunEvent) -> None:
         """The host has written a line to its log."""
-        kind = event.get("event")
-        if kind == "run_start":
-            self._log_began = float(event["clock_s"])
-            self._began, self._step = self._log_began + float(event["t_s"]), 1
-        elif kind == "step":
-            self._step = int(event["step"]) + 1
-        elif kind in _TOLD and self.done:
-            self.incidents.append(
-                Incident(
-                    machine=str(event.get("machine") or "?"),
-                    kind=kind,
-                    at=self._log_began + float(event["t_s"]),
-                    step=self._step,
-                    samples=int(event.get("samples_taken_back") or 0)
-                    + (int(event.get("samples") or 0) if kind == "lease_taken_back" else 0),
-                )
-            )
+        match event:
+            case RunStarted():
+                self._log_began = event.clock_s
+                self._began, self._step = self._log_began + event.t_s, 1
+            case StepEnded():
+                self._step = event.step + 1
+            case GuestLost() | GuestLeft() | GuestRefused():
+                self._incident(event, event.machine, event.samples_taken_back or 0)
+            case LeaseTakenBack():
+                self._incident(event, event.machine, event.samples)
+            case GuestJoined():
+                self._incident(event, event.machine, 0)
         self.tick()
+
+    def _incident(self, event: RunEvent, machine: str, samples: int) -> None:
+        """Keep what the host says of a guest, once a fault has happened."""
+        if self.done:
+            at = self._log_began + event.t_s
+            self.incidents.append(
+                Incident(machine=machine, kind=kind_of(event), at=at, step=self._step, samples=samples)
+            )
 
     def tick(self) -> None:
         """Do what is due."""

@@ -9,16 +9,18 @@ does not know what runs on the machines, only that it must not outlive them.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
 
 from potluck.errors import UserError
 from potluck.lab import cgroup, state
@@ -33,8 +35,7 @@ MOST_FILES = 256
 """More than this process ever has open."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class Request(Struct, frozen=True, kw_only=True):
     """What to bring up."""
 
     rig: str
@@ -46,13 +47,13 @@ class Request:
     grace_s: float
     """How long it stays when nobody uses it."""
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
 
-    @classmethod
-    def from_json(cls, text: str) -> Request:
-        table: dict[str, Any] = json.loads(text)
-        return cls(**{**table, "wiring": Wiring.from_dict(table["wiring"])})
+class SupervisorAnswer(Struct, frozen=True, kw_only=True):
+    """What the supervisor writes: the state of the rig that is up, or what is wrong."""
+
+    state: state.State | None = None
+    error: str = ""
+    hint: str = ""
 
 
 class _End(Exception):
@@ -239,10 +240,10 @@ def _end(number: int, frame: object) -> NoReturn:
     raise _End
 
 
-def _answer(text: str) -> None:
+def _answer(answer: SupervisorAnswer) -> None:
     """Tell who started the rig, then let go of them: a pipe held open would keep their readers waiting."""
     with contextlib.suppress(OSError):  # they may be gone
-        os.write(1, text.encode() + b"\n")
+        os.write(1, msgspec.json.encode(answer) + b"\n")
     nothing = os.open(os.devnull, os.O_RDWR)
     for file in (0, 1, 2):
         os.dup2(nothing, file)
@@ -257,11 +258,11 @@ def main() -> int:
         text = sys.stdin.read()
         if not text.endswith("}"):
             return 1  # who wanted the rig was interrupted while asking for it
-        supervisor = Supervisor(Request.from_json(text))
-        _answer(json.dumps({"state": supervisor.bring_up().to_dict()}))
+        supervisor = Supervisor(msgspec.json.decode(text, type=Request))
+        _answer(SupervisorAnswer(state=supervisor.bring_up()))
         supervisor.watch()
     except UserError as error:
-        _answer(json.dumps({"error": error.what, "hint": error.hint}))
+        _answer(SupervisorAnswer(error=error.what, hint=error.hint))
         return error.exit_status
     except (_End, FileNotFoundError):
         return 1

@@ -5,16 +5,14 @@ Owns that translation, so that every strategy trains the same thing. It runs not
 
 from __future__ import annotations
 
-from typing import Any
-
 from potluck.spec.about import GPT_SEQUENCE
 from potluck.spec.rig import Machine, Workload
 
 
-def recipe_settings(workload: Workload, *, steps: int | None = None, batch: int | None = None) -> dict[str, Any]:
+def recipe_settings(workload: Workload, *, steps: int | None = None, batch: int | None = None) -> dict[str, int]:
     """The recipe's settings; `steps` and `batch` where they differ from the workload's own."""
     samples = batch or workload.global_batch
-    settings: dict[str, Any] = {"steps": steps or workload.steps, "seed": workload.seed}
+    settings: dict[str, int] = {"steps": steps or workload.steps, "seed": workload.seed}
     if workload.recipe == "gpt":
         sequence = workload.sequence or GPT_SEQUENCE
         settings |= {"sequence": sequence, "batch_tokens": samples * sequence}
@@ -25,7 +23,7 @@ def recipe_settings(workload: Workload, *, steps: int | None = None, batch: int 
     return settings
 
 
-def recipe_flags(settings: dict[str, Any]) -> list[str]:
+def recipe_flags(settings: dict[str, int]) -> list[str]:
     """The same as words of a command line."""
     return [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
 

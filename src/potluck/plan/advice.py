@@ -6,7 +6,8 @@ PURE. Each lever is the same cost model evaluated again with one change; none is
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from potluck.plan import links
 from potluck.plan.hub import ideal_speedup, least_batch, potluck

@@ -11,10 +11,11 @@ for a kind of device, and your model may reach half or twice of it.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
+from msgspec import Struct
+
+from potluck.checked import did_you_mean
 from potluck.errors import ConfigError
-from potluck.spec.config import did_you_mean
 
 SHEET = "the maker's data sheet"
 DERIVED = "derived: units × lanes × 2 × clock"
@@ -22,8 +23,7 @@ DATA_CENTRE, CONSUMER, APPLE, CPU = 0.40, 0.50, 0.50, 0.50
 """Assumed utilisation by kind of device."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceSheet:
+class DeviceSheet(Struct, frozen=True, kw_only=True):
     """One device, as its maker describes it."""
 
     name: str

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from potluck.balance.leases import Quotas, Speed, quotas
 from potluck.plan.collectives import shared_nic_bytes_per_s

@@ -9,15 +9,19 @@ import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
+from msgspec import Struct
+from msgspec.structs import replace
+
+from potluck import checked
+from potluck.checked import nearest
 from potluck.errors import ConfigError, UserError
 from potluck.plan import devices, links, models
 from potluck.plan.models import Model
-from potluck.spec.config import nearest
+from potluck.spec.facts import Cpu, Gpu, Interface
 from potluck.spec.fleet import Fleet, FleetMachine
-from potluck.spec.measured import Measured, from_list
+from potluck.spec.measured import Measured
 
 DEFAULT_LINK = "1GbE"
 UPDATE_BYTES = 40
@@ -27,21 +31,46 @@ USUAL_MICRO_BATCH, MOST_MICRO_BATCH = 8, 256
 MEMORY_PART = 0.5
 """The share of the free memory that activations may fill."""
 _KEYS = ["link", "latency_ms", "micro_batch", "host"]
+_AGAIN = "make it with: potluck probe --save FILE, or potluck doctor --save FILE"
 _EXAMPLE = 'for example --machine "desk=RTX 4070" --machine "mac=M2,link=1GbE"'
 _SPEED = re.compile(r"^([0-9.]+(?:e-?[0-9]+)?)\s*(s/sample|[mgtp]flop/?s)$", re.IGNORECASE)
 _SCALES = {"m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
+class Given(Struct, frozen=True, kw_only=True):
     """A fleet and the assumptions behind it."""
 
     fleet: Fleet
     assumptions: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Named:
+class SeenMachine(Struct, frozen=True, kw_only=True):
+    """What the doctor found of a machine, as far as a plan needs it."""
+
+    name: str
+    cpu: Cpu = Cpu()
+    gpus: tuple[Gpu, ...] = ()
+    interfaces: tuple[Interface, ...] = ()
+    default_address: str | None = None
+
+    @property
+    def mbit(self) -> float | None:
+        """The speed of the interface that carries the default address."""
+        for interface in self.interfaces:
+            if any(address.split("/")[0] == self.default_address for address in interface.addresses):
+                return interface.speed_mbit or None
+        return None
+
+
+class FactsFile(Struct, frozen=True, kw_only=True):
+    """What a plan reads from a file of `potluck probe --save` or of `potluck doctor --save`."""
+
+    measured: tuple[Measured, ...] = ()
+    here: SeenMachine | None = None
+    there: SeenMachine | None = None
+
+
+class _Named(Struct, frozen=True, kw_only=True):
     machine: FleetMachine
     host: bool
     assumed: tuple[str, ...] = ()
@@ -155,15 +184,13 @@ def _found(tables: Sequence[tuple[str, Any]], model: Model, precision: str) -> l
     found: list[_Named] = []
     visits: dict[str, bool] = {}
     for where, table in tables:
-        if not isinstance(table, Mapping):
-            raise UserError(f"{where} holds no facts", hint="make them with: potluck probe, potluck doctor --save")
-        measured = {m.name: m for m in from_list(table.get("measured") or [], where)}
-        seen = [side for key in ("here", "there") if isinstance(side := table.get(key), Mapping)]
-        names = [side["name"] for side in seen if isinstance(side.get("name"), str)]
+        facts = checked.convert(table, FactsFile, where=where, error=UserError, hint=_AGAIN)
+        measured = {m.name: m for m in facts.measured}
         ours = [_from_measured(m, model, where) for m in measured.values()]
-        ours += [_from_found(side, model, precision, where) for side in seen if side.get("name") not in measured]
-        if not measured and not names:
-            raise UserError(f"{where} names no machine", hint="make it with: potluck probe, potluck doctor --save")
+        seen = [side for side in (facts.here, facts.there) if side is not None and side.name not in measured]
+        ours += [_from_found(side, model, precision, where) for side in seen]
+        if not ours:
+            raise UserError(f"{where} names no machine", hint=_AGAIN)
         visit = len(ours) > 1
         for named in ours:
             name = named.machine.name
@@ -217,39 +244,22 @@ def _from_measured(measured: Measured, model: Model, where: str) -> _Named:
     )
 
 
-def _from_found(side: Mapping[str, Any], model: Model, precision: str, where: str) -> _Named:
+def _from_found(side: SeenMachine, model: Model, precision: str, where: str) -> _Named:
     """A machine for which only the device's name and the interfaces' speeds are known."""
-    name = str(side.get("name") or "machine")
-    gpus = side.get("gpus") or ()
-    words = [str(g.get("name", "")) for g in gpus if isinstance(g, Mapping)]
-    cpu = side.get("cpu")
-    words.append(str(cpu.get("name", "")) if isinstance(cpu, Mapping) else "")
-    for word in filter(None, words):
+    words = [word for word in (*(gpu.name for gpu in side.gpus), side.cpu.name) if word]
+    for word in words:
         try:
-            machine, assumed = _machine(name, word, model, precision)
+            machine, assumed = _machine(side.name, word, model, precision)
         except ConfigError:
             continue
-        speed = _interface_mbit(side)
-        if speed:
-            sheet = replace(links.of_mbit(speed), part=links.ETHERNET_PART)
+        if side.mbit:
+            sheet = replace(links.of_mbit(side.mbit), part=links.ETHERNET_PART)
             machine = replace(machine, link_bytes_per_s=sheet.bytes_per_s, link=sheet.name)
         return _Named(machine=machine, host=False, assumed=assumed)
     raise UserError(
-        f"{where}: no device of {name} is in the catalogue ({', '.join(filter(None, words)) or 'none named'})",
+        f"{where}: no device of {side.name} is in the catalogue ({', '.join(words) or 'none named'})",
         hint="measure it with: potluck probe; or name it: --machine",
     )
-
-
-def _interface_mbit(side: Mapping[str, Any]) -> float | None:
-    """The speed of the interface that carries the default address."""
-    address = side.get("default_address")
-    for interface in side.get("interfaces") or ():
-        if isinstance(interface, Mapping) and any(
-            str(a).split("/")[0] == address for a in interface.get("addresses") or ()
-        ):
-            speed = interface.get("speed_mbit")
-            return float(speed) if isinstance(speed, int | float) and 0 < speed < math.inf else None
-    return None
 
 
 def _fleet(found: Sequence[_Named]) -> Given:

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
 
+from msgspec import Struct
+
+from potluck.checked import did_you_mean
 from potluck.errors import ConfigError
-from potluck.spec.config import did_you_mean
 
 ETHERNET_PART = 0.94
 LEAST_MBIT, MOST_MBIT = 1e-3, 1e7
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkSheet:
+class LinkSheet(Struct, frozen=True, kw_only=True):
     """One kind of link."""
 
     name: str

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
 
+from msgspec import Struct
+
+from potluck.checked import nearest
 from potluck.errors import ConfigError
 from potluck.spec import about
-from potluck.spec.config import nearest
 from potluck.spec.fleet import FP32_BYTES, Job
 from potluck.spec.rig import Workload
 
@@ -30,8 +31,7 @@ _CNN_FLOPS = 6 * 1.92e6
 """FLOPs of a sample of 8 × 8 pixels: 1.92 M multiplications forward, counted from the layers' shapes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
+class Model(Struct, frozen=True, kw_only=True):
     """A workload before its batch is known."""
 
     name: str

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from potluck.checked import nearest
 from potluck.errors import ConfigError
 from potluck.plan.hub import potluck
 from potluck.plan.strategies import ddp, fsdp, solo, zero
-from potluck.spec.config import nearest
 from potluck.spec.fleet import FSDP, POTLUCK, SOLO, STRATEGIES, ZERO, Fleet, Job, Prediction
 
 

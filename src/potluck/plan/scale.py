@@ -19,10 +19,12 @@ Ring: B/Σr + 2(N−1)/N·S/bw + 2(N−1)·α + u, in fp32, nothing overlapped.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from potluck.balance.leases import Speed
 from potluck.errors import ConfigError
@@ -38,8 +40,7 @@ FANS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 HALVINGS = 60
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScaleRow:
+class ScaleRow(Struct, frozen=True, kw_only=True):
     """The prediction for one number of guests."""
 
     guests: int
@@ -56,15 +57,11 @@ class ScaleRow:
     ring: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scale:
+class Scale(Struct, frozen=True, kw_only=True):
     rows: tuple[ScaleRow, ...]
     full_at: int | None
     """Number of guests from which one more does not shorten the step; None: not in this range."""
     words: str
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def scale(job: Job, fleet: Fleet, most: int) -> Scale:
@@ -159,7 +156,7 @@ def tree_s(job: Job, fleet: Fleet, guests: int, fan: int) -> float:
     for guest, number in _kinds(fleet, guests):
         hub = replace(fleet.host, link_bytes_per_s=min(guest.bytes_per_s, fleet.host.bytes_per_s))
         speed = speed_of(job, hub, guest, min(fan, guests))
-        speeds.append((replace(speed, overhead_s=levels * speed.overhead_s), number))
+        speeds.append((dataclasses.replace(speed, overhead_s=levels * speed.overhead_s), number))
     return _step_s(job, fleet.host, speeds) + fleet.host.update_s
 
 

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
 
+from msgspec import Struct
+from msgspec.structs import replace
+
+from potluck.checked import nearest
 from potluck.errors import ConfigError
 from potluck.plan.hub import ideal_speedup
 from potluck.plan.predict import predict
 from potluck.plan.scale import MOST_PLANNED, many
-from potluck.spec.config import nearest
 from potluck.spec.fleet import DDP, DDP_BALANCED, POTLUCK, Fleet, Job
 
 VARIABLES = ("link_mbit", "guests", "batch_tokens", "parameters")
@@ -47,8 +48,7 @@ _EXAMPLES = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SweepRange:
+class SweepRange(Struct, frozen=True, kw_only=True):
     """What is swept, from where to where."""
 
     variable: str
@@ -64,25 +64,20 @@ class SweepRange:
         return values if self.variable == "link_mbit" else [*dict.fromkeys(float(round(v)) for v in values)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class Point(Struct, frozen=True, kw_only=True):
     value: float
     ideal: float
     speedup: dict[str, float]
     step_s: dict[str, float]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sweep:
+class Sweep(Struct, frozen=True, kw_only=True):
     span: SweepRange
     points: tuple[Point, ...]
     pays_from: float | None
     """The value from which potluck is worth it (1.02×); None: not in this range."""
     crowded_from: float | None = None
     """For guests: the number beyond which potluck becomes slower; None: not in this range."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def parse(word: str) -> SweepRange:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from msgspec import Struct
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -22,8 +22,7 @@ from potluck.train.recipes.gpt import BYTES, GptConfig, GptRecipe
 _WARM_UP = 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DdpJob:
+class DdpJob(Struct, frozen=True, kw_only=True):
     """What is trained; every process has its own samples."""
 
     depth: int = 4
@@ -34,8 +33,7 @@ class DdpJob:
     seed: int = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trained:
+class Trained(Struct, frozen=True, kw_only=True):
     """What was measured, the same on every rank."""
 
     backend: str
@@ -53,9 +51,6 @@ class Trained:
     """What a step takes longer than one without any exchange: the part that is not hidden behind backward."""
     loss: float
     """Of the last step, averaged over the ranks."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def train(job: DdpJob, backend: str, link_bytes_per_s: float | None, where: str, group: Any = None) -> Trained:

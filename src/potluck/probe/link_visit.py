@@ -1,7 +1,7 @@
 """The probe that comes with a token: measures the link to the one that listens, path by path.
 
-Owns the visitor's part of the messages (`link_server.py` lists them) and the order of the measurements. It must
-not know what a result is good for.
+Owns the visitor's part of the messages (`spec/probe_messages.py` lists them) and the order of the measurements. It
+must not know what a result is good for.
 """
 
 from __future__ import annotations
@@ -10,20 +10,45 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
+from msgspec import structs
+
+from potluck import checked
 from potluck.doctor.facts.interfaces import route_to
 from potluck.doctor.facts.system import System
 from potluck.errors import NetworkError, PotluckError, WireError
 from potluck.probe import bare, iperf
 from potluck.probe.reach import number_of, tried_all
 from potluck.probe.stream import MOST_PIECE, Meter, Shares, Window, round_trips
-from potluck.spec.facts import CONNECTED, from_plain
+from potluck.spec.facts import CONNECTED
+from potluck.spec.messages import RefuseMessage, UnknownMessage
+from potluck.spec.probe_messages import (
+    MOST_NUMBER,
+    FromListener,
+    ProbeBare,
+    ProbeBareResult,
+    ProbeBusy,
+    ProbeBye,
+    ProbeDoor,
+    ProbeEcho,
+    ProbeEnd,
+    ProbeFlow,
+    ProbeHello,
+    ProbeHelloBack,
+    ProbeIperf,
+    ProbeNo,
+    ProbePiece,
+    ProbeResult,
+    ProbeTook,
+    ToProbe,
+)
 from potluck.spec.probed import DeviceSpeed, ProbedPath, Rate, Way
+from potluck.units import printable
 from potluck.wire.door import HANDSHAKE_S
-from potluck.wire.frames import Message, load_json, pack, unpack
+from potluck.wire.frames import Reader, Received, load_json, pack
 from potluck.wire.token import Token
 from potluck.wire.transport import GuestSocket
 
@@ -36,9 +61,11 @@ IDLE_TIMES = 4
 """The idle link is looked at so often, from beginning to end: jitter is that of the whole run."""
 MOST_PATHS = 4
 MOST_SPEED_BYTES = 64 * 1024
-MOST_TEXT, MOST_NUMBER = 200, 1e18
+MOST_TEXT = 200
+FROM_LISTENER: Reader[FromListener] = Reader(get_args(FromListener))
 _SENDING_S, _FULL_S = 0.05, 0.002
 
+Asked = ProbeHello | ProbeEcho | ProbeFlow | ProbeEnd | ProbeBare | ProbeIperf | ProbeBye
 Progress = Callable[[str], None]
 Directions = tuple[tuple[str, bool, bool], ...]
 DIRECTIONS: Directions = (("to {}", True, False), ("from {}", False, True), ("both at once", True, True))
@@ -97,7 +124,7 @@ class Visit:
         self.number = number_of(self._socket.address) or self._socket.address
         self._ids = 0
         self._awaited = 0
-        self._heard: Message | None = None
+        self._heard: Received[FromListener] | None = None
         """The answer to what is awaited. Nothing else is kept, so nobody can fill this machine's memory."""
         self._block = memoryview(os.urandom(MOST_PIECE))
         self._flow = self._acked = 0
@@ -115,13 +142,13 @@ class Visit:
 
     def close(self) -> None:
         with contextlib.suppress(PotluckError):
-            self._say("probe.bye", {"id": 0})
+            self._say(ProbeBye())
         self._socket.close(linger_s=0.2)
 
     def hello(self, *, first: bool = False) -> DeviceSpeed:
-        answer = self._ask("probe.hello", {"name": self._name[:60], "first": first})
-        self._iperf3 = answer.fields.get("iperf3") is True
-        speed = _speed_in(answer)
+        answer, frames = self._ask(ProbeHello(name=self._name[:60], first=first))
+        self._iperf3 = isinstance(answer, ProbeHelloBack) and answer.iperf3
+        speed = speed_in(frames)
         self._there = speed.name
         return speed
 
@@ -183,7 +210,7 @@ class Visit:
         end = time.monotonic() + seconds
         while time.monotonic() < end or not found:
             began = time.perf_counter()
-            self._ask("probe.echo", {})
+            self._ask(ProbeEcho())
             found.append(time.perf_counter() - began)
             time.sleep(PING_S)
         return found
@@ -193,7 +220,7 @@ class Visit:
         self._flow += 1
         self._acked = 0
         self._meter = Meter(seconds) if back else None
-        self._ask("probe.flow", {"flow": self._flow, "take": out, "send": back, "seconds": seconds})
+        self._ask(ProbeFlow(flow=self._flow, take=out, send=back, seconds=seconds))
         began = time.monotonic()
         self._window = Window(began) if out else None
         end, next_ping = began + seconds, began + LOADED_PING_S
@@ -201,14 +228,14 @@ class Visit:
             wait_s = self._send_pieces(now, end)
             if self._ping is None and next_ping <= now < end:
                 next_ping = now + LOADED_PING_S
-                self._ping = (self._say("probe.echo", {}), time.perf_counter())
+                self._ping = (self._say(ProbeEcho()), time.perf_counter())
             self._pump(wait_s)
         self._ping = None
-        answer = self._ask("probe.end", {"flow": self._flow, "seconds": 0.0})
-        sent = answer.fields.get("sent")
+        answer, _ = self._ask(ProbeEnd(flow=self._flow))
+        sent = answer.sent if isinstance(answer, ProbeResult) else 0
         deadline = time.monotonic() + self._within(DRAIN_S)
         # What is still on its way would be in the way of what is measured next.
-        while back and isinstance(sent, int) and self._meter is not None and self._meter.total < sent:
+        while back and self._meter is not None and self._meter.total < sent:
             if time.monotonic() > deadline:
                 break
             self._pump(0.1)
@@ -228,10 +255,7 @@ class Visit:
         if self._window is None or now >= end:
             return _SENDING_S
         while size := self._window.piece(now):
-            fields = {"flow": self._flow}
-            if not self._socket.send_data(
-                pack(Message(kind="probe.piece", fields=fields, frames=(self._block[:size],)))
-            ):
+            if not self._socket.send_data(pack(ProbePiece(flow=self._flow), (self._block[:size],))):
                 return _FULL_S
             self._window.sent += size
         return _SENDING_S
@@ -239,17 +263,14 @@ class Visit:
     def _bared(self, out: bool, back: bool, seconds: float, notes: list[str]) -> tuple[Rate | None, Rate | None]:
         if not self._bare:
             return None, None
-        asked = {"take": out, "send": back, "seconds": seconds, "address": self.number}
         self._bare = False  # what failed once is not waited for again
-        door = self._ask("probe.bare", asked)
-        port = _port_in(door)
-        try:
-            secret = bytes.fromhex(str(door.fields.get("secret", ""))[: 2 * bare.SECRET_BYTES])
-        except ValueError:
-            secret = b""
-        if port is None or len(secret) != bare.SECRET_BYTES:
-            notes.append(f"no bare TCP: {self._there} did not open a port ({_why(door)})")
+        door, _ = self._ask(ProbeBare(take=out, send=back, seconds=seconds, address=self.number))
+        secret = _secret_in(door)
+        if not isinstance(door, ProbeDoor) or secret is None:
+            why = door.why if isinstance(door, ProbeNo) else door.kind
+            notes.append(f"no bare TCP: {self._there} did not open a port ({printable(why, MOST_TEXT)})")
             return None, None
+        port = door.port
         try:
             here = bare.visit(self.number, port, secret, sends=out, takes=back, seconds=seconds)
         except OSError as error:
@@ -257,15 +278,15 @@ class Visit:
             notes.append(f"no bare TCP: port {port} of {self._there} is closed to this machine ({words})")
             return None, None
         self._bare = True
-        result = self._answer(door.fields["id"], seconds + bare.ACCEPT_S + ANSWER_S)
+        result, _ = self._answer(door.id, seconds + bare.ACCEPT_S + ANSWER_S)
         return _rate_in(result) if out else None, here
 
     def _iperfed(self, out: bool, seconds: float, notes: list[str]) -> tuple[Rate | None, Rate | None]:
-        asked = {"seconds": max(1, math.ceil(seconds)) + iperf.START_S, "address": self.number}
-        port = _port_in(self._ask("probe.iperf", asked))
+        asked = ProbeIperf(seconds=max(1, math.ceil(seconds)) + iperf.START_S, address=self.number)
+        door, _ = self._ask(asked)
         rate = None
-        if port is not None:
-            rate = iperf.visit(self.number, port, reverse=not out, seconds=seconds)
+        if isinstance(door, ProbeDoor):
+            rate = iperf.visit(self.number, door.port, reverse=not out, seconds=seconds)
         if rate is None:
             notes.append("iperf3 is on both machines, but did not work between them")
         return (rate, None) if out else (None, rate)
@@ -276,16 +297,19 @@ class Visit:
 
     # -- messages ---------------------------------------------------------------------------------------
 
-    def _say(self, kind: str, fields: Mapping[str, Any]) -> int:
+    def _say(self, asked: Asked) -> int:
         self._ids += 1
-        if not self._socket.send_control(pack(Message(kind=kind, fields={**fields, "id": self._ids}))):
-            raise self._gone()
+        self._send(structs.replace(asked, id=self._ids))
         return self._ids
 
-    def _ask(self, kind: str, fields: Mapping[str, Any]) -> Message:
-        return self._answer(self._say(kind, fields), ANSWER_S)
+    def _send(self, message: ToProbe) -> None:
+        if not self._socket.send_control(pack(message)):
+            raise self._gone()
 
-    def _answer(self, number: int, timeout_s: float) -> Message:
+    def _ask(self, asked: Asked) -> Received[FromListener]:
+        return self._answer(self._say(asked), ANSWER_S)
+
+    def _answer(self, number: int, timeout_s: float) -> Received[FromListener]:
         """The answer to a question; of two with one number, the next."""
         timeout_s = self._within(timeout_s)
         deadline = time.monotonic() + timeout_s
@@ -299,7 +323,7 @@ class Visit:
                 )
             self._pump(left)
         answer, self._awaited, self._heard = self._heard, 0, None
-        if answer.kind == "probe.busy":
+        if isinstance(answer.message, ProbeBusy):
             raise NetworkError(f"{self._there} is measuring with another machine", hint="try again in a moment")
         return answer
 
@@ -307,32 +331,34 @@ class Visit:
         """Take what has come; waits up to `timeout_s`."""
         for _, frames in self._socket.receive(timeout_s):
             with contextlib.suppress(WireError):
-                self._take(unpack(frames))
+                self._take(FROM_LISTENER.read(frames))
         if not self._socket.connected:
             raise self._gone()
         if self._meter is not None and self._meter.total > self._acked:
             self._acked = self._meter.total
-            self._say("probe.took", {"flow": self._flow, "bytes": self._acked})
+            self._send(ProbeTook(flow=self._flow, bytes=self._acked))
 
-    def _take(self, message: Message) -> None:
-        fields = message.fields
-        if message.kind == "unknown":
-            raise NetworkError(
-                "a running host answers there, which trains and measures nothing else",
-                hint="on that machine run `potluck probe --listen`, and use the token that it prints",
-            )
-        if message.kind == "probe.piece":
-            if self._meter is not None and fields.get("flow") == self._flow:
-                self._meter.add(sum(len(frame) for frame in message.frames), time.monotonic())
-        elif message.kind == "probe.took":
-            total = fields.get("bytes")
-            if self._window is not None and fields.get("flow") == self._flow and isinstance(total, int):
-                self._window.arrived(total)
-        elif self._ping is not None and fields.get("id") == self._ping[0]:
-            self._loaded.append(time.perf_counter() - self._ping[1])
-            self._ping = None
-        elif self._awaited and self._heard is None and fields.get("id") == self._awaited:
-            self._heard = message
+    def _take(self, received: Received[FromListener]) -> None:
+        message = received.message
+        match message:
+            case UnknownMessage():
+                raise NetworkError(
+                    "a running host answers there, which trains and measures nothing else",
+                    hint="on that machine run `potluck probe --listen`, and use the token that it prints",
+                )
+            case RefuseMessage():
+                return
+            case ProbePiece():
+                if self._meter is not None and message.flow == self._flow:
+                    self._meter.add(sum(map(len, received.frames)), time.monotonic())
+            case ProbeTook():
+                if self._window is not None and message.flow == self._flow:
+                    self._window.arrived(message.bytes)
+            case _ if self._ping is not None and message.id == self._ping[0]:
+                self._loaded.append(time.perf_counter() - self._ping[1])
+                self._ping = None
+            case _ if self._awaited and self._heard is None and message.id == self._awaited:
+                self._heard = received
 
     def _gone(self) -> NetworkError:
         return NetworkError(
@@ -344,9 +370,10 @@ class Visit:
 # -- what the other machine says, checked -----------------------------------------------------------------------
 
 
-def _rate_in(message: Message) -> Rate | None:
-    rate, variation = _number(message.fields.get("bytes_per_s")), _number(message.fields.get("variation"))
-    return Rate(bytes_per_s=rate, variation=variation) if rate is not None else None
+def _rate_in(message: FromListener) -> Rate | None:
+    if not isinstance(message, ProbeResult | ProbeBareResult) or not message.bytes_per_s:
+        return None
+    return Rate(bytes_per_s=message.bytes_per_s, variation=message.variation or None)
 
 
 def _number(value: object) -> float | None:
@@ -354,26 +381,25 @@ def _number(value: object) -> float | None:
     return None if wrong else float(value)  # type: ignore[arg-type]
 
 
-def _port_in(message: Message) -> int | None:
-    port = message.fields.get("port")
-    return port if message.kind == "probe.door" and isinstance(port, int) and 0 < port < 65536 else None
+def _secret_in(message: FromListener) -> bytes | None:
+    try:
+        secret = bytes.fromhex(message.secret) if isinstance(message, ProbeDoor) else b""
+    except ValueError:
+        return None
+    return secret if len(secret) == bare.SECRET_BYTES else None
 
 
-def _why(message: Message) -> str:
-    return str(message.fields.get("why", message.kind))[:MOST_TEXT]
-
-
-def _speed_in(message: Message) -> DeviceSpeed:
+def speed_in(frames: Sequence[bytes | memoryview]) -> DeviceSpeed:
     """What the other machine says of itself; what makes no sense is left out."""
     unknown = DeviceSpeed(name="the other machine")
-    if len(message.frames) != 1 or len(message.frames[0]) > MOST_SPEED_BYTES:
+    if len(frames) != 1 or len(frames[0]) > MOST_SPEED_BYTES:
         return unknown
     try:
-        speed = from_plain(DeviceSpeed, load_json(bytes(message.frames[0])), "the other machine")
+        speed = checked.convert(load_json(bytes(frames[0])), DeviceSpeed)
     except PotluckError:
         return unknown
     changes: dict[str, Any] = {}
-    for name in DeviceSpeed.__dataclass_fields__:
+    for name in DeviceSpeed.__struct_fields__:
         value = getattr(speed, name)
         if isinstance(value, str):
             changes[name] = value[:MOST_TEXT]
@@ -382,5 +408,5 @@ def _speed_in(message: Message) -> DeviceSpeed:
         elif isinstance(value, Mapping):
             items = list(value.items())[:8]
             changes[name] = {k[:8]: rate for k, rate in items if _number(rate) is not None}
-    speed = replace(speed, **changes)
-    return speed if speed.name else replace(speed, name=unknown.name)
+    speed = structs.replace(speed, **changes)
+    return speed if speed.name else structs.replace(speed, name=unknown.name)

@@ -1,35 +1,29 @@
 """Two doctors meet: one listens, one comes with its token; they exchange facts and try the way in both directions.
 
-Owns their few messages, over the encrypted transport. It must not know what the results mean.
-
-    doctor.hello   who I am, which versions, where I can be tried      -> doctor.hello
-    doctor.bulk    a frame of bytes                                    -> doctor.got
-    doctor.ask     how many bytes to send back                         -> doctor.bulk
-    doctor.back    please try to connect to me                         -> doctor.back, the outcome
-    doctor.facts   my facts                                            -> doctor.facts, theirs
-
-and those of `link_server.py`, by which each of its addresses is measured for a moment. A running host answers none
-of these and says `unknown`, which shows all the same that it is there and what gets through to it.
+Owns when which of the messages in `spec/probe_messages.py` is sent, over the encrypted transport. A running host
+answers a doctor with `unknown`, which shows all the same that it is there and what gets through to it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ipaddress
-import json
 import math
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
-from typing import Any
 
+import msgspec
+from msgspec import structs
+
+from potluck import checked
 from potluck.doctor.facts.interfaces import family_of, route_to
 from potluck.doctor.facts.system import System
 from potluck.errors import PotluckError, WireError
 from potluck.probe import ways
-from potluck.probe.link_server import GUEST_HELLO, LinkServer, no_host
+from potluck.probe.link_server import TO_LISTENER, LinkServer, no_host
+from potluck.probe.link_visit import FROM_LISTENER
 from potluck.probe.reach import COMMON_PORTS, TRY_S, number_of, tried, tried_all
 from potluck.spec.facts import (
     CONNECTED,
@@ -37,13 +31,24 @@ from potluck.spec.facts import (
     Facts,
     Reach,
     Transfer,
-    from_plain,
-    machine_from_dict,
-    machine_to_dict,
+)
+from potluck.spec.messages import HelloMessage, UnknownMessage
+from potluck.spec.probe_messages import (
+    DoctorAsk,
+    DoctorBack,
+    DoctorBackOutcome,
+    DoctorBulk,
+    DoctorFacts,
+    DoctorGot,
+    DoctorHello,
+    FromListener,
+    Question,
+    ToDoctor,
 )
 from potluck.spec.probed import DeviceSpeed, ProbedPath
+from potluck.units import printable
 from potluck.wire.door import HANDSHAKE_S
-from potluck.wire.frames import Message, pack, unpack
+from potluck.wire.frames import Received, pack
 from potluck.wire.token import Token
 from potluck.wire.transport import GuestSocket, HostSocket
 
@@ -54,22 +59,20 @@ LEAST_S = 0.05
 BACK_S = 2.0
 SMALL, LARGE = 400, 24 * 1024
 """Bytes: one packet on any network; several full ones, of jumbo frames too, for which a slow link has the time."""
-MOST_ASKED = 1 << 20
-_UNKNOWN = "unknown"
 
 Progress = Callable[[str], None]
 
 
-def about(facts: Facts) -> dict[str, str]:
+def about(facts: Facts) -> DoctorHello:
     """What fits into one small packet."""
-    return {
-        "name": facts.name[:60],
-        "platform": facts.platform,
-        "potluck": facts.potluck,
-        "torch": facts.torch.version or "",
-        "python": facts.python,
-        "protocol": str(facts.protocol),
-    }
+    return DoctorHello(
+        name=facts.name[:60],
+        platform=facts.platform[:80],
+        potluck=facts.potluck[:80],
+        torch=(facts.torch.version or "")[:80],
+        python=facts.python[:80],
+        protocol=str(facts.protocol),
+    )
 
 
 # -- the side that comes ---------------------------------------------------------------------------------------
@@ -136,17 +139,19 @@ class _Visit:
         self._handshake = "ok"
         self._end = min(self._end, time.monotonic() + VISIT_S)
         began = time.monotonic()
-        answer = self._ask("doctor.hello", about(self._facts))
+        received = self._ask(about(self._facts))
+        answer = received.message if received is not None else None
         self._transfers.append(_transfer("out", SMALL, answer is not None, began))
         if answer is None:
             self._partner = "silent"
             return None
-        if answer.kind == _UNKNOWN and answer.fields.get("probe") is True:
+        if isinstance(answer, UnknownMessage) and answer.probe:
             self._partner = "probe"
             return None
-        self._partner = "host" if answer.kind == _UNKNOWN else "doctor"
-        self._measures = answer.fields.get("measures") is True
-        self._versions = {str(k): str(v)[:80] for k, v in answer.fields.items() if k not in ("id", "measures")}
+        self._partner = "host" if isinstance(answer, UnknownMessage) else "doctor"
+        self._measures = isinstance(answer, DoctorHello) and answer.measures
+        said = structs.asdict(answer).items()
+        self._versions = {name: printable(value, 80) for name, value in said if isinstance(value, str) and value}
         if self._partner == "doctor":
             self._try_back(back_port)
         self._bulk_out()
@@ -182,14 +187,14 @@ class _Visit:
     def _bulk_out(self) -> None:
         self._progress("large messages to the other machine")
         began = time.monotonic()
-        answer = self._ask("doctor.bulk", {}, bytes(LARGE), data=True)
+        answer = self._ask(DoctorBulk(), bytes(LARGE), data=True)
         self._transfers.append(_transfer("out", LARGE, answer is not None, began))
 
     def _bulk_in(self) -> None:
         self._progress("large messages from the other machine")
         began = time.monotonic()
         # Asked for on the small connection, should the other one be stuck.
-        answer = self._ask("doctor.ask", {"bytes": LARGE})
+        answer = self._ask(DoctorAsk(bytes=LARGE))
         whole = answer is not None and sum(len(f) for f in answer.frames) == LARGE
         self._transfers.append(_transfer("in", LARGE, whole, began))
 
@@ -205,39 +210,38 @@ class _Visit:
                 listening.listen(4)  # the system completes connections by itself; nothing is read from them
             except OSError:
                 return
-            fields = {"port": listening.getsockname()[1]}
-            answer = self._ask("doctor.back", fields, timeout_s=BACK_S + ANSWER_S)
-        if answer is not None and "reach" in answer.fields:
+            answer = self._ask(DoctorBack(port=listening.getsockname()[1]), timeout_s=BACK_S + ANSWER_S)
+        if answer is not None and isinstance(answer.message, DoctorBackOutcome):
             with contextlib.suppress(PotluckError):
-                self._back = (from_plain(Reach, answer.fields["reach"], "reach"),)
+                self._back = (checked.convert(answer.message.reach, Reach),)
 
     def _exchange_facts(self) -> Facts | None:
         self._progress("exchanging facts")
-        answer = self._ask("doctor.facts", {}, json.dumps(machine_to_dict(self._facts)).encode())
-        if answer is None or not answer.frames:
-            return None
-        return _facts_in(answer)
+        answer = self._ask(DoctorFacts(), msgspec.json.encode(self._facts))
+        return _facts_in(answer.frames) if answer is not None else None
 
     def _ask(
-        self, kind: str, fields: Mapping[str, Any], *frames: bytes, data: bool = False, timeout_s: float = ANSWER_S
-    ) -> Message | None:
+        self, asked: ToDoctor, *frames: bytes, data: bool = False, timeout_s: float = ANSWER_S
+    ) -> Received[FromListener] | None:
         """Send and wait for the answer to just that, or for a host's `unknown`."""
         assert self._socket is not None
         self._number += 1
-        message = pack(Message(kind=kind, fields={**fields, "id": self._number}, frames=frames))
+        message = pack(structs.replace(asked, id=self._number), frames)
         sent = self._socket.send_data(message) if data else self._socket.send_control(message)
         deadline = min(time.monotonic() + timeout_s, self._end)
         while sent and self._socket.connected and (left := deadline - time.monotonic()) > 0:
             for _, received in self._socket.receive(left):
                 with contextlib.suppress(WireError):
-                    answer = unpack(received)
-                    if answer.kind == _UNKNOWN or answer.fields.get("id") == self._number:
+                    answer = FROM_LISTENER.read(received)
+                    if isinstance(answer.message, UnknownMessage):
+                        return answer
+                    if isinstance(answer.message, Question) and answer.message.id == self._number:
                         return answer
         return None
 
 
 def _within(end: float, seconds: float) -> float:
-    """So long, or until the end."""
+    """`seconds`, or what is left until the end."""
     return max(LEAST_S, min(seconds, end - time.monotonic()))
 
 
@@ -253,10 +257,10 @@ def _is_number(address: str) -> bool:
     return True
 
 
-def _facts_in(message: Message) -> Facts | None:
+def _facts_in(frames: Sequence[bytes | memoryview]) -> Facts | None:
     try:
-        return machine_from_dict(json.loads(bytes(message.frames[0])))
-    except (PotluckError, ValueError, RecursionError, IndexError):
+        return msgspec.json.decode(frames[0], type=Facts)
+    except (msgspec.DecodeError, RecursionError, IndexError):
         return None
 
 
@@ -280,45 +284,43 @@ class Listener:
         """Answer what has come; waits up to `timeout_s`."""
         for peer, frames in self._door.receive(self._link.send_due(timeout_s)):
             with contextlib.suppress(WireError):
-                message, address = unpack(frames), self._door.address_of(frames)
-                part = self._link.answer if message.kind.startswith("probe.") else self._answer
-                part(peer, message, address)
+                (message, payload), address = TO_LISTENER.read(frames), self._door.address_of(frames)
+                if isinstance(message, HelloMessage):
+                    self._send(peer, no_host("doctor"))
+                elif isinstance(message, ToDoctor):
+                    self._answer(peer, message, payload, address)
+                else:
+                    self._link.answer(peer, message, payload, address)
         self._link.settle()
         for entry in [entry for entry in self._tries if entry[2].done()]:
             self._tries.remove(entry)
             peer, number, future = entry
-            self._send(peer, "doctor.back", {"id": number, "reach": asdict(future.result())})
+            self._send(peer, DoctorBackOutcome(id=number, reach=msgspec.to_builtins(future.result())))
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._link.close()
 
-    def _answer(self, peer: bytes, message: Message, address: str) -> None:
-        number = message.fields.get("id")
-        if message.kind == GUEST_HELLO:
-            self._send(peer, "refuse", no_host("doctor"))
-        if not isinstance(number, int):
-            return
-        if message.kind == "doctor.hello":
-            self._send(peer, "doctor.hello", {**about(self._facts), "id": number, "measures": True})
-            self.visited(str(message.fields.get("name", "?"))[:60], address)
-        elif message.kind == "doctor.bulk":
-            self._send(peer, "doctor.got", {"id": number})
-        elif message.kind == "doctor.ask":
-            size = message.fields.get("bytes")
-            if isinstance(size, int) and 0 < size <= MOST_ASKED:
-                self._send(peer, "doctor.bulk", {"id": number}, bytes(size))
-        elif message.kind == "doctor.back":
-            port = message.fields.get("port")
-            # Only to where the visitor itself is: nobody can have this machine knock elsewhere.
-            if _is_number(address) and isinstance(port, int) and 0 < port < 65536 and len(self._tries) < 8:
-                future = self._pool.submit(tried, self._facts.name, address, port, timeout_s=BACK_S)
-                future.add_done_callback(lambda _: self._door.wake())
-                self._tries.append((peer, number, future))
-        elif message.kind == "doctor.facts":
-            self._send(peer, "doctor.facts", {"id": number}, json.dumps(machine_to_dict(self._facts)).encode())
-            if message.frames and (theirs := _facts_in(message)) is not None:
-                self.learned(theirs)
+    def _answer(self, peer: bytes, message: ToDoctor, frames: Sequence[bytes | memoryview], address: str) -> None:
+        match message:
+            case DoctorHello():
+                self._send(peer, structs.replace(about(self._facts), id=message.id, measures=True))
+                self.visited(printable(message.name, 60), address)
+            case DoctorBulk():
+                self._send(peer, DoctorGot(id=message.id))
+            case DoctorAsk():
+                self._send(peer, DoctorBulk(id=message.id), bytes(message.bytes))
+            case DoctorBack():
+                # Only to where the visitor itself is: nobody can have this machine knock elsewhere.
+                if _is_number(address) and len(self._tries) < 8:
+                    future = self._pool.submit(tried, self._facts.name, address, message.port, timeout_s=BACK_S)
+                    future.add_done_callback(lambda _: self._door.wake())
+                    self._tries.append((peer, message.id, future))
+            case DoctorFacts():
+                facts = msgspec.json.encode(self._facts)
+                self._send(peer, DoctorFacts(id=message.id), facts)
+                if (theirs := _facts_in(frames)) is not None:
+                    self.learned(theirs)
 
-    def _send(self, peer: bytes, kind: str, fields: Mapping[str, Any], *frames: bytes) -> None:
-        self._door.send(peer, pack(Message(kind=kind, fields=dict(fields), frames=frames)))
+    def _send(self, peer: bytes, message: FromListener, *frames: bytes) -> None:
+        self._door.send(peer, pack(message, frames))

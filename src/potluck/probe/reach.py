@@ -11,7 +11,8 @@ import socket
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from potluck.doctor.facts.interfaces import route_to
 from potluck.doctor.facts.names import lookups

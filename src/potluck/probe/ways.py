@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from msgspec import structs
+
 from potluck.doctor.facts.system import System
 from potluck.errors import PotluckError
 from potluck.probe.link_visit import Visit
@@ -68,4 +70,4 @@ def _faster(one: ProbedPath, other: ProbedPath) -> ProbedPath:
         rates = [way for way in (a, b) if way.ours is not None]
         return max(rates, key=lambda way: way.ours.bytes_per_s if way.ours else 0.0, default=a)
 
-    return replace(one, out=better(one.out, other.out), back=better(one.back, other.back))
+    return structs.replace(one, out=better(one.out, other.out), back=better(one.back, other.back))

@@ -1,7 +1,4 @@
-"""The loss curve: as a sparkline, as a chart in the terminal, as a PNG.
-
-It does not know where losses come from.
-"""
+"""The loss curve: as a sparkline, as a chart in the terminal, as a PNG."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ def loss_curve_text(
     *,
     ascii_only: bool = False,
 ) -> str:
-    """A chart of `width` × `height` characters with both axes; '' where there is nothing to draw.
+    """A chart of `width` × `height` characters with both axes; '' if there is nothing to draw.
 
     Long runs are smoothed, so that noise reads as a line.
     """
@@ -69,7 +66,7 @@ def loss_curve_text(
 
 
 def loss_curve_png(path: Path, steps: Sequence[int], losses: Sequence[float], *, title: str = "") -> bool:
-    """Write the curve as a PNG; False where matplotlib is not installed."""
+    """Write the curve as a PNG; False if matplotlib is not installed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -94,7 +91,7 @@ def loss_curve_png(path: Path, steps: Sequence[int], losses: Sequence[float], *,
 
 
 def _resampled(values: Sequence[float], count: int) -> list[float | None]:
-    """Means of `count` equal stretches, None for one without a finite value."""
+    """Means of `count` equal parts of the values; None for a part without a finite value."""
     result: list[float | None] = []
     for i in range(count):
         stretch = values[i * len(values) // count : (i + 1) * len(values) // count]
@@ -106,7 +103,7 @@ def _resampled(values: Sequence[float], count: int) -> list[float | None]:
 def _column_heights(
     points: Sequence[tuple[int, float]], columns: int, low: float, high: float, dots: int
 ) -> list[int | None]:
-    """For each column of dots, how many dots from the top its mean lies."""
+    """For each column of dots, the distance of its mean from the top, in dots."""
     first, last = points[0][0], points[-1][0]
     sums = [0.0] * columns
     counts = [0] * columns

@@ -1,19 +1,19 @@
-"""The live view's picture: a run's state as lines of styled text for a given width and height.
-
-It is pure: it knows neither the terminal nor the clock.
-"""
+"""The live view's picture: a run's state as lines of styled text for a given width and height. PURE."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from rich.cells import cell_len
 
 from potluck.report.curve import sparkline
 from potluck.report.line import Line
 from potluck.report.machine_table import machine_table
-from potluck.report.messages import eta_text, loss_text
+from potluck.report.messages import eta_text, loss_text, wire_text
 from potluck.report.state import Notice, RunState
-from potluck.report.text import clean, integer, number
-from potluck.units import bytes_text, count_text, factor_text, percent_text, rate_text, seconds_text
+from potluck.report.text import clean
+from potluck.spec.events import RunEnded, RunStarted, StepEnded
+from potluck.units import count_text, factor_text, percent_text, rate_text, seconds_text
 
 _LABEL = "dim"
 _LEVEL_STYLE = {"good": "green", "info": "", "warn": "yellow", "bad": "red"}
@@ -21,7 +21,7 @@ _LEVEL_MARK = {"good": "✓", "info": "·", "warn": "!", "bad": "✗"}
 _MIN_WIDTH = 20
 _MOST_NEWS = 5
 _MOST_LINES = 8
-"""Of all news together, where some take more than one."""
+"""Lines of all news together; one message may take several."""
 _AIRY_HEIGHT = 14
 
 
@@ -48,12 +48,11 @@ def frame_lines(
 def _header(state: RunState, width: int) -> Line:
     start = state.start
     line = Line("potluck", "bold")
-    facts = [(clean(start.get("recipe")), "bold cyan"), (clean(start.get("run_id")), "")]
-    if number(start, "parameters") is not None:
-        facts.append((_parameters(state), ""))
-    if start.get("device"):
-        facts.append((f"{clean(start.get('machine'), 24)} ({clean(start.get('device'), 24)})", ""))
-    if start.get("join"):
+    if start is None:
+        return line
+    facts = [(clean(start.recipe), "bold cyan"), (clean(start.run_id), ""), (_parameters(start), "")]
+    facts.append((f"{clean(start.machine, 24)} ({clean(start.device, 24)})", ""))
+    if start.join:
         facts.append(("guests may join", ""))
     for fact, style in facts:
         if fact and line.width + 2 + cell_len(fact) <= width:
@@ -61,19 +60,20 @@ def _header(state: RunState, width: int) -> Line:
     return line
 
 
-def _parameters(state: RunState) -> str:
-    every, trained = number(state.start, "parameters"), number(state.start, "trained_parameters")
-    if trained is not None and trained != every:
+def _parameters(start: RunStarted) -> str:
+    every, trained = start.parameters, start.trained_parameters
+    if trained != every:
         return f"{count_text(trained)} of {count_text(every)} parameters trained"
     return f"{count_text(every)} parameters"
 
 
 def _progress(state: RunState, width: int, elapsed_s: float, since_step_s: float) -> list[Line]:
-    if not state.step:
+    step = state.step
+    if step is None:
         return [Line(f"waiting for the first step, {eta_text(elapsed_s)}")]
-    step = _step_line(state, width, elapsed_s, since_step_s)
-    lines = [step, _loss_line(state, width), _speed_line(state, width)]
-    wire = _wire_line(state)
+    lines = [_step_line(state, step, width, elapsed_s, since_step_s), _loss_line(state, step, width)]
+    lines.append(_speed_line(step, state.end, width))
+    wire = _wire_line(step)
     if wire is not None and wire.width <= width:
         lines.append(wire)
     return lines
@@ -83,18 +83,17 @@ def _labelled(label: str) -> Line:
     return Line(f"{label:<7}", _LABEL)
 
 
-def _step_line(state: RunState, width: int, elapsed_s: float, since_step_s: float) -> Line:
+def _step_line(state: RunState, step: StepEnded, width: int, elapsed_s: float, since_step_s: float) -> Line:
     done, steps = state.done, state.steps
     line = _labelled("step").add(f"{done}", "bold")
     if not steps:
-        return line.add("   " + (clean(state.end.get("reason")) if state.end else f"{eta_text(elapsed_s)} so far"))
+        return line.add("   " + (clean(state.end.reason) if state.end else f"{eta_text(elapsed_s)} so far"))
     line.add(f"/{steps}")
-    eta_s = number(state.step, "eta_s")
     after = f" {percent_text(done / steps):>5}"
     if state.end:
-        after += f"  {clean(state.end.get('reason')) or 'ended'}"
-    elif eta_s is not None:
-        after += f"  ETA {eta_text(max(eta_s - since_step_s, 0.0))}"
+        after += f"  {clean(state.end.reason) or 'ended'}"
+    elif step.eta_s is not None:
+        after += f"  ETA {eta_text(max(step.eta_s - since_step_s, 0.0))}"
     room = width - line.width - len(after) - 2
     if room >= 8:
         line.add("  ").join(_bar(done / steps, room))
@@ -102,17 +101,14 @@ def _step_line(state: RunState, width: int, elapsed_s: float, since_step_s: floa
 
 
 def _bar(fraction: float, width: int) -> Line:
-    """A bar in half characters; the rest is thinner, so that it reads without colours too."""
+    """A bar in steps of half a character; the rest is a thinner line, to be readable without colours."""
     halves = round(min(max(fraction, 0.0), 1.0) * width * 2)
     bar = Line("━" * (halves // 2) + "╸" * (halves % 2), "green")
     return bar.add("─" * (width - halves // 2 - halves % 2), "bright_black")
 
 
-def _loss_line(state: RunState, width: int) -> Line:
-    loss = number(state.step, "loss")
-    # A loss that is no number is null in the log, and unequal to itself elsewhere.
-    wrong = loss is None or loss != loss
-    line = _labelled("loss").add(loss_text(loss), "bold red" if wrong else "bold")
+def _loss_line(state: RunState, step: StepEnded, width: int) -> Line:
+    line = _labelled("loss").add(loss_text(step.loss), "bold red" if step.loss is None else "bold")
     if state.not_applied:
         line.add(f"  {state.not_applied} not applied", "bold red")
     room = min(width - line.width - 2, 60)
@@ -121,19 +117,26 @@ def _loss_line(state: RunState, width: int) -> Line:
     return line
 
 
-def _speed_line(state: RunState, width: int) -> Line:
-    step = state.step
-    facts: list[tuple[str, str]] = [(rate_text(number(step, "samples_per_s"), "samples"), "bold")]
-    speedup = number(step, "speedup")
+def _speed_line(step: StepEnded, end: RunEnded | None, width: int) -> Line:
+    """The speed of the last steps; once the run has ended, of all its steps."""
+    facts: list[tuple[str, str]] = [(rate_text((end or step).samples_per_s, "samples"), "bold")]
+    speedup = (end or step).speedup
     if speedup is not None:
         style = "bold green" if speedup >= 1.005 else "" if speedup >= 0.985 else "bold yellow"
         facts.append((factor_text(speedup) + (" this machine alone" if width >= 74 else " alone"), style))
-    if number(step, "tokens_per_s") is not None:
-        facts.append((rate_text(number(step, "tokens_per_s"), "tokens"), ""))
-    facts.append((f"{seconds_text(number(step, 'step_s'))} a step", ""))
-    if (mfu := number(step, "mfu")) is not None:
-        facts.append((f"MFU {mfu:.0%}", ""))
-    line, gap = _labelled("speed"), ""
+    if end is not None:
+        return _fitting(_labelled("speed"), facts, width)
+    if step.tokens_per_s is not None:
+        facts.append((rate_text(step.tokens_per_s, "tokens"), ""))
+    facts.append((f"{seconds_text(step.step_s)} a step", ""))
+    if step.mfu is not None:
+        facts.append((f"MFU {step.mfu:.0%}", ""))
+    return _fitting(_labelled("speed"), facts, width)
+
+
+def _fitting(line: Line, facts: Sequence[tuple[str, str]], width: int) -> Line:
+    """The line with those facts for which there is room."""
+    gap = ""
     for text, style in facts:
         if line.width + len(gap) + len(text) <= width:
             line.add(gap).add(text, style)
@@ -141,22 +144,19 @@ def _speed_line(state: RunState, width: int) -> Line:
     return line
 
 
-def _wire_line(state: RunState) -> Line | None:
-    """What the guests cost; nothing where there are none."""
-    step = state.step
-    up, down = number(step, "bytes_up"), number(step, "bytes_down")
-    if not up and not down:
+def _wire_line(step: StepEnded) -> Line | None:
+    """What the guests cost; None without traffic."""
+    if not step.bytes_up and not step.bytes_down:
         return None
-    line = _labelled("wire").add(f"{bytes_text(up)} of gradients in, {bytes_text(down)} of weights out")
-    if number(step, "wait_s") is not None:
-        line.add(f", host waited {seconds_text(number(step, 'wait_s'))}")
-    if integer(step, "dropped"):
-        line.add(f", {integer(step, 'dropped')} samples dropped", "yellow")
+    line = _labelled("wire").add(wire_text(step.bytes_up, step.bytes_down))
+    line.add(f", host waited {seconds_text(step.wait_s)}")
+    if step.dropped:
+        line.add(f", {step.dropped} samples dropped", "yellow")
     return line
 
 
 def _news(state: RunState, width: int, room: int) -> list[Line]:
-    """The last few things that happened, the newest last. None is cut at the right edge while there is room."""
+    """The last messages, the newest last. A long one is wrapped while there is room."""
     digits = max((len(str(n.step)) for n in state.notices if n.step is not None), default=0)
     lines: list[Line] = []
     for notice in list(state.notices)[: -_MOST_NEWS - 1 : -1]:
@@ -185,7 +185,7 @@ def _notice_lines(notice: Notice, width: int, digits: int) -> list[Line]:
 
 
 def _wrapped(text: str, first: int, width: int) -> list[str]:
-    """The text in rows of so many columns, the first of another width. Too long a word is broken."""
+    """The text wrapped to `width` columns, the first row to `first`. A word that is too long is broken."""
     rows, row, room = [], "", first
     for word in text.split(" "):
         while cell_len(f"{row} {word}" if row else word) > room:

@@ -1,30 +1,29 @@
-"""What a guest shows of its part in a run: who it serves, and what it has brought. It knows no protocol."""
+"""What a guest shows of its part in a run: its host, its progress and its end."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 import sys
 import threading
 import time
-from typing import Any
 
 from potluck import units
 from potluck.report.messages import loss_text
-from potluck.report.text import clean, integer, number
+from potluck.report.text import clean
+from potluck.spec.events import Delivered, HostBack, HostGone, HostPreparing, RunEvent, RunNote, to_json
 
 EVERY_S = 2.0
-"""Between two progress lines."""
+"""Seconds between two progress lines."""
 REMIND_S = 30.0
-"""Between two lines that say that the host is gone."""
+"""Seconds between two lines that say that the host is gone."""
 
 
 _MOST_TEXT = 2000
 
 
 class GuestView:
-    """A few lines on a terminal or in a pipe; any thread may call. A terminal that is gone ends nothing here."""
+    """A few lines on a terminal or in a pipe. Any thread may call. A closed terminal is no error here."""
 
     def __init__(self, mode: str) -> None:
         self._lock = threading.RLock()
@@ -39,14 +38,14 @@ class GuestView:
         self._reminded: float | None = None
 
     def waiting(self, error: Exception) -> None:
-        """The host did not answer: say so once."""
+        """The host did not answer; said once."""
         if not self._waited:
             self._waited = True
             self._say(f"no answer yet ({error}); trying again")
 
     def preparing(self, reason: str) -> None:
-        """The host is there, but has nothing to compute yet."""
-        self._json_line({"event": "host_preparing", "reason": reason})
+        """The host answers, but its script has not reached the training loop."""
+        self._json_line(HostPreparing(reason=reason))
         self._say(f"connected; {reason}: waiting until it does (Ctrl-C to leave)")
 
     def joined(self, *, host: str, address: str, run: str, name: str, device: str) -> None:
@@ -56,47 +55,45 @@ class GuestView:
         self._say(f"computing {what}; waiting for weights (Ctrl-C to leave)")
 
     def missing(self, seconds: float, give_up_s: float) -> None:
-        """The host has not been heard for so long: in place every second, as lines now and then."""
+        """The host has been silent for this long: shown in place every second, or as a line every half minute."""
         words = f"host gone, waiting ({seconds:.0f} s); gives up after {give_up_s:.0f} s, Ctrl-C to leave"
         with self._lock:
             if self._in_place:
                 self._show_in_place(words)
             elif self._reminded is None or seconds - self._reminded >= REMIND_S:
                 self._reminded = seconds
-                self._json_line({"event": "host_gone", "seconds": round(seconds, 1)})
+                self._json_line(HostGone(seconds=round(seconds, 1)))
                 self._say(words)
 
     def found(self) -> None:
         with self._lock:
             self._reminded = None
-            self._json_line({"event": "host_back"})
+            self._json_line(HostBack())
             self._say("the host is back")
 
     def recorded(self, path: object, why: str) -> None:
         self._say(f"{why}; for a bug report the last messages are in {path} (removed if the run ends well)")
 
-    def event(self, event: dict[str, Any]) -> None:
+    def event(self, event: RunEvent) -> None:
         with self._lock:
             self._event(event)
 
-    def _event(self, event: dict[str, Any]) -> None:
+    def _event(self, event: RunEvent) -> None:
         if self._json:
             self._json_line(event)
             return
-        if event.get("event") == "note":
-            self._say(clean(event.get("text")))
-        if event.get("event") != "delivered":
+        if isinstance(event, RunNote):
+            self._say(clean(event.text))
+        if not isinstance(event, Delivered):
             return
-        self._samples = integer(event, "total_samples")
+        self._samples = event.total_samples
         now = time.monotonic()
         if now - self._last < EVERY_S and not self._in_place:
             return
         self._last = now
-        samples, compute_s = integer(event, "samples"), number(event, "compute_s")
-        rate = samples / compute_s if compute_s else 0.0
+        rate = event.samples / event.compute_s if event.compute_s else None
         line = (
-            f"step {integer(event, 'step')}: {samples} samples at {rate:.2f}/s, "
-            f"loss {loss_text(number(event, 'loss'))}, "
+            f"step {event.step}: {event.samples} samples at {units.rate_text(rate)}, loss {loss_text(event.loss)}, "
             f"{self._samples} samples in {units.seconds_text(now - self._started)}"
         )
         if self._in_place:
@@ -110,9 +107,9 @@ class GuestView:
     def close(self) -> None:
         pass
 
-    def _json_line(self, event: dict[str, Any]) -> None:
+    def _json_line(self, event: RunEvent) -> None:
         if self._json:
-            self._print(json.dumps(event))
+            self._print(to_json(event).decode())
 
     def _show_in_place(self, line: str) -> None:
         line = line[: max(shutil.get_terminal_size().columns - 1, 20)]  # a wrapped one could not be taken back

@@ -1,7 +1,4 @@
-"""A rig as a picture in the terminal: machines as boxes, links between them, then the facts. Also the rigs' list.
-
-It is pure: rigs and facts in, lines out. It does not know how a rig is emulated.
-"""
+"""A rig as a picture in the terminal: boxes, links and facts; also a list of rigs. PURE."""
 
 from __future__ import annotations
 
@@ -102,7 +99,7 @@ def _speed_bar(relative: float | None, width: int, fastest: float, style: str) -
 
 
 def _relative_text(relative: float) -> str:
-    """Two digits, and a third where it says something: an eighth is 0.125."""
+    """Two digits, or three where the third is not 0: an eighth is 0.125."""
     text = f"{relative:.3f}"
     return text.removesuffix("0")
 
@@ -112,7 +109,7 @@ def _steady(machine: Machine) -> bool:
 
 
 def _over_time(rig: Rig, machine: Machine, width: int) -> Line:
-    """The machine's speed in each step; a dot where it is not there."""
+    """The machine's speed in each step; a dot where it is absent."""
     steps = rig.workload.steps
     shown = [1 + at * steps // width for at in range(width)] if steps > width else list(range(1, steps + 1))
     speeds = [1 / (machine.seconds_per_sample_at(step) or 1.0) for step in range(1, steps + 1)]
@@ -124,7 +121,7 @@ def _over_time(rig: Rig, machine: Machine, width: int) -> Line:
 
 
 def _between(rig: Rig, number: int, joints: dict[int, Machine], width: int) -> Line:
-    """What stands between the host's box and a guest's in one row: the stem, the rail, a link with its rate."""
+    """One row between the host's box and a guest's: the stem, the rail, a link with its rate."""
     first, last = min(joints), max(joints)
     stem = f"─ {_rate_text(rig.host)} ─" if _on_stem(rig) else "───"
     rail = len(stem) if len(joints) > 1 else 0
@@ -147,7 +144,7 @@ def _between(rig: Rig, number: int, joints: dict[int, Machine], width: int) -> L
 
 
 def _on_stem(rig: Rig) -> bool:
-    """Whether the host's rate stands on the line that all guests share; beside their own there is no room."""
+    """Whether the host's rate is on the line that all guests share: there is no room beside their own."""
     own = any(_rate_text(guest) or _latency_text(guest) for guest in rig.guests)
     return bool(_rate_text(rig.host)) and not own
 
@@ -164,7 +161,7 @@ def _latency_text(machine: Machine) -> str:
 
 
 def _moves(rig: Rig, width: int) -> list[Line]:
-    """Who comes, goes and changes speed, in words."""
+    """Which machines join, leave or change speed, in words."""
     lines: list[Line] = []
     for machine in rig.machines:
         events = [f"joins at step {machine.join_at_step}"] if machine.join_at_step > 1 else []
@@ -190,7 +187,7 @@ def _facts(rig: Rig, facts: RigFacts, width: int) -> list[Line]:
 
 def _fact_texts(rig: Rig, facts: RigFacts) -> list[tuple[str, str]]:
     workload = rig.workload
-    what, of = workload.recipe, "samples"
+    what, of = str(workload.recipe), "samples"
     if workload.recipe == "gpt":
         what = f"gpt of depth {workload.depth or GPT_DEPTH}"
         of = f"samples of {workload.sequence or GPT_SEQUENCE} bytes"
@@ -214,7 +211,7 @@ def _fact_texts(rig: Rig, facts: RigFacts) -> list[tuple[str, str]]:
 
 
 def _links(rig: Rig, facts: RigFacts, width: int) -> list[Line]:
-    """What the gradients take over each guest's link."""
+    """The seconds that the gradients take on each guest's link."""
     codec = rig.workload.codec
     coded = facts.parameters * codec_bytes(codec)
     sizes = f"{bytes_text(facts.gradient_bytes)} of gradients in fp32, {bytes_text(coded)} in {codec}"
@@ -247,7 +244,7 @@ def _ratio(ratio: float | None) -> str:
 
 
 def list_lines(rigs: Sequence[tuple[Rig, RigFacts]], width: int) -> list[Line]:
-    """One row per rig: what it is and what could be gained."""
+    """One row per rig: its machines and the ideal speed-up."""
     name = max([len("rig"), *(len(rig.name) for rig, _ in rigs)])
     header = Line().cell("rig", name, _LABEL).add("  ").cell("machines", 8, _LABEL, right=True).add("  ")
     header.cell("ideal", 7, _LABEL, right=True).add("  ").cell("grad/step", 9, _LABEL, right=True)

@@ -1,6 +1,6 @@
 """The lab's pictures: speed-up, timeline and loss of the strategies on a rig, each as PNG and as SVG.
 
-It draws results and outcomes and knows nothing of how they came about. matplotlib is imported only here, and late.
+matplotlib is imported late: it takes longer than everything else.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 _DPI = 160
 _LONGEST = 4.0
-"""A strategy that takes more times as long as the fastest leaves the picture at its right."""
+"""A strategy that takes more than this many times as long as the fastest is cut off at the right."""
 _LETTER_IN = 0.105
 
 
 def write(out_dir: Path, results: Results, outcomes: Sequence[Outcome]) -> list[Path]:
-    """Draw what there is to draw into the folder; returns the files, always of the same names."""
+    """Draw all pictures for which there is data. Returns the files; their names are always the same."""
     try:
         import matplotlib
     except ImportError as error:
@@ -148,7 +148,7 @@ class _Curve:
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """A curve's name below the curves, in one of some rows; it ends at `right_s`, below the curve's end."""
+    """A curve's name in a row below the curves; it ends at `right_s`, below the curve's end."""
 
     text: str
     right_s: float
@@ -187,7 +187,7 @@ def draw_loss(results: Results, outcomes: Sequence[Outcome]) -> Figure | None:
 
 
 def place_labels(ends: Sequence[tuple[str, float]], limit_s: float, inches: float) -> list[Label]:
-    """Each label in the highest row in which it touches no other and no leader that goes further down."""
+    """Place each label in the highest row in which it touches no other label and no line to a lower one."""
     per_second = inches / limit_s
     taken: list[list[tuple[float, float]]] = [[] for _ in ends]
     labels: dict[int, Label] = {}
@@ -232,7 +232,7 @@ def _draw_curve(axes: Axes, curve: _Curve, label: Label, y: float, limit_s: floa
 
 
 def _loss_at(curve: _Curve, seconds: float) -> float:
-    """Where a curve that goes on leaves the picture."""
+    """The point at which a curve is cut off."""
     after = bisect.bisect(curve.seconds, seconds)
     if after == 0:
         return curve.losses[0]

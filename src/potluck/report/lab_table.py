@@ -1,7 +1,4 @@
-"""What the strategies reached on a rig, as a table for the terminal, for a pipe and for markdown.
-
-It is pure: results in, lines out. It does not know how anything was measured.
-"""
+"""What the strategies reached on a rig, as a table for a terminal or a pipe. PURE."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ from typing import TextIO
 
 from potluck.report.line import Line
 from potluck.report.screen import columns, paragraph, show
+from potluck.report.table import table_lines
 from potluck.report.text import clean
 from potluck.spec.aftermath import Aftermath
 from potluck.spec.figures import Results, Row
@@ -18,7 +16,6 @@ from potluck.units import UNKNOWN, rate_text
 
 _LABEL = "dim"
 _BEST = "bold green"
-_GAP = 2
 _INDENT = 14
 
 
@@ -26,11 +23,10 @@ _INDENT = 14
 class _Column:
     header: str
     text: Callable[[Row], str]
-    right: bool = True
 
 
 _COLUMNS = (
-    _Column("strategy", lambda row: clean(row.strategy, 24), right=False),
+    _Column("strategy", lambda row: clean(row.strategy, 24)),
     _Column("s/step", lambda row: _number(row.step_s, 2 if (row.step_s or 0) >= 10 else 3)),
     _Column("predicted", lambda row: _number(row.predicted_s, 2 if (row.predicted_s or 0) >= 10 else 3)),
     _Column("speed-up", lambda row: _number(row.speedup, 3)),
@@ -55,14 +51,10 @@ def show_results(results: Results, stream: TextIO) -> None:
 def results_lines(results: Results, width: int) -> list[Line]:
     """The table and what a reader of it should know."""
     cells = [[column.text(row) for column in _COLUMNS] for row in results.rows]
-    widths = [max([len(c.header), *(len(row[i]) for row in cells)]) for i, c in enumerate(_COLUMNS)]
     best = best_row(results.rows)
-    lines = [_title(results), Line()]
-    lines.append(_row([c.header for c in _COLUMNS], widths, _LABEL))
-    lines.append(Line("─" * (sum(widths) + _GAP * (len(widths) - 1)), _LABEL))
-    for row, texts in zip(results.rows, cells):
-        lines.append(_row(texts, widths, _BEST if row is best else ""))
-    lines.append(Line())
+    styles = {number: _BEST for number, row in enumerate(results.rows) if row is best}
+    header, right = [column.header for column in _COLUMNS], range(1, len(_COLUMNS))
+    lines = [_title(results), Line(), *table_lines(header, cells, right=right, styles=styles), Line()]
     for label, text in _below(results, best):
         lines += paragraph(text, width, label=label, indent=_INDENT)
     lines.append(Line())
@@ -140,13 +132,6 @@ def _faster(speedup: float) -> str:
 
 def _steps(count: int) -> str:
     return "step" if count == 1 else f"{count} steps"
-
-
-def _row(texts: Sequence[str], widths: Sequence[int], style: str) -> Line:
-    line = Line()
-    for column, text, width in zip(_COLUMNS, texts, widths):
-        line.cell(text, width, style, right=column.right).add(" " * _GAP)
-    return line.trimmed()
 
 
 def _number(value: float | None, digits: int) -> str:

@@ -1,6 +1,6 @@
 """The timeline: what every machine did in a few steps, strategy by strategy, all on one time scale.
 
-It draws outcomes and knows nothing of how they came about. Intervals come by the thousand and are joined first.
+There are thousands of intervals: neighbours are joined first.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _LANE = 0.84
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One strategy's part of the picture: what is shown of its run."""
+    """One strategy's part of the picture: the window of its run that is shown."""
 
     outcome: Outcome
     row: Row
     machines: tuple[str, ...]
     start: float
-    """Of the window, on the box's clock."""
+    """Start of the window, by the box's clock."""
 
 
 def draw_timeline(results: Results, outcomes: Sequence[Outcome]) -> Figure | None:
@@ -102,7 +102,7 @@ def faults_length(outcome: Outcome, warm_up: int) -> float:
 
 
 def window_start(outcome: Outcome, window_s: float, warm_up: int) -> float:
-    """The beginning of the step from which on the window lies nearest to the middle of what was measured."""
+    """The start of the step at which the window is nearest to the middle of the measured steps."""
     begins = [outcome.started_at, *(step.ended_at for step in outcome.steps[:-1])]
     end = outcome.steps[-1].ended_at
     if outcome.faults:  # they are what people want to see, in the warm-up too
@@ -115,7 +115,7 @@ def window_start(outcome: Outcome, window_s: float, warm_up: int) -> float:
 
 
 def joined(intervals: Iterable[Interval], start: float, end: float, blur_s: float) -> list[tuple[float, float]]:
-    """What of the intervals lies in the window, from its start on; gaps too small to be seen are closed."""
+    """The parts of the intervals inside the window, relative to its start; gaps too small to see are closed."""
     merged: list[list[float]] = []
     for begin, stop in sorted((max(i.start, start), min(i.end, end)) for i in intervals):
         if stop <= begin:
@@ -128,7 +128,7 @@ def joined(intervals: Iterable[Interval], start: float, end: float, blur_s: floa
 
 
 def busy_share(outcome: Outcome, machine: str, warm_up: int) -> float | None:
-    """How much of the measured time a machine computed, while it was there."""
+    """Share of the measured time in which a machine computed, while it was present."""
     steps = outcome.steps
     begin = steps[warm_up - 1].ended_at if 0 < warm_up < len(steps) else outcome.started_at
     end = steps[-1].ended_at
@@ -138,7 +138,7 @@ def busy_share(outcome: Outcome, machine: str, warm_up: int) -> float | None:
 
 
 def _presence(outcome: Outcome, machine: str) -> list[Interval]:
-    """The steps in which a machine was there."""
+    """The steps in which a machine was present."""
     begins = [outcome.started_at, *(step.ended_at for step in outcome.steps[:-1])]
     return [
         Interval(machine=machine, kind="present", start=begin, end=step.ended_at)
@@ -185,7 +185,7 @@ def _draw_group(axes: Axes, group: Group, top: float, window_s: float, warm_up: 
 
 
 def _draw_faults(axes: Axes, group: Group, machine: str, middle: float, until: float) -> None:
-    """A frame around the time in which something was wrong with a machine, and what it was."""
+    """A frame around the time of a machine's fault, with its description."""
     low, high = middle - _LANE * _LANE_IN / 2, middle + _LANE * _LANE_IN / 2
     for fault in group.outcome.faults:
         left, right = max(fault.start - group.start, 0.0), min(fault.end - group.start, until)
@@ -202,7 +202,7 @@ def _bars(axes: Axes, bars: Sequence[tuple[float, float]], low: float, height: f
 
 
 def _draw_head(axes: Axes, group: Group, top: float, window_s: float, until: float) -> None:
-    """The strategy's name and figures, and above the lanes where its steps begin and end."""
+    """The strategy's name and figures, and marks above the lanes where its steps begin and end."""
     row = group.row
     figures = [f"{row.step_s:.2f} s a step"] if row.step_s is not None else []
     figures += [f"{row.speedup:.2f}× the host alone"] if row.speedup is not None and row.strategy != "solo" else []

@@ -1,6 +1,6 @@
-"""One line of styled text, measured in terminal columns. It does not know what it says.
+"""One line of styled text, measured in terminal columns.
 
-Lighter than rich's Text, because the live view makes some thirty of them beside training, twice a second.
+Lighter than rich's Text: the live view makes about thirty lines twice a second, beside training.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Line:
         return self.add(pad).add(text, style) if right else self.add(text, style).add(pad)
 
     def trimmed(self) -> Line:
-        """Without blanks at the end."""
+        """The line without trailing blanks."""
         while self.parts and not self.parts[-1][0].strip(" "):
             self.width -= len(self.parts.pop()[0])
         return self

@@ -1,23 +1,22 @@
-"""The live view: the run's state, redrawn in place twice a second.
-
-It owns the terminal while it is open; what it draws is made in `frame`.
-"""
+"""The live view: owns the terminal while it is open, and redraws the run's state twice a second."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import TextIO
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.segment import Segment
 
 from potluck.report.frame import frame_lines
+from potluck.report.line import Line
 from potluck.report.messages import describe
 from potluck.report.state import RunState
-from potluck.report.text import Output, clean, integer, number
+from potluck.report.text import Output, clean
+from potluck.spec.events import RunEvent, RunStarted, StepEnded
 from potluck.units import seconds_text
 
 # Each redraw holds the GIL that training wants; a person does not read faster than this.
@@ -31,7 +30,7 @@ class LiveView:
     def __init__(self, stream: TextIO, *, console: Console | None = None, refresh: bool = True) -> None:
         self._console = console or Console(file=stream, highlight=False)
         self._output = Output(stream)
-        self._drawing = _Drawing()
+        self._drawing = Drawing()
         self._lock = threading.Lock()
         self._closed = False
         self._live = Live(
@@ -42,14 +41,14 @@ class LiveView:
             vertical_overflow="crop",
         )
 
-    def event(self, event: dict[str, Any]) -> None:
+    def event(self, event: RunEvent) -> None:
         with self._lock:
             if self._closed:
                 return
             self._drawing.fold(event)
             if not self._live.is_started and (message := describe(event)) is not None and message.level in _WARNS:
                 self._output.line(f"! {message.text}")  # there is no picture yet to show it in
-            if event.get("event") == "run_start" and not self._live.is_started:
+            if isinstance(event, RunStarted) and not self._live.is_started:
                 self._live.start()
 
     def close(self) -> None:
@@ -64,8 +63,8 @@ class LiveView:
             self._output.line(line)
 
 
-class _Drawing:
-    """The renderable that rich asks for again at every refresh."""
+class Drawing:
+    """The picture of the run as it is now. Rich asks for it again at every refresh."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._state = RunState()
@@ -74,33 +73,34 @@ class _Drawing:
         self._stepped_s = self._started_s
         self._lock = threading.Lock()
 
-    def fold(self, event: dict[str, Any]) -> None:
+    def fold(self, event: RunEvent) -> None:
         with self._lock:
             self._state.fold(event)
-            if event.get("event") == "step":
+            if isinstance(event, StepEnded):
                 self._stepped_s = self._clock()
 
     def last_words(self) -> list[str]:
         """What the picture does not say: how long it took and where everything is."""
         with self._lock:
             end = self._state.end
-        if not end:
+        if end is None:
             return []
-        words = f"{clean(end.get('reason')) or 'ended'} after step {integer(end, 'step')}"
-        lines = [f"{words}, {seconds_text(number(end, 'seconds'))}"]
-        return [*lines, f"run folder: {clean(end.get('folder'))}"] if end.get("folder") else lines
+        lines = [f"{clean(end.reason) or 'ended'} after step {end.step}, {seconds_text(end.seconds)}"]
+        return [*lines, f"run folder: {clean(end.folder)}"] if end.folder else lines
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def lines(self, width: int, height: int) -> list[Line]:
         with self._lock:
             now = self._clock()
-            lines = frame_lines(
+            return frame_lines(
                 self._state,
-                width=options.max_width,
-                height=options.size.height - 1,
+                width=width,
+                height=height,
                 elapsed_s=now - self._started_s,
                 since_step_s=now - self._stepped_s,
             )
-        for line in lines:
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for line in self.lines(options.max_width, options.size.height - 1):
             for text, style in line.parts:
                 yield Segment(text, console.get_style(style) if style else None)
             yield Segment.line()

@@ -1,7 +1,4 @@
-"""The live view's table: one row per machine, fewer columns where the terminal is narrow.
-
-It knows machines as rows of text and numbers, nothing of how they train.
-"""
+"""The live view's table: one row per machine, fewer columns where the terminal is narrow."""
 
 from __future__ import annotations
 
@@ -38,9 +35,9 @@ class _Column:
     """Text and style, one for each machine."""
     right: bool = False
     drop: int = 0
-    """Columns with a higher number go first where the terminal is narrow; 0 stays."""
+    """On a narrow terminal the column with the highest number is dropped first; 0 is never dropped."""
     most: int = 24
-    """Wider only where there is room to spare."""
+    """Widest that it is unless there is room to spare."""
 
     @property
     def natural(self) -> int:
@@ -95,7 +92,7 @@ def _columns(machines: Sequence[MachineRow], total: int, width: int) -> list[_Co
     ]
 
 
-def _at_once(micro_batch: int) -> str:
+def _at_once(micro_batch: int | None) -> str:
     return str(micro_batch) if micro_batch else "–"
 
 
@@ -113,7 +110,7 @@ def _share_bar(share: float) -> str:
 
 
 def _aligned(columns: list[_Column], width: int) -> tuple[list[Line], list[int]]:
-    """Drop columns until the table fits with some room for the last one, then lay it out.
+    """Drop columns until the table fits, with some room for the last column, then lay it out.
 
     Also returns the rows whose last cell had to be cut.
     """
@@ -136,7 +133,7 @@ def _aligned(columns: list[_Column], width: int) -> tuple[list[Line], list[int]]
 
 
 def _widths(columns: Sequence[_Column], width: int) -> list[int]:
-    """Each column's own; what is left goes to those that were cut, then to the last."""
+    """The columns' own widths; spare room goes to those that were cut, then to the last."""
     widths = [c.width for c in columns]
     spare = width - sum(widths) - _GAP * (len(widths) - 1)
     for i, column in enumerate(columns[:-1]):

@@ -1,14 +1,14 @@
-"""What a run alone says on stderr: what went wrong or deserves a look. Progress is the script's to print."""
+"""What a run alone prints on stderr: warnings and notes. Progress is left to the script."""
 
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 from potluck.report.messages import describe
+from potluck.spec.events import RunEvent, RunNote
 
 
-def to_stderr(event: dict[str, Any]) -> None:
+def to_stderr(event: RunEvent) -> None:
     message = describe(event)
-    if message is not None and (message.level in ("warn", "bad") or event.get("event") == "note"):
+    if message is not None and (message.level in ("warn", "bad") or isinstance(event, RunNote)):
         print(f"potluck: {message.text}", file=sys.stderr, flush=True)

@@ -1,7 +1,4 @@
-"""The curve of a sweep as a picture: speed-up against what was changed, a line for each strategy.
-
-Sweeps in, files out. It predicts nothing.
-"""
+"""The curve of a sweep as a picture: speed-up against the value that changes, a line for each strategy."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ _LABELS = {
 
 
 def check(path: Path) -> None:
-    """Say now, not after the work, that the picture cannot be drawn or written."""
+    """Raise before the work, not after it, if the picture cannot be drawn or written."""
     if path.suffix.lower() not in SUFFIXES:
         raise UserError(f"cannot draw {path}", hint="give a name that ends in .png or .svg")
     if not path.parent.is_dir():
@@ -41,7 +38,7 @@ def check(path: Path) -> None:
 
 
 def write(path: Path, sweep: Sweep, title: str) -> None:
-    """Draw to a file, whole or not at all."""
+    """Draw to a file, which is replaced only when the picture is complete."""
     check(path)
     figure = new_figure(7.2, 4.2)
     axes = figure.add_axes((0.09, 0.14, 0.72, 0.70))
@@ -73,7 +70,7 @@ def write(path: Path, sweep: Sweep, title: str) -> None:
 
 
 def _mark(axes: Axes, sweep: Sweep) -> None:
-    """Where it starts to pay."""
+    """Mark the value from which potluck pays."""
     at = sweep.pays_from
     if at is None or at <= sweep.span.first:
         return

@@ -1,12 +1,9 @@
-"""A plan, a sweep and a scale as lines for a terminal or a pipe.
-
-Plans in, lines out. It predicts nothing.
-"""
+"""A plan, a sweep and a scale as lines for a terminal or a pipe. PURE."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from potluck.plan.devices import DEVICES
 from potluck.plan.links import LINKS
@@ -15,12 +12,13 @@ from potluck.plan.scale import Scale
 from potluck.plan.sweep import Sweep
 from potluck.report.line import Line
 from potluck.report.screen import paragraph
+from potluck.report.table import GAP, table_lines
 from potluck.report.text import clean
 from potluck.spec.fleet import POTLUCK, SOLO, STRATEGIES, Fleet, FleetMachine, Plan, Prediction
 from potluck.units import UNKNOWN, bits_text, bytes_text, count_text, percent_text, rate_text, seconds_text
 
 _LABEL, _BEST = "dim", "bold green"
-_GAP, _INDENT = 2, 14
+_INDENT = 14
 _MOST_MACHINES = 8
 _LONGEST_DEVICE = 60
 _LEAST_CUT = 12
@@ -76,7 +74,7 @@ def _machines(plan: Plan, width: int | None) -> list[Line]:
         cells = [("machine", "device", unit, "link", "share", "memory"), *rows]
         for column in (1, 0):  # a device's name says much with its beginning, and a machine's enough
             cells = _narrowed(cells, column, _grid_width(cells) - width)
-    lines = _grid(cells, right=right, best=None)
+    lines = _grid(cells, right=right)
     more = len(plan.fleet.machines) - _MOST_MACHINES
     return [*lines, Line(f"and {more} more", _LABEL)] if more > 0 else lines
 
@@ -119,7 +117,7 @@ def _narrowed(rows: Sequence[tuple[str, ...]], column: int, excess: int) -> list
 
 
 def _grid_width(rows: Sequence[Sequence[str]]) -> int:
-    return sum(max(len(row[i]) for row in rows) for i in range(len(rows[0]))) + _GAP * (len(rows[0]) - 1)
+    return sum(max(len(row[i]) for row in rows) for i in range(len(rows[0]))) + GAP * (len(rows[0]) - 1)
 
 
 def _rate(bytes_per_s: float | None) -> str:
@@ -156,17 +154,9 @@ def _levers(plan: Plan, width: int) -> list[Line]:
     return [*lines, Line()]
 
 
-def _grid(rows: Sequence[Sequence[str]], *, right: set[int], best: int | None) -> list[Line]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for number, row in enumerate(rows):
-        style = _LABEL if not number else _BEST if best is not None and number == best + 1 else ""
-        line = Line()
-        for i, text in enumerate(row):
-            line.cell(text, widths[i], style, right=i in right).add(" " * _GAP)
-        lines.append(line.trimmed())
-    lines.insert(1, Line("─" * min(sum(widths) + _GAP * (len(widths) - 1), 100), _LABEL))
-    return lines
+def _grid(rows: Sequence[Sequence[str]], *, right: Collection[int], best: int | None = None) -> list[Line]:
+    """The first row is the header; `best`: the row below it that is marked."""
+    return table_lines(rows[0], rows[1:], right=right, styles={} if best is None else {best: _BEST})
 
 
 # -- sweeps and scales ----------------------------------------------------------------------------------
@@ -186,7 +176,7 @@ def sweep_lines(sweep: Sweep, width: int) -> list[Line]:
     for point in sweep.points:
         speeds = [f"{point.speedup[name]:.2f}×" if name in point.speedup else UNKNOWN for name in names]
         rows.append((value_text(variable, point.value), *speeds, f"{point.ideal:.2f}×"))
-    lines = _grid(rows, right=set(range(len(rows[0]))), best=None)
+    lines = _grid(rows, right=range(len(rows[0])))
     lines += [Line(), *paragraph(pays_text(sweep), width, "bold")]
     return lines + (paragraph(_crowded(sweep), width) if sweep.crowded_from is not None else [])
 
@@ -236,7 +226,7 @@ def scale_lines(scale: Scale, fleet: Fleet, width: int) -> list[Line]:
     kinds = ", ".join(clean(g.device or g.name, 24) for g in fleet.guests[:4])
     title = Line(f"more and more guests ({kinds}) for {clean(fleet.host.name, 24)}", "bold")
     words = scale.words[0].upper() + scale.words[1:] + "."
-    grid = _grid(rows, right=set(range(len(rows[0]))), best=None)
+    grid = _grid(rows, right=range(len(rows[0])))
     notes = paragraph(
         "helping: guests with whom one hub is fastest, and of whom it counts; leave the others out yourself: the "
         "host lets in everybody who has a sample to compute. 2^6: hubs of 2 guests each, 6 levels",
@@ -258,9 +248,9 @@ def catalogue_lines() -> list[Line]:
         wires.append((link.name, f"{link.line_mbit:,.0f}", f"× {link.part:.2f}", seconds_text(link.latency_s)))
     note = "Peaks are dense and from data sheets; utilisation and payload are assumed. Nothing here was measured."
     return [
-        *_grid(rows, right={1, 2, 3, 4}, best=None),
+        *_grid(rows, right={1, 2, 3, 4}),
         Line(),
-        *_grid(wires, right={1, 2, 3}, best=None),
+        *_grid(wires, right={1, 2, 3}),
         Line(),
         Line(f"models: {', '.join(NAMES)}; gpt:12 is the recipe gpt of depth 12; 350M is a number of parameters"),
         Line(note, _LABEL),

@@ -1,7 +1,4 @@
-"""How the lab's pictures look: colours that people with colour-blindness tell apart, and empty figures.
-
-It does not know what is drawn.
-"""
+"""How the lab's pictures look: colours that people with colour-blindness can tell apart, and empty figures."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What a probe measured, as lines for a terminal or a pipe.
-
-Figures in, lines out. It measures nothing. Text of other machines is cleaned before it reaches this terminal.
-"""
+"""What a probe measured, as lines for a terminal or a pipe. Text from other machines is cleaned first. PURE."""
 
 from __future__ import annotations
 
@@ -17,13 +14,13 @@ from potluck.units import UNKNOWN, bits_text, bytes_text, count_text, percent_te
 _INDENT = 16
 _LABEL = "dim"
 _COLUMNS = (19, 21, 14, 14, 10)
-"""Of the table of rates: direction, ours, bare, iperf3, the ratio."""
+"""Widths of the columns in the table of rates: direction, ours, bare, iperf3, ratio."""
 _GOOD, _FAIR = 0.9, 0.6
 _EXPLAINED = "busbw: what each rank must have sent at the least. bound: the time of a perfect ring over that link"
 
 
 def probe_lines(probed: Probed, width: int) -> Iterator[Line]:
-    """Everything: the sum of it first."""
+    """All lines, the one-sentence summary first."""
     yield from paragraph(summary(probed), width, "bold")
     for side in (probed.here, probed.there):
         if side is not None and side.device:
@@ -38,7 +35,7 @@ def probe_lines(probed: Probed, width: int) -> Iterator[Line]:
 
 
 def summary(probed: Probed) -> str:
-    """In one sentence."""
+    """The result in one sentence."""
     here, link = clean(probed.here.name, 40), probed.link
     if probed.collectives:
         best = max(probed.collectives, key=lambda row: row.busbw)

@@ -1,6 +1,6 @@
 """Styled lines on a stream: colours on a terminal, plain text in a pipe, ASCII where UTF-8 cannot be written.
 
-It does not know what the lines say. Every sign has one ASCII sign in its place, so that pictures stay in shape.
+Every character is replaced by exactly one ASCII character, so that pictures keep their shape.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _ASCII = str.maketrans(
 
 
 def columns(most: int = 120) -> int:
-    """How wide a picture may be."""
+    """Columns of the terminal, at most `most`."""
     return max(min(shutil.get_terminal_size((80, 24)).columns, most), 40)
 
 
 def show(lines: Iterable[Line], stream: TextIO) -> None:
-    """Write the lines; the stream decides how they look."""
+    """Write the lines, with colours if the stream is a terminal."""
     console = Console(file=stream, highlight=False, markup=False, emoji=False)
     for line in lines:
         text = Text(end="")
@@ -56,7 +56,7 @@ def show(lines: Iterable[Line], stream: TextIO) -> None:
 
 
 def shown(text: str, stream: object) -> str:
-    """The text as this stream can write it."""
+    """The text in characters that this stream can encode."""
     if writes_utf8(stream):
         return text
     encoding = getattr(stream, "encoding", None) or "ascii"
@@ -66,7 +66,7 @@ def shown(text: str, stream: object) -> str:
 def paragraph(
     text: str, width: int, style: str = "", *, label: str = "", label_style: str = "dim", indent: int = 0
 ) -> list[Line]:
-    """The text broken into lines; a label stands before the first, and all begin in one column."""
+    """The text wrapped into lines that begin in one column, with a label before the first."""
     lines = []
     for row, part in enumerate(textwrap.wrap(text, max(width - indent, 20), break_on_hyphens=False) or [""]):
         lines.append(Line().cell(label if not row else "", indent, label_style).add(part, style))

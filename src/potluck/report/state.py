@@ -1,28 +1,35 @@
-"""What is known of a run after some of its events: the state that the live view draws.
-
-It folds events in order and does not know how they are shown.
-"""
+"""What is known of a run after some of its events: the state that the live view draws."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from potluck.report.messages import EventText, describe
-from potluck.report.text import clean, integer, number
-
-Event = Mapping[str, Any]
+from potluck.report.text import clean
+from potluck.spec.events import (
+    GuestHello,
+    GuestJoined,
+    GuestLeft,
+    GuestLost,
+    GuestRefused,
+    GuestSitsOut,
+    MachineFigures,
+    RunEnded,
+    RunEvent,
+    RunNote,
+    RunStarted,
+    StepEnded,
+)
 
 _HISTORY = 512
 _MESSAGES = 12
 _MACHINES = 128
-"""Rows at most: whoever holds the token may come under ever new names, and the next step is the tidying up."""
+"""Most rows: a guest with the token may join under new names without end. The next step clears them."""
 
 
 class History:
-    """All values so far in bounded memory: when full, neighbours are merged into their means."""
+    """All values so far in bounded memory: when it is full, each two neighbours are replaced by their mean."""
 
     def __init__(self, capacity: int = _HISTORY) -> None:
         self.values: list[float] = []
@@ -51,8 +58,8 @@ class MachineRow:
     role: str = "guest"
     device: str = ""
     samples: int = 0
-    micro_batch: int = 0
-    """The most that it computed at once in the step; 0: unknown."""
+    micro_batch: int | None = None
+    """Most samples computed at once in the step; None: not known."""
     rate: float | None = None
     busy: float | None = None
     state: str = ""
@@ -61,11 +68,11 @@ class MachineRow:
 
 @dataclass(slots=True, kw_only=True)
 class Notice:
-    """A message in the list, with the step it belongs to, and how often it came."""
+    """A message in the list, with its step and how often it came."""
 
     message: EventText
     step: int | None
-    """None: it came before there was a step."""
+    """None: it came before the first step."""
     times: int = 1
 
 
@@ -73,9 +80,9 @@ class RunState:
     """Fold events with `fold`; read the attributes. Not locked: the view does that."""
 
     def __init__(self) -> None:
-        self.start: Event = {}
-        self.step: Event = {}
-        self.end: Event = {}
+        self.start: RunStarted | None = None
+        self.step: StepEnded | None = None
+        self.end: RunEnded | None = None
         self.losses = History()
         self.not_applied = 0
         """Steps whose update was not made."""
@@ -85,85 +92,83 @@ class RunState:
     @property
     def done(self) -> int:
         """Finished steps."""
-        return integer(self.step, "step") or integer(self.start, "resumed_from")
+        if self.step is not None:
+            return self.step.step
+        return (self.start.resumed_from or 0) if self.start is not None else 0
 
     @property
     def steps(self) -> int | None:
-        steps = integer(self.step, "steps") or integer(self.start, "steps")
-        return steps or None
+        known = self.step or self.start
+        return (known.steps or None) if known is not None else None
 
     @property
     def _under_way(self) -> int | None:
-        if not self.start:
+        if self.start is None:
             return None
         return self.done + 1 if self.steps is None else min(self.done + 1, self.steps)
 
-    def fold(self, event: Event) -> None:
-        kind = event.get("event")
-        if kind == "run_start":
-            self.start = event
-            self.machines = [
-                MachineRow(
-                    name=clean(event.get("machine")),
-                    role="host",
-                    device=clean(event.get("device")),
-                    state="starting",
-                )
-            ]
-            if integer(event, "resumed_from"):
-                text = f"resumed after step {integer(event, 'resumed_from')}"
-                self.notices.append(
-                    Notice(message=EventText(text=text, level="info", about=("", "", "")), step=None)
-                )
-        elif kind == "step":
-            self.step = event
-            self.not_applied += event.get("applied") is False
-            loss = number(event, "loss")
-            if loss is not None:
-                self.losses.append(loss)
-            self.machines = [_row(m) for m in event.get("machines") or () if isinstance(m, Mapping)]
-        elif kind == "run_end":
-            self.end = event
-            self.machines = [replace(m, state="done") if m.state == "computing" else m for m in self.machines]
-        else:
-            self._news(str(kind), event)
+    def fold(self, event: RunEvent) -> None:
+        match event:
+            case RunStarted():
+                self._started(event)
+            case StepEnded():
+                self.step = event
+                self.not_applied += not event.applied
+                if event.loss is not None:
+                    self.losses.append(event.loss)
+                self.machines = [_row(machine) for machine in event.machines]
+            case RunEnded():
+                self.end = event
+                self.machines = [replace(m, state="done") if m.state == "computing" else m for m in self.machines]
+            case _:
+                self._news(event)
 
-    def _news(self, kind: str, event: Event) -> None:
-        # Each line begins with the step: a second number in it would only be compared with the first.
-        message = describe({key: value for key, value in event.items() if key != "step"})
+    def _started(self, event: RunStarted) -> None:
+        self.start = event
+        host = MachineRow(name=clean(event.machine), role="host", device=clean(event.device), state="starting")
+        self.machines = [host]
+        if event.resumed_from:
+            text = f"resumed after step {event.resumed_from}"
+            self.notices.append(Notice(message=EventText(text=text, level="info", about=("", "", "")), step=None))
+
+    def _news(self, event: RunEvent) -> None:
+        # The line begins with the step's number: the sentence does not repeat it.
+        message = describe(event, with_step=False)
         if message is None:
             return
-        step = integer(event, "step") or self._under_way
-        self._touch_machine(kind, event)
-        if kind == "guest_hello":
-            return  # its row says "joining"; the joining itself, or the refusal, is the news
+        step: int | None = getattr(event, "step", None) or self._under_way
+        self._touch_machine(event)
+        if isinstance(event, GuestHello):
+            return  # its row says "joining"; joining itself, or the refusal, is the news
         for i, notice in enumerate(self.notices):
-            if notice.message.about == message.about and kind != "note":
+            if notice.message.about == message.about and not isinstance(event, RunNote):
                 del self.notices[i]
                 self.notices.append(Notice(message=message, step=step, times=notice.times + 1))
                 return
         self.notices.append(Notice(message=message, step=step))
 
-    def _touch_machine(self, kind: str, event: Event) -> None:
-        """Show a change at once: the next step, which brings every row anew, may be a minute away."""
-        state = {
-            "guest_hello": "joining",
-            "guest_joined": "syncing",
-            "guest_left": "gone",
-            "guest_lost": "gone",
-            "guest_refused": "gone",
-            "guest_sits_out": "sitting out",
-        }.get(kind)
-        name = clean(event.get("machine"))
-        if state is None or not name:
-            return
+    def _touch_machine(self, event: RunEvent) -> None:
+        """Show a change at once: the next step, which renews every row, may be a minute away."""
+        device = reason = ""
+        match event:
+            case GuestHello():
+                state, device = "joining", clean(event.device)
+            case GuestJoined():
+                state, device = "syncing", clean(event.device)
+            case GuestLeft() | GuestLost() | GuestRefused():
+                state, reason = "gone", clean(event.reason)
+            case GuestSitsOut():
+                state, reason = "sitting out", clean(event.reason)
+            case _:
+                return
+        name = clean(event.machine)
         old = next((m for m in self.machines if m.name == name and m.role != "host"), None)
         row = MachineRow(
             name=name,
-            device=clean(event.get("device")) or (old.device if old else ""),
+            device=device or (old.device if old else ""),
             rate=old.rate if old else None,
             state=state,
-            reason=clean(event.get("reason")),
+            reason=reason,
         )
         if old is None:
             if len(self.machines) < _MACHINES:
@@ -172,15 +177,15 @@ class RunState:
             self.machines[self.machines.index(old)] = row
 
 
-def _row(machine: Event) -> MachineRow:
+def _row(machine: MachineFigures) -> MachineRow:
     return MachineRow(
-        name=clean(machine.get("name")),
-        role=clean(machine.get("role")) or "guest",
-        device=clean(machine.get("device")),
-        samples=integer(machine, "samples"),
-        micro_batch=integer(machine, "micro_batch"),
-        rate=number(machine, "rate"),
-        busy=number(machine, "busy"),
-        state=clean(machine.get("state")),
-        reason=clean(machine.get("reason")),
+        name=clean(machine.name),
+        role=machine.role,
+        device=clean(machine.device),
+        samples=machine.samples,
+        micro_batch=machine.micro_batch,
+        rate=machine.rate,
+        busy=machine.busy,
+        state=clean(machine.state),
+        reason=clean(machine.reason),
     )

@@ -1,30 +1,38 @@
-"""What happened in a run, from its events.jsonl: steps, who computed how much, what it gained, what it cost.
-
-It reads the log as it is, also one that ends in the middle of a line; it does not know the run's checkpoints.
-"""
+"""A run in numbers, from its events.jsonl: steps, who computed how much, what it gained, what it cost."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TypeVar
+
+from msgspec import Struct
 
 from potluck.errors import RunFolderError
-from potluck.report.text import clean, integer, number
+from potluck.report.text import clean
+from potluck.spec.events import (
+    ContributionDropped,
+    GuestLeft,
+    GuestLost,
+    LeaseTakenBack,
+    MachineFigures,
+    RunEnded,
+    RunEvent,
+    RunStarted,
+    StatisticsMeasured,
+    StepEnded,
+    StrangerRefused,
+)
 from potluck.train.events import events_in
-
-Event = Mapping[str, Any]
+from potluck.train.gain import Gain
 
 EVENTS_FILE = "events.jsonl"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MachineSummary:
+class MachineSummary(Struct, frozen=True, kw_only=True):
     """One machine's part in the run."""
 
     name: str
@@ -35,7 +43,7 @@ class MachineSummary:
     steps: int
     """Steps in which it brought at least one sample."""
     micro_batch: int | None
-    """The most samples that it computed at once, the median over its steps."""
+    """Most samples that it computed at once, the median over its steps."""
     rate: float | None
     """Samples per second while it computes, the median over its steps."""
     busy: float | None
@@ -44,8 +52,7 @@ class MachineSummary:
     times_lost: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
+class Summary(Struct, frozen=True, kw_only=True):
     """A run in numbers; None where the log does not say."""
 
     run_id: str
@@ -55,24 +62,24 @@ class Summary:
     planned_steps: int | None
     first_loss: float | None
     last_loss: float | None
-    """None where the last step's was not finite, whatever came before."""
+    """None if the last step's was not finite."""
     not_applied: int
     """Steps whose gradient was not finite: their updates were not made."""
     ended: str
-    """finished, interrupted, failed, or 'still going or killed' where the log has no end."""
+    """finished, interrupted, failed, or 'still going or killed' if the log has no end."""
     seconds: float
-    """The steps' own time, all together."""
+    """Sum of the steps' seconds."""
     samples: int
     samples_per_s: float | None
     tokens_per_s: float | None
     step_s: float | None
-    """The median."""
+    """Seconds a step, the median."""
     predicted_s: float | None
-    """What the host's formula expected of a step, its update included: the median over the steps that had one."""
+    """Seconds that the host expected of a step, its update included: the median over the steps that had one."""
     off: float | None
     """Measured ÷ predicted − 1 of those steps, the median."""
     speedup: float | None
-    """Against the host alone."""
+    """Over the host alone: the mean of the steps' speed-ups, weighted by their seconds."""
     efficiency: float | None
     """Samples per second ÷ the sum of what each machine reaches alone."""
     recovery: float | None
@@ -86,15 +93,17 @@ class Summary:
     batch_layers: int
     """Layers that normalise over the batch (BatchNorm)."""
     effective_batch: float | None
-    """Where there are such: samples ÷ micro-batches of a step, the median; so many share their statistics."""
+    """With such layers: samples ÷ micro-batches of a step, the median. So many samples share their statistics."""
     machines: tuple[MachineSummary, ...]
+    planned_s: float | None = None
+    """Seconds a step that a plan saved before the run predicted."""
 
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+
+_Kind = TypeVar("_Kind", RunStarted, RunEnded, StatisticsMeasured)
 
 
-def read_events(run: Path) -> list[dict[str, Any]]:
-    """The run's events in order, without lines that are no event: a killed run may end in half a line."""
+def read_events(run: Path) -> list[RunEvent]:
+    """The run's events in order; see `events_in`."""
     path = run / EVENTS_FILE
     try:
         return events_in(path)
@@ -107,68 +116,70 @@ def read_events(run: Path) -> list[dict[str, Any]]:
         raise RunFolderError(f"{path} cannot be read: {error.strerror}", hint="check its permissions") from error
 
 
-def step_events(events: Iterable[Event]) -> list[Event]:
+def step_events(events: Iterable[RunEvent]) -> list[StepEnded]:
     """One event per step. A resumed run repeats the steps after its checkpoint; the last time counts."""
-    by_step: dict[int, Event] = {}
-    for event in events:
-        if event.get("event") == "step":
-            by_step[integer(event, "step")] = event
+    by_step = {event.step: event for event in events if isinstance(event, StepEnded)}
     return [by_step[step] for step in sorted(by_step)]
 
 
-def losses(events: Iterable[Event]) -> tuple[list[int], list[float]]:
+def losses(events: Iterable[RunEvent]) -> tuple[list[int], list[float]]:
     """Steps and their losses, for the curve."""
-    pairs = [(integer(e, "step"), number(e, "loss")) for e in step_events(events)]
-    known = [(step, loss) for step, loss in pairs if loss is not None]
+    known = [(e.step, e.loss) for e in step_events(events) if e.loss is not None]
     return [step for step, _ in known], [loss for _, loss in known]
 
 
-def summarize(events: Sequence[Event]) -> Summary:
+def summarize(events: Sequence[RunEvent]) -> Summary:
     steps = step_events(events)
-    start = _last(events, "run_start")
-    end = _last(events, "run_end")
-    # A resumed run has several starts; an end before the last of them is not the end.
-    ended = events.index(end) > events.index(start) if end and start else bool(end)
-    seconds = math.fsum(number(e, "step_s") or 0.0 for e in steps)
+    start, statistics = _last(events, RunStarted), _last(events, StatisticsMeasured)
+    seconds = math.fsum(e.step_s for e in steps)
     machines = _machines(events, steps)
-    samples = sum(m.samples for m in machines) or integer(start, "global_batch") * len(steps)
+    samples = sum(m.samples for m in machines)
     samples_per_s = samples / seconds if seconds else None
-    tokens = number(start, "tokens_per_sample")
+    tokens = start.tokens_per_sample if start is not None else None
     _, curve = losses(events)
+    gain = Gain()
+    for step in steps:
+        gain.add(step.speedup, step.step_s)
     return Summary(
-        run_id=clean(start.get("run_id")),
-        recipe=clean(start.get("recipe")),
-        parameters=integer(start, "parameters") or None,
-        steps=integer(steps[-1], "step") if steps else 0,
-        planned_steps=integer(start, "steps") or None,
+        run_id=clean(start.run_id) if start is not None else "",
+        recipe=clean(start.recipe) if start is not None else "",
+        parameters=start.parameters or None if start is not None else None,
+        steps=steps[-1].step if steps else 0,
+        planned_steps=start.steps or None if start is not None else None,
         first_loss=curve[0] if curve else None,
-        last_loss=number(steps[-1], "loss") if steps else None,
-        not_applied=sum(e.get("applied") is False for e in steps),
-        ended=(clean(end.get("reason")) or "ended") if ended else "still going or killed",
+        last_loss=steps[-1].loss if steps else None,
+        not_applied=sum(not e.applied for e in steps),
+        ended=_ended(events),
         seconds=seconds,
         samples=samples,
         samples_per_s=samples_per_s,
         tokens_per_s=samples_per_s * tokens if samples_per_s and tokens else None,
-        step_s=_median(number(e, "step_s") for e in steps),
+        step_s=_median(e.step_s for e in steps),
         predicted_s=_median(_predicted_s(e) for e in steps),
         off=_median(_off(e) for e in steps),
-        speedup=_median(number(e, "speedup") for e in steps),
+        speedup=gain.value,
         efficiency=_efficiency(steps),
         recovery=_recovery(steps),
-        wait_s=math.fsum(number(e, "wait_s") or 0.0 for e in steps),
-        update_s=math.fsum(number(e, "update_s") or 0.0 for e in steps),
-        bytes_up=sum(integer(e, "bytes_up") for e in steps),
-        bytes_down=sum(integer(e, "bytes_down") for e in steps),
-        dropped_samples=sum(integer(e, "dropped") for e in steps),
-        strangers_refused=sum(e.get("event") == "refused_stranger" for e in events),
-        batch_layers=integer(_last(events, "batch_statistics"), "layers"),
-        effective_batch=_effective_batch(events, steps),
+        wait_s=math.fsum(e.wait_s for e in steps),
+        update_s=math.fsum(e.update_s for e in steps),
+        bytes_up=sum(e.bytes_up for e in steps),
+        bytes_down=sum(e.bytes_down for e in steps),
+        dropped_samples=sum(e.dropped for e in steps),
+        strangers_refused=sum(isinstance(e, StrangerRefused) for e in events),
+        batch_layers=statistics.layers if statistics is not None else 0,
+        effective_batch=_median(_effective_batch(e) for e in steps) if statistics is not None else None,
         machines=machines,
     )
 
 
-def _last(events: Sequence[Event], kind: str) -> Event:
-    return next((e for e in reversed(events) if e.get("event") == kind), {})
+def _last(events: Sequence[RunEvent], kind: type[_Kind]) -> _Kind | None:
+    return next((e for e in reversed(events) if isinstance(e, kind)), None)
+
+
+def _ended(events: Sequence[RunEvent]) -> str:
+    # A resumed run has several starts; an end before the last of them is not the end.
+    last = next((e for e in reversed(events) if isinstance(e, (RunStarted, RunEnded))), None)
+    return (clean(last.reason) or "ended") if isinstance(last, RunEnded) else "still going or killed"
 
 
 def _median(values: Iterable[float | None]) -> float | None:
@@ -180,50 +191,43 @@ def _whole(value: float | None) -> int | None:
     return None if value is None else round(value)
 
 
-def _effective_batch(events: Sequence[Event], steps: Sequence[Event]) -> float | None:
-    if not _last(events, "batch_statistics"):
-        return None
-    values: list[float | None] = []
-    for step in steps:
-        rows = [m for m in step.get("machines") or () if isinstance(m, Mapping)]
-        parts = sum(integer(m, "micro_batches") for m in rows)
-        values.append(sum(integer(m, "samples") for m in rows) / parts if parts else None)
-    return _median(values)
+def _effective_batch(step: StepEnded) -> float | None:
+    parts = sum(m.micro_batches for m in step.machines)
+    return sum(m.samples for m in step.machines) / parts if parts else None
 
 
-def _machines(events: Sequence[Event], steps: Sequence[Event]) -> tuple[MachineSummary, ...]:
-    """The host first, then the guests by what they brought."""
-    seen: dict[str, list[Event]] = {}
+def _machines(events: Sequence[RunEvent], steps: Sequence[StepEnded]) -> tuple[MachineSummary, ...]:
+    """The host first, then the guests by the samples they computed."""
+    seen: dict[str, list[MachineFigures]] = {}
     for step in steps:
-        for machine in step.get("machines") or ():
-            if isinstance(machine, Mapping):
-                seen.setdefault(clean(machine.get("name")), []).append(machine)
+        for machine in step.machines:
+            seen.setdefault(machine.name, []).append(machine)
     taken_back, dropped, lost = Counter[str](), Counter[str](), Counter[str]()
     for event in events:
-        name = clean(event.get("machine"))
-        if event.get("event") == "lease_taken_back":
-            taken_back[name] += integer(event, "samples")
-        elif event.get("event") == "contribution_dropped":
-            dropped[name] += integer(event, "samples")
-        elif event.get("event") in ("guest_lost", "guest_left"):
-            taken_back[name] += integer(event, "samples_taken_back")
-            lost[name] += event.get("event") == "guest_lost"
-    total = sum(integer(row, "samples") for rows in seen.values() for row in rows)
+        match event:
+            case LeaseTakenBack():
+                taken_back[event.machine] += event.samples
+            case ContributionDropped():
+                dropped[event.machine] += event.samples
+            case GuestLost() | GuestLeft():
+                taken_back[event.machine] += event.samples_taken_back
+                lost[event.machine] += isinstance(event, GuestLost)
+    total = sum(row.samples for rows in seen.values() for row in rows)
     machines = []
     for name, rows in seen.items():
-        samples = sum(integer(row, "samples") for row in rows)
-        active = [row for row in rows if integer(row, "samples")]
+        samples = sum(row.samples for row in rows)
+        active = [row for row in rows if row.samples]
         machines.append(
             MachineSummary(
-                name=name,
-                role=clean(rows[-1].get("role")),
-                device=clean(rows[-1].get("device")),
+                name=clean(name),
+                role=rows[-1].role,
+                device=clean(rows[-1].device),
                 samples=samples,
                 share=samples / total if total else 0.0,
                 steps=len(active),
-                micro_batch=_whole(_median(number(row, "micro_batch") for row in active)),
-                rate=_median(number(row, "rate") for row in active),
-                busy=_median(number(row, "busy") for row in active),
+                micro_batch=_whole(_median(row.micro_batch for row in active)),
+                rate=_median(row.rate for row in active),
+                busy=_median(row.busy for row in active),
                 taken_back_samples=taken_back[name],
                 dropped_samples=dropped[name],
                 times_lost=lost[name],
@@ -232,43 +236,39 @@ def _machines(events: Sequence[Event], steps: Sequence[Event]) -> tuple[MachineS
     return tuple(sorted(machines, key=lambda m: (m.role != "host", -m.samples)))
 
 
-def _present(step: Event) -> list[Event]:
+def _present(step: StepEnded) -> list[MachineFigures]:
     """Who could have helped in this step. To leave out one that sat out would flatter the numbers."""
-    rows = [m for m in step.get("machines") or () if isinstance(m, Mapping)]
-    return [m for m in rows if integer(m, "samples") or m.get("state") in ("computing", "late", "sitting out")]
+    return [m for m in step.machines if m.samples or m.state in ("computing", "late", "sitting out")]
 
 
-def _predicted_s(step: Event) -> float | None:
+def _predicted_s(step: StepEnded) -> float | None:
     """The shares' time and the update after it."""
-    predicted_s = number(step, "predicted_s")
-    return None if predicted_s is None else predicted_s + (number(step, "update_s") or 0.0)
+    return None if step.predicted_s is None else step.predicted_s + step.update_s
 
 
-def _off(step: Event) -> float | None:
-    predicted_s, step_s = _predicted_s(step), number(step, "step_s")
-    return step_s / predicted_s - 1 if predicted_s and step_s is not None else None
+def _off(step: StepEnded) -> float | None:
+    predicted_s = _predicted_s(step)
+    return step.step_s / predicted_s - 1 if predicted_s else None
 
 
-def _efficiency(steps: Sequence[Event]) -> float | None:
+def _efficiency(steps: Sequence[StepEnded]) -> float | None:
     """Over the steps in which every machine's own rate was known."""
     done = possible = 0.0
     for step in steps:
-        rates = [number(m, "rate") for m in _present(step)]
+        rates = [m.rate for m in _present(step)]
         known = [rate for rate in rates if rate is not None]
-        step_s = number(step, "step_s")
-        if step_s and known and len(known) == len(rates):
-            done += sum(integer(m, "samples") for m in _present(step))
-            possible += step_s * sum(known)
+        if step.step_s and known and len(known) == len(rates):
+            done += sum(m.samples for m in _present(step))
+            possible += step.step_s * sum(known)
     return done / possible if possible else None
 
 
-def _recovery(steps: Sequence[Event]) -> float | None:
+def _recovery(steps: Sequence[StepEnded]) -> float | None:
     values: list[float | None] = []
     for step in steps:
-        speedup = number(step, "speedup")
         rates = {"host": 0.0, "guest": 0.0}
         for machine in _present(step):
-            rates["host" if machine.get("role") == "host" else "guest"] += number(machine, "rate") or 0.0
-        if speedup is not None and all(rates.values()):
-            values.append((speedup - 1) / (rates["guest"] / rates["host"]))
+            rates[machine.role] += machine.rate or 0.0
+        if step.speedup is not None and all(rates.values()):
+            values.append((step.speedup - 1) / (rates["guest"] / rates["host"]))
     return _median(values)

@@ -1,11 +1,12 @@
-"""A run's summary as text for a terminal or a log. It does not know where the numbers come from."""
+"""A run's summary as text for a terminal or a log."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from potluck.report.messages import loss_text
+from potluck.report.messages import loss_text, wire_text
 from potluck.report.summary import MachineSummary, Summary
+from potluck.report.table import table_lines
 from potluck.report.text import clean
 from potluck.units import (
     bytes_text,
@@ -17,12 +18,12 @@ from potluck.units import (
 )
 
 
-def summary_text(summary: Summary, planned_s: float | None = None) -> str:
-    """Some ten lines and a table of the machines. `planned_s`: seconds a step that a plan promised."""
+def summary_text(summary: Summary) -> str:
+    """About ten lines and a table of the machines."""
     facts = _facts(summary)
-    if planned_s and summary.step_s:
-        off = summary.step_s / planned_s - 1
-        facts.append(("plan", f"{seconds_text(planned_s)} a step, before the run; {_came(off)}"))
+    if summary.planned_s and summary.step_s:
+        off = summary.step_s / summary.planned_s - 1
+        facts.append(("plan", f"{seconds_text(summary.planned_s)} a step, before the run; {_came(off)}"))
     lines = [f"{label:<12}{text}" for label, text in facts]
     table = _table(summary.machines)
     return "\n".join([*lines, "", *table] if table else lines)
@@ -72,23 +73,22 @@ def _fleet_facts(s: Summary) -> list[tuple[str, str]]:
     facts.append(
         (
             "wire",
-            f"{bytes_text(s.bytes_up)} of gradients in, {bytes_text(s.bytes_down)} of weights out "
-            f"({bytes_text((s.bytes_up + s.bytes_down) / each)} a step)",
+            f"{wire_text(s.bytes_up, s.bytes_down)} ({bytes_text((s.bytes_up + s.bytes_down) / each)} a step)",
         )
     )
     return facts
 
 
 def _came(off: float) -> str:
-    """How far what was measured is off."""
+    """How far the measured time is off."""
     return "as it came" if abs(off) < 0.0005 else f"it took {abs(off):.1%} {'more' if off > 0 else 'less'}"
 
 
 def _table(machines: Sequence[MachineSummary]) -> list[str]:
     if not machines:
         return []
-    rows = [("machine", "role", "device", "samples", "at once", "share", "rate", "busy", "notes")]
-    rows += [
+    header = ("machine", "role", "device", "samples", "at once", "share", "rate", "busy", "notes")
+    rows = [
         (
             clean(m.name, 24),
             m.role,
@@ -102,14 +102,7 @@ def _table(machines: Sequence[MachineSummary]) -> list[str]:
         )
         for m in machines
     ]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    right = {3, 4, 5, 6, 7}
-    return [
-        "  ".join(
-            cell.rjust(widths[i]) if i in right else cell.ljust(widths[i]) for i, cell in enumerate(row)
-        ).rstrip()
-        for row in rows
-    ]
+    return [line.plain.rstrip() for line in table_lines(header, rows, right=range(3, 8), rule=False)]
 
 
 def _notes(machine: MachineSummary) -> str:

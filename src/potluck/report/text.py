@@ -1,12 +1,8 @@
-"""Text that a stream can show: control characters out, ASCII where UTF-8 cannot be written.
-
-It does not know what the text says.
-"""
+"""Text that a stream can show: without control characters, and in ASCII where UTF-8 cannot be written."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, TextIO
+from typing import TextIO
 
 from potluck.units import printable
 
@@ -34,19 +30,8 @@ def fitted(text: str, stream: object) -> str:
     return text.encode(encoding, "replace").decode(encoding, "replace")
 
 
-def number(event: Mapping[str, Any], key: str) -> float | None:
-    """The event's number, or None where it is missing or no number: an old log must not stop a report."""
-    value = event.get(key)
-    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
-
-
-def integer(event: Mapping[str, Any], key: str) -> int:
-    value = number(event, key)
-    return int(value) if value is not None and value == value and abs(value) < 2**63 else 0
-
-
 class Output:
-    """Lines to a stream, at once; silent once the reader is gone: a closed pipe must not end a run."""
+    """Writes lines and flushes each. Silent once the reader is gone: a closed pipe must not end a run."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -1,4 +1,4 @@
-"""Round numbers for an axis. It does not know what the axis shows."""
+"""Round numbers for an axis."""
 
 from __future__ import annotations
 

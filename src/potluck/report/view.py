@@ -1,49 +1,50 @@
-"""Views of a run while it goes on: plain lines, JSON lines, silence, or the live view in a terminal.
-
-A view is given events and shows them; it does not know who makes them, and nothing it does can stop a run.
-"""
+"""Views of a run while it goes on: plain lines, JSON lines, nothing, or the live view in a terminal."""
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import sys
 import threading
-from collections.abc import Mapping
-from typing import Any, Literal, Protocol, TextIO
+import time
+from collections.abc import Callable
+from typing import Literal, TextIO
 
 from potluck.report.messages import describe, end_text, eta_text, loss_text, steps_text
-from potluck.report.text import Output, clean, integer, number, writes_utf8
+from potluck.report.repeats import Repeats
+from potluck.report.text import Output, clean, writes_utf8
+from potluck.spec.events import MachineFigures, RunEnded, RunEvent, RunNote, RunStarted, StepEnded, to_json
+from potluck.train.events import View
 from potluck.units import count_text, factor_text, rate_text, seconds_text
 
-Event = Mapping[str, Any]
 Mode = Literal["auto", "live", "plain", "json", "quiet"]
 
 
-class View(Protocol):
-    """Shows events; both methods may be called from any thread."""
-
-    def event(self, event: dict[str, Any]) -> None:
-        """Show one event, cheaply: this runs beside training."""
-
-    def close(self) -> None:
-        """Leave the terminal as it was; events that come later are ignored."""
-
-
 def make_view(mode: Mode = "auto", stream: TextIO | None = None) -> View:
-    """The view for this mode; "auto" is live on a terminal that can show it, and plain elsewhere."""
+    """The view for this mode; "auto" is live in a notebook and on a terminal that can show it, plain elsewhere."""
     stream = sys.stdout if stream is None else stream
     if mode == "quiet":
         return QuietView()
     if mode == "json":
         return JsonView(stream)
+    if mode == "auto" and in_notebook():
+        from potluck.report.notebook_view import NotebookView
+
+        return NotebookView()
     if mode == "live" or (mode == "auto" and can_be_live(stream)):
         # Here, because rich takes longer to import than everything else in `potluck --help`.
         from potluck.report.live import LiveView
 
         return LiveView(stream)
     return PlainView(stream)
+
+
+def in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook."""
+    if "IPython" not in sys.modules:
+        return False
+    import IPython
+
+    return hasattr(IPython.get_ipython(), "kernel")
 
 
 def can_be_live(stream: TextIO) -> bool:
@@ -59,7 +60,7 @@ def can_be_live(stream: TextIO) -> bool:
 class QuietView:
     """Shows nothing."""
 
-    def event(self, event: dict[str, Any]) -> None:
+    def event(self, event: RunEvent) -> None:
         pass
 
     def close(self) -> None:
@@ -74,12 +75,8 @@ class JsonView:
         self._lock = threading.Lock()
         self._closed = False
 
-    def event(self, event: dict[str, Any]) -> None:
-        try:
-            line = json.dumps(event, allow_nan=False)
-        except ValueError:
-            # A loss of NaN is news, but NaN is no JSON.
-            line = json.dumps(_finite(event))
+    def event(self, event: RunEvent) -> None:
+        line = to_json(event).decode()
         with self._lock:
             if not self._closed:
                 self._output.line(line)
@@ -90,98 +87,92 @@ class JsonView:
 
 
 class PlainView:
-    """A line for each step, and one for whatever else happens. Never coloured: logs are made of it."""
+    """A line for each step and for each other event. Never coloured: logs are made of it.
 
-    def __init__(self, stream: TextIO) -> None:
+    Warnings about one guest that repeat within seconds are one line with a count.
+    """
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._output = Output(stream)
+        self._repeats = Repeats(clock)
         self._lock = threading.Lock()
         self._closed = False
 
-    def event(self, event: dict[str, Any]) -> None:
-        lines = _plain_lines(event)
+    def event(self, event: RunEvent) -> None:
         with self._lock:
             if not self._closed:
-                for line in lines:
+                for line in self._lines(event):
                     self._output.line(line)
 
     def close(self) -> None:
         with self._lock:
+            if not self._closed:
+                for line in self._repeats.rest():
+                    self._output.line(line)
             self._closed = True
 
+    def _lines(self, event: RunEvent) -> list[str]:
+        match event:
+            case RunStarted():
+                return _start_lines(event)
+            case StepEnded():
+                return [*self._repeats.due(), _step_line(event)]
+            case RunEnded():
+                folder = [f"run folder: {clean(event.folder)}"] if event.folder else []
+                return [*self._repeats.rest(), end_text(event), *folder]
+        message = describe(event)
+        if message is None:
+            return []
+        mark = "! " if message.level in ("warn", "bad") else "" if isinstance(event, RunNote) else "* "
+        if message.level == "warn" and message.about[1]:
+            return [*self._repeats.due(), *self._repeats.add(message.about[:2], mark, message.text)]
+        return [mark + message.text]
 
-def _plain_lines(event: Event) -> list[str]:
-    kind = event.get("event")
-    if kind == "run_start":
-        return _start_lines(event)
-    if kind == "step":
-        return [_step_line(event)]
-    if kind == "run_end":
-        lines = [end_text(event)]
-        return [*lines, f"run folder: {clean(event.get('folder'))}"] if event.get("folder") else lines
-    message = describe(event)
-    if message is None:
-        return []
-    mark = "! " if message.level in ("warn", "bad") else "" if kind == "note" else "* "
-    return [mark + message.text]
 
-
-def _start_lines(event: Event) -> list[str]:
-    steps = f"{event['steps']} steps" if event.get("steps") else "steps without end"
+def _start_lines(event: RunStarted) -> list[str]:
+    steps = f"{event.steps} steps" if event.steps else "steps without end"
     facts = [
-        clean(event.get("recipe")) or "training",
-        f"{count_text(number(event, 'parameters'))} parameters",
-        f"{steps} of {integer(event, 'global_batch')} samples",
-        f"{clean(event.get('machine'))} on {clean(event.get('device'))}",
+        clean(event.recipe) or "training",
+        f"{count_text(event.parameters)} parameters",
+        f"{steps} of {event.global_batch} samples",
+        f"{clean(event.machine)} on {clean(event.device)}",
     ]
-    if event.get("trained_parameters") not in (None, event.get("parameters")):
-        facts.insert(2, f"{count_text(number(event, 'trained_parameters'))} of them trained")
-    lines = [f"run {clean(event.get('run_id'))}: {', '.join(facts)}"]
-    if event.get("join"):
-        lines.append(f"guests may join at any time; codec {clean(event.get('codec'))}")
-    if event.get("resumed_from") is not None:
-        lines.append(f"resumed after step {integer(event, 'resumed_from')}")
+    if event.trained_parameters != event.parameters:
+        facts.insert(2, f"{count_text(event.trained_parameters)} of them trained")
+    lines = [f"run {clean(event.run_id)}: {', '.join(facts)}"]
+    if event.join:
+        lines.append(f"guests may join at any time; codec {clean(event.codec)}")
+    if event.resumed_from is not None:
+        lines.append(f"resumed after step {event.resumed_from}")
     return lines
 
 
-def _step_line(event: Event) -> str:
+def _step_line(event: StepEnded) -> str:
     facts = [
         f"step {steps_text(event)}",
-        f"loss {loss_text(number(event, 'loss'))}",
-        seconds_text(number(event, "step_s")),
-        rate_text(number(event, "samples_per_s"), "samples"),
+        f"loss {loss_text(event.loss)}",
+        seconds_text(event.step_s),
+        rate_text(event.samples_per_s, "samples"),
     ]
-    if number(event, "tokens_per_s") is not None:
-        facts.append(rate_text(number(event, "tokens_per_s"), "tokens"))
-    if (mfu := number(event, "mfu")) is not None:
-        facts.append(f"MFU {mfu:.0%}")
-    if number(event, "speedup") is not None:
-        facts.append(f"{factor_text(number(event, 'speedup'))} alone")
-    eta_s = number(event, "eta_s")
-    if eta_s is not None:
-        facts.append(f"ETA {eta_text(eta_s)}")
-    machines = [m for m in event.get("machines") or () if isinstance(m, Mapping)]
-    if len(machines) > 1:
-        facts.append(" + ".join(f"{clean(m.get('name'), 24)} {_samples_text(m)}" for m in machines))
-    elif machines and integer(machines[0], "micro_batch"):
-        facts.append(f"{integer(machines[0], 'micro_batch')} at once")
-    if event.get("applied") is False:
+    if event.tokens_per_s is not None:
+        facts.append(rate_text(event.tokens_per_s, "tokens"))
+    if event.mfu is not None:
+        facts.append(f"MFU {event.mfu:.0%}")
+    if event.speedup is not None:
+        facts.append(f"{factor_text(event.speedup)} alone")
+    if event.eta_s is not None:
+        facts.append(f"ETA {eta_text(event.eta_s)}")
+    if len(event.machines) > 1:
+        facts.append(" + ".join(f"{clean(m.name, 24)} {_samples_text(m)}" for m in event.machines))
+    elif event.machines and event.machines[0].micro_batch:
+        facts.append(f"{event.machines[0].micro_batch} at once")
+    if not event.applied:
         facts.append("not applied")
-    if integer(event, "dropped"):
-        facts.append(f"{integer(event, 'dropped')} dropped")
+    if event.dropped:
+        facts.append(f"{event.dropped} dropped")
     return "  ".join(facts)
 
 
-def _samples_text(machine: Event) -> str:
-    """'48 by 16': so many samples, at most so many at once."""
-    at_once = integer(machine, "micro_batch")
-    return f"{integer(machine, 'samples')}" + (f" by {at_once}" if at_once else "")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return value
+def _samples_text(machine: MachineFigures) -> str:
+    """'48 by 16': 48 samples, at most 16 at once."""
+    return f"{machine.samples}" + (f" by {machine.micro_batch}" if machine.micro_batch else "")

@@ -8,8 +8,8 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+
+from msgspec import Struct
 
 from potluck.spec.rig import Machine, Rig, Workload
 
@@ -25,8 +25,7 @@ _TOPK_BYTES = 6.0
 _TOPK_RATIO = 0.01
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MachineFacts:
+class MachineFacts(Struct, frozen=True, kw_only=True):
     """One machine of a rig, at its first speed."""
 
     name: str
@@ -42,8 +41,7 @@ class MachineFacts:
     """The same with the rig's codec, for one of the two directions."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RigFacts:
+class RigFacts(Struct, frozen=True, kw_only=True):
     """A rig, in numbers."""
 
     parameters: int
@@ -59,9 +57,6 @@ class RigFacts:
     shares: dict[str, int] | None
     """Samples of each machine in the first step, for whole_sample_speedup."""
     machines: tuple[MachineFacts, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "machines": [asdict(m) for m in self.machines]}
 
 
 def parameters(workload: Workload) -> int:

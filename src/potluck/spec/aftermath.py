@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from potluck.spec.outcome import FaultDone, Incident, Outcome
 
@@ -14,8 +13,7 @@ LOST = ("guest_lost", "guest_left", "guest_refused")
 BACK = "guest_joined"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Aftermath:
+class Aftermath(Struct, frozen=True, kw_only=True):
     """The faults of one run and their effect. Programs read these names from JSON: do not rename them."""
 
     applied: tuple[FaultDone, ...]
@@ -35,13 +33,6 @@ class Aftermath:
     median_step_s: float | None
     """Median duration of the steps after the warm-up."""
 
-    def to_dict(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "applied": [dataclasses.asdict(fault) for fault in self.applied]}
-
-    @classmethod
-    def from_dict(cls, table: Mapping[str, Any]) -> Aftermath:
-        return cls(**{**table, "applied": tuple(FaultDone(**fault) for fault in table["applied"])})
-
 
 def aftermath(outcome: Outcome, warm_up: int) -> Aftermath | None:
     """The effect of the run's faults; None for a run without faults."""
@@ -53,7 +44,7 @@ def aftermath(outcome: Outcome, warm_up: int) -> Aftermath | None:
     usual = [s.step_s for s in outcome.steps[warm_up:]]
     return Aftermath(
         applied=tuple(
-            dataclasses.replace(
+            replace(
                 fault,
                 start=round(fault.start - outcome.started_at, 3),
                 end=round(fault.end - outcome.started_at, 3),

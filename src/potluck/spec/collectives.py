@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import force_setattr
 
 from potluck.errors import UserError
 
@@ -22,8 +23,7 @@ _SIZE = re.compile(r"(\d+)\s*([kmg]?)(i?b)?", re.IGNORECASE)
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CollectiveRow:
+class CollectiveRow(Struct, frozen=True, kw_only=True):
     """One size on one backend."""
 
     backend: str
@@ -41,25 +41,20 @@ class CollectiveRow:
     link_bytes_per_s: float | None = None
     """Rate of the slowest link between two ranks, if known."""
 
-    @property
-    def algbw(self) -> float:
-        """Bytes of the tensor per second."""
-        return self.size_bytes / self.time_s if self.time_s > 0 else 0.0
+    algbw: float = 0.0
+    """Bytes of the tensor per second. This and the next two follow from the fields above."""
+    busbw: float = 0.0
+    """The least bytes per second that each rank must have sent; compare it with the rate of a link."""
+    bound_s: float | None = None
+    """Time of a perfect ring over this link."""
 
-    @property
-    def busbw(self) -> float:
-        """The least bytes per second that each rank must have sent; compare it with the rate of a link."""
-        return self.algbw * bus_factor(self.op, self.world)
-
-    @property
-    def bound_s(self) -> float | None:
-        """Time of a perfect ring over this link."""
-        if not self.link_bytes_per_s:
-            return None
-        return self.size_bytes * bus_factor(self.op, self.world) / self.link_bytes_per_s
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"algbw": self.algbw, "busbw": self.busbw, "bound_s": self.bound_s}
+    def __post_init__(self) -> None:
+        factor = bus_factor(self.op, self.world)
+        algbw = self.size_bytes / self.time_s if self.time_s > 0 else 0.0
+        force_setattr(self, "algbw", algbw)
+        force_setattr(self, "busbw", algbw * factor)
+        bound_s = self.size_bytes * factor / self.link_bytes_per_s if self.link_bytes_per_s else None
+        force_setattr(self, "bound_s", bound_s)
 
 
 def bus_factor(op: str, world: int) -> float:

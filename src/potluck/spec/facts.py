@@ -1,23 +1,22 @@
 """Facts about a machine and about the connection between two: the data in `facts.json`, and how it is read.
 
-None means not known.
+None means not known. Keys of newer versions are ignored.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import types
-import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
+from msgspec import Struct
+
+from potluck import checked
 from potluck.errors import UserError
 from potluck.spec.probed import ProbedPath
 
 FORMAT = 1
-T = TypeVar("T")
+_AGAIN = "make the file again: potluck doctor --save FILE"
 
 ETHERNET, WIFI, THUNDERBOLT, VPN = "ethernet", "wifi", "thunderbolt", "vpn"
 CONTAINER, LOOPBACK, OTHER = "container", "loopback", "other"
@@ -26,8 +25,7 @@ CONNECTED, REFUSED, TIMEOUT, NO_ROUTE = "connected", "refused", "timeout", "no r
 DENIED, UNKNOWN_NAME, FAILED = "denied", "unknown name", "failed"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Interface:
+class Interface(Struct, frozen=True, kw_only=True):
     """One network interface."""
 
     name: str
@@ -40,8 +38,7 @@ class Interface:
     speed_mbit: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
+class Route(Struct, frozen=True, kw_only=True):
     """Where packets to an address leave this machine."""
 
     to: str
@@ -51,16 +48,14 @@ class Route:
     """State of the address in the neighbour table: reachable or failed; None if it is not on this network."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostsLine:
+class HostsLine(Struct, frozen=True, kw_only=True):
     """One line of the hosts file."""
 
     address: str
     names: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lookup:
+class Lookup(Struct, frozen=True, kw_only=True):
     """One query to the resolver: the addresses of a name, or the name of an address."""
 
     asked: str
@@ -71,8 +66,7 @@ class Lookup:
     """False if there was no answer within `seconds`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Port:
+class Port(Struct, frozen=True, kw_only=True):
     """A port of this machine that is needed, and the process that uses it."""
 
     number: int
@@ -82,8 +76,7 @@ class Port:
     """What needs it: --port, MASTER_PORT, torchrun's default."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Firewall:
+class Firewall(Struct, frozen=True, kw_only=True):
     """One firewall and what it does with connections from outside."""
 
     tool: str
@@ -102,8 +95,7 @@ class Firewall:
     """The command whose output shows this."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ipv6:
+class Ipv6(Struct, frozen=True, kw_only=True):
     """Which parts of IPv6 work."""
 
     sockets: bool = True
@@ -114,8 +106,7 @@ class Ipv6:
     """Whether it is disabled by a setting (disable_ipv6)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cpu:
+class Cpu(Struct, frozen=True, kw_only=True):
     name: str = ""
     physical: int = 1
     logical: int = 1
@@ -123,8 +114,7 @@ class Cpu:
     """Physical cores that this process may use, within affinity and quota."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Disk:
+class Disk(Struct, frozen=True, kw_only=True):
     """The file system of the folder that holds runs."""
 
     path: str
@@ -133,8 +123,7 @@ class Disk:
     error: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Power:
+class Power(Struct, frozen=True, kw_only=True):
     on_battery: bool | None = None
     percent: float | None = None
     sleeps_after_s: float | None = None
@@ -142,8 +131,7 @@ class Power:
     how: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gpu:
+class Gpu(Struct, frozen=True, kw_only=True):
     vendor: str
     """nvidia, amd, apple."""
     name: str = ""
@@ -151,8 +139,7 @@ class Gpu:
     how: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Torch:
+class Torch(Struct, frozen=True, kw_only=True):
     version: str | None = None
     cuda_build: str | None = None
     hip_build: str | None = None
@@ -162,8 +149,7 @@ class Torch:
     error: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Orphan:
+class Orphan(Struct, frozen=True, kw_only=True):
     """A training process whose parent has ended."""
 
     pid: int
@@ -175,15 +161,13 @@ class Orphan:
     """Whether the process itself names its owner, and that owner is gone."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
+class Checkpoint(Struct, frozen=True, kw_only=True):
     path: str
     whole: bool
     why: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SshHost:
+class SshHost(Struct, frozen=True, kw_only=True):
     """One attempt to log in without a password."""
 
     host: str
@@ -194,8 +178,7 @@ class SshHost:
     """Output of Python on that machine, if it ran."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class Facts(Struct, frozen=True, kw_only=True):
     """One machine."""
 
     name: str
@@ -210,7 +193,7 @@ class Facts:
     python: str = ""
     potluck: str = ""
     protocol: int = 0
-    torch: Torch = field(default_factory=Torch)
+    torch: Torch = Torch()
     interfaces: tuple[Interface, ...] = ()
     default_address: str | None = None
     """The address that `potluck host` listens on: that of the default route, if there is one."""
@@ -218,18 +201,18 @@ class Facts:
     hosts: tuple[HostsLine, ...] = ()
     hosts_path: str = "/etc/hosts"
     lookups: tuple[Lookup, ...] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = {}
     """Environment variables about networks and threads; no secrets."""
     ports: tuple[Port, ...] = ()
     firewalls: tuple[Firewall, ...] = ()
-    ipv6: Ipv6 = field(default_factory=Ipv6)
-    cpu: Cpu = field(default_factory=Cpu)
+    ipv6: Ipv6 = Ipv6()
+    cpu: Cpu = Cpu()
     memory_bytes: int | None = None
     memory_free_bytes: int | None = None
     model_parameters: int | None = None
     """Parameters of the model to be trained, if given with --parameters."""
     disk: Disk | None = None
-    power: Power = field(default_factory=Power)
+    power: Power = Power()
     gpus: tuple[Gpu, ...] = ()
     orphans: tuple[Orphan, ...] = ()
     checkpoints: tuple[Checkpoint, ...] = ()
@@ -240,8 +223,7 @@ class Facts:
         return next((i for i in self.interfaces if i.name == name), None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reach:
+class Reach(Struct, frozen=True, kw_only=True):
     """One attempt to open a TCP connection."""
 
     machine: str
@@ -257,8 +239,7 @@ class Reach:
     route: Route | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Transfer:
+class Transfer(Struct, frozen=True, kw_only=True):
     """One message over the encrypted connection, and whether it arrived."""
 
     direction: str
@@ -268,8 +249,7 @@ class Transfer:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Between:
+class Between(Struct, frozen=True, kw_only=True):
     """The connection between this machine and another, tested from this one."""
 
     target: str
@@ -281,7 +261,7 @@ class Between:
     """"" (not tried), ok, or what went wrong."""
     partner: str = ""
     """doctor, host, probe, silent (connected, but it does not answer), or "" (not connected)."""
-    partner_versions: Mapping[str, str] = field(default_factory=dict)
+    partner_versions: Mapping[str, str] = {}
     transfers: tuple[Transfer, ...] = ()
     paths: tuple[ProbedPath, ...] = ()
     """How fast each address of the other machine is, measured in a moment; the used one first."""
@@ -292,8 +272,7 @@ class Between:
         return next((r for r in self.reaches if r.wanted and r.outcome == CONNECTED), None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class Case(Struct, frozen=True, kw_only=True):
     """The facts that the doctor examines: the content of `facts.json`."""
 
     here: Facts
@@ -302,14 +281,10 @@ class Case:
     format: int = FORMAT
 
 
-def to_json(case: Case) -> str:
-    return json.dumps(dataclasses.asdict(case), indent=1) + "\n"
-
-
 def from_json(text: str | bytes) -> Case:
     """The case in a JSON text; raises UserError if it is not valid."""
     try:
-        value = json.loads(text)
+        value: Any = json.loads(text)
     except (ValueError, RecursionError):
         raise UserError(
             "the facts file is not valid JSON", hint="make one with: potluck doctor --save FILE"
@@ -325,59 +300,4 @@ def from_json(text: str | bytes) -> Case:
             "this file was saved by potluck probe: it has speeds, but no facts for the doctor",
             hint="use it with: potluck plan --facts FILE; make one for the doctor with: potluck doctor --save FILE",
         )
-    return from_plain(Case, value, "facts")
-
-
-def machine_to_dict(facts: Facts) -> dict[str, Any]:
-    return dataclasses.asdict(facts)
-
-
-def machine_from_dict(value: Any) -> Facts:
-    """Facts sent by another machine, checked like a file."""
-    return from_plain(Facts, value, "facts")
-
-
-def from_plain(kind: type[T], value: Any, where: str) -> T:
-    """A dataclass from parsed JSON. Unknown keys are ignored, so that facts of newer versions can be read."""
-    if not isinstance(value, Mapping):
-        raise _wrong(where, "an object", value)
-    hints = typing.get_type_hints(kind)
-    known = [f.name for f in dataclasses.fields(typing.cast(Any, kind))]
-    given = {name: _converted(value[name], hints[name], f"{where}.{name}") for name in known if name in value}
-    try:
-        return kind(**given)
-    except TypeError as error:
-        raise UserError(
-            f"{where} is incomplete: {error}", hint="make the file again: potluck doctor --save FILE"
-        ) from None
-
-
-def _converted(value: Any, hint: Any, where: str) -> Any:
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union):
-        if value is None:
-            return None
-        return _converted(value, next(a for a in arguments if a is not type(None)), where)
-    if origin is tuple:
-        if not isinstance(value, list | tuple):
-            raise _wrong(where, "a list", value)
-        return tuple(_converted(item, arguments[0], f"{where}[{n}]") for n, item in enumerate(value))
-    if origin is Mapping:
-        if not isinstance(value, Mapping):
-            raise _wrong(where, "an object", value)
-        return {str(k): _converted(v, arguments[1], f"{where}.{k}") for k, v in value.items()}
-    if dataclasses.is_dataclass(hint):
-        return from_plain(typing.cast(type[Any], hint), value, where)
-    if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
-    if type(value) is not hint:
-        raise _wrong(
-            where, {int: "a whole number", str: "text", bool: "true or false"}.get(hint, "a number"), value
-        )
-    return value
-
-
-def _wrong(where: str, wanted: str, value: Any) -> UserError:
-    return UserError(
-        f"{where} is {str(value)[:40]!r}, not {wanted}", hint="make the file again: potluck doctor --save FILE"
-    )
+    return checked.convert(value, Case, where="facts", error=UserError, hint=_AGAIN)

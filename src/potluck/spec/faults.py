@@ -5,59 +5,51 @@ Users' files use these keys: add keys, never rename one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Literal, get_args
 
+from msgspec import Meta, Struct
+from msgspec.structs import replace
+
+from potluck import checked
 from potluck.errors import ConfigError
-from potluck.spec import toml_file
-from potluck.spec.config import build, nearest
-from potluck.spec.rig import GUEST, Rig
+from potluck.spec.rig import GUEST, Mbit, Rig, StepNumber
 
-Kind = Literal["delay", "limit", "blackhole", "reset", "half-open", "truncate", "flip", "stop", "kill"]
+LinkKind = Literal["delay", "limit", "blackhole", "reset", "half-open", "truncate", "flip"]
+ProcessKind = Literal["stop", "kill"]
 Direction = Literal["both", "up", "down"]
+Seconds = Annotated[float, Meta(ge=0, le=1e6)]
 
-LINK_KINDS = ("delay", "limit", "blackhole", "reset", "half-open", "truncate", "flip")
-PROCESS_KINDS = ("stop", "kill")
+LINK_KINDS = get_args(LinkKind)
+PROCESS_KINDS = get_args(ProcessKind)
 MOST_FAULTS = 1000
 _AT_ONCE = ("reset", "kill")
 """Kinds that may be momentary: for_s is not required."""
-_KEYS = ["about", "fault"]
 _OWN_KEYS = {"delay_ms": ("delay",), "mbit": ("limit",), "return_after_s": ("kill",), "direction": LINK_KINDS}
 _NEEDED = {"delay": "delay_ms", "limit": "mbit"}
-_LIMITS = {
-    "at_step": (1, 1e6),
-    "at_s": (0, 1e6),
-    "for_s": (0, 1e6),
-    "delay_ms": (1e-3, 600_000),
-    "mbit": (1e-3, 1e6),
-    "return_after_s": (0, 1e6),
-}
 _EXAMPLE = '[[fault]] with machine = "laptop", kind = "stop", at_step = 6, for_s = 12'
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedFault:
+class PlannedFault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One fault of one guest or of its link."""
 
     machine: str | None = None
     """The affected guest; the rig's first guest if not given."""
-    kind: Kind
+    kind: Literal[LinkKind, ProcessKind]
     """delay, limit, blackhole, reset, half-open, truncate, flip: the link. stop, kill: the guest's process."""
-    at_step: int | None = None
+    at_step: StepNumber | None = None
     """Begin when this step begins, counted from 1."""
-    at_s: float | None = None
+    at_s: Seconds | None = None
     """Begin this many seconds after the first step began."""
-    for_s: float = 0.0
+    for_s: Seconds = 0.0
     """Duration in seconds."""
-    delay_ms: float | None = None
+    delay_ms: Annotated[float, Meta(ge=1e-3, le=600_000)] | None = None
     """For delay: the added delay, each way."""
-    mbit: float | None = None
+    mbit: Mbit | None = None
     """For limit: the rate of the link in Mbit/s."""
     direction: Direction = "both"
     """The affected direction of the link: up is from the guest to the host."""
-    return_after_s: float | None = None
+    return_after_s: Seconds | None = None
     """For kill: start the guest again after this many seconds; never if not given."""
 
     def __post_init__(self) -> None:
@@ -67,12 +59,6 @@ class PlannedFault:
                 f"{self.kind}: both at_step and at_s" if both else f"{self.kind}: neither at_step nor at_s",
                 hint="say once when it begins: at_step = 6, or at_s = 30",
             )
-        for name, (least, most) in _LIMITS.items():
-            value = getattr(self, name)
-            if value is not None and not least <= value <= most:
-                raise ConfigError(
-                    f"{self.kind}: {name} is {value}", hint=f"{name} must be from {least:g} to {most:g}"
-                )
         for name, kinds in _OWN_KEYS.items():
             default = "both" if name == "direction" else None
             if self.kind not in kinds and getattr(self, name) != default:
@@ -117,12 +103,18 @@ class PlannedFault:
         return words[self.kind] + lasts + way
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FaultPlan:
+class FaultPlan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"faults": "fault"}):
     """All faults of one run."""
 
     about: str = ""
-    faults: tuple[PlannedFault, ...] = field(default=())
+    faults: tuple[PlannedFault, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.faults) <= MOST_FAULTS:
+            raise ConfigError(
+                f"it has {len(self.faults) or 'no'} faults",
+                hint=_EXAMPLE if not self.faults else f"at most {MOST_FAULTS}",
+            )
 
     def on(self, rig: Rig) -> FaultPlan:
         """The same plan with every machine named, checked against the rig's machines and number of steps."""
@@ -130,39 +122,12 @@ class FaultPlan:
 
 
 def read_text(path: Path) -> str:
-    return toml_file.read_text(path, missing="give a file of faults", example="give a file of faults")
+    return checked.read_text(path, missing="give a file of faults", example=_EXAMPLE)
 
 
 def loads(text: str, where: str) -> FaultPlan:
-    """The fault plan in a TOML text. Errors begin with `where`."""
-    return toml_file.loads(text, where, parse, example=_EXAMPLE)
-
-
-def parse(table: Mapping[str, Any]) -> FaultPlan:
-    """The fault plan from parsed TOML."""
-    for key in table:
-        if key not in _KEYS:
-            raise ConfigError(f"there is no key {key!r}", hint=nearest(key, _KEYS))
-    about, tables = table.get("about", ""), table.get("fault", [])
-    if not isinstance(about, str):
-        raise ConfigError(f"about is {about!r}", hint="about must be text, in quotes")
-    if not isinstance(tables, list) or not all(isinstance(t, Mapping) for t in tables):
-        raise ConfigError("fault is not a list of tables", hint="write [[fault]] (two brackets) for each one")
-    if not 0 < len(tables) <= MOST_FAULTS:
-        raise ConfigError(
-            f"it has {len(tables) or 'no'} faults", hint=_EXAMPLE if not tables else f"at most {MOST_FAULTS}"
-        )
-    return FaultPlan(about=about, faults=tuple(_fault(t, number) for number, t in enumerate(tables, 1)))
-
-
-def _fault(table: Mapping[str, Any], number: int) -> PlannedFault:
-    values = {key.replace("-", "_"): value for key, value in table.items()}
-    try:
-        if "kind" not in values:
-            raise ConfigError("it has no kind", hint="kind is one of " + ", ".join((*LINK_KINDS, *PROCESS_KINDS)))
-        return build(PlannedFault, values)
-    except ConfigError as error:
-        raise ConfigError(f"fault number {number}: {error.what}", hint=error.hint) from error
+    """The fault plan in a TOML text. Errors begin with `where` and the line."""
+    return checked.from_toml(text, FaultPlan, where, example=_EXAMPLE)
 
 
 def _on(rig: Rig, fault: PlannedFault) -> PlannedFault:

@@ -9,20 +9,19 @@ The first steps are warm-up and count only for `samples_per_step`. None means no
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from potluck.spec import about
 from potluck.spec.aftermath import Aftermath, aftermath
 from potluck.spec.outcome import Outcome, StepDone
-from potluck.spec.rig import Machine, Rig, to_table
+from potluck.spec.rig import Machine, Rig
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Row(Struct, frozen=True, kw_only=True):
     """One strategy on one rig. Programs read these names from JSON: do not rename them."""
 
     strategy: str
@@ -42,21 +41,9 @@ class Row:
     predicted_s: float | None = None
     """Mean step time predicted by the plan from the rig alone."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """A table for JSON: a list instead of the tuple, None instead of NaN."""
-        table = {key: _finite(value) for key, value in dataclasses.asdict(self).items()}
-        span = self.samples_per_step
-        return {**table, "samples_per_step": None if span is None else list(span)}
 
-    @classmethod
-    def from_dict(cls, table: Mapping[str, Any]) -> Row:
-        span = table["samples_per_step"]
-        return cls(**{**table, "samples_per_step": None if span is None else (span[0], span[1])})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Results:
-    """The rows of all strategies on one rig, for tables and files."""
+class Results(Struct, frozen=True, kw_only=True):
+    """The rows of all strategies on one rig: the content of `results.json` and of `--json`."""
 
     rig: Rig
     rows: tuple[Row, ...]
@@ -67,10 +54,12 @@ class Results:
     """Measured samples/s of each machine alone."""
     box: str = ""
     """How the rig was emulated."""
-    notes: dict[str, str] = field(default_factory=dict)
+    notes: dict[str, str] = {}
     """Remarks on a row, by strategy."""
     faults: Aftermath | None = None
     """Injected faults and their effect; None without faults."""
+    gradient_ratio: dict[str, float | None] = {}
+    """Time to send fp32 gradients over each guest's link ÷ step time of the host alone."""
 
 
 def results(
@@ -86,31 +75,15 @@ def results(
     rows = (row(rig, outcome, alone, host_step_s, warm_up) for outcome in outcomes)
     return Results(
         rig=rig,
-        rows=tuple(dataclasses.replace(r, predicted_s=(predicted or {}).get(r.strategy)) for r in rows),
+        rows=tuple(replace(r, predicted_s=(predicted or {}).get(r.strategy)) for r in rows),
         ideal_speedup=ideal_speedup(rig, alone, warm_up),
         warm_up_steps=warm_up,
         alone=dict(alone),
         box=box,
         notes={outcome.strategy: outcome.note for outcome in outcomes if outcome.note},
+        gradient_ratio={guest.name: about.gradient_ratio(rig, guest) for guest in rig.guests},
         faults=next((found for o in outcomes if (found := aftermath(o, warm_up)) is not None), None),
     )
-
-
-def to_json(of: Results) -> dict[str, Any]:
-    """What `--json` writes. NaN becomes null; the key `faults` is absent without faults."""
-    faults = {} if of.faults is None else {"faults": of.faults.to_dict()}
-    return {
-        "rig": to_table(of.rig),
-        "ideal_speedup": _finite(of.ideal_speedup),
-        "rows": [row.to_dict() for row in of.rows],
-        "warm_up_steps": of.warm_up_steps,
-        "steps": of.rig.workload.steps,
-        "alone": {name: _finite(rate) for name, rate in of.alone.items()},
-        "box": of.box,
-        "gradient_ratio": {guest.name: about.gradient_ratio(of.rig, guest) for guest in of.rig.guests},
-        "notes": of.notes,
-        **faults,
-    }
 
 
 def row(rig: Rig, outcome: Outcome, alone: Mapping[str, float], host_step_s: float, warm_up: int) -> Row:
@@ -137,7 +110,9 @@ def row(rig: Rig, outcome: Outcome, alone: Mapping[str, float], host_step_s: flo
         efficiency=_efficiency(rig, outcome, alone, warm_up),
         recovery=None if speedup is None or ideal is None else _ratio(speedup - 1, ideal - 1),
         bytes_per_step=_bytes_per_step(outcome, warm_up),
-        loss=_finite(outcome.steps[-1].loss) if outcome.steps and not cut_short else None,
+        loss=outcome.steps[-1].loss
+        if outcome.steps and not cut_short and math.isfinite(outcome.steps[-1].loss)
+        else None,
         samples_per_step=(min(samples), max(samples)) if samples else None,
     )
 
@@ -235,7 +210,3 @@ def _ratio(above: float, below: float | None) -> float | None:
     if below is None or abs(below) < 1e-9 or not math.isfinite(above) or not math.isfinite(below):
         return None
     return above / below
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-from dataclasses import dataclass
-from typing import Any
+from msgspec import Struct
+from msgspec.structs import force_setattr
 
 BLOCKER, WARNING, NOTE = "blocker", "warning", "note"
 SEVERITIES = (BLOCKER, WARNING, NOTE)
 """A blocker stops Potluck, a warning costs speed or safety, a note matters to other tools or to you."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class Finding(Struct, frozen=True, kw_only=True):
     """One problem."""
 
     code: str
@@ -32,8 +29,7 @@ class Finding:
     """For a problem in the log of another tool: what Potluck does differently."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fine:
+class Fine(Struct, frozen=True, kw_only=True):
     """One thing that was checked and is fine."""
 
     machine: str
@@ -41,8 +37,7 @@ class Fine:
     details: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogReading:
+class LogReading(Struct, frozen=True, kw_only=True):
     """The findings in the log of a run."""
 
     name: str
@@ -66,27 +61,19 @@ class LogReading:
         return bool(self.first_error) or any(finding.severity == BLOCKER for finding in self.findings)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Diagnosis:
+class Diagnosis(Struct, frozen=True, kw_only=True):
     """All findings, the worst first, and what is fine."""
 
     findings: tuple[Finding, ...]
     fine: tuple[Fine, ...]
     log: LogReading | None = None
 
-    @property
-    def healthy(self) -> bool:
-        """Whether nothing stops Potluck and the log shows no failure."""
+    healthy: bool = True
+    """Whether nothing stops Potluck and the log shows no failure; made from the fields above."""
+
+    def __post_init__(self) -> None:
         in_log = self.log is not None and self.log.failed
-        return not in_log and not any(f.severity == BLOCKER for f in self.findings)
-
-    def to_dict(self) -> dict[str, Any]:
-        """A table for JSON; the key `log` is absent without a log."""
-        table = {"healthy": self.healthy, **dataclasses.asdict(self)}
-        return table if self.log is not None else {k: v for k, v in table.items() if k != "log"}
-
-    def to_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=1)
+        force_setattr(self, "healthy", not in_log and not any(f.severity == BLOCKER for f in self.findings))
 
 
 def ordered(found: list[Finding | Fine]) -> Diagnosis:

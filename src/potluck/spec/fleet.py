@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from typing import Any
 
+from msgspec import Struct
+from msgspec.structs import replace
+
+from potluck.checked import nearest
 from potluck.errors import ConfigError
-from potluck.spec.config import nearest
 
 FP32_BYTES = 4
 SOLO, DDP, DDP_BALANCED, POTLUCK = "solo", "ddp", "ddp-balanced", "potluck"
@@ -20,8 +20,7 @@ STRATEGIES = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FleetMachine:
+class FleetMachine(Struct, frozen=True, kw_only=True):
     """The figures of one machine that a prediction needs."""
 
     name: str
@@ -51,8 +50,7 @@ class FleetMachine:
         return math.inf if self.link_bytes_per_s is None else self.link_bytes_per_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class Job(Struct, frozen=True, kw_only=True):
     """The figures of what is trained."""
 
     name: str
@@ -75,8 +73,7 @@ class Job:
         return replace(self, batch=batch)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fleet:
+class Fleet(Struct, frozen=True, kw_only=True):
     """Machines; the first is the host."""
 
     machines: tuple[FleetMachine, ...]
@@ -115,8 +112,7 @@ class Fleet:
         return Fleet(machines=tuple(replace(m, **values) if m.name == name else m for m in self.machines))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
+class Prediction(Struct, frozen=True, kw_only=True):
     """One strategy on one fleet."""
 
     strategy: str
@@ -144,8 +140,7 @@ class Prediction:
     """Whether it fits into every machine's memory, as far as known."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lever:
+class Lever(Struct, frozen=True, kw_only=True):
     """One possible change and its predicted effect."""
 
     what: str
@@ -156,8 +151,7 @@ class Lever:
     """False if it changes the result of the training, not only its speed (another batch, a coarser codec)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(Struct, frozen=True, kw_only=True):
     """The predictions of all strategies on one fleet, with a verdict and levers."""
 
     job: Job
@@ -166,26 +160,10 @@ class Plan:
     ideal_speedup: float
     verdict: str
     levers: tuple[Lever, ...] = ()
-    assumptions: tuple[str, ...] = field(default=())
+    assumptions: tuple[str, ...] = ()
 
     def row(self, strategy: str) -> Prediction:
         for row in self.rows:
             if row.strategy == strategy:
                 return row
         raise ConfigError(f"the plan has no strategy {strategy!r}", hint=nearest(strategy, list(STRATEGIES)))
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, table: Mapping[str, Any]) -> Plan:
-        machines = tuple(FleetMachine(**m) for m in table["fleet"]["machines"])
-        return cls(
-            job=Job(**table["job"]),
-            fleet=Fleet(machines=machines),
-            rows=tuple(Prediction(**row) for row in table["rows"]),
-            ideal_speedup=table["ideal_speedup"],
-            verdict=table["verdict"],
-            levers=tuple(Lever(**lever) for lever in table["levers"]),
-            assumptions=tuple(table["assumptions"]),
-        )

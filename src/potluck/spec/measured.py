@@ -2,62 +2,32 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated
 
-from potluck.errors import UserError
+from msgspec import Meta, Struct
 
-_HINT = "make the file again with: potluck probe TOKEN --save FILE"
+from potluck.checked import Positive
+
+Above0 = Annotated[float, Meta(gt=0, lt=1e300)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class Measured(Struct, frozen=True, kw_only=True):
     """One machine. The first in a list is the host, unless another has `host`."""
 
-    name: str
+    name: Annotated[str, Meta(min_length=1)]
     device: str = ""
-    samples_per_s: float | None = None
+    samples_per_s: Above0 | None = None
     """Samples per second of the model in `model`, while computing."""
     model: str = ""
     """Name of the model as in `potluck plan --model`: gpt:4, gpt2-124m."""
-    sequence: int | None = None
+    sequence: Positive | None = None
     """Tokens per sample."""
-    flops_per_s: float | None = None
+    flops_per_s: Above0 | None = None
     """Effective FLOP/s while training, used to plan for another model."""
-    memory_bytes: float | None = None
-    link_bytes_per_s: float | None = None
+    memory_bytes: Above0 | None = None
+    link_bytes_per_s: Above0 | None = None
     """Payload rate between this machine and the host, in the slower direction."""
-    latency_s: float | None = None
+    latency_s: Annotated[float, Meta(ge=0, lt=1e300)] | None = None
     """One-way latency: half of the round trip."""
-    micro_batch: int | None = None
+    micro_batch: Positive | None = None
     host: bool = False
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-
-def from_list(value: Any, where: str) -> tuple[Measured, ...]:
-    """The machines in a file's list; unknown keys are ignored, so that newer files can be read."""
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        raise UserError(f"{where}: measured is not a list", hint=_HINT)
-    return tuple(_one(table, f"{where}: measured[{number}]") for number, table in enumerate(value))
-
-
-def _one(table: Any, where: str) -> Measured:
-    if not isinstance(table, Mapping) or not isinstance(table.get("name"), str) or not table["name"]:
-        raise UserError(f"{where} has no name", hint=_HINT)
-    known = {f.name: f for f in dataclasses.fields(Measured)}
-    values = {key: value for key, value in table.items() if key in known}
-    for key, value in values.items():
-        if value is None or key in ("name", "device", "model"):
-            continue
-        if key == "host":
-            values[key] = bool(value)
-        elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise UserError(f"{where}.{key} is {value!r}", hint=f"it must be a number; {_HINT}")
-        elif not value and key != "latency_s":
-            raise UserError(f"{where}.{key} is 0", hint=f"it must be above 0; {_HINT}")
-    return Measured(**values)

@@ -5,11 +5,10 @@ All times are seconds of one box's monotonic clock, which every emulated machine
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from msgspec import Struct
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepDone:
+class StepDone(Struct, frozen=True, kw_only=True):
     """One optimizer update."""
 
     step: int
@@ -23,8 +22,7 @@ class StepDone:
     """The machines that were present."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Interval:
+class Interval(Struct, frozen=True, kw_only=True):
     """A time in which one machine did one thing."""
 
     machine: str
@@ -34,8 +32,7 @@ class Interval:
     end: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FaultDone:
+class FaultDone(Struct, frozen=True, kw_only=True):
     """A fault that was injected."""
 
     machine: str
@@ -49,8 +46,7 @@ class FaultDone:
     """A description of what happened."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Incident:
+class Incident(Struct, frozen=True, kw_only=True):
     """An event about a guest in the host's log."""
 
     machine: str
@@ -63,21 +59,20 @@ class Incident:
     """Samples that were taken back."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class Outcome(Struct, frozen=True, kw_only=True):
     """One strategy's run."""
 
     strategy: str
     started_at: float
     """When training began; loss is plotted against the time since then."""
     steps: list[StepDone]
-    intervals: list[Interval] = field(default_factory=list)
-    host_bytes: list[tuple[float, int]] = field(default_factory=list)
+    intervals: list[Interval] = []
+    host_bytes: list[tuple[float, int]] = []
     """(time, bytes that had crossed the host's link by then, both directions)."""
     note: str = ""
     """A remark on its row."""
-    faults: list[FaultDone] = field(default_factory=list)
-    incidents: list[Incident] = field(default_factory=list)
+    faults: list[FaultDone] = []
+    incidents: list[Incident] = []
     """Events since the first fault; empty without faults."""
     faults_missed: int = 0
     """Number of planned faults that did not happen because the run was over."""

@@ -5,10 +5,10 @@ None means not measured.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import force_setattr
 
 from potluck.spec.collectives import CollectiveRow
 from potluck.spec.measured import Measured
@@ -16,8 +16,7 @@ from potluck.spec.measured import Measured
 FORMAT = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceSpeed:
+class DeviceSpeed(Struct, frozen=True, kw_only=True):
     """The device of one machine and its speed."""
 
     name: str
@@ -44,7 +43,7 @@ class DeviceSpeed:
     """Memory that autograd keeps for the backward of a sample."""
     memory_bytes: int | None = None
     memory_free_bytes: int | None = None
-    matmul_flops_per_s: Mapping[str, float] = field(default_factory=dict)
+    matmul_flops_per_s: Mapping[str, float] = {}
     """Products of large square matrices, by number format; an unsupported format is missing."""
     memory_bytes_per_s: float | None = None
     """Bytes read and written per second by one large copy within the device's memory."""
@@ -54,8 +53,7 @@ class DeviceSpeed:
     """Why these figures are not reliable, if that is known."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundTrips:
+class RoundTrips(Struct, frozen=True, kw_only=True):
     """Round-trip times of small messages, or of opening a TCP connection."""
 
     count: int
@@ -65,8 +63,7 @@ class RoundTrips:
     """Mean difference between consecutive round trips."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rate:
+class Rate(Struct, frozen=True, kw_only=True):
     """Payload rate, measured at the receiver."""
 
     bytes_per_s: float
@@ -74,8 +71,7 @@ class Rate:
     """Standard deviation ÷ mean over tenths of a second."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class Way(Struct, frozen=True, kw_only=True):
     """The rates of one direction over different kinds of connections."""
 
     ours: Rate | None = None
@@ -85,8 +81,7 @@ class Way:
     iperf3: Rate | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProbedPath:
+class ProbedPath(Struct, frozen=True, kw_only=True):
     """From an address of this machine to one of the other's."""
 
     address: str
@@ -97,12 +92,12 @@ class ProbedPath:
     idle: RoundTrips | None = None
     loaded: RoundTrips | None = None
     """Round trips while tensors are sent."""
-    out: Way = field(default_factory=Way)
+    out: Way = Way()
     """From this machine to the other."""
-    back: Way = field(default_factory=Way)
-    both_out: Way = field(default_factory=Way)
+    back: Way = Way()
+    both_out: Way = Way()
     """From this machine to the other, while the other sends as fast as it can."""
-    both_back: Way = field(default_factory=Way)
+    both_back: Way = Way()
     notes: tuple[str, ...] = ()
     """What could not be measured, and why."""
 
@@ -113,8 +108,7 @@ class ProbedPath:
         return min(rates) if len(rates) == 2 else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Probed:
+class Probed(Struct, frozen=True, kw_only=True):
     """The results of one `potluck probe`: the content of its file."""
 
     here: DeviceSpeed
@@ -125,21 +119,20 @@ class Probed:
     """Of the group that this probe was a rank of."""
     link_kind: str = ""
     """Kind of the slowest link between the ranks: memory or tcp."""
+    measured: tuple[Measured, ...] = ()
+    """The machines as a plan reads them; made from the fields above."""
     format: int = FORMAT
+
+    def __post_init__(self) -> None:
+        sides = [side for side in (self.here, self.there) if side is not None]
+        # The link is the slower machine's, since the faster one would host.
+        guest = min(reversed(sides), key=lambda side: side.flops_per_s or 0.0) if len(sides) == 2 else None
+        machines = tuple(_measured(side, self.link if side is guest else None) for side in sides)
+        force_setattr(self, "measured", machines)
 
     @property
     def link(self) -> ProbedPath | None:
         return next((path for path in self.paths if path.used), None)
-
-    def measured(self) -> tuple[Measured, ...]:
-        """The machines as a plan reads them. The link is the slower machine's, since the faster one would host."""
-        sides = [side for side in (self.here, self.there) if side is not None]
-        guest = min(reversed(sides), key=lambda side: side.flops_per_s or 0.0) if len(sides) == 2 else None
-        return tuple(_measured(side, self.link if side is guest else None) for side in sides)
-
-    def to_dict(self) -> dict[str, Any]:
-        table = {**dataclasses.asdict(self), "collectives": [row.to_dict() for row in self.collectives]}
-        return {**table, "measured": [machine.to_dict() for machine in self.measured()]}
 
 
 def _measured(side: DeviceSpeed, link: ProbedPath | None) -> Measured:

@@ -5,107 +5,83 @@ Users' files use these keys: add keys, never rename one.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
+from msgspec import Meta, Struct
+from msgspec.structs import replace
+
+from potluck import checked
+from potluck.checked import Natural, Positive, nearest
 from potluck.errors import ConfigError
-from potluck.spec import toml_file
-from potluck.spec.config import build, nearest
 
-HOST = "host"
-GUEST = "guest"
+HOST: Literal["host"] = "host"
+GUEST: Literal["guest"] = "guest"
 MOST_MACHINES = 64
 MOST_NAME = 40
 RECIPES = ("gpt", "cnn")
-_KEYS = ["name", "about", "workload", "machine"]
-# Values outside are mistakes, and their reciprocals could become infinite.
-_LIMITS = {
-    "seconds_per_sample": (1e-6, 1e6),
-    "link_mbit": (1e-3, 1e6),
-    "latency_ms": (0, 60_000),
-    "cpu_limit": (0.01, 1024),
-    "micro_batch": (1, 1e6),
-    "join_at_step": (1, 1e6),
-}
 _TOML_EXAMPLE = "`potluck lab show home-pair --toml` shows one"
-_CHANGE_EXAMPLE = "for example speed_changes = [{ at_step = 9, seconds_per_sample = 0.3 }]"
+
+# Values outside are mistakes, and their reciprocals could become infinite.
+SecondsPerSample = Annotated[float, Meta(ge=1e-6, le=1e6)]
+Mbit = Annotated[float, Meta(ge=1e-3, le=1e6)]
+StepNumber = Annotated[int, Meta(ge=1, le=10**6)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
+class Workload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the fleet trains."""
 
-    recipe: str = "gpt"
-    """gpt or cnn."""
-    depth: int | None = None
+    recipe: Literal["gpt", "cnn"] = "gpt"
+    depth: Positive | None = None
     """gpt: number of blocks; the width is 64 times the depth. The recipe's default if not given."""
-    sequence: int | None = None
+    sequence: Positive | None = None
     """gpt: bytes per sample. The recipe's default (128) if not given."""
-    global_batch: int = 32
+    global_batch: Positive = 32
     """Samples per step, over all machines."""
-    steps: int = 12
+    steps: Positive = 12
     """Steps that every strategy trains."""
-    seed: int = 1
+    seed: Natural = 1
     """Random seed for the weights and the sample order."""
     codec: str = "int4"
     """Compression that potluck uses for weight changes and gradients."""
 
     def __post_init__(self) -> None:
-        if self.recipe not in RECIPES:
-            raise ConfigError(f"recipe is {self.recipe!r}", hint=nearest(self.recipe, list(RECIPES)))
-        for name in ("depth", "sequence", "global_batch", "steps"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}", hint=f"{name} must be 1 or more")
         for name in ("depth", "sequence"):
             if self.recipe != "gpt" and getattr(self, name) is not None:
                 raise ConfigError(f"{name} does not apply to the recipe {self.recipe}", hint=f"leave {name} out")
-        if self.seed < 0:
-            raise ConfigError(f"seed is {self.seed}", hint="seed must be 0 or more")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpeedChange:
+class SpeedChange(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A change of a machine's speed from a step on."""
 
-    at_step: int
+    at_step: Annotated[int, Meta(ge=2, le=10**6)]
     """The first step at the new speed, counted from 1."""
-    seconds_per_sample: float
+    seconds_per_sample: SecondsPerSample
     """Emulated time per sample from then on."""
 
-    def __post_init__(self) -> None:
-        least, most = _LIMITS["seconds_per_sample"]
-        if not least <= self.seconds_per_sample <= most:
-            raise ConfigError(
-                f"speed_changes: seconds_per_sample is {self.seconds_per_sample}",
-                hint=f"seconds_per_sample must be from {least:g} to {most:g}",
-            )
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class Machine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One machine of the fleet."""
 
     name: str
     """Name of the machine in tables and plots."""
-    role: str = GUEST
-    """host (exactly one) or guest."""
-    seconds_per_sample: float | None = None
+    role: Literal["host", "guest"] = GUEST
+    """Exactly one machine is the host."""
+    seconds_per_sample: SecondsPerSample | None = None
     """The emulated speed; if not given, the speed of this box's CPU."""
-    link_mbit: float | None = None
+    link_mbit: Mbit | None = None
     """Rate of the machine's own link in Mbit/s, in each direction; unshaped if not given."""
-    latency_ms: float = 0.0
+    latency_ms: Annotated[float, Meta(ge=0, le=60_000)] = 0.0
     """One-way delay added to what the machine sends and receives (where the kernel has netem, and on loopback)."""
-    cpu_limit: float | None = None
+    cpu_limit: Annotated[float, Meta(ge=0.01, le=1024)] | None = None
     """CPU cores that its processes may use together (a cgroup quota: needs root)."""
-    micro_batch: int | None = None
+    micro_batch: Annotated[int, Meta(ge=1, le=10**6)] | None = None
     """Samples computed at once; found by measuring if not given."""
-    join_at_step: int = 1
+    join_at_step: StepNumber = 1
     """The step at which a guest is started, counted from 1."""
     leave_at_step: int | None = None
     """The step at whose beginning a guest's process is killed."""
@@ -115,45 +91,30 @@ class Machine:
     """Changes of its speed, such as { at_step = 9, seconds_per_sample = 0.3 }."""
 
     def __post_init__(self) -> None:
-        where = f"machine {self.name!r}: "
         if not _usable_name(self.name):
             raise ConfigError(
                 f"a machine cannot be called {self.name!r}",
                 hint=f'for example name = "laptop": letters and digits, then also - _ . ({MOST_NAME} at most)',
             )
-        if self.role not in (HOST, GUEST):
-            raise ConfigError(f"{where}role is {self.role!r}", hint='role = "host" or role = "guest"')
-        for name, (least, most) in _LIMITS.items():
-            value = getattr(self, name)
-            if value is not None and not least <= value <= most:
-                raise ConfigError(f"{where}{name} is {value}", hint=f"{name} must be from {least:g} to {most:g}")
-        self._check_steps(where)
-
-    def _check_steps(self, where: str) -> None:
         moves = (self.join_at_step > 1, self.leave_at_step is not None, self.return_at_step is not None)
         if self.role == HOST and any(moves):
-            raise ConfigError(f"{where}the host cannot join, leave or return", hint="only guests come and go")
+            raise ConfigError("the host cannot join, leave or return", hint="only guests come and go")
         if self.leave_at_step is not None and self.leave_at_step <= self.join_at_step:
             raise ConfigError(
-                f"{where}leaves at step {self.leave_at_step} but joins at step {self.join_at_step}",
+                f"leaves at step {self.leave_at_step} but joins at step {self.join_at_step}",
                 hint="leave_at_step must be after join_at_step",
             )
         if self.return_at_step is not None and self.return_at_step <= (self.leave_at_step or math.inf):
             left = f"leaves at step {self.leave_at_step}" if self.leave_at_step is not None else "never leaves"
             raise ConfigError(
-                f"{where}returns at step {self.return_at_step} but {left}",
+                f"returns at step {self.return_at_step} but {left}",
                 hint="return_at_step must be after leave_at_step",
             )
         steps = [change.at_step for change in self.speed_changes]
-        if steps != sorted(set(steps)) or any(step < 2 for step in steps):
-            raise ConfigError(
-                f"{where}speed_changes at steps {steps}",
-                hint="at_step must be 2 or more and rise from one to the next",
-            )
+        if steps != sorted(set(steps)):
+            raise ConfigError(f"speed_changes at steps {steps}", hint="at_step must rise from one to the next")
         if self.speed_changes and self.seconds_per_sample is None:
-            raise ConfigError(
-                f"{where}speed_changes without seconds_per_sample", hint="give the speed that it starts with"
-            )
+            raise ConfigError("speed_changes without seconds_per_sample", hint="give the speed that it starts with")
 
     def seconds_per_sample_at(self, step: int) -> float | None:
         """Its emulated speed in a step (counted from 1)."""
@@ -172,14 +133,13 @@ class Machine:
         return self.return_at_step is not None and step >= self.return_at_step
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rig:
+class Rig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"machines": "machine"}):
     """A fleet and its workload."""
 
-    name: str
+    name: str = ""
     about: str = ""
-    workload: Workload
-    machines: tuple[Machine, ...]
+    workload: Workload = Workload()
+    machines: tuple[Machine, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.name.strip() or not self.name.isprintable():
@@ -225,60 +185,17 @@ class Rig:
 
 
 def read_text(path: Path) -> str:
-    return toml_file.read_text(path, missing="give a rig file", example=_TOML_EXAMPLE)
+    return checked.read_text(path, missing="give a rig file", example=_TOML_EXAMPLE)
 
 
 def loads(text: str, where: str) -> Rig:
-    """The rig in a TOML text. Errors begin with `where`."""
-    return toml_file.loads(text, where, parse, example=_TOML_EXAMPLE)
+    """The rig in a TOML text. Errors begin with `where` and the line."""
+    return checked.from_toml(text, Rig, where, example=_TOML_EXAMPLE)
 
 
 def parse(table: Mapping[str, Any]) -> Rig:
-    """The rig from parsed TOML."""
-    for key in table:
-        if key not in _KEYS:
-            raise ConfigError(f"there is no key {key!r}", hint=nearest(key, _KEYS))
-    name, about, workload = table.get("name", ""), table.get("about", ""), table.get("workload", {})
-    if not isinstance(name, str) or not isinstance(about, str):
-        wrong = "name" if not isinstance(name, str) else "about"
-        raise ConfigError(f"{wrong} is {table[wrong]!r}", hint=f"{wrong} must be text, in quotes")
-    if not isinstance(workload, Mapping):
-        raise ConfigError("workload is not a table", hint="write [workload], and its keys below it")
-    tables = table.get("machine", [])
-    if not isinstance(tables, list) or not all(isinstance(t, Mapping) for t in tables):
-        raise ConfigError("machine is not a list of tables", hint="write [[machine]] (two brackets) for each one")
-    machines = tuple(_machine(t, number) for number, t in enumerate(tables, 1))
-    try:
-        built = build(Workload, workload)
-    except ConfigError as error:
-        raise ConfigError(f"workload: {error.what}", hint=error.hint) from error
-    return Rig(name=name, about=about, workload=built, machines=machines)
-
-
-def _machine(table: Mapping[str, Any], number: int) -> Machine:
-    name = table.get("name")
-    if not isinstance(name, str) or not name:
-        raise ConfigError(f"machine number {number} has no name", hint='for example name = "laptop"')
-    values = {key.replace("-", "_"): value for key, value in table.items()}
-    try:
-        changes = _changes(values.pop("speed_changes", []))
-        return replace(build(Machine, values), speed_changes=changes)
-    except ConfigError as error:
-        what = error.what if name in error.what else f"machine {name!r}: {error.what}"
-        raise ConfigError(what, hint=error.hint) from error
-
-
-def _changes(tables: Any) -> tuple[SpeedChange, ...]:
-    if not isinstance(tables, list) or not all(isinstance(t, Mapping) for t in tables):
-        raise ConfigError("speed_changes is not a list of tables", hint=_CHANGE_EXAMPLE)
-    return tuple(_change({key.replace("-", "_"): value for key, value in t.items()}) for t in tables)
-
-
-def _change(values: dict[str, Any]) -> SpeedChange:
-    missing = [key for key in ("at_step", "seconds_per_sample") if key not in values]
-    if missing and len(missing) + len(values) == 2:  # else there is an unknown key, and `build` names it
-        raise ConfigError(f"a speed change has no {' and no '.join(missing)}", hint=_CHANGE_EXAMPLE)
-    return build(SpeedChange, values)
+    """The rig from parsed TOML or JSON."""
+    return checked.build(Rig, table)
 
 
 def _usable_name(name: str) -> bool:
@@ -286,48 +203,24 @@ def _usable_name(name: str) -> bool:
     return 0 < len(name) <= MOST_NAME and name[0].isalnum() and all(c.isalnum() or c in "-_." for c in name)
 
 
-# -- back to a file -------------------------------------------------------------------------------------
-
-
-def to_table(rig: Rig) -> dict[str, Any]:
-    """The tables of the rig's file, without default values of machines; the inverse of `parse`."""
-    table: dict[str, Any] = {"name": rig.name}
-    if rig.about:
-        table["about"] = rig.about
-    workload = dataclasses.asdict(rig.workload)
-    table["workload"] = {key: value for key, value in workload.items() if value is not None}
-    table["machine"] = [_machine_table(machine) for machine in rig.machines]
-    return table
-
-
-def _machine_table(machine: Machine) -> dict[str, Any]:
-    table: dict[str, Any] = {"name": machine.name, "role": machine.role}
-    for field in dataclasses.fields(machine):
-        value = getattr(machine, field.name)
-        if field.name not in table and value != field.default:
-            table[field.name] = value
-    if machine.speed_changes:
-        table["speed_changes"] = [dataclasses.asdict(change) for change in machine.speed_changes]
-    return table
-
-
 def to_toml(rig: Rig) -> str:
     """The rig as the text of a file."""
-    table = to_table(rig)
-    lines = [f"{key} = {_toml(table[key])}" for key in ("name", "about") if key in table]
-    lines += ["", "[workload]", *(f"{key} = {_toml(value)}" for key, value in table["workload"].items())]
+    table = msgspec.to_builtins(rig)
+    lines = [f"{key} = {_toml(table[key])}" for key in ("name", "about")]
+    lines += ["", "[workload]", *_assigned(table["workload"])]
     for machine in table["machine"]:
-        lines += ["", "[[machine]]", *(f"{key} = {_toml(value)}" for key, value in machine.items())]
+        lines += ["", "[[machine]]", *_assigned(machine)]
     return "\n".join(lines) + "\n"
+
+
+def _assigned(table: Mapping[str, Any]) -> list[str]:
+    return [f"{key} = {_toml(value)}" for key, value in table.items() if value is not None]
 
 
 def _toml(value: Any) -> str:
     if isinstance(value, str):
         # A TOML string has JSON's escapes, and DEL is a control character too.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, float):
-        return str(int(value)) if value.is_integer() and abs(value) < 1e15 else repr(value)
-    if isinstance(value, Sequence):
-        changes = (", ".join(f"{k} = {_toml(v)}" for k, v in change.items()) for change in value)
-        return "[" + ", ".join(f"{{ {change} }}" for change in changes) + "]"
+    if isinstance(value, tuple):
+        return "[" + ", ".join(f"{{ {', '.join(_assigned(change))} }}" for change in value) + "]"
     return str(value)

@@ -9,6 +9,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from potluck.spec.events import StepNotApplied
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFacts:
@@ -40,14 +42,15 @@ class BadSteps:
     def good(self) -> None:
         self.in_a_row = 0
 
-    def bad(self, facts: StepFacts) -> dict[str, object]:
+    def bad(self, facts: StepFacts) -> StepNotApplied:
         """Count a step whose update was not made; the event that tells of it."""
         self.in_a_row += 1
         self.all += 1
         machine, reason = self._cause(facts)
         self._last = reason if machine is None else f"{machine}'s {reason}"
-        event = {"event": "step_not_applied", "step": facts.step, "machine": machine, "reason": reason}
-        return {**event, "in_a_row": self.in_a_row, "so_far": self.all}
+        return StepNotApplied(
+            step=facts.step, machine=machine, reason=reason, in_a_row=self.in_a_row, so_far=self.all
+        )
 
     @property
     def enough(self) -> str | None:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from potluck.balance.leases import Least
+from potluck.spec.events import StatisticsMeasured
 
 LEAST_LEASE = 8
 """Every lease is a micro-batch more. With four of 8 samples beside 32 on the host a CNN's validation loss was
@@ -70,7 +70,7 @@ class StatisticsNotice:
         self._told: float | None = None
         self._steps = 0
 
-    def after_step(self, step: int, sizes: Mapping[str, Sequence[int]]) -> dict[str, Any] | None:
+    def after_step(self, step: int, sizes: Mapping[str, Sequence[int]]) -> StatisticsMeasured | None:
         """`sizes`: the micro-batches of each machine in the step that has ended. The event, where there is news."""
         self._steps += 1
         count = sum(len(s) for s in sizes.values())
@@ -82,13 +82,12 @@ class StatisticsNotice:
             return None
         self._told = effective
         layers = self._statistics.layers
-        return {
-            "event": "batch_statistics",
-            "step": step,
-            "kind": type(layers[0][1]).__name__,
-            "layers": len(layers),
-            "names": [name for name, _ in layers[:NAMED_LAYERS]],
-            "global_batch": self._global_batch,
-            "micro_batch": {machine: max(s) for machine, s in sizes.items() if s},
-            "effective_batch": round(effective, 2),
-        }
+        return StatisticsMeasured(
+            step=step,
+            kind=type(layers[0][1]).__name__,
+            layers=len(layers),
+            names=tuple(name for name, _ in layers[:NAMED_LAYERS]),
+            global_batch=self._global_batch,
+            micro_batch={machine: max(s) for machine, s in sizes.items() if s},
+            effective_batch=round(effective, 2),
+        )

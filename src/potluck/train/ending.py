@@ -1,4 +1,4 @@
-"""Owns that a training ends once, and with the right reason. It must not know what has to be done then.
+"""The end of a training: it comes once, with the right reason; and the exceptions that end a script with it.
 
 A loop that is left by `break` and one that is left by an exception look alike from inside: Python closes both
 before anybody knows why. Whoever opened the training does know, a moment later.
@@ -16,6 +16,14 @@ WHY_S = 1.0
 """So long the end of a loop waits for a better reason, unless the script's own end comes first."""
 
 
+class Interrupted(KeyboardInterrupt):
+    """The person stopped the run; everything has been saved and told."""
+
+
+class GuestDone(BaseException):
+    """The run this guest took part in is over: the rest of the script is the host's affair."""
+
+
 class Ending:
     """Any thread may end it."""
 
@@ -24,31 +32,59 @@ class Ending:
         self._do = end
         self._lock = threading.RLock()
         self._timer: threading.Timer | None = None
+        self._soon = ""
+        self._then: list[Callable[[], None]] = []
         self._failure: PotluckError | None = None
         """What the end raised where nobody could hear it."""
         self.over = False
         """Whether the end has begun."""
+        self.done = False
+        """Whether everything has been saved and told, or has failed."""
 
     def now(self, reason: str) -> None:
         """Only the first call does anything; others wait until it is done, and hear what it failed with."""
+        try:
+            with self._lock:
+                if self.over:
+                    failure, self._failure = self._failure, None
+                    if failure is not None:
+                        raise failure
+                    return
+                self.over = True
+                if self._timer is not None:
+                    self._timer.cancel()
+                try:
+                    self._do(reason)
+                finally:
+                    self.done = True
+        finally:
+            # Not under the lock: they may wait for somebody who waits for it.
+            while self._then:
+                self._then.pop()()
+
+    def finish(self) -> None:
+        """Now, with the reason that `soon` was given; without one, it failed."""
+        self.now(self._soon or "failed")
+
+    def then(self, call: Callable[[], None]) -> None:
+        """Call this when the end is done, in the thread that made it; at once if it is done already."""
         with self._lock:
-            if self.over:
-                failure, self._failure = self._failure, None
-                if failure is not None:
-                    raise failure
+            if not self.done:
+                self._then.append(call)
                 return
-            self.over = True
-            if self._timer is not None:
-                self._timer.cancel()
-            self._do(reason)
+        call()
 
     def soon(self, reason: str) -> None:
         """In a moment, with this reason if nobody has another one by then."""
         with self._lock:
             if self.over or self._timer is not None:
                 return
+            self._soon = reason
             self._timer = threading.Timer(WHY_S, self._alone, (reason,))
-            self._timer.start()
+            try:
+                self._timer.start()
+            except RuntimeError:  # the interpreter is shutting down, and starts no more threads
+                self._alone(reason)
 
     def _alone(self, reason: str) -> None:
         """In the timer's thread, while the script goes on: whoever runs it hears of a failure at its end."""

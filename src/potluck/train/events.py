@@ -1,33 +1,42 @@
-"""The run's log: every event one JSON line in the run folder, and the same event to whoever renders it.
+"""The run's log: writes each event as one JSON line, passes it to the view, and reads a log back.
 
-Owns the file and the order of its lines. It knows nothing of what events mean. Neither the file nor whoever renders
-can end a run: a disk that is full is told once, and where lines are missing the log says how many.
+Neither the file nor the view can end a run. A full disk is reported once, and the log says how many lines are
+missing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
-import json
-import math
 import os
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Protocol
+
+import msgspec
 
 from potluck.errors import RunFolderError
 from potluck.failpoints import hit
 from potluck.sinks import guarded, to_stderr
+from potluck.spec.events import LogFailed, LogGap, RunEvent, from_json, to_json
 
-Event = dict[str, Any]
+
+class View(Protocol):
+    """Shows events; both methods may be called from any thread."""
+
+    def event(self, event: RunEvent) -> None:
+        """Show one event, cheaply: this runs beside training."""
+
+    def close(self) -> None:
+        """Leave the terminal as it was; events that come later are ignored."""
 
 
 class EventLog:
-    """Any thread may emit; lines come whole and in order."""
+    """The log of one process. Any thread may emit; lines are written whole and in order."""
 
-    def __init__(self, path: Path | None, show: Callable[[Event], None] | None = None) -> None:
+    def __init__(self, path: Path | None, show: Callable[[RunEvent], None] | None = None) -> None:
         self._lock = threading.Lock()
         self._path = path
         self._file = _opened(path) if path is not None else None
@@ -38,10 +47,9 @@ class EventLog:
         self.started = time.monotonic()
         """The clock at t_s = 0."""
 
-    def emit(self, event: Event) -> None:
-        stamped = {"t_s": round(time.monotonic() - self.started, 4), **event}
-        # JSON knows no NaN: a value that is not finite is null.
-        stamped = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in stamped.items()}
+    def emit(self, event: RunEvent) -> None:
+        """Write the event, with its time, and show it."""
+        stamped: RunEvent = msgspec.structs.replace(event, t_s=round(time.monotonic() - self.started, 4))
         with self._lock:
             if self._file is not None:
                 self._write(self._file, stamped)
@@ -61,16 +69,16 @@ class EventLog:
                 self._file.close()
                 self._file = None
 
-    def _write(self, file: io.FileIO, event: Event) -> None:
+    def _write(self, file: io.FileIO, event: RunEvent) -> None:
         try:
-            text = json.dumps(event, default=str) + "\n"
+            line = to_json(event) + b"\n"
             if self._missing:
                 assert self._path is not None
-                gap = {"t_s": event["t_s"], "event": "log_gap", "lines": self._missing}
+                gap = to_json(LogGap(t_s=event.t_s, lines=self._missing)) + b"\n"
                 half = file.tell() and not _ends_in_a_line(self._path)
-                text = ("\n" if half else "") + f"{json.dumps(gap)}\n{text}"
+                line = (b"\n" if half else b"") + gap + line
             hit("events.before-line")
-            _write_all(file, text.encode())
+            _write_all(file, line)
             self._missing = 0
             hit("events.after-line")
         except Exception as error:
@@ -83,21 +91,34 @@ class EventLog:
         if self._show is None:
             to_stderr(f"cannot write to {self._path}: {reason}; the run goes on")
             return
-        self._show({"event": "log_failed", "path": str(self._path), "reason": reason})
+        self._show(LogFailed(path=str(self._path), reason=reason))
 
 
-def events_in(path: Path) -> list[Event]:
-    """A log's events in order, without lines that are no event: a killed run may end in half a line."""
+def events_in(path: Path) -> list[RunEvent]:
+    """A log's events in order.
+
+    Lines that are not JSON are skipped: a killed process leaves half a line, and the next one begins a new line. So
+    are kinds that this version does not know. A known kind with a missing or wrong field is an error.
+    """
     found = []
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            with contextlib.suppress(ValueError):
-                found.append(json.loads(line))
-    return [event for event in found if isinstance(event, dict)]
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                event = from_json(line)
+            except msgspec.ValidationError as error:
+                raise RunFolderError(
+                    f"{path}, line {number} is not an event of this version: {error}",
+                    hint="read it with the version that wrote it (manifest.json names it), or remove the line",
+                ) from None
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                continue
+            if event is not None:
+                found.append(event)
+    return found
 
 
 def _opened(path: Path) -> io.FileIO:
-    """The log, to be added to. Unbuffered: a line is one write, and a failed one is not tried again at the end."""
+    """The log, opened for appending. Unbuffered: a line is one write, and a failed one is not repeated on close."""
     try:
         file = open(path, "ab", buffering=0)  # noqa: SIM115
         if file.tell() and not _ends_in_a_line(path):

@@ -5,6 +5,7 @@ Owns when a lease is cut short and when the gradient leaves. It steps no optimiz
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,9 +19,10 @@ from potluck.hub.overlap import Overlap
 from potluck.hub.parity import sketch
 from potluck.hub.tensors import ModelTensors
 from potluck.hub.work import Work
+from potluck.spec.events import Delivered, GuestEnded, RunNote
+from potluck.train.context import RunContext
 from potluck.train.data import Loader, cloned, to_device
-from potluck.train.ending import Ending
-from potluck.train.launch import GuestDone, Launch
+from potluck.train.ending import Ending, GuestDone
 from potluck.train.microbatch import MicroBatch
 from potluck.train.options import Options
 from potluck.train.randomness import RandomState, digests, seed
@@ -31,7 +33,7 @@ from potluck.train.step import SavedBytes, Step
 class GuestParts:
     """What a guest computes with."""
 
-    launch: Launch
+    launch: RunContext
     options: Options
     model: nn.Module
     tensors: ModelTensors
@@ -57,11 +59,11 @@ class GuestTrainer:
         self._samples = 0
         self._seconds = 0.0
         self._ending = Ending(self._end)
-        parts.launch.end_training = self._ending.now
+        parts.launch.training_began(self._ending)
 
     def steps(self) -> Iterator[Step]:
         log = self._p.launch.log
-        self._hub.note = lambda text: log.emit({"event": "note", "text": text})
+        self._hub.note = lambda text: log.emit(RunNote(text=text))
         self._hub.open(lambda: (self._p.micro.size(), self._p.micro.most()))
         step: Step | None = None
         try:
@@ -78,7 +80,7 @@ class GuestTrainer:
                 yield step
                 if not step.finished:
                     raise LoopError(
-                        f"step {step.index} was left before all its samples were computed",
+                        f"step {step.number} was left before all its samples were computed",
                         hint="let `for batch in step` run to its end",
                     )
         except RunOver as over:
@@ -96,9 +98,7 @@ class GuestTrainer:
         if self._p.loader is not None:
             self._p.loader.close()
         self._hub.close(reason, failed=bool(self._p.launch.failure))
-        self._p.launch.log.emit(
-            {"event": "guest_end", "samples": self._samples, "compute_s": round(self._seconds, 3)}
-        )
+        self._p.launch.log.emit(GuestEnded(samples=self._samples, compute_s=round(self._seconds, 3)))
 
     def _batches(self, step: Step) -> Iterator[Any]:
         work = self._work
@@ -144,19 +144,18 @@ class GuestTrainer:
 
     def _deliver(self, step: Step, work: Work, count: int) -> None:
         loss_sum = step.loss_sum()
-        step.loss = loss_sum / count
+        step.loss = loss = loss_sum / count
         self._hub.finish(work, count=count, loss_sum=loss_sum, compute_s=self._compute_s)
         self._samples += count
         self._seconds += self._compute_s
         self._p.launch.log.emit(
-            {
-                "event": "delivered",
-                "step": work.step + 1,
-                "samples": count,
-                "loss": step.loss,
-                "compute_s": round(self._compute_s, 4),
-                "total_samples": self._samples,
-            }
+            Delivered(
+                step=work.step + 1,
+                samples=count,
+                loss=loss if math.isfinite(loss) else None,
+                compute_s=round(self._compute_s, 4),
+                total_samples=self._samples,
+            )
         )
 
     def _compute(self, step: Step, work: Work, batch: Any, size: int, *, last: bool) -> Iterator[Any]:

@@ -26,15 +26,16 @@ from potluck.hub.checks import CommonBatch
 from potluck.hub.host import HostHub
 from potluck.hub.parity import Reference, Sketch, sketch
 from potluck.hub.tensors import ModelTensors
+from potluck.spec.events import CheckpointFailed, CheckpointSaved, RunNote
 from potluck.train import given
 from potluck.train.bad_steps import BadSteps, StepFacts
 from potluck.train.batch_statistics import BatchStatistics
 from potluck.train.beginning import MOST_BUFFER_BYTES, Beginning, Buffers
 from potluck.train.checkpoint import CheckpointWriter, Loaded, Snapshot, can_be_checked
+from potluck.train.context import RunContext
 from potluck.train.data import cloned, to_device
-from potluck.train.ending import Ending
+from potluck.train.ending import Ending, Interrupted
 from potluck.train.flight import Flight
-from potluck.train.launch import Interrupted, Launch
 from potluck.train.microbatch import MicroBatch
 from potluck.train.options import Options
 from potluck.train.randomness import RandomState, digests, seed
@@ -59,7 +60,7 @@ not waited for. Guests stand idle for as long: it is what Python needs between t
 class Parts:
     """What is trained, and with what."""
 
-    launch: Launch
+    launch: RunContext
     options: Options
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -127,7 +128,7 @@ class HostTrainer:
         self._ending = Ending(self._end)
         self._updating = False
         self._hook = parts.optimizer.register_step_pre_hook(self._only_ours)
-        parts.launch.end_training = self._ending.now
+        parts.launch.training_began(self._ending)
 
     # -- the run ----------------------------------------------------------------------------------------
 
@@ -141,7 +142,7 @@ class HostTrainer:
                 yield step
                 if not step.finished:
                     raise LoopError(
-                        f"step {step.index} was left before all its samples were computed",
+                        f"step {step.number} was left before all its samples were computed",
                         hint="let `for batch in step` run to its end; break out of the outer loop instead",
                     )
             self._flight.finish()
@@ -168,7 +169,7 @@ class HostTrainer:
             if ledger.step == self._first:
                 limit = f"steps is {options.steps}" if enough else f"epochs is {options.epochs}"
                 text = f"nothing left to do: {ledger.step} steps are done, {limit}"
-                self._p.launch.log.emit({"event": "note", "text": text})
+                self._p.launch.log.emit(RunNote(text=text))
             return None
         # A batch sampler may give larger batches than any so far.
         self._p.micro.limit = max(self._p.micro.limit, -(-samples.count // self._width))
@@ -415,7 +416,7 @@ class HostTrainer:
         result, guests_loss = self._hub.end_step()
         options, samples = self._p.options, self._own_samples
         total = None if self._ranks is None else self._sum_of_ranks(step, guests_loss, whole)
-        norm = prepare_gradients(step.index, self._trained, options, self._p.model, whole)
+        norm = prepare_gradients(step.number, self._trained, options, self._p.model, whole)
         finite = norm.isfinite() if self._ranks is None else self._ranks.agree(norm.isfinite())
         if self._writer is not None:
             self._writer.before_update()
@@ -576,14 +577,12 @@ class HostTrainer:
 
     def _not_saved(self, step: int, error: RunFolderError) -> None:
         """The disk is full, or gone: the run goes on, and the next interval is the next attempt."""
-        again = {} if self._saving_last else {"again": True}
-        self._p.launch.log.emit({"event": "checkpoint_failed", "step": step, "reason": error.what, **again})
+        again = not self._saving_last
+        self._p.launch.log.emit(CheckpointFailed(step=step, reason=error.what, again=again))
 
     def _saved(self, step: int, path: Any, seconds: float) -> None:
         self._saved_step = step
-        self._p.launch.log.emit(
-            {"event": "checkpoint", "step": step, "path": str(path), "seconds": round(seconds, 3)}
-        )
+        self._p.launch.log.emit(CheckpointSaved(step=step, path=str(path), seconds=round(seconds, 3)))
 
 
 def finite_state(model: nn.Module) -> Iterator[str]:

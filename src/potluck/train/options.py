@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from potluck.checked import nearest
 from potluck.errors import ConfigError
-from potluck.spec.config import nearest
 from potluck.train.given import NO_SCALER, check_saved
 from potluck.train.optimizer_state import Stateful
 from potluck.train.packing import Collate

@@ -25,9 +25,9 @@ from potluck.hub.tensors import ModelTensors
 from potluck.train import ranks as orders
 from potluck.train.beginning import Buffers
 from potluck.train.checkpoint import load_latest
+from potluck.train.context import RunContext
 from potluck.train.data import Loader, to_device
 from potluck.train.flight import Flight
-from potluck.train.launch import Launch
 from potluck.train.options import Options
 from potluck.train.ranks import RankDone, Ranks
 from potluck.train.scheduling import Scheduling
@@ -41,7 +41,7 @@ LAST_WORDS_S = 2.0
 class RankParts:
     """What is trained here, and with what."""
 
-    launch: Launch
+    launch: RunContext
     options: Options
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -79,7 +79,7 @@ class RankTrainer:
                 yield step
                 if not step.finished:
                     raise LoopError(
-                        f"step {step.index} was left before all its samples were computed",
+                        f"step {step.number} was left before all its samples were computed",
                         hint="let `for batch in step` run to its end; break out of the outer loop instead",
                     )
             self._over()
@@ -145,7 +145,7 @@ class RankTrainer:
         options = self._p.options
         finite = own_norm(self._trained).isfinite()
         total = self._ranks.sum_gradients(self._trained, step.loss_so_far(), finite)
-        norm = prepare_gradients(step.index, self._trained, options, self._p.model, samples)
+        norm = prepare_gradients(step.number, self._trained, options, self._p.model, samples)
         self._step_update.make(self._ranks.agree(norm.isfinite()), buffers)
         step.loss = float(total[0]) / samples
         self._scheduling.step(step.loss)

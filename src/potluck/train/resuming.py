@@ -11,17 +11,18 @@ import torch
 from torch import nn
 
 from potluck.errors import CheckpointError, ConfigError
+from potluck.spec.events import CheckpointDamaged, CheckpointSaved, RunNote, StepEnded
 from potluck.train import checkpoint_folder
 from potluck.train.checkpoint import Loaded, load_latest
+from potluck.train.context import RunContext
 from potluck.train.events import events_in
 from potluck.train.folder import RunFolder
-from potluck.train.launch import Launch
 from potluck.train.options import Options
 from potluck.train.step_loader import StepLoader
 
 
 def restore(
-    launch: Launch,
+    launch: RunContext,
     options: Options,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -37,9 +38,7 @@ def restore(
         _without_checkpoint(launch, launch.folder)
         return None
     for path, reason in loaded.skipped:
-        launch.log.emit(
-            {"event": "checkpoint_damaged", "path": str(path), "reason": reason, "resumed_from": loaded.step}
-        )
+        launch.log.emit(CheckpointDamaged(path=str(path), reason=reason, resumed_from=loaded.step))
     compared = (
         ("global_batch", loader.global_batch, "global_batch {}, now it is {}", "keep global_batch as it was"),
         ("seed", options.seed, "seed {}, now it is {}", "keep seed as it was"),
@@ -57,19 +56,19 @@ def restore(
     return loaded
 
 
-def _without_checkpoint(launch: Launch, folder: RunFolder) -> None:
+def _without_checkpoint(launch: RunContext, folder: RunFolder) -> None:
     """A run that saved nothing begins again, and says so; one whose checkpoints are missing does not."""
     steps = saved = 0
     for event in events_in(folder.events):
-        step = event.get("step")
-        if isinstance(step, int) and event.get("event") == "checkpoint":
-            saved = max(saved, step)
-        elif isinstance(step, int) and event.get("event") == "step":
-            steps = max(steps, step)
+        match event:
+            case CheckpointSaved(step=step):
+                saved = max(saved, step)
+            case StepEnded(step=step):
+                steps = max(steps, step)
     if saved:
         raise CheckpointError(
             f"the run was saved up to step {saved}, but there is no checkpoint in {folder.checkpoints}",
             hint="bring the folder back, with all that was in it, or start a new run",
         )
     again = f"; the {steps} steps that were computed are computed again" if steps else ""
-    launch.log.emit({"event": "note", "text": f"there is no checkpoint yet: begins again at step 1{again}"})
+    launch.log.emit(RunNote(text=f"there is no checkpoint yet: begins again at step 1{again}"))

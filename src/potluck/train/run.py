@@ -1,16 +1,16 @@
 """What a user's script touches: `start()` and the `Run` it returns.
 
-Owns the public face of training. How it was started is `launch`; how steps go is the two loops'.
+Owns the public face of training. A run's life is `session`; how steps go is the two loops'.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -18,7 +18,6 @@ from torch import nn
 from potluck import codec as codecs
 from potluck import env, failpoints
 from potluck.balance.ledger import Ledger
-from potluck.device import Device, pick, pick_for_rank
 from potluck.errors import LoopError
 from potluck.hub.alone import AloneHub
 from potluck.hub.guest import GuestHub
@@ -27,17 +26,19 @@ from potluck.hub.host_coder import HostCoder
 from potluck.hub.protocol import HostProtocol, HostTerms
 from potluck.hub.recorder import Recorder
 from potluck.hub.tensors import ModelTensors
-from potluck.limits import usable_cores
 from potluck.sinks import guarded
 from potluck.spec.config import RunConfig
+from potluck.spec.events import RunEvent, RunNote
+from potluck.spec.messages import WelcomeMessage
 from potluck.train import ranks
 from potluck.train.batch_statistics import batch_statistics, least_samples
 from potluck.train.checkpoint import Loaded
-from potluck.train.events import Event, EventLog
+from potluck.train.context import ALONE, GUEST, HOST, RANK, RunContext
+from potluck.train.ending import Interrupted
 from potluck.train.given import check_model, check_optimizer, check_scheduler
 from potluck.train.guest_loop import GuestParts, GuestTrainer
 from potluck.train.host_loop import HostTrainer, Parts
-from potluck.train.launch import ALONE, GUEST, HOST, RANK, Interrupted, Launch, current
+from potluck.train.launch import current
 from potluck.train.microbatch import MicroBatch
 from potluck.train.optimizer_state import Stateful
 from potluck.train.options import Options, make_options
@@ -51,11 +52,12 @@ from potluck.train.rank_loop import (
     restore_same,
 )
 from potluck.train.resuming import restore
+from potluck.train.session import alone
 from potluck.train.step import Step
 from potluck.train.step_loader import DataSetLoader, StepLoader
 from potluck.train.telemetry import versions
 from potluck.train.torch_loader import batch_of, length_if_any, open_steps, reader_of
-from potluck.wire.frames import PROTOCOL, Message
+from potluck.wire.frames import PROTOCOL
 
 LARGEST_GUEST_MICRO_BATCH = 16
 """Where the search for the fastest size ends on a guest; with batch statistics it is the global batch."""
@@ -67,9 +69,31 @@ MOST_TOGETHER = 256
 class Run:
     """One training, seen from this machine."""
 
-    def __init__(self, launch: Launch) -> None:
+    def __init__(self, launch: RunContext) -> None:
         self._launch = launch
-        self._used = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(error)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End the training, if one is under way: finished, or failed with `error`. The script's end does it too."""
+        if self.is_host:
+            self._launch.end_training("finished" if error is None else "failed")
+
+    @property
+    def token(self) -> str | None:
+        """On a host: the secret that guests join with."""
+        return self._launch.admission.token if self._launch.admission is not None else None
+
+    @property
+    def join_line(self) -> str | None:
+        """On a host: the command to type on each machine that should help."""
+        return f"potluck join {self.token}" if self.token is not None else None
 
     @property
     def role(self) -> str:
@@ -135,10 +159,7 @@ class Run:
             tokens_per_sample: shows tokens/s and, on known GPUs, their utilisation.
             unknown: refused, with the nearest name.
         """
-        if self._used:
-            raise LoopError("run.steps() was called twice", hint="a run has one training loop")
-        self._used = True
-        self._launch.began = True
+        self._begin()
         options = make_options(
             unknown,
             global_batch=global_batch,
@@ -169,6 +190,18 @@ class Run:
         if self._launch.role == RANK:
             return self._rank(options, model, optimizer, loader, tensors)
         return self._host(options, model, optimizer, loader, tensors)
+
+    def _begin(self) -> None:
+        launch = self._launch
+        if launch.began:
+            if launch.role != ALONE or launch.folder is not None or launch.ranks is not None:
+                raise LoopError(
+                    "run.steps() was called twice in one run",
+                    hint="a run has one training loop; to train several times in one program, start it with plain "
+                    "python and host from it with run = potluck.start(host=True)",
+                )
+            launch.finish_training()  # a loop that was left by an error may still be open
+        launch.began = True
 
     # -- host and alone ---------------------------------------------------------------------------------
 
@@ -221,7 +254,7 @@ class Run:
         launch = self._launch
 
         def note(text: str) -> None:
-            launch.log.emit({"event": "note", "text": text})
+            launch.log.emit(RunNote(text=text))
 
         loader = open_steps(
             given,
@@ -297,15 +330,15 @@ class Run:
         return RankTrainer(parts, group).steps()
 
     def _open_hub(self, parts: Parts) -> HostHub:
-        launch, tensors = self._launch, parts.tensors
-        assert launch.socket is not None
+        launch, tensors, admission = self._launch, parts.tensors, self._launch.admission
+        assert admission is not None
         up, down = codecs.get(launch.config.codec), codecs.get(down_codec(launch.config))
         coder = HostCoder(
             tensors,
             down=down,
             up=up,
             device=launch.device,
-            notify=launch.socket.wake,
+            notify=admission.socket.wake,
             replica_on_host=replica_on_host(launch),
         )
         coder.version = parts.ledger.step
@@ -321,17 +354,16 @@ class Run:
             least=parts.least,
         )
         folder = launch.folder.path if launch.folder is not None else None
-        early = launch.waiting.hand_over() if launch.waiting is not None else ()
         hub = HostHub(
             HubParts(
-                socket=launch.socket,
+                socket=admission.socket,
                 protocol=HostProtocol(terms, parts.ledger),
                 coder=coder,
                 tensors=tensors,
                 welcome=self._welcome,
                 fetch=parts.loader.fetch,
                 emit=launch.log.emit,
-                early=early,
+                early=admission.waiting.hand_over(),
                 recorder=guarded(Recorder(launch.name, folder, started=launch.log.started), "the flight recorder"),
             )
         )
@@ -346,25 +378,26 @@ class Run:
                 raise
         return hub
 
-    def _welcome(self, name: str) -> Message:
-        launch = self._launch
-        fields = {
-            "name": name,
-            "host": launch.name,
-            "run": launch.folder.id if launch.folder else "",
-            "codec": launch.config.codec,
-            "codec_down": down_codec(launch.config),
-            "versions": versions(),
-            "source": launch.source,
-        }
-        return Message(kind="welcome", fields=fields, frames=launch.files)
+    def _welcome(self, name: str) -> tuple[WelcomeMessage, tuple[bytes, ...]]:
+        launch, admission = self._launch, self._launch.admission
+        assert admission is not None and admission.source is not None
+        welcome = WelcomeMessage(
+            name=name,
+            host=launch.name,
+            run=launch.folder.id if launch.folder else "",
+            codec=launch.config.codec,
+            codec_down=down_codec(launch.config),
+            versions=versions(),
+            source=admission.source,
+        )
+        return welcome, admission.files
 
     # -- guest ------------------------------------------------------------------------------------------
 
     def _guest(self, options: Options, model: nn.Module, given: Any, tensors: ModelTensors) -> Iterator[Step]:
         launch = self._launch
         assert launch.link is not None and launch.welcome is not None
-        fields = launch.welcome.fields
+        welcome = launch.welcome.message
         together = batch_statistics(model) is not None
         reader, nominal = None, options.global_batch or batch_of(given)
         if options.data == "local":
@@ -373,8 +406,8 @@ class Run:
         hub = GuestHub(
             launch.link,
             tensors,
-            down=codecs.get(str(fields["codec_down"])),
-            up=codecs.get(str(fields["codec"])),
+            down=codecs.get(welcome.codec_down),
+            up=codecs.get(welcome.codec),
             device=launch.device,
         )
         parts = GuestParts(
@@ -397,7 +430,7 @@ class Run:
         )
 
 
-def replica_on_host(launch: Launch) -> bool:
+def replica_on_host(launch: RunContext) -> bool:
     """Whether the replica is kept in host memory: where that is not the device's own, unless told otherwise."""
     if launch.config.replica == "auto":
         return launch.device.torch_device.type == "cuda"
@@ -411,55 +444,11 @@ def down_codec(config: RunConfig) -> str:
     return "int8" if config.codec.startswith("topk") else config.codec
 
 
-def start(show: Callable[[Event], None] | None = None) -> Run:
-    """Begin a run: alone, as host or as guest, as this process was started.
-
-    Under plain `python script.py` the run is alone and writes no files; under `potluck host script.py` guests
-    can join it; `potluck join` runs the same script as a guest. Under torchrun the processes of one machine are one
-    host. `show` is told of a run alone.
-    """
+def start(show: Callable[[RunEvent], None] | None = None, config: RunConfig | None = None) -> Run:
+    """The run that this process was started for. Without one, a run alone; `show` is told of its events."""
     launch = current()
-    if launch is None:
-        environment = env.read()
-        failpoints.arm(environment.failpoint)
-        device, group = device_here(environment.device, environment.threads)
-        launch = Launch(
-            role=ALONE if group is None or group.place.leads else RANK,
-            config=RunConfig(),
-            device=device,
-            ranks=group,
-            name=environment.name or socket.gethostname(),
-            log=EventLog(None, show),
-            what=sys.argv[0],
-        )
-    return Run(launch)
-
-
-def device_here(name: str | None, threads: int | None, *, beside: int = 0) -> tuple[Device, ranks.Ranks | None]:
-    """This process's device; under torchrun, also the host's ranks, which meet here.
-
-    `beside`: guests on this machine, for which cores are left.
-    """
-    place = ranks.place()
-    if place is None:
-        return pick(name, threads=threads or (max(1, usable_cores() // (1 + beside)) if beside else None)), None
-    share = max(1, usable_cores() // (place.world + beside))
-    device, nccl = pick_for_rank(name, place.local_rank, place.world, threads=threads or share)
-    group = ranks.form(place, nccl=nccl)
-    if place.leads:
-        device.label = f"{place.world} × {device.label}"
-        if device.peak_flops is not None:
-            device.peak_flops *= place.world
-    return device, group
-
-
-def manifest(launch: Launch, recipe: dict[str, Any]) -> dict[str, Any]:
-    """What the run folder says of the run before it starts."""
-    return {
-        "what": launch.what,
-        "config": dataclasses.asdict(launch.config),
-        "recipe": recipe,
-        "source": {k: v for k, v in launch.source.items() if k != "files"} | {"files": launch.source.get("files")},
-        "versions": versions(),
-        "machines": [{"name": launch.name, "role": launch.role, "device": launch.device.label}],
-    }
+    if launch is not None:
+        return Run(launch.context)
+    environment = env.read()
+    failpoints.arm(environment.failpoint)
+    return Run(alone(environment, show, what=sys.argv[0], config=config))

@@ -64,9 +64,14 @@ class Step:
         self._trained, self._sends = trained, sends
         self._marks: list[tuple[int, int] | None] = []
 
+    @property
+    def number(self) -> int:
+        """The number of this step from 1, as errors and views count."""
+        return self.index + 1
+
     def __iter__(self) -> Iterator[Any]:
         if self._started:
-            raise LoopError(f"step {self.index} was iterated over twice", hint="use one `for batch in step` loop")
+            raise LoopError(f"step {self.number} was iterated over twice", hint="use one `for batch in step` loop")
         self._started = True
         yield from self._batches(self)
         self.finished = True
@@ -78,23 +83,23 @@ class Step:
             raise LoopError(
                 "step.backward() was called without a batch",
                 hint="call it inside `for batch in step`",
-                step=self.index,
+                step=self.number,
             )
         if current.done:
             raise LoopError(
                 "step.backward() was called twice for one batch",
                 hint="add the losses: step.backward(loss_a + loss_b)",
-                step=self.index,
+                step=self.number,
             )
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise LoopError(
                 "step.backward() needs the loss: a tensor of one value that depends on the model",
                 hint='the mean over the samples of the batch; for a sum say run.steps(…, loss_is="sum")',
-                step=self.index,
+                step=self.number,
             )
         first = self.index == 0 and isinstance(self._loss_sum, float)
         if first and _is_scaled(loss):  # once: on a GPU this waits
-            raise LoopError("the loss was scaled by a GradScaler", hint=NO_SCALER, step=self.index)
+            raise LoopError("the loss was scaled by a GradScaler", hint=NO_SCALER, step=self.number)
         total = loss * current.samples if self._mean else loss
         self._check_gradients()
         total.backward()
@@ -147,16 +152,16 @@ class Step:
                 "the gradients were changed in the loop, for example by zero_grad() or clip_grad_norm_()",
                 hint="Potluck clears, sums and clips them: take zero_grad() out of the loop, and say clip_norm=… "
                 "to run.steps(); before_update=… may change the gradient of the whole step",
-                step=self.index,
+                step=self.number,
             )
 
     def check_done(self) -> None:
         """After the user's body: `backward` must have been called."""
         if self._current is None or not self._current.done:
             raise LoopError(
-                f"a batch of step {self.index} came back without step.backward(loss)",
+                "a batch came back without step.backward(loss)",
                 hint="call step.backward(loss), not loss.backward(), for every batch; none may be skipped",
-                step=self.index,
+                step=self.number,
             )
         if not self._sends:
             self._check_gradients()

@@ -1,15 +1,13 @@
-"""The figures of a run while it goes on: the events that the log keeps and the view shows.
-
-Owns how speed, share and busy time are computed from what was measured. It changes nothing in the training.
-"""
+"""The figures of a run: computes speed, shares and busy time from what was measured, and emits the run's events."""
 
 from __future__ import annotations
 
+import math
 import platform
 import time
 from collections import deque
-from typing import Any
 
+import msgspec
 import torch
 
 from potluck._version import __version__
@@ -18,24 +16,26 @@ from potluck.hub.host import HostHub
 from potluck.hub.members import Member
 from potluck.hub.stepping import StepResult
 from potluck.hub.tensors import ModelTensors
+from potluck.spec.events import MachineFigures, RunEnded, RunStarted, StepEnded
 from potluck.train.batch_statistics import BatchStatistics, StatisticsNotice
-from potluck.train.launch import ALONE, Launch
+from potluck.train.context import ALONE, RunContext
+from potluck.train.gain import Gain
 from potluck.train.options import Options
 
 RECENT_STEPS = 8
-"""Rates shown are over this many steps."""
+"""Rates and speed-ups of a step are over this many steps."""
 
 
 def versions() -> dict[str, str]:
-    return {"potluck": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    return {"potluck": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
 
 
 class Telemetry:
-    """Collects one run's measurements and emits its events."""
+    """Collects one run's measurements and emits `run_start`, `step`, `batch_statistics` and `run_end`."""
 
     def __init__(
         self,
-        launch: Launch,
+        launch: RunContext,
         options: Options,
         hub: HostHub | AloneHub,
         statistics: BatchStatistics | None = None,
@@ -53,8 +53,10 @@ class Telemetry:
         """(step's seconds, the update's part of it, its samples)"""
         self._samples = 0
         self._between_s = 0.0
-        """All that the script took between steps."""
-        self._speedup: float | None = None
+        """Seconds that the script spent between steps, in total."""
+        self._gain = Gain()
+        self._steps_s = 0.0
+        """Seconds of all steps so far."""
         self._not_applied = 0
         self._flops_per_sample: float | None = None
 
@@ -69,24 +71,23 @@ class Telemetry:
             frozen = sum(t.count for t in tensors.fingerprint if t.role == "frozen")
             self._flops_per_sample = options.tokens_per_sample * (6.0 * trained + 4.0 * frozen)
         self._launch.log.emit(
-            {
-                "event": "run_start",
-                "clock_s": launch.log.started,
-                "run_id": launch.folder.id if launch.folder else "",
-                "folder": str(launch.folder.path) if launch.folder else "",
-                "recipe": launch.what,
-                "machine": launch.name,
-                "device": launch.device.label,
-                "steps": self._total_steps,
-                "global_batch": options.usual_batch,
-                "parameters": sum(t.count for t in tensors.fingerprint if t.role != "buffer"),
-                "trained_parameters": tensors.layout.count,
-                "codec": launch.config.codec,
-                "micro_batch": launch.config.micro_batch or options.micro_batch,
-                "tokens_per_sample": options.tokens_per_sample,
-                "resumed_from": step or None,
-                "join": launch.role != ALONE,
-            }
+            RunStarted(
+                clock_s=launch.log.started,
+                run_id=launch.folder.id if launch.folder else "",
+                folder=str(launch.folder.path) if launch.folder else "",
+                recipe=launch.what,
+                machine=launch.name,
+                device=launch.device.label,
+                steps=self._total_steps,
+                global_batch=options.usual_batch,
+                parameters=sum(t.count for t in tensors.fingerprint if t.role != "buffer"),
+                trained_parameters=tensors.layout.count,
+                codec=launch.config.codec,
+                micro_batch=launch.config.micro_batch or options.micro_batch,
+                tokens_per_sample=options.tokens_per_sample,
+                resumed_from=step or None,
+                join=launch.role != ALONE,
+            )
         )
 
     def computed(self, samples: int, seconds: float) -> None:
@@ -103,10 +104,10 @@ class Telemetry:
         applied: bool,
         outside: tuple[float, float],
     ) -> None:
-        """`now`: when the device had made the update, by the monotonic clock; since then it may have gone on.
+        """`now`: when the device had made the update, by the monotonic clock; it may have continued since.
 
-        `applied`: whether it did make one. `outside`: from when to when the script did something else before this
-        step (a validation, say): that is no step's time, and no guest's fault.
+        `applied`: whether the update was made. `outside`: from when to when the script did something else before
+        this step, such as a validation; that time does not count as the step's.
         """
         self._not_applied += not applied
         between_s = max(0.0, outside[1] - max(outside[0], self._last_end))
@@ -118,32 +119,33 @@ class Telemetry:
         options = self._options
         mean_s = sum(s for s, _, _ in self._recent) / len(self._recent)
         rate = sum(n for _, _, n in self._recent) / len(self._recent) / mean_s
-        self._speedup = self._times_alone(mean_s)
+        speedup = self._times_alone(mean_s)
+        self._gain.add(speedup, step_s)
+        self._steps_s += step_s
         up, down = self._hub.traffic()
         self._launch.log.emit(
-            {
-                "event": "step",
-                "step": step,
-                "steps": self._total_steps,
-                "loss": loss,
-                "applied": applied,
-                "step_s": round(step_s, 5),
-                "between_s": round(between_s, 5),
-                "samples": result.samples,
-                "samples_per_s": rate,
-                "tokens_per_s": rate * options.tokens_per_sample if options.tokens_per_sample else None,
-                "mfu": self._mfu(result, step_s),
-                "speedup": self._speedup,
-                "predicted_s": result.predicted_s,
-                "eta_s": self._eta_s(step, mean_s),
-                "wait_s": round(result.wait_s, 5),
-                "update_s": round(update_s, 5),
-                "bytes_up": up,
-                "bytes_down": down,
-                "dropped": result.dropped_samples,
-                "taken_back": result.taken_back_samples,
-                "machines": self._machines(result, step_s),
-            }
+            StepEnded(
+                step=step,
+                steps=self._total_steps,
+                loss=_finite(loss),
+                applied=applied,
+                step_s=round(step_s, 5),
+                between_s=round(between_s, 5),
+                samples=result.samples,
+                samples_per_s=rate,
+                tokens_per_s=rate * options.tokens_per_sample if options.tokens_per_sample else None,
+                mfu=self._mfu(result, step_s),
+                speedup=speedup,
+                predicted_s=result.predicted_s,
+                eta_s=self._eta_s(step, mean_s),
+                wait_s=round(result.wait_s, 5),
+                update_s=round(update_s, 5),
+                bytes_up=up,
+                bytes_down=down,
+                dropped=result.dropped_samples,
+                taken_back=result.taken_back_samples,
+                machines=self._machines(result, step_s),
+            )
         )
         self._host_busy_s = 0.0
         news = self._statistics.after_step(step, result.micro_batches)
@@ -151,7 +153,7 @@ class Telemetry:
             self._launch.log.emit(news)
 
     def _eta_s(self, step: int, mean_s: float) -> float | None:
-        """Steps at the pace of the last ones, and what the script took between steps so far."""
+        """The steps left at the pace of the last ones, plus the script's mean time between steps."""
         if not self._total_steps:
             return None
         return (mean_s + self._between_s / max(1, step - self._first_step)) * max(0, self._total_steps - step)
@@ -159,69 +161,75 @@ class Telemetry:
     def ended(self, step: int, loss: float | None, reason: str) -> None:
         seconds = time.monotonic() - self._started
         self._launch.log.emit(
-            {
-                "event": "run_end",
-                "step": step,
-                # Null if it was not finite; not there at all if no step was made.
-                **({} if loss is None else {"loss": loss}),
-                "not_applied": self._not_applied,
-                "seconds": seconds,
-                "samples_per_s": self._samples / max(seconds, 1e-9),
-                "speedup": self._speedup,
-                "reason": reason,
-                "folder": str(self._launch.folder.path) if self._launch.folder else "",
-            }
+            RunEnded(
+                step=step,
+                loss=msgspec.UNSET if loss is None else _finite(loss),
+                not_applied=self._not_applied,
+                seconds=seconds,
+                samples_per_s=self._samples / max(self._steps_s, 1e-9),
+                speedup=self._gain.value,
+                reason=reason,
+                folder=str(self._launch.folder.path) if self._launch.folder else "",
+            )
         )
 
     def _mfu(self, result: StepResult, step_s: float) -> float | None:
-        """What part of this machine's peak its own samples used; None where the peak is not known."""
+        """Share of this machine's peak FLOP/s that its own samples used; None if the peak is not known."""
         peak = self._launch.device.peak_flops
         if peak is None or self._flops_per_sample is None or step_s <= 0:
             return None
         return result.samples.get(self._launch.name, 0) * self._flops_per_sample / step_s / peak
 
     def _times_alone(self, mean_s: float) -> float | None:
-        """How many times faster than this machine would be by itself, from its own measured rate."""
+        """Speed-up over this machine alone, computed from its measured rate."""
         sample_s = self._hub.host_sample_s()
-        # Before a guest has contributed, the figure would be nothing but noise in this machine's own speed.
+        # Before a guest has contributed, the figure would only show noise in this machine's own speed.
         if self._launch.role == ALONE or not sample_s or not any(m.samples for m in self._hub.members()):
             return None
         update_s = sum(u for _, u, _ in self._recent) / len(self._recent)
         samples = sum(n for _, _, n in self._recent) / len(self._recent)
         return (samples * sample_s + update_s) / mean_s
 
-    def _machines(self, result: StepResult, step_s: float) -> list[dict[str, Any]]:
+    def _machines(self, result: StepResult, step_s: float) -> tuple[MachineFigures, ...]:
         sample_s = self._hub.host_sample_s()
-        host = {
-            "name": self._launch.name,
-            "role": "host",
-            "device": self._launch.device.label,
-            "samples": result.samples.get(self._launch.name, 0),
-            **_micro_batches(self._launch.name, result),
-            "rate": 1 / sample_s if sample_s else None,
-            "busy": min(1.0, self._host_busy_s / step_s) if step_s else None,
-            "state": "computing",
-            "reason": "",
-        }
-        return [host, *(_guest(m, result, step_s) for m in self._hub.members())]
+        micro_batch, micro_batches = _micro_batches(self._launch.name, result)
+        host = MachineFigures(
+            name=self._launch.name,
+            role="host",
+            device=self._launch.device.label,
+            samples=result.samples.get(self._launch.name, 0),
+            micro_batch=micro_batch,
+            micro_batches=micro_batches,
+            rate=1 / sample_s if sample_s else None,
+            busy=min(1.0, self._host_busy_s / step_s) if step_s else None,
+            state="computing",
+            reason="",
+        )
+        return (host, *(_guest(m, result, step_s) for m in self._hub.members()))
 
 
-def _guest(member: Member, result: StepResult, step_s: float) -> dict[str, Any]:
+def _guest(member: Member, result: StepResult, step_s: float) -> MachineFigures:
     samples = result.samples.get(member.name, 0)
-    return {
-        "name": member.name,
-        "role": "guest",
-        "device": member.device,
-        "samples": samples,
-        **_micro_batches(member.name, result),
-        "rate": member.rate.value,
-        "busy": min(1.0, member.busy_s / step_s) if samples and step_s else 0.0,
-        "state": member.state,
-        "reason": member.reason,
-    }
+    micro_batch, micro_batches = _micro_batches(member.name, result)
+    return MachineFigures(
+        name=member.name,
+        role="guest",
+        device=member.device,
+        samples=samples,
+        micro_batch=micro_batch,
+        micro_batches=micro_batches,
+        rate=member.rate.value,
+        busy=min(1.0, member.busy_s / step_s) if samples and step_s else 0.0,
+        state=member.state,
+        reason=member.reason,
+    )
 
 
-def _micro_batches(machine: str, result: StepResult) -> dict[str, int | None]:
-    """The largest that it computed at once in the step, and in how many parts its samples were."""
+def _micro_batches(machine: str, result: StepResult) -> tuple[int | None, int]:
+    """Most samples that it computed at once in the step, and the number of its micro-batches."""
     sizes = result.micro_batches.get(machine, ())
-    return {"micro_batch": max(sizes, default=None), "micro_batches": len(sizes)}
+    return max(sizes, default=None), len(sizes)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -41,7 +41,7 @@ def own_norm(trained: Sequence[nn.Parameter]) -> Tensor:
 
 
 def prepare_gradients(
-    step_index: int, trained: list[nn.Parameter], options: Options, model: nn.Module, samples: int
+    number: int, trained: list[nn.Parameter], options: Options, model: nn.Module, samples: int
 ) -> Tensor:
     """From the sum over the step's `samples` to what the optimizer takes: the mean, as the user wants it, clipped.
 
@@ -50,7 +50,7 @@ def prepare_gradients(
     gradients = [p.grad for p in trained if p.grad is not None]
     if not gradients:
         raise LoopError(
-            f"step {step_index} ended without any gradient",
+            f"step {number} ended without any gradient",
             hint="Potluck clears and steps: take optimizer.zero_grad() and optimizer.step() out of the loop",
         )
     torch._foreach_mul_(gradients, 1.0 / samples)

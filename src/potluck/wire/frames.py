@@ -10,16 +10,17 @@ Messages to a host that have long frames are split into parts: first b"CUT" and 
 from __future__ import annotations
 
 import json
-import math
 import re
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar, get_args
 
+import msgspec
 import numpy as np
 
 from potluck.errors import WireError
+from potluck.spec.messages import FromGuest, FromHost, Message, ModelDescription
+from potluck.units import printable
 
 PROTOCOL = 2
 
@@ -41,6 +42,13 @@ MAGIC = b"PLK"
 _CUT = b"CUT"
 _PREFIX = MAGIC + bytes([PROTOCOL])
 _KIND = re.compile(r"[a-z][a-z0-9_.-]{0,31}", re.ASCII)
+_MISSING = re.compile(r"Object missing required field `(\w+)`")
+_WRONG = re.compile(r"(.{1,200}) - at `\$(?:\[1\])?\.(\w+).{0,60}`", re.DOTALL)
+_ENCODER = msgspec.json.Encoder()
+_MODEL = msgspec.json.Decoder(ModelDescription)
+_PAIR = msgspec.json.Decoder(tuple[str, msgspec.Raw])
+
+M = TypeVar("M", bound=Message)
 
 
 class VersionError(WireError):
@@ -54,59 +62,133 @@ class VersionError(WireError):
         self.theirs = theirs
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
-    """One message: its kind, its fields, and its raw frames."""
+class UnknownKindError(WireError):
+    """A message of a kind that this version does not know, or that nobody should send here."""
 
-    kind: str
-    fields: dict[str, Any]
-    frames: tuple[bytes | memoryview, ...] = ()
+    def __init__(self, kind: str) -> None:
+        super().__init__(f"an unknown message {kind!r}")
+        self.kind = kind
 
 
-def pack(message: Message) -> list[bytes | memoryview]:
+class MalformedError(WireError):
+    """A message of a known kind whose fields or frames are wrong; `why` says which."""
+
+    def __init__(self, kind: str, why: str) -> None:
+        super().__init__(f"a malformed {kind!r} message: {why}")
+        self.kind = kind
+        self.why = why
+
+
+class Received(NamedTuple, Generic[M]):
+    """A message as it arrived, and its raw frames."""
+
+    message: M
+    frames: tuple[bytes | memoryview, ...]
+
+
+def pack(message: Message, frames: Sequence[bytes | memoryview] = ()) -> list[bytes | memoryview]:
     """The frames of a message. The raw frames are passed on, not copied."""
-    if not isinstance(message.kind, str) or not _KIND.fullmatch(message.kind):
-        raise WireError(f"{message.kind!r} is not the name of a kind of message")
-    if not isinstance(message.fields, dict):
-        raise WireError(f"the fields of {message.kind!r} are a {type(message.fields).__name__}, not a dict")
-    header = _PREFIX + dump_json([message.kind, message.fields])
+    try:
+        header = _PREFIX + _ENCODER.encode((message.kind, message))
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise WireError(f"a {message.kind!r} that cannot be written as JSON: {error}") from None
+    if b"null" in header:
+        _check_null(message, header)
     if len(header) > MAX_HEADER_BYTES:
         raise WireError(
             f"the header of {message.kind!r} has {len(header)} bytes, at most {MAX_HEADER_BYTES} may travel"
         )
-    return [header, *(_checked(frame, number) for number, frame in enumerate(_counted(message.frames), 1))]
+    if frames:
+        _check(frames)
+    return [header, *frames]
 
 
-def unpack(frames: Sequence[bytes | memoryview]) -> Message:
-    """The message in these frames, or WireError (VersionError for another protocol) whatever they hold."""
-    if not frames:
-        raise WireError("a message without frames")
-    raw = _counted(frames[1:])
-    head = _view(frames[0])
-    if head.nbytes < len(_PREFIX):
-        raise WireError(f"a header of {head.nbytes} bytes is too short")
-    if bytes(head[: len(MAGIC)]) != MAGIC:
-        raise WireError("the header does not begin as a potluck message does")
-    if head[len(MAGIC)] != PROTOCOL:
-        raise VersionError(head[len(MAGIC)])
+class Reader(Generic[M]):
+    """Decodes and checks messages of some kinds: nothing that comes out of `read` has to be checked again."""
+
+    def __init__(self, kinds: Iterable[type[M]]) -> None:
+        self._decoders = {kind.kind: msgspec.json.Decoder(kind) for kind in kinds}
+
+    def read(self, frames: Sequence[bytes | memoryview]) -> Received[M]:
+        """The message in these frames. Raises WireError whatever they hold: VersionError for another protocol,
+        UnknownKindError and MalformedError for a message that is not right, else for bytes that are no message."""
+        if not frames:
+            raise WireError("a message without frames")
+        text, raw = _text_in(frames[0]), tuple(frames[1:])
+        if raw:
+            _check(raw)
+        try:
+            kind, fields = _PAIR.decode(text)
+        except (ValueError, RecursionError) as error:
+            # The text of the error can quote the stranger's bytes: keep its kind only.
+            raise WireError(f"the header is not a pair of kind and fields ({type(error).__name__})") from None
+        if text.count(b"[") + text.count(b"{") > MAX_DEPTH:
+            load_json(text)  # raises if it is too deep
+        decoder = self._decoders.get(kind)
+        if decoder is None:
+            raise UnknownKindError(kind) if _KIND.fullmatch(kind) else WireError("its kind is not a short word")
+        try:
+            message = decoder.decode(fields)
+        except (ValueError, RecursionError) as error:
+            raise MalformedError(kind, _why(error)) from None
+        if why_not := message.unfit(raw):
+            raise MalformedError(kind, why_not)
+        return Received(message, raw)
+
+
+FROM_GUEST: Reader[FromGuest] = Reader(get_args(FromGuest))
+"""What a host reads."""
+FROM_HOST: Reader[FromHost] = Reader(get_args(FromHost))
+"""What a guest reads."""
+
+
+def _check_null(message: Message, header: bytes) -> None:
+    """Refuse to send a number that is not finite: msgspec writes null for it."""
+    try:
+        msgspec.json.decode(header[len(_PREFIX) :], type=tuple[str, type(message)])  # type: ignore[misc]
+    except msgspec.ValidationError as error:
+        raise WireError(f"a {message.kind!r} that cannot be sent: {_why(error)}") from None
+
+
+def read_model(raw: bytes | memoryview) -> ModelDescription:
+    """The frame of a `ready`."""
+    try:
+        return _MODEL.decode(raw)
+    except (ValueError, RecursionError) as error:
+        raise MalformedError("ready", f"of its model, {_why(error)}") from None
+
+
+def _text_in(frame: bytes | memoryview) -> bytes:
+    """The JSON in a header."""
+    head = _view(frame)
+    start = bytes(head[: len(_PREFIX)])
+    if start != _PREFIX:
+        if len(start) < len(_PREFIX):
+            raise WireError(f"a header of {len(start)} bytes is too short")
+        if not start.startswith(MAGIC):
+            raise WireError("the header does not begin as a potluck message does")
+        raise VersionError(start[len(MAGIC)])
     if head.nbytes > MAX_HEADER_BYTES:
         raise WireError(f"a header of {head.nbytes} bytes, at most {MAX_HEADER_BYTES} are read")
-    value = load_json(bytes(head[len(_PREFIX) :]))
-    if not isinstance(value, list) or len(value) != 2:
-        raise WireError("the header is not a pair of kind and fields")
-    kind, fields = value
-    if not isinstance(kind, str) or not _KIND.fullmatch(kind):
-        raise WireError("the kind of the message is not a short word")
-    if not isinstance(fields, dict):
-        raise WireError(f"the fields of {kind!r} are not an object")
-    return Message(
-        kind=kind, fields=fields, frames=tuple(_checked(frame, number) for number, frame in enumerate(raw, 1))
-    )
+    return bytes(head[len(_PREFIX) :])
+
+
+def _why(error: Exception) -> str:
+    """What is wrong with a message's fields, in words."""
+    if not isinstance(error, msgspec.ValidationError):
+        return f"not readable JSON ({type(error).__name__})"
+    text = str(error)
+    if found := _MISSING.fullmatch(text):
+        return f"it has no {found[1]!r}"
+    if found := _WRONG.fullmatch(text):
+        return f"its {found[2]!r} is wrong: {found[1][:1].lower()}{found[1][1:]}"
+    return printable(text, 200)
 
 
 def cut(frames: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
     """The parts in which these frames are sent to a host; nothing is copied."""
-    views = [_checked(frame, number) for number, frame in enumerate(map(_view, frames))]
+    _check(frames[1:])
+    views = list(map(_view, frames))
     if all(len(view) <= PART_BYTES for view in views):
         return list(frames)
     parts: list[bytes | memoryview] = [_CUT + struct.pack(f"<{len(views)}I", *map(len, views))]
@@ -162,25 +244,12 @@ def load_json(raw: bytes) -> Any:
     would fail only when somebody prints or stores them.
     """
     try:
-        value = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_finite)
-        if b"\\u" in raw:
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        value = msgspec.json.decode(raw)
     except (ValueError, RecursionError) as error:
         # The text of the error can quote the stranger's bytes: keep its kind only.
         raise WireError(f"the header is not readable JSON ({type(error).__name__})") from None
     if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and _too_deep(value):
         raise WireError(f"the header is nested deeper than {MAX_DEPTH}")
-    return value
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(name)
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(text)
     return value
 
 
@@ -199,17 +268,13 @@ def _too_deep(value: Any) -> bool:
     return True
 
 
-def _counted(frames: Sequence[bytes | memoryview]) -> Sequence[bytes | memoryview]:
+def _check(frames: Sequence[bytes | memoryview], first: int = 1) -> None:
     if len(frames) > MAX_FRAMES:
         raise WireError(f"a message with {len(frames)} frames, at most {MAX_FRAMES} are taken")
-    return frames
-
-
-def _checked(frame: bytes | memoryview, number: int) -> bytes | memoryview:
-    size = _view(frame).nbytes
-    if size > MAX_FRAME_BYTES:
-        raise WireError(f"frame {number} has {size} bytes, at most {MAX_FRAME_BYTES} are taken")
-    return frame
+    for number, frame in enumerate(frames, first):
+        size = _view(frame).nbytes
+        if size > MAX_FRAME_BYTES:
+            raise WireError(f"frame {number} has {size} bytes, at most {MAX_FRAME_BYTES} are taken")
 
 
 def _view(frame: bytes | memoryview) -> memoryview:

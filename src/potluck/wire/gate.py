@@ -49,14 +49,17 @@ _FILTER = struct.pack("HP", len(_BEGINNINGS), ctypes.addressof(_CODE))
 _EPOLL_EVENT = "=IQ" if platform.machine() == "x86_64" else "@IQ"
 
 
-def listen(target: zmq.Socket[bytes], bind: str, port: int, batch: int) -> tuple[int, Gate | None]:
-    """Let a socket of libzmq listen; the port that it got, and the gate where there is one.
+def listen(target: zmq.Socket[bytes], bind: str, port: int, batch: int | None = None) -> tuple[int, Gate | None]:
+    """Let a socket of libzmq listen; returns its port, and its gate if there is one (not if `batch` is None).
 
-    A PotluckError tells why it cannot. The socket's options must be set before.
+    Set the socket's options before.
+
+    Raises:
+        PotluckError: the port cannot be opened, and why.
     """
     address = {"": "0.0.0.0", "*": "0.0.0.0", "localhost": "127.0.0.1"}.get(bind, bind)
     try:
-        if not IS_AVAILABLE:
+        if batch is None or not IS_AVAILABLE:
             return _bind(target, address, port), None
         gate = Gate(address, port, batch)
         try:

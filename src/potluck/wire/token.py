@@ -1,4 +1,4 @@
-"""The token that a guest types, and which addresses of this machine it contains.
+"""The token that a guest types, the addresses of this machine that it contains, and the one to listen on.
 
 potluck<protocol>-<base64url of: port, addresses, the host's public key, the guests' secret key, CRC-32>
 """
@@ -22,6 +22,7 @@ from potluck.errors import ConfigError, TokenError
 from potluck.wire.frames import PROTOCOL
 from potluck.wire.keys import KEY_BYTES
 
+LOOPBACK = "127.0.0.1"
 MAX_ADDRESSES = 8
 _MAX_NAME_BYTES = 64
 _MAX_TEXT = 4096
@@ -166,7 +167,24 @@ def local_addresses(*, ipv6: bool = False) -> tuple[str, ...]:
         ),
     )
     found = found[: MAX_ADDRESSES // 2 if ipv6 else MAX_ADDRESSES] + (_ipv6_addresses(states) if ipv6 else [])
-    return tuple(found[:MAX_ADDRESSES]) or ("127.0.0.1",)
+    return tuple(found[:MAX_ADDRESSES]) or (LOOPBACK,)
+
+
+def checked_bind(bind: str | None, *, ipv6: bool = True) -> str | None:
+    """The numeric address to listen on; None if none was given. `ipv6`: whether IPv6 is allowed."""
+    if bind is None:
+        return None
+    try:
+        address = ipaddress.ip_address(LOOPBACK if bind == "localhost" else bind.strip("[]"))
+    except ValueError:
+        address = None
+    if address is not None and (ipv6 or address.version == 4):
+        return str(address)
+    raise ConfigError(
+        f"bind takes an {'' if ipv6 else 'IPv4 '}address of this machine, not {bind!r}",
+        hint=f"this machine has: {', '.join((*local_addresses(ipv6=ipv6), LOOPBACK))}; 0.0.0.0 listens on all"
+        + ("; :: also on IPv6" if ipv6 else "; only `potluck host` listens on IPv6"),
+    )
 
 
 def _ipv6_addresses(states: Mapping[str, Any]) -> list[str]:

@@ -5,10 +5,10 @@ It knows what a recipe offers, not how one works, and imports torch only when a 
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from typing import TYPE_CHECKING, Any, Protocol
 
+from potluck.checked import did_you_mean
 from potluck.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,19 +27,19 @@ class RecipeConfig(Protocol):
 
     @property
     def steps(self) -> int:
-        """Optimizer updates in the run."""
+        """Total number of optimizer steps."""
 
     @property
     def global_batch(self) -> int:
-        """Samples in a step, on all machines together."""
+        """Samples per step, over all machines."""
 
     @property
     def clip_norm(self) -> float:
-        """The longest gradient that is used as it is; 0 means any."""
+        """Largest norm of the gradient, which is scaled down to it; 0: no limit."""
 
     @property
     def seed(self) -> int:
-        """Of the initial weights and the order of the samples."""
+        """Random seed for the weights and the sample order."""
 
     @property
     def data(self) -> str | None:
@@ -55,7 +55,7 @@ class Recipe(Protocol):
 
     @property
     def Config(self) -> type[Any]:
-        """A frozen, keyword-only dataclass (RecipeConfig), each field documented below itself."""
+        """A frozen, keyword-only struct (RecipeConfig), each field documented below itself."""
 
     def model(self, config: Any) -> nn.Module:
         """The initial model on the CPU: the same for the same config on every machine, without any data."""
@@ -88,8 +88,7 @@ class Recipe(Protocol):
 def get(name: str) -> Recipe:
     """The recipe of this name."""
     if name not in NAMES:
-        near = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}? " if near else ""
+        hint = did_you_mean(name, NAMES)
         hint = f"your own script is trained by: potluck host {name}; " if name.endswith(".py") else hint
         raise ConfigError(f"there is no recipe {name!r}", hint=f"{hint}recipes: {', '.join(NAMES)}")
     recipe: Recipe = importlib.import_module(f"potluck.train.recipes.{name}").RECIPE

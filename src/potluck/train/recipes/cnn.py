@@ -6,19 +6,19 @@ It knows nothing of hosts, guests or runs: it says what is trained, on what, and
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import torch
+from msgspec import Meta, Struct
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset
 
+from potluck.checked import Natural, Positive
 from potluck.errors import ConfigError
 from potluck.train.recipes import idx
 from potluck.train.recipes.modes import Precision, evaluating, fused, precision
@@ -32,48 +32,39 @@ _EVALUATION_BATCH = 256
 _HELD_OUT_EVERY = 6
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CnnConfig:
-    """What a run of the recipe `cnn` can be told."""
+class CnnConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of the recipe `cnn`."""
 
-    width: int = 32
-    """Channels after the first convolution; the later ones have twice as many."""
+    width: Annotated[int, Meta(ge=4)] = 32
+    """Channels after the first convolution, a multiple of 4; the later ones have twice as many."""
 
-    global_batch: int = 64
-    """Images that one step learns from, on all machines together."""
+    global_batch: Positive = 64
+    """Images per step, over all machines."""
 
-    steps: int = 300
-    """Optimizer updates in the run."""
+    steps: Positive = 300
+    """Total number of optimizer steps."""
 
-    lr: float = 3e-3
+    lr: Annotated[float, Meta(gt=0, lt=1e9)] = 3e-3
     """Peak learning rate."""
 
-    weight_decay: float = 0.01
-    """AdamW's decay."""
+    weight_decay: Annotated[float, Meta(ge=0)] = 0.01
+    """Weight decay of AdamW."""
 
-    clip_norm: float = 1.0
-    """Gradients longer than this are scaled down to it; 0 leaves them as they are."""
+    clip_norm: Annotated[float, Meta(ge=0)] = 1.0
+    """Largest norm of the gradient, which is scaled down to it; 0: no limit."""
 
     precision: Precision = "fp32"
-    """Number format of convolutions and matrix products (autocast); weights and their updates stay fp32."""
+    """Number format of convolutions and matrix products (autocast). Weights stay fp32."""
 
     data: str | None = None
-    """A folder with MNIST's IDX files, plain or .gz; left out, the 8x8 digits inside scikit-learn."""
+    """A folder with MNIST's IDX files, plain or .gz; if not given, the 8x8 digits of scikit-learn."""
 
-    seed: int = 1
-    """Of the initial weights and the order of the samples."""
+    seed: Natural = 1
+    """Random seed for the weights and the sample order."""
 
     def __post_init__(self) -> None:
-        for name in ("width", "global_batch", "steps"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}", hint=f"{name} must be 1 or more")
         if self.width % 4:
             raise ConfigError(f"width is {self.width}", hint="width must be a multiple of 4, for example 32")
-        for name in ("weight_decay", "clip_norm", "seed"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} is {getattr(self, name)}", hint=f"{name} must be 0 or more")
-        if not 0 < self.lr < math.inf:
-            raise ConfigError(f"lr is {self.lr}", hint="lr must be above 0, for example 0.003")
 
 
 class DigitNet(nn.Module):

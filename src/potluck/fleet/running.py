@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from potluck.errors import PotluckError, ScriptError
 from potluck.fleet.life import reader_is_gone
 from potluck.fleet.script import guest_hint
-from potluck.train.launch import Interrupted
+from potluck.train.ending import Interrupted
 
 HINT = "the traceback above is from the script"
 IN_LOOP_HINT = f"{HINT}; the host has been told"
@@ -31,7 +31,7 @@ def running(name: str, *, hint: Callable[[], str] = lambda: HINT, guest: bool = 
         if isinstance(error, BrokenPipeError) and reader_is_gone():
             raise Interrupted from None  # its print() came before anybody had noticed
         frames = traceback.extract_tb(error.__traceback__)
-        ours = ("runpy", "potluck/cli", "potluck/launch")
+        ours = ("runpy", "potluck/cli", "potluck/fleet")
         inner = [f for f in frames if not any(part in f.filename.replace("\\", "/") for part in ours)]
         print("Traceback (most recent call last):", file=sys.stderr)
         sys.stderr.writelines(traceback.format_list(inner))

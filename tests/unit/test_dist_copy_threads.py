@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from potluck.dist import formation, reduction
+from potluck.dist.copy_threads import CopyThreads, number_of
 from potluck.dist.counting import SPENT
 from potluck.dist.local import LocalGroup
-from potluck.dist.local_hands import Hands, number_of
 from potluck.dist.shm import Segment
 
 PART = 512
@@ -38,15 +38,15 @@ def torch_has_one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def hands() -> Iterator[Hands]:
-    made = Hands(3, part_bytes=PART)
+def threads() -> Iterator[CopyThreads]:
+    made = CopyThreads(3, part_bytes=PART)
     yield made
     made.close()
     assert not named_threads()
 
 
 def named_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("potluck-hand")]
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("potluck-copy")]
 
 
 @pytest.mark.parametrize(
@@ -71,10 +71,10 @@ def test_how_many(asked: int, cores: int, members: int, number: int) -> None:
 def test_the_setting_comes_to_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
     monkeypatch.setattr(LocalGroup, "create", lambda *args, **named: given.update(named))
-    card = SimpleNamespace(endpoint=SimpleNamespace(host="here"))
-    meeting: Any = SimpleNamespace(neighbours=lambda rank: [0, 1], cards=[card, card])
+    info = SimpleNamespace(endpoint=SimpleNamespace(host="here"))
+    members: Any = SimpleNamespace(neighbours=lambda rank: [0, 1], ranks=[info, info])
     settings: Any = SimpleNamespace(transport="auto", copy_threads=3)
-    formation._local_group(None, 0, meeting, settings, 1.0)
+    formation._local_group(None, 0, members, settings, 1.0)
     assert given["copy_threads"] == 3
 
 
@@ -91,7 +91,7 @@ def of_type(count: int, dtype: torch.dtype, seed: int) -> Tensor:
     "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.complex64, torch.bool]
 )
 @pytest.mark.parametrize("count", [0, 1, 128, 385, 1001, 4096, 30_011])
-def test_the_same_bits_as_by_one_thread(hands: Hands, count: int, dtype: torch.dtype) -> None:
+def test_the_same_bits_as_by_one_thread(threads: CopyThreads, count: int, dtype: torch.dtype) -> None:
     ops = dist.ReduceOp
     for op in (ops.SUM, ops.AVG, ops.PRODUCT, ops.MIN, ops.MAX, ops.BXOR):
         if not reduction.supports(op, dtype):
@@ -99,53 +99,53 @@ def test_the_same_bits_as_by_one_thread(hands: Hands, count: int, dtype: torch.d
         wide = reduction.working_dtype(op, dtype)
         mine, other = of_type(count, dtype, 1), of_type(count, dtype, 2)
         found, wanted = torch.empty(count, dtype=wide), mine.to(wide)
-        hands.copy(found, mine)
+        threads.copy(found, mine)
         assert torch.equal(found, wanted)
-        hands.accumulate(op, found, other)
+        threads.accumulate(op, found, other)
         reduction.accumulate(op, wanted, other)
-        hands.finish(op, found, 3)
+        threads.finish(op, found, 3)
         reduction.finish(op, wanted, 3)
         assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8)), str(op)
         back, wanted_back = torch.empty(count, dtype=dtype), wanted.to(dtype)
-        hands.copy(back, found)
+        threads.copy(back, found)
         assert torch.equal(back.view(torch.uint8), wanted_back.view(torch.uint8))
 
 
-def test_every_thread_has_a_part(hands: Hands, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_thread_has_a_part(threads: CopyThreads, monkeypatch: pytest.MonkeyPatch) -> None:
     together = threading.Barrier(3)
     monkeypatch.setattr(reduction, "accumulate", lambda op, into, other: together.wait(SOON_S))
     SPENT.reduction = 0.0
-    hands.accumulate("SUM", torch.zeros(3000), torch.ones(3000))  # fails where one has to do two
+    threads.accumulate("SUM", torch.zeros(3000), torch.ones(3000))  # fails where one has to do two
     assert SPENT.reduction > 0
 
 
-def test_what_is_short_the_caller_does_alone(hands: Hands) -> None:
+def test_what_is_short_the_caller_does_alone(threads: CopyThreads) -> None:
     values = torch.zeros(PART // 4 * 2 - 1)
-    hands.copy(values, torch.ones(len(values)))
-    hands.accumulate("SUM", values, torch.ones(len(values)))
+    threads.copy(values, torch.ones(len(values)))
+    threads.accumulate("SUM", values, torch.ones(len(values)))
     assert values.eq(2).all()
     assert not named_threads()
-    hands.copy(torch.zeros(5000), torch.ones(5000))
+    threads.copy(torch.zeros(5000), torch.ones(5000))
     assert len(named_threads()) == 2
 
 
-def test_one_hand_has_no_threads_and_torchs_own_are_enough(hands: Hands) -> None:
-    alone = Hands(1, part_bytes=PART)
+def test_one_hand_has_no_threads_and_torchs_own_are_enough(threads: CopyThreads) -> None:
+    alone = CopyThreads(1, part_bytes=PART)
     values = torch.zeros(5000)
     alone.copy(values, torch.ones(5000))
     torch.set_num_threads(2)
-    hands.copy(values, torch.full((5000,), 2.0))
+    threads.copy(values, torch.full((5000,), 2.0))
     assert values.eq(2).all()
     assert not named_threads()
 
 
-def test_a_copy_that_does_not_fit_is_refused(hands: Hands) -> None:
+def test_a_copy_that_does_not_fit_is_refused(threads: CopyThreads) -> None:
     with pytest.raises(RuntimeError, match="size"):
-        hands.copy(torch.zeros(5001), torch.ones(5000))
+        threads.copy(torch.zeros(5001), torch.ones(5000))
 
 
 def test_a_fault_in_any_part_reaches_the_caller_when_all_parts_are_over(
-    hands: Hands, monkeypatch: pytest.MonkeyPatch
+    threads: CopyThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[int] = []
     for bad in range(3):
@@ -159,12 +159,12 @@ def test_a_fault_in_any_part_reaches_the_caller_when_all_parts_are_over(
         monkeypatch.setattr(reduction, "accumulate", accumulate)
         done.clear()
         with pytest.raises(ValueError, match=f"part {bad}"):
-            hands.accumulate("SUM", torch.arange(3).repeat_interleave(1024), torch.zeros(3072))
+            threads.accumulate("SUM", torch.arange(3).repeat_interleave(1024), torch.zeros(3072))
         assert sorted(done) == [part for part in range(3) if part != bad]
 
 
 def blocked(
-    monkeypatch: pytest.MonkeyPatch, hands: Hands, values: Tensor
+    monkeypatch: pytest.MonkeyPatch, threads: CopyThreads, values: Tensor
 ) -> tuple[threading.Thread, threading.Event]:
     """A sum under way: every thread has begun its part, and ends it when the event is set."""
     begun, go = threading.Barrier(4), threading.Event()
@@ -176,16 +176,16 @@ def blocked(
         accumulate(op, into, other)
 
     monkeypatch.setattr(reduction, "accumulate", slow)
-    caller = threading.Thread(target=hands.accumulate, args=("SUM", values, torch.ones(len(values))))
+    caller = threading.Thread(target=threads.accumulate, args=("SUM", values, torch.ones(len(values))))
     caller.start()
     begun.wait(SOON_S)
     return caller, go
 
 
-def test_closing_waits_for_parts_under_way(monkeypatch: pytest.MonkeyPatch, hands: Hands) -> None:
+def test_closing_waits_for_parts_under_way(monkeypatch: pytest.MonkeyPatch, threads: CopyThreads) -> None:
     values = torch.zeros(5000)
-    caller, go = blocked(monkeypatch, hands, values)
-    closing = threading.Thread(target=hands.close)
+    caller, go = blocked(monkeypatch, threads, values)
+    closing = threading.Thread(target=threads.close)
     closing.start()
     closing.join(0.1)
     assert closing.is_alive()
@@ -197,16 +197,16 @@ def test_closing_waits_for_parts_under_way(monkeypatch: pytest.MonkeyPatch, hand
     assert values.eq(1).all()
     assert not named_threads()
     monkeypatch.undo()
-    hands.accumulate("SUM", values, torch.ones(5000))  # alone, from here on
+    threads.accumulate("SUM", values, torch.ones(5000))  # alone, from here on
     assert values.eq(2).all()
     assert not named_threads()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no POSIX shared memory")
-def test_memory_stays_while_a_thread_writes_to_it(monkeypatch: pytest.MonkeyPatch, hands: Hands) -> None:
+def test_memory_stays_while_a_thread_writes_to_it(monkeypatch: pytest.MonkeyPatch, threads: CopyThreads) -> None:
     segment = Segment.create(5000 * 4)
     values = torch.frombuffer(segment.view, dtype=torch.float32)
-    caller, go = blocked(monkeypatch, hands, values)
+    caller, go = blocked(monkeypatch, threads, values)
     segment.forget_name()  # what a group does at its end; the memory goes with whoever has it last
     del values, segment
     gc.collect()
@@ -215,17 +215,17 @@ def test_memory_stays_while_a_thread_writes_to_it(monkeypatch: pytest.MonkeyPatc
     assert not caller.is_alive()
 
 
-def test_where_no_thread_can_be_had_it_goes_without(monkeypatch: pytest.MonkeyPatch, hands: Hands) -> None:
+def test_where_no_thread_can_be_had_it_goes_without(monkeypatch: pytest.MonkeyPatch, threads: CopyThreads) -> None:
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     values = torch.zeros(5000)
-    hands.copy(values, torch.ones(5000))
+    threads.copy(values, torch.ones(5000))
     assert values.eq(1).all()
 
 
-def test_inference_mode_holds_for_every_thread(hands: Hands, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inference_mode_holds_for_every_thread(threads: CopyThreads, monkeypatch: pytest.MonkeyPatch) -> None:
     together, accumulate = threading.Barrier(3), reduction.accumulate
 
     def all_at_once(op: str, into: Tensor, other: Tensor) -> None:
@@ -235,34 +235,34 @@ def test_inference_mode_holds_for_every_thread(hands: Hands, monkeypatch: pytest
     monkeypatch.setattr(reduction, "accumulate", all_at_once)
     with torch.inference_mode():
         values = torch.zeros(5000)
-        hands.accumulate("SUM", values, torch.ones(5000))
+        threads.accumulate("SUM", values, torch.ones(5000))
     assert values.eq(1).all()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_child_has_threads_of_its_own(hands: Hands) -> None:
+def test_a_forked_child_has_threads_of_its_own(threads: CopyThreads) -> None:
     values = torch.zeros(5000)
-    hands.copy(values, torch.ones(5000))
+    threads.copy(values, torch.ones(5000))
     child = os.fork()
     if child == 0:
         try:
-            hands.copy(values, torch.full((5000,), 2.0))
-            hands.close()
+            threads.copy(values, torch.full((5000,), 2.0))
+            threads.close()
             os._exit(0 if values.eq(2).all() else 1)
         finally:
             os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    hands.copy(values, torch.full((5000,), 3.0))
+    threads.copy(values, torch.full((5000,), 3.0))
     assert values.eq(3).all()
 
 
 AT_THE_END = """
 import atexit, torch
-from potluck.dist.local_hands import Hands
+from potluck.dist.copy_threads import CopyThreads
 torch.set_num_threads(1)
-hands, late = Hands(3, part_bytes=512), Hands(3, part_bytes=512)
+threads, late = CopyThreads(3, part_bytes=512), CopyThreads(3, part_bytes=512)
 a, b = torch.zeros(1 << 20), torch.ones(1 << 20)
-hands.copy(a, b)  # its threads are never ended
+threads.copy(a, b)  # its threads are never ended
 def last():
     late.copy(a, b)
     late.close()

@@ -1,6 +1,6 @@
 """All-reduces between processes of one machine with one and with more threads each: from where on do more pay?
 
-    python bench/hands.py [--processes 2] [--threads 1,2,4] [--spins 300] [--sizes 1M,8M,64M] [--repeats 30]
+    python bench/copy_threads.py [--processes 2] [--threads 1,2,4] [--spins 300] [--sizes 1M,8M,64M] [--repeats 30]
 
 First a table of all-reduces between so many processes, then one of copies and sums within one. In a row all numbers
 of threads (and of looks before a wait sleeps) take turns, so that what else goes on in the machine meets all alike;
@@ -22,14 +22,21 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from potluck.dist.copy_threads import CopyThreads, number_of
 from potluck.dist.local import LocalGroup
-from potluck.dist.local_hands import Hands, number_of
-from potluck.dist.local_memory import GroupMemory, Sizes, cores
+from potluck.dist.local_memory import GroupMemory, Sizes
+from potluck.dist.record import Call, Header
+from potluck.limits import usable_cores
 
 UNITS = {"K": 1 << 10, "M": 1 << 20}
 PART_BYTES = 64 << 10
 """Far less than is worth it: the table is to show where threads begin to pay."""
-T = 60.0
+HEADER = Header(op="all_reduce")
+
+
+def call() -> Call:
+    now = time.monotonic()
+    return Call(HEADER, 1, now, now + 60.0)
 
 
 def size(text: str) -> int:
@@ -59,15 +66,15 @@ def head(first: str, names: list[str]) -> None:
 
 def alone(threads: list[int], sizes: list[int], repeats: int) -> None:
     """What one process copies and adds."""
-    hands = {f"{count} threads": Hands(count, part_bytes=PART_BYTES) for count in threads}
-    head("one process", list(hands))
+    copiers = {f"{count} threads": CopyThreads(count, part_bytes=PART_BYTES) for count in threads}
+    head("one process", list(copiers))
     for nbytes in sizes:
         a, b = torch.zeros(nbytes // 4), torch.ones(nbytes // 4)
-        copies = {name: partial(held.copy, a, b) for name, held in hands.items()}
+        copies = {name: partial(held.copy, a, b) for name, held in copiers.items()}
         row("copy", nbytes, medians(copies, lambda: None, repeats))
-        sums = {name: partial(held.accumulate, "SUM", a, b) for name, held in hands.items()}
+        sums = {name: partial(held.accumulate, "SUM", a, b) for name, held in copiers.items()}
         row("sum", nbytes, medians(sums, lambda: None, repeats))
-    for held in hands.values():
+    for held in copiers.values():
         held.close()
 
 
@@ -80,7 +87,7 @@ def member(folder: str, rank: int, asked: argparse.Namespace) -> bool:
         for count in asked.threads:
             name = f"{count} threads" + (f"/{spins}" if len(asked.spins) > 1 else "")
             memory = GroupMemory.meet(store, name, rank, world, sizes=Sizes(spins=spins))
-            groups[name] = LocalGroup(memory, hands=Hands(count))
+            groups[name] = LocalGroup(memory, threads=CopyThreads(count))
     alike = True
     if rank == 0:
         head(f"{world} processes", list(groups))
@@ -90,21 +97,24 @@ def member(folder: str, rank: int, asked: argparse.Namespace) -> bool:
 
         def ready(values: torch.Tensor = values, mine: torch.Tensor = mine) -> None:
             values.copy_(mine)
-            common.barrier(timeout_s=T)
+            common.barrier(call())
 
-        calls = {name: partial(group.all_reduce, values, timeout_s=T) for name, group in groups.items()}
+        calls = {
+            name: lambda group=group, values=values: group.all_reduce(call(), values, dist.ReduceOp.SUM)
+            for name, group in groups.items()
+        }
         found = medians(calls, ready, asked.repeats)
         slowest = torch.tensor(list(found.values()))
-        common.all_reduce(slowest, dist.ReduceOp.MAX, timeout_s=T)
+        common.all_reduce(call(), slowest, dist.ReduceOp.MAX)
         results = []
-        for call in calls.values():
+        for reduce in calls.values():
             ready()
-            call()
+            reduce()
             results.append(values.clone())
         alike = alike and all(torch.equal(result, results[0]) for result in results)
         if rank == 0:
             row("all_reduce", nbytes, dict(zip(found, slowest.tolist(), strict=True)))
-    common.barrier(timeout_s=T)
+    common.barrier(call())
     for group in (common, *groups.values()):
         group.close()
     return alike
@@ -123,9 +133,9 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=30)
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    chosen = number_of(0, len(cores()), asked.processes)
+    chosen = number_of(0, usable_cores(), asked.processes)
     asked.threads = asked.threads or [1, 2, 4]
-    print(f"# {len(cores())} cores; with {asked.processes} processes the backend takes {chosen} threads for each")
+    print(f"# {usable_cores()} cores; with {asked.processes} processes the backend takes {chosen} threads for each")
     sys.stdout.flush()
     children = []
     with tempfile.TemporaryDirectory() as folder:

@@ -1,8 +1,6 @@
-"""Messages from one rank to another: owns which receive gets which message.
+"""send() and recv() between two ranks: owns which receive gets which message.
 
-It must not know collectives, nor how a message got here.
-
-Nobody works in the background: who waits for one receive does what is there to do for all of the group.
+There is no background thread: a thread that waits for one receive serves all receives of the group.
 """
 
 from __future__ import annotations
@@ -14,17 +12,18 @@ import torch
 from torch import Tensor
 
 from potluck.device import staging
-from potluck.dist.arguments import member
+from potluck.dist.arguments import check_rank
+from potluck.dist.channel import chunks, raw
 from potluck.dist.counting import METRICS
-from potluck.dist.lane import Lane, chunks, raw, what_to_do
-from potluck.dist.mesh import Aborted, DeadlinePassed, Kind, PeerGone
+from potluck.dist.peers import Peers, gone_hint, unusable
+from potluck.dist.queues import Aborted, DeadlinePassed, Kind, PeerGone
 from potluck.dist.work import PotluckWork
 from potluck.errors import CollectiveError, CollectiveTimeoutError, RankGoneError
 
 
 @dataclass(slots=True)
 class _Receive:
-    """A receive that was asked for and has not got its message yet."""
+    """A receive that waits for its message."""
 
     work: PotluckWork
     tensor: Tensor
@@ -33,23 +32,23 @@ class _Receive:
     deadline: float
 
 
-class Mailroom:
-    """The messages of one group."""
+class PointToPoint:
+    """The point-to-point messages of one group."""
 
-    def __init__(self, lane: Lane) -> None:
-        self._lane = lane
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
         self._wanted: list[_Receive] = []
         self._taken: set[tuple[int, int]] = set()
-        """(source, tag) of messages that a thread is receiving now: their further parts are its own."""
+        """(source, tag) of messages that a thread receives now: their next parts are its own."""
 
     # -- sending --------------------------------------------------------------------------------------------
 
     def send(self, tensor: Tensor, to: int, tag: int) -> None:
         """Queue a copy of the tensor; never waits for the other rank."""
-        lane = self._lane
-        lane.check()
-        member("send", to, lane.world)
-        if to == lane.rank:
+        peers = self._peers
+        peers.check()
+        check_rank("send", to, peers.world)
+        if to == peers.rank:
             raise CollectiveError(f"rank {to} cannot send to itself", hint="copy the tensor instead")
         total = tensor.numel() * tensor.element_size()
         about = f"{tensor.dtype}|{tuple(tensor.shape)}".encode()
@@ -57,47 +56,47 @@ class Mailroom:
             with measured.phase("staging"):
                 view = raw(staging.to_host(tensor).reshape(-1))
             with measured.phase("network"):
-                for start, stop in chunks(total, lane.terms.chunk_bytes):
+                for start, stop in chunks(total, peers.settings.chunk_bytes):
                     part = view[start:stop]
-                    label = (Kind.MESSAGE, lane.group, tag)
-                    lane.mesh.send(lane.endpoints[to], label, part, about=about, total=total)
+                    label = (Kind.POINT_TO_POINT, peers.group, tag)
+                    peers.queues.send(peers.endpoints[to], label, part, about=about, total=total)
             measured.sent(total)
 
     # -- receiving ------------------------------------------------------------------------------------------
 
     def post(self, work: PotluckWork, tensor: Tensor, source: int | None, tag: int, timeout_s: float) -> None:
-        """Ask for the next message from a rank, or from any."""
-        member("recv", source, self._lane.world)
+        """Request the next message from a rank, or from any."""
+        check_rank("recv", source, self._peers.world)
         wanted = _Receive(work, tensor, source, tag, time.monotonic() + timeout_s)
-        with self._lane.mesh.lock:
+        with self._peers.queues.lock:
             self._wanted.append(wanted)
         work.progress = lambda until: self._progress(wanted, until)
 
     def _progress(self, mine: _Receive, until: float | None) -> None:
-        """Serve receives, of whoever, until this one is done, or until a moment."""
-        lane = self._lane
+        """Serve all receives until this one is done or `until` has passed."""
+        peers = self._peers
         while not mine.work.finished:
             end = mine.deadline if until is None else min(until, mine.deadline)
-            sources = lane.others if mine.source is None else [lane.endpoints[mine.source]]
+            sources = peers.others if mine.source is None else [peers.endpoints[mine.source]]
             try:
-                found = lane.mesh.wait(lambda: self._next(mine), lane.group, sources, end)
+                found = peers.queues.wait(lambda: self._next(mine), peers.group, sources, end)
             except DeadlinePassed:
                 if time.monotonic() <= mine.deadline:
                     return
                 self._drop(mine, self._late(mine))
                 return
             except PeerGone as gone:
-                text = f"recv: {lane.who(lane.rank_of(gone.name))} {gone.reason}"
-                self._drop(mine, RankGoneError(text, hint=what_to_do(gone.reason)))
+                text = f"recv: {peers.who(peers.rank_of(gone.name))} {gone.reason}"
+                self._drop(mine, RankGoneError(text, hint=gone_hint(gone.reason)))
                 return
             except Aborted as aborted:
-                self._drop(mine, CollectiveError(str(aborted), hint="the group cannot be used any more"))
+                self._drop(mine, unusable(str(aborted)))
                 return
             if isinstance(found, tuple):
                 self._serve(*found)
 
     def _next(self, mine: _Receive) -> tuple[_Receive, int] | bool | None:
-        """The first receive whose message is there; called with the mesh's lock held."""
+        """The first receive whose message has arrived; called with the lock held."""
         if mine.work.finished:
             return True
         seen: set[tuple[int | None, int]] = set()
@@ -114,15 +113,15 @@ class Mailroom:
         return None
 
     def _ready(self, wanted: _Receive) -> int | None:
-        lane = self._lane
+        peers = self._peers
         names = (
-            lane.mesh.sources(lane.group, wanted.tag)
+            peers.queues.sources(peers.group, wanted.tag)
             if wanted.source is None
-            else [lane.endpoints[wanted.source].name]
+            else [peers.endpoints[wanted.source].name]
         )
         for name in names:
-            source = lane.rank_of(name)
-            if (source, wanted.tag) not in self._taken and lane.mesh.has_message(lane.group, name, wanted.tag):
+            source = peers.rank_of(name)
+            if (source, wanted.tag) not in self._taken and peers.queues.has_message(peers.group, name, wanted.tag):
                 return source
         return None
 
@@ -135,25 +134,25 @@ class Mailroom:
                 with measured.phase("staging"):
                     staging.from_host(host, wanted.tensor)
         except (PeerGone, DeadlinePassed, Aborted) as error:
-            failed = RankGoneError(f"recv from {self._lane.who(source)} broke off: {error}")
+            failed = RankGoneError(f"recv from {self._peers.who(source)} broke off: {error}")
         except Exception as error:
             failed = error
         finally:
-            with self._lane.mesh.lock:
+            with self._peers.queues.lock:
                 self._taken.discard((source, wanted.tag))
-                self._lane.mesh.notify()
-        # Last: what hangs on the future may wait for the next message of the same rank.
+                self._peers.queues.notify()
+        # Last: callbacks of the future may wait for the next message of the same rank.
         wanted.work.complete(failed, source=-1 if failed else source)
 
     def _collect(self, wanted: _Receive, source: int) -> Tensor:
-        lane = self._lane
+        peers = self._peers
         out = torch.empty(wanted.tensor.numel(), dtype=wanted.tensor.dtype)
         target, offset, about, total = raw(out), 0, b"", 0
         while True:
-            parcel = lane.mesh.take(
-                lane.group, lane.endpoints[source], wanted.tag, wanted.deadline, kind=Kind.MESSAGE
+            message = peers.queues.take(
+                peers.group, peers.endpoints[source], wanted.tag, wanted.deadline, kind=Kind.POINT_TO_POINT
             )
-            view, about, total = parcel.view, parcel.about, parcel.total
+            view, about, total = message.view, message.about, message.total
             if offset + len(view) <= len(target):
                 target[offset : offset + len(view)] = view
             offset += len(view)
@@ -163,20 +162,20 @@ class Mailroom:
         if total != len(target) or kind != str(wanted.tensor.dtype):
             theirs = about.decode("utf-8", "replace").replace("|", " ")
             raise CollectiveError(
-                f"recv: {lane.who(source)} sent {theirs}, which does not fit into "
+                f"recv: {peers.who(source)} sent {theirs}, which does not fit into "
                 f"{wanted.tensor.dtype} {tuple(wanted.tensor.shape)}",
                 hint="sender and receiver must agree on the size and the type of the tensor",
             )
         return out
 
     def _drop(self, wanted: _Receive, error: Exception) -> None:
-        with self._lane.mesh.lock:
+        with self._peers.queues.lock:
             if wanted in self._wanted:
                 self._wanted.remove(wanted)
         wanted.work.complete(error)
 
     def _late(self, wanted: _Receive) -> CollectiveTimeoutError:
-        whom = "any rank" if wanted.source is None else self._lane.who(wanted.source)
+        whom = "any rank" if wanted.source is None else self._peers.who(wanted.source)
         return CollectiveTimeoutError(
             f"recv: nothing came from {whom} with tag {wanted.tag} in time",
             hint="does that rank send, to this rank, in this group, with this tag?",

@@ -1,8 +1,6 @@
-"""More cores than one for what a process copies and adds up; owns the threads that do parts of it.
+"""Copies and reductions of long tensors on several cores: owns the threads that do parts of them.
 
-It must not know of other processes, nor what the tensors are for: it is given flat, contiguous ones in host memory.
-
-torch has threads of its own, but launchers of several ranks on one machine forbid them, so that the ranks do not
+torch has its own threads, but launchers of several ranks on one machine turn them off, so that the ranks do not
 crowd each other while they compute. While they exchange tensors they do not compute.
 """
 
@@ -24,17 +22,17 @@ from potluck.dist import reduction
 from potluck.dist.counting import SPENT
 
 MOST = 4
-"""More would be of little use: some four cores are as fast as the memory of most machines."""
+"""About four cores are as fast as the memory of most machines."""
 PART_BYTES = 2 * 1024 * 1024
-"""The least that is worth a thread. To wake one and to hear of its end takes some 0.1 ms, in which a core copies
-about a megabyte; with half of this two threads were slower than one."""
+"""The least that is worth a thread. Waking one and waiting for its end takes about 0.1 ms, in which a core copies
+about a megabyte; with half of this, two threads were slower than one."""
 _ALIGN = 128
-"""Elements: parts are whole cache lines, and whole vectors, so that every element is computed as by one thread."""
+"""Elements: parts are whole cache lines and whole vectors, so that every element is computed as by one thread."""
 _END_S = 5.0
 
 
 def number_of(asked: int, cores: int, members: int) -> int:
-    """How many threads copy for one of `members` processes that share `cores`, the caller's own among them.
+    """Threads of one of `members` processes that share `cores`, the calling thread included.
 
     Args:
         asked: what the user wants; 0: as many as there are cores for each member, at most four.
@@ -42,10 +40,10 @@ def number_of(asked: int, cores: int, members: int) -> int:
     return asked if asked > 0 else max(1, min(MOST, cores // members))
 
 
-class Hands:
-    """Copies and reduces with up to `count` threads, of which the caller's is one; with 1 there are no others.
+class CopyThreads:
+    """Copies and reduces with up to `count` threads, the caller's included.
 
-    The results are the same bits as by one thread. Where torch may use several threads itself, it does instead.
+    The results are the same bits as by one thread. Where torch may use several threads, it does so instead.
     """
 
     def __init__(self, count: int = 1, *, part_bytes: int = PART_BYTES) -> None:
@@ -79,7 +77,7 @@ class Hands:
             self._reduce(lambda part: reduction.finish(op, part, world), values)
 
     def close(self) -> None:
-        """End the threads. What they are at they finish; whoever still shares something does the rest alone."""
+        """End the threads after their current part; a caller that still shares work does the rest alone."""
         with self._lock:
             self._closed = True
             threads, self._threads = self._threads, []
@@ -90,7 +88,7 @@ class Hands:
                 thread.join(_END_S)
 
     def _reduce(self, work: Callable[..., None], *tensors: Tensor) -> None:
-        """The time until all is done is time of the reduction, whoever did it."""
+        """The time until all parts are done counts as reduction, whichever thread did them."""
         before, began = SPENT.reduction, time.perf_counter()
         self._share(work, *tensors)
         SPENT.reduction = before + time.perf_counter() - began
@@ -104,7 +102,7 @@ class Hands:
         if count < 2:
             work(*tensors)
             return
-        if torch.is_inference_mode_enabled():  # which is a thread's own
+        if torch.is_inference_mode_enabled():  # it is per thread
             work = torch.inference_mode()(work)
         each = -(-length // count // _ALIGN) * _ALIGN
         parts = [_Part(work, [t[at : at + each] for t in tensors]) for at in range(0, length, each)]
@@ -117,11 +115,11 @@ class Hands:
                 raise part.fault
 
     def _others(self) -> int:
-        """How many threads there are beside the caller's; they are made when they are needed first."""
+        """The number of threads besides the caller's; they are started when first needed."""
         if torch.get_num_threads() > 1:
             return 0
         with self._lock:
-            if self._process != os.getpid():  # threads do not come along into a forked child
+            if self._process != os.getpid():  # a forked child has no threads
                 self._process, self._started = os.getpid(), False
                 self._parts, self._threads = SimpleQueue(), []
             if not self._started and not self._closed:
@@ -132,17 +130,17 @@ class Hands:
     def _start(self) -> None:
         for number in range(1, self.count):
             thread = threading.Thread(
-                target=_work_off, args=(self._parts,), name=f"potluck-hand-{number}", daemon=True
+                target=_work_off, args=(self._parts,), name=f"potluck-copy-{number}", daemon=True
             )
             try:
                 thread.start()
             except RuntimeError:
-                return  # none to be had, or Python is about to end: it goes without
+                return  # no more threads, or Python is about to end: go without
             self._threads.append(thread)
 
 
 class _Part:
-    """A part of some work, done once, by whoever comes first."""
+    """A part of some work, done once, by the first thread that gets to it."""
 
     __slots__ = ("_begun", "_over", "_tensors", "_work", "fault")
 
@@ -161,12 +159,12 @@ class _Part:
         except BaseException as error:
             self.fault = error
         finally:
-            self._tensors = []  # it may stay in the queue for a while after the caller has done it
+            self._tensors = []  # the part may stay in the queue after the caller has done it
             self._over.release()
         return True
 
     def settle(self) -> None:
-        """Returns when it is done: by the caller, where no thread has had the time, so nothing waits for a turn."""
+        """Return when it is done, by the caller itself if no thread has begun it."""
         if not self.do():
             self._over.acquire()
 

@@ -1,0 +1,319 @@
+"""`potluck.start()`: a run from Python, alone or hosted by this script or notebook, without the command line."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import msgspec
+
+from potluck import codec as codecs
+from potluck import env, failpoints
+from potluck.checked import build
+from potluck.errors import ConfigError, LoopError
+from potluck.fleet import cells
+from potluck.fleet.local import LocalGuests
+from potluck.fleet.script import Script, imports_of, not_sent, read_script
+from potluck.report.notices import to_stderr
+from potluck.report.view import make_view
+from potluck.spec.config import RunConfig
+from potluck.train import run
+from potluck.train.context import HOST, RANK
+from potluck.train.folder import find_run, open_folder
+from potluck.train.launch import current
+from potluck.train.run import Run
+from potluck.train.session import RunSpec, Session
+from potluck.train.step import Step
+
+ViewMode = Literal["auto", "live", "plain", "json", "quiet"]
+AnyPath = str | os.PathLike[str]
+
+_SETTINGS = RunConfig.__struct_fields__
+_EVERYWHERE = ("name", "device", "threads", "micro_batch")
+"""Settings that a run alone has, too."""
+
+_loops: set[int] = set()
+"""Numbers of the notebook's cells in which a loop has run: guests of a later one must not run them."""
+
+
+def start(
+    *,
+    host: bool = False,
+    wait_for: int | None = None,
+    wait_s: float | None = None,
+    guests: int = 0,
+    bind: str | None = None,
+    port: int | None = None,
+    codec: str | None = None,
+    checkpoint_every: int | None = None,
+    max_bad_steps: int | None = None,
+    runs: AnyPath | None = None,
+    resume: AnyPath | None = None,
+    script: AnyPath | None = None,
+    send: Sequence[AnyPath] = (),
+    view: ViewMode = "auto",
+    name: str | None = None,
+    device: str | None = None,
+    threads: int | None = None,
+    micro_batch: int | None = None,
+) -> Run:
+    """Begin a run: alone, as host or as guest.
+
+    Under plain `python script.py` and in a notebook the run is alone and writes no files. With `host=True` it has a
+    run folder, checkpoints and a view, and prints the line with which other machines join it. It ends with its
+    training loop; `with potluck.start(host=True) as run:` ends it in any case.
+
+    Under `potluck host script.py` and `potluck join` this returns the run that the command has opened, and the
+    keywords have no effect: the command has options of the same names. Under torchrun the processes of one machine
+    are one host.
+
+    Args:
+        host: let other machines join. The keywords below up to `view` need it.
+        wait_for: wait for this many guests before the first step (default 0).
+        wait_s: seconds to wait for these guests (default 120).
+        guests: guest processes to start on this machine. With any, only this machine can join.
+        bind: address to listen on (default: the default route's; "0.0.0.0": all of IPv4; "::": IPv6 too).
+        port: port to listen on (default: a free one).
+        codec: compression: "none", "fp16", "bf16", "int8", "int4" (default) or "topk:RATIO".
+        checkpoint_every: save a checkpoint every N steps (default 50; 0: only at the end).
+        max_bad_steps: stop after N steps in a row with a NaN or infinite gradient (default 5; 0: never).
+        runs: folder for run folders (default: runs).
+        resume: resume this run, given by its folder or id, at exactly the next sample. The same token works.
+        script: the file that guests run (default: this script; in a notebook, the cells that were run).
+        send: more files for guests, such as modules that the script imports.
+        view: "auto" (live in a terminal or notebook, else plain lines), "live", "plain", "json" or "quiet".
+        name: name of this machine in logs and tables (default: its host name).
+        device: "cpu", "cuda", "cuda:1", "mps" or "paced:SECONDS_PER_SAMPLE" (default: CUDA, else MPS, else CPU).
+        threads: number of CPU threads (default: physical cores).
+        micro_batch: samples computed at once on this machine (default: found by measuring).
+    """
+    given = {key: value for key, value in locals().items() if key in _SETTINGS and value is not None}
+    if current() is not None:
+        return run.start()
+    if host:
+        return _hosted(given, guests, runs, resume, script, send, view)
+    of_host = {"guests": guests, "runs": runs, "resume": resume, "script": script, "send": send}
+    wrong = [key for key in given if key not in _EVERYWHERE] + [key for key, value in of_host.items() if value]
+    if wrong:
+        raise ConfigError(
+            f"start() takes {wrong[0]} only with host=True", hint=f"potluck.start(host=True, {wrong[0]}=…)"
+        )
+    return run.start(to_stderr, build(RunConfig, given))
+
+
+def _hosted(
+    given: dict[str, Any],
+    guests: int,
+    runs: AnyPath | None,
+    resume: AnyPath | None,
+    script: AnyPath | None,
+    send: Sequence[AnyPath],
+    view: ViewMode,
+) -> HostedRun:
+    _refuse_worker()
+    environment = env.read()
+    failpoints.arm(environment.failpoint)
+    folder = Path(runs) if runs is not None else environment.runs or Path("runs")
+    resumed = find_run(os.fspath(resume), folder) if resume is not None else None
+    before = {**open_folder(resumed).read_manifest()["config"], "wait_for": 0} if resumed is not None else {}
+    spec = RunSpec(
+        role=HOST,
+        config=_config({**before, **given}),
+        what=cells.NAME,
+        runs=folder,
+        resume=resumed,
+        guests=guests,
+        again=lambda path: f"potluck.start(host=True, resume={str(path)!r})",
+    )
+    sent = _script(script, send)
+    if sent is not None:
+        spec = _sending(spec, *sent, tell=view != "quiet")
+    return HostedRun(spec, environment, view, [Path(file) for file in send] if sent is None else None)
+
+
+def _config(values: dict[str, Any]) -> RunConfig:
+    config = build(RunConfig, values)
+    for name in (config.codec, config.codec_down):
+        if name is not None:
+            codecs.get(name)
+    return config
+
+
+def _refuse_worker() -> None:
+    """A worker process that imports the script must not host a second run."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise LoopError(
+            "potluck.start(host=True) was called in a worker process that imports this script",
+            hint='put the script below `if __name__ == "__main__":`, as multiprocessing needs it',
+        )
+
+
+def _script(given: AnyPath | None, send: Sequence[AnyPath]) -> tuple[Script, Path] | None:
+    """What guests run, and where it lies; None in a notebook, whose cells are not all there yet."""
+    own = None if cells.shell() is not None else getattr(sys.modules["__main__"], "__file__", None)
+    arguments = sys.argv[1:] if given is None else []
+    path = given if given is not None else own
+    if path is not None:
+        script = read_script(Path(path), [Path(file) for file in send], arguments)
+        return script, Path(path).resolve().parent
+    if cells.shell() is None:
+        raise ConfigError(
+            "guests cannot be sent what was typed at a Python prompt",
+            hint='write it to a file and give script="train.py"; or use a notebook, or IPython',
+        )
+    return None
+
+
+def _sending(spec: RunSpec, script: Script, folder: Path, *, tell: bool) -> RunSpec:
+    imports = imports_of(script, folder)
+    _warn_of(not_sent(imports), tell=tell)
+    return replace(spec, what=script.names[0], source=script.source(imports), files=script.contents)
+
+
+def _warn_of(files: list[str], *, tell: bool) -> None:
+    if files and tell:
+        words = f"warning: guests will lack {', '.join(files)}: add send={files!r} to potluck.start()"
+        print(words, file=sys.stderr, flush=True)
+
+
+class HostedRun(Run):
+    """A run that this script or notebook hosts. Each call of `steps` after the first is a new run."""
+
+    def __init__(
+        self, spec: RunSpec, environment: env.Environment, view: ViewMode, send: list[Path] | None
+    ) -> None:
+        """`send`: files that go with a notebook's cells; None where guests run a script."""
+        self._spec, self._environment, self._view, self._send = spec, environment, view, send
+        self._cell = 0
+        self._left = False
+        self._open(spec)
+        super().__init__(self._session.context)
+        if self._launch.role != RANK:
+            self._tell_join_line()
+
+    @functools.wraps(Run.steps)
+    def steps(self, *given: Any, **keywords: Any) -> Iterator[Step]:  # type: ignore[override]
+        if self._launch.began or self._session.closed:
+            self._reopen()
+        session = self._session
+        try:
+            self._send_cells()
+            with session.signals():
+                steps = super().steps(*given, **keywords)
+        except BaseException as error:
+            session.close(error)
+            raise
+        return self._living(session, steps)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End the run: the training, if one is under way, then guests, port, view and run folder."""
+        if error is None and not self._launch.began:
+            error = LoopError("ended without reaching run.steps()")  # its folder is not kept
+        self._session.close(error)
+
+    # -- a session --------------------------------------------------------------------------------------
+
+    def _open(self, spec: RunSpec) -> None:
+        view = make_view(self._view)
+        self._session = Session(spec, self._environment, view, guests=LocalGuests, signals=False)
+        self._session.__enter__()
+        self._launch, self._left = self._session.context, False
+        self._session.on_close(_at_the_end(self.close))
+        if (shell := cells.shell()) is not None:
+            shell.events.register("post_run_cell", self._after_cell)
+            self._session.on_close(lambda: shell.events.unregister("post_run_cell", self._after_cell))
+
+    def _reopen(self) -> None:
+        """A new run with the keys and port of the last one: the same join line works."""
+        admission = self._launch.admission
+        self._launch.finish_training()
+        self.close()
+        spec = replace(self._spec, resume=None)
+        if admission is not None:
+            config = msgspec.structs.replace(spec.config, port=admission.socket.port)
+            spec = replace(spec, keys=admission.keys, config=config)
+        self._open(spec)
+        if self._launch.role != RANK and not spec.guests and self._view != "quiet":
+            self._say("a new run; the same line as before joins it")
+
+    def _living(self, session: Session, steps: Iterator[Step]) -> Iterator[Step]:
+        """The steps; when the training has ended, however it did, the run is closed."""
+        try:
+            with session.signals():
+                yield from steps
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            session.close(error)
+            raise
+        finally:
+            # Left by `break` the training ends in a moment, unless somebody knows a better reason by then.
+            self._left = True
+            session.context.after_training(session.close)
+            folder = session.folder.path if session.context.folder is not None else None
+            if session.context.stop_requested() and folder is not None and folder.exists():
+                self._say(f"stopped; go on with: {session.context.again(folder)}")
+
+    def _say(self, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    def _tell_join_line(self) -> None:
+        if not self._spec.guests and self._view != "quiet":
+            stream = sys.stderr if self._view == "json" else sys.stdout
+            print(f"On each machine that should help, type:\n\n  {self.join_line}\n", file=stream, flush=True)
+
+    # -- in a notebook ----------------------------------------------------------------------------------
+
+    def _send_cells(self) -> None:
+        """Guests run what was run here, up to and with the cell that calls `steps`."""
+        shell = cells.shell()
+        if shell is None:
+            return
+        self._cell = shell.execution_count
+        if self._send is not None and self._launch.admission is not None:
+            found = cells.cells_of(shell.history_manager.input_hist_raw[: self._cell + 1], _loops)
+            script = cells.as_script(found)
+            companions = [(file.as_posix(), file.read_bytes()) for file in self._send]
+            script = replace(
+                script,
+                names=(*script.names, *(name for name, _ in companions)),
+                contents=(*script.contents, *(content for _, content in companions)),
+            )
+            imports = imports_of(replace(cells.as_python(found), names=script.names), Path())
+            _warn_of(not_sent(imports), tell=self._view != "quiet")
+            self._session.send(script.source(imports), script.contents)
+        _loops.add(self._cell)
+
+    def _after_cell(self, result: Any) -> None:
+        """A cell has ended: a loop that it left has ended, and if the cell failed, so has its training."""
+        error = result.error_before_exec or result.error_in_exec
+        if self._left or (error is not None and self._launch.began and result.execution_count == self._cell):
+            self.close(error)
+
+
+def _at_the_end(close: Callable[[BaseException | None], None]) -> Callable[[], None]:
+    """Close at the end of the script, with the exception that ended it, if any; the result takes this back."""
+    before = sys.excepthook
+
+    def failed(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        close(error)
+        before(kind, error, trace)
+
+    ended = functools.partial(close, None)
+    sys.excepthook = failed
+    atexit.register(ended)
+
+    def forget() -> None:
+        atexit.unregister(ended)
+        if sys.excepthook is failed:
+            sys.excepthook = before
+
+    return forget

@@ -1,0 +1,420 @@
+"""The life of a run on its host, or alone: its folder, keys, token, admission of guests, view, signals and end.
+
+A `Session` opens all of this and closes it in order, whatever happens inside. It needs no command line. It is given
+what lies above it: a view that shows events, and something that starts guests on this machine.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import msgspec
+
+from potluck.device import Device, pick, pick_for_rank
+from potluck.env import Environment
+from potluck.errors import LoopError
+from potluck.hub.waiting import WaitingRoom
+from potluck.limits import usable_cores
+from potluck.sinks import guarded
+from potluck.spec.config import RunConfig
+from potluck.spec.events import GuestJoined, RunEvent, RunNote, StrangerRefused
+from potluck.spec.messages import Source
+from potluck.train import ranks
+from potluck.train.context import ALONE, HOST, RANK, Admission, RunContext
+from potluck.train.events import EventLog, View
+from potluck.train.folder import RunFolder, new_folder, open_folder
+from potluck.train.telemetry import versions
+from potluck.wire.keys import HostKeys, load_keys, new_keys, save_keys
+from potluck.wire.token import LOOPBACK, Token, checked_bind, encode, local_addresses
+from potluck.wire.transport import HostSocket
+
+
+class GuestProcesses(Protocol):
+    """Guests on this machine: started together, ended together."""
+
+    def start(self, count: int, *, token: str, threads: int, config: RunConfig) -> None: ...
+
+    def close(self) -> list[str]:
+        """End them; what went wrong with any, in words."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSpec:
+    """A run about to start, resolved."""
+
+    role: str
+    config: RunConfig
+    what: str
+    """The recipe's or the script's name."""
+    recipe: dict[str, Any] = field(default_factory=dict)
+    """The recipe's name and config; empty for a script."""
+    source: Source | None = None
+    """What guests run."""
+    files: tuple[bytes, ...] = ()
+    """The contents of the files in `source`."""
+    runs: Path = Path("runs")
+    """Where a new run's folder is made."""
+    resume: Path | None = None
+    """The folder of the run to resume."""
+    guests: int = 0
+    """Guests to start on this machine. With any, the port is open to this machine only."""
+    keys: HostKeys | None = None
+    """A new run's keys, where it shares those of an earlier one, and so its token; made if not given."""
+    again: Callable[[Path], str] | None = None
+    """How to resume the run in a folder, in words; where a NaN ends the run, the error says it."""
+
+
+class Session:
+    """One run's life: open from `__enter__` to `__exit__`, or to `close`."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        environment: Environment,
+        view: View,
+        *,
+        guests: Callable[[Path], GuestProcesses] | None = None,
+        signals: bool = True,
+    ) -> None:
+        """`guests` is given the run's folder; needed where `spec.guests` is not 0.
+
+        `signals`: handle them for as long as the session is open. Otherwise, see `signals()`.
+        """
+        self.spec = spec
+        self._environment = environment
+        self._view = guarded(view, "the view")
+        self._make_guests = guests
+        self._all_signals = signals
+        self._closing = ExitStack()
+        self.closed = False
+        self._lock = threading.RLock()
+        self._joined: dict[str, dict[str, Any]] = {}
+
+    context: RunContext
+
+    @property
+    def folder(self) -> RunFolder:
+        """The run's folder, on rank 0."""
+        assert self.context.folder is not None
+        return self.context.folder
+
+    @property
+    def token(self) -> str | None:
+        """What guests join with; None where nobody can."""
+        return self.context.admission.token if self.context.admission is not None else None
+
+    def __enter__(self) -> Self:
+        place = ranks.place()
+        with ExitStack() as stack:
+            if place is not None and not place.leads:
+                self._open_rank()
+            else:
+                self._open(stack)
+            if self._all_signals:
+                stack.enter_context(self.signals())
+            stack.push(self._end_training)
+            self._closing = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._lock:  # whoever comes second waits, and finds nothing to do
+            self.closed = True
+            self._closing.__exit__(kind, error, trace)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End the run: finished, or failed with `error`. Harmless when it has been closed. From any thread."""
+        self.__exit__(type(error) if error is not None else None, error, None)
+
+    def on_close(self, call: Callable[[], None]) -> None:
+        """Call this when the run is closed, before anything else is."""
+        self._closing.callback(call)
+
+    def check_began(self) -> None:
+        """After a script: one that never came to its loop trained alone, if at all, while guests waited."""
+        if self.context.role in (HOST, RANK) and not self.context.began:
+            raise LoopError(
+                f"{self.context.what} ended without reaching run.steps(): what it trained, it trained alone",
+                hint="its loop must be `for step in run.steps(model, optimizer, dataset, global_batch=…)`, with "
+                "run = potluck.start(); is it below an `if` that was not true?",
+            )
+
+    # -- opening ----------------------------------------------------------------------------------------
+
+    def _open_rank(self) -> None:
+        """Another rank of the host: no folder, no port, no view. When to stop is rank 0's affair."""
+        device, group = self._device()
+        self.context = RunContext(
+            role=RANK,
+            config=self.spec.config,
+            device=device,
+            name=machine_name(self.spec.config, self._environment),
+            log=EventLog(None),
+            what=self.spec.what,
+            ranks=group,
+        )
+
+    def _open(self, stack: ExitStack) -> None:
+        """`stack` closes in reverse order, each whatever happens to the others."""
+        spec = self.spec
+        folder = stack.enter_context(_run_folder(spec))
+        device, group = self._device()
+        log = EventLog(folder.events, self._seen)
+        self.context = context = RunContext(
+            role=spec.role,
+            config=spec.config,
+            device=device,
+            name=machine_name(spec.config, self._environment),
+            log=log,
+            what=spec.what,
+            folder=folder,
+            resume=spec.resume is not None,
+            ranks=group,
+        )
+        if spec.again is not None:
+            context.again = spec.again
+        stack.callback(guarded(self._add_machines, "the list of machines in manifest.json"), folder)
+        stack.callback(log.close)
+        stack.callback(self._view.close)
+        guests = self._make_guests(folder.path) if self._make_guests is not None else None
+        if guests is not None:
+            # Where the run itself fails its guests end with a status too, which is no second fault.
+            stack.push(lambda kind, error, trace: _send_home(guests, log, tell=not isinstance(error, Exception)))
+        if spec.role != ALONE:
+            context.admission = admission = _admission(stack, spec, folder, log)
+            stack.push(lambda kind, error, trace: send_away(context, error))
+            admission.waiting.start()
+        folder.write_manifest(_manifest(context, spec))
+        if spec.guests:
+            assert guests is not None and context.admission is not None
+            threads = max(1, usable_cores() // (1 + spec.guests))
+            guests.start(spec.guests, token=context.admission.token, config=spec.config, threads=threads)
+
+    def _device(self) -> tuple[Device, ranks.Ranks | None]:
+        config, environment = self.spec.config, self._environment
+        return device_here(
+            config.device or environment.device, config.threads or environment.threads, beside=self.spec.guests
+        )
+
+    def _seen(self, event: RunEvent) -> None:
+        """Show an event, and remember who took part."""
+        if isinstance(event, GuestJoined):
+            self._joined[event.machine] = {"name": event.machine, "role": "guest", "device": event.device}
+        self._view.event(event)
+
+    # -- while it runs ----------------------------------------------------------------------------------
+
+    def send(self, source: Source, files: tuple[bytes, ...]) -> None:
+        """What guests run, where that is not known before the training begins."""
+        assert self.context.admission is not None
+        self.context.admission = replace(self.context.admission, source=source, files=files)
+        self.folder.write_manifest({**self.folder.read_manifest(), "source": msgspec.to_builtins(source)})
+
+    @contextmanager
+    def signals(self) -> Iterator[None]:
+        """Inside, the first Ctrl-C (or SIGTERM, or the end of the terminal) ends the training in order.
+
+        The second raises KeyboardInterrupt, as does the first where no training is under way. Does nothing outside
+        the main thread, where Python has no signals.
+        """
+        signalled = False
+
+        def on_signal(number: int, frame: Any) -> None:
+            nonlocal signalled
+            if self.context.role == RANK and self.context.began:
+                return
+            if signalled or not self.context.training:
+                raise KeyboardInterrupt
+            signalled = True
+            self.context.request_stop()
+            note = RunNote(text="stopping: saving first (once more Ctrl-C to stop at once)")
+            # In a thread: the signal may have come while this very thread holds the view's lock.
+            threading.Thread(target=self._view.event, args=(note,), daemon=True).start()
+
+        with _handled(on_signal):
+            yield
+
+    # -- closing ----------------------------------------------------------------------------------------
+
+    def _end_training(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.context.end_training("finished" if error is None else "failed")
+
+    def _add_machines(self, folder: RunFolder) -> None:
+        if not self._joined:
+            return
+        content = folder.read_manifest()
+        known = [m for m in content["machines"] if m["name"] not in self._joined]
+        folder.write_manifest({**content, "machines": [*known, *self._joined.values()]})
+
+
+def machine_name(config: RunConfig, environment: Environment) -> str:
+    return config.name or environment.name or socket.gethostname().split(".")[0] or "machine"
+
+
+def alone(
+    environment: Environment, show: Callable[[RunEvent], None] | None, what: str, config: RunConfig | None = None
+) -> RunContext:
+    """A run in this process only: no folder, no guests."""
+    config = config or RunConfig()
+    device, group = device_here(config.device or environment.device, config.threads or environment.threads)
+    return RunContext(
+        role=ALONE if group is None or group.place.leads else RANK,
+        config=config,
+        device=device,
+        ranks=group,
+        name=machine_name(config, environment),
+        log=EventLog(None, show),
+        what=what,
+    )
+
+
+def device_here(name: str | None, threads: int | None, *, beside: int = 0) -> tuple[Device, ranks.Ranks | None]:
+    """This process's device; under torchrun, also the host's ranks, which meet here.
+
+    `beside`: guests on this machine, for which cores are left.
+    """
+    place = ranks.place()
+    if place is None:
+        return pick(name, threads=threads or (max(1, usable_cores() // (1 + beside)) if beside else None)), None
+    share = max(1, usable_cores() // (place.world + beside))
+    device, nccl = pick_for_rank(name, place.local_rank, place.world, threads=threads or share)
+    group = ranks.form(place, nccl=nccl)
+    if place.leads:
+        device.label = f"{place.world} × {device.label}"
+        if device.peak_flops is not None:
+            device.peak_flops *= place.world
+    return device, group
+
+
+@contextmanager
+def _run_folder(spec: RunSpec) -> Iterator[RunFolder]:
+    """The run's folder. A new one in which nothing has happened yet outlives neither an error nor Ctrl-C."""
+    if spec.resume is not None:
+        folder = open_folder(spec.resume)
+        with folder.held():
+            yield folder
+        return
+    folder = new_folder(spec.runs, spec.what)
+    try:
+        with folder.held():
+            yield folder
+    except BaseException:
+        if not _has_anything(folder):
+            shutil.rmtree(folder.path, ignore_errors=True)
+        raise
+
+
+def _has_anything(folder: RunFolder) -> bool:
+    """Whether something happened that a person may want to read, or to resume."""
+    told = folder.events.exists() and folder.events.stat().st_size > 0
+    return told or any(folder.checkpoints.iterdir())
+
+
+def _manifest(context: RunContext, spec: RunSpec) -> dict[str, Any]:
+    """What the run folder says of the run before it starts."""
+    content: dict[str, Any] = {
+        "what": spec.what,
+        "config": msgspec.to_builtins(spec.config),
+        "recipe": spec.recipe,
+        "source": msgspec.to_builtins(spec.source),
+        "versions": versions(),
+        "machines": [{"name": context.name, "role": context.role, "device": context.device.label}],
+        "command": "host" if spec.role == HOST and not spec.guests else "train",
+        "guests": spec.guests,
+    }
+    if context.admission is not None:
+        content["port"] = context.admission.socket.port
+    return content
+
+
+def _admission(stack: ExitStack, spec: RunSpec, folder: RunFolder, log: EventLog) -> Admission:
+    """Bind the port and make the token. A resumed run has the same keys and port, so the same token."""
+    config, only_here = spec.config, spec.guests > 0
+    port = config.port
+    if folder.keys.exists():
+        keys = load_keys(folder.keys)
+        port = port or int(folder.read_manifest().get("port", 0))
+    else:
+        keys = spec.keys or new_keys()
+        save_keys(folder.keys, keys)
+    bind = LOOPBACK if only_here else checked_bind(config.bind) or next(iter(local_addresses()), LOOPBACK)
+    listening = HostSocket(bind=bind, port=port, keys=keys, on_denied=_denied(log))
+    stack.callback(listening.close)
+    if listening.warning is not None and not only_here:
+        log.emit(RunNote(text=listening.warning))
+    addresses = local_addresses(ipv6=bind == "::") if bind in ("0.0.0.0", "::") else (bind,)
+    token = encode(
+        Token(
+            addresses=addresses or (LOOPBACK,),
+            port=listening.port,
+            host_public=keys.public,
+            guest_secret=keys.guest_secret,
+        )
+    )
+    folder.write_token(token)
+    waiting = WaitingRoom(listening, what=spec.what, emit=log.emit)
+    return Admission(
+        socket=listening, waiting=waiting, keys=keys, token=token, source=spec.source, files=spec.files
+    )
+
+
+def _denied(log: EventLog) -> Callable[[str], None]:
+    """Log strangers, but not without end: after the first few only every hundredth."""
+    count = 0
+
+    def on_denied(address: str) -> None:
+        nonlocal count
+        count += 1
+        if count <= 5 or count % 100 == 0:
+            reason = "no valid token" + (f" ({count} so far)" if count > 5 else "")
+            log.emit(StrangerRefused(address=address, reason=reason))
+
+    return on_denied
+
+
+def send_away(context: RunContext, error: BaseException | None) -> None:
+    """Guests that wait for a training that will not begin are told so, and why."""
+    if isinstance(error, KeyboardInterrupt):
+        reason = "it was stopped there"
+    elif error is None or isinstance(error, SystemExit) or (isinstance(error, LoopError) and not context.began):
+        reason = f"{context.what} ended without reaching run.steps()"
+    else:
+        reason = f"{context.what} failed before its first step"
+    if context.admission is not None:
+        context.admission.waiting.close(reason)
+
+
+def _send_home(guests: GuestProcesses, log: EventLog, *, tell: bool) -> None:
+    for words in guests.close():
+        if tell:
+            log.emit(RunNote(text=words))
+
+
+@contextmanager
+def _handled(on_signal: Callable[[int, Any], None]) -> Iterator[None]:
+    """Inside, this handles Ctrl-C, SIGTERM and the end of the terminal. A handler set meanwhile stays."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)  # with nohup it outlives its terminal
+    before = {n: signal.signal(n, on_signal) for n in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if signal.getsignal(number) is on_signal:
+                signal.signal(number, handler)

@@ -1,0 +1,100 @@
+"""A plain Python script hosts: a guest joins it, and is told whether the script finished, failed or was stopped."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.fleet import TORCH_STARTS_S, Fleet, port_is_open
+from support.processes import TestProcess
+
+DEADLINE_S = 30.0
+
+SCRIPT = """
+import sys, threading
+import torch
+from torch import nn
+import potluck
+
+runs, end = sys.argv[1:]
+run = potluck.start(
+    host=True, bind="127.0.0.1", device="cpu", threads=1, wait_for=1, wait_s=60, view="plain", runs=runs
+)
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+samples = torch.randn(64, 4)
+for step in run.steps(
+    model, optimizer, samples, global_batch=8, micro_batch=4, steps=6 if end == "finish" else None
+):
+    for x in step:
+        step.backward(model(x).square().mean())
+    if end == "fail" and run.is_host and step.index == 3:
+        raise ValueError("boom")
+print("after the loop:", run.role, [t.name for t in threading.enumerate()])
+"""
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    with Fleet(tmp_path / "fleet") as fleet:
+        yield fleet
+
+
+def begun(fleet: Fleet, end: str) -> tuple[TestProcess, TestProcess]:
+    """The script as host, and a guest of it."""
+    script = fleet.runs.parent / "train.py"
+    script.write_text(SCRIPT)
+    host = fleet.python(str(script), str(fleet.runs), end, name="host")
+    found = host.wait_for_text(r"(?m)^  potluck join (potluck\d+-\S+)$", TORCH_STARTS_S)
+    assert (fleet.folder / "token").read_text().strip() == found[1]
+    return host, fleet.guest("ann")
+
+
+def last_event(fleet: Fleet) -> tuple[str, str]:
+    event = json.loads((fleet.folder / "events.jsonl").read_text().splitlines()[-1])
+    return event["event"], event["reason"]
+
+
+def test_to_the_end_of_its_loop(fleet: Fleet) -> None:
+    host, ann = begun(fleet, "finish")
+    said = host.succeeds(DEADLINE_S)
+    ann.succeeds(DEADLINE_S)
+    assert "the run is over: finished" in ann.stdout()
+    assert "computing train.py from the host" in ann.stdout()
+    assert said.endswith("after the loop: host ['MainThread']\n")
+    assert "after the loop" not in ann.stdout()
+    assert fleet.events("guest_joined", "ann")
+    assert last_event(fleet) == ("run_end", "finished")
+    assert not port_is_open(fleet.port)
+
+
+def test_an_exception_in_the_loop(fleet: Fleet) -> None:
+    host, ann = begun(fleet, "fail")
+    host.exits_with(1, DEADLINE_S)
+    ann.exits_with(1, DEADLINE_S)
+    assert "ValueError: boom" in host.stderr()
+    assert "the run failed on its host" in ann.stderr()
+    assert last_event(fleet) == ("run_end", "failed")
+
+
+def test_a_script_that_ends_without_a_loop(fleet: Fleet, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.split("model =")[0])
+    fleet.python(str(script), str(fleet.runs), "", name="host").succeeds(DEADLINE_S)
+    assert list(fleet.runs.iterdir()) == [], "closed at its exit, and there is nothing to keep"
+
+
+def test_ctrl_c_in_the_loop(fleet: Fleet) -> None:
+    host, ann = begun(fleet, "never")
+    fleet.wait_for_step(host, 3)
+    host.signal(signal.SIGINT)
+    host.wait(DEADLINE_S)
+    ann.succeeds(DEADLINE_S)
+    assert "the run is over: interrupted" in ann.stdout()
+    assert f"go on with: potluck.start(host=True, resume='{fleet.folder}')" in host.stderr()
+    assert last_event(fleet) == ("run_end", "interrupted")
+    assert list((fleet.folder / "checkpoints").glob("step-*"))

@@ -1,0 +1,198 @@
+"""`potluck.start()` from Python: what it refuses, and that a hosted run is closed however its loop ends."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import potluck
+from potluck import hosting
+from potluck.errors import ConfigError, LoopError
+from potluck.hosting import HostedRun
+from support.fleet import port_is_open
+
+ROOT = Path(__file__).parents[2]
+SAMPLES = [torch.ones(2)] * 8
+
+
+@pytest.fixture
+def hosted(tmp_path: Path) -> Iterator[Callable[..., HostedRun]]:
+    """Start a run that this process hosts; closed at the end, and nothing in Python is changed by it."""
+    script = tmp_path / "job.py"
+    script.write_text("import potluck\n")
+    before = sys.excepthook
+    opened: list[HostedRun] = []
+
+    def begin(**more: Any) -> HostedRun:
+        keywords = {"script": script, "runs": tmp_path / "runs", "bind": "127.0.0.1", "device": "cpu", **more}
+        run = potluck.start(host=True, view="plain", **keywords)
+        assert isinstance(run, HostedRun)
+        opened.append(run)
+        return run
+
+    yield begin
+    for run in opened:
+        run.close()
+    assert sys.excepthook is before
+
+
+def trained(run: potluck.Run, at: Callable[[int], Any] = lambda index: None, steps: int | None = 2) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in run.steps(model, optimizer, SAMPLES, global_batch=4, steps=steps, micro_batch=2):
+        for batch in step:
+            step.backward(model(batch).mean())
+        if at(step.index):
+            break
+
+
+def ends(folder: Path) -> list[tuple[str, int]]:
+    lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return [(e["reason"], e["step"]) for e in lines if e["event"] == "run_end"]
+
+
+def port_of(run: HostedRun) -> int:
+    assert run._launch.admission is not None
+    return run._launch.admission.socket.port
+
+
+def test_the_run_ends_with_its_loop_and_a_second_loop_is_a_new_run(
+    hosted: Callable[..., HostedRun], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = hosted()
+    port, token = port_of(run), run.token
+    assert token is not None
+    assert f"\n  {run.join_line}\n" in capsys.readouterr().out
+    assert port_is_open(port)
+    trained(run)
+    assert not port_is_open(port)
+    assert not [t.name for t in threading.enumerate() if t.name.startswith("potluck")]
+    trained(run, at=lambda index: (run.token, port_of(run)) != (token, port))
+    assert run.token == token, "the same line joins it"
+    first, second = sorted((tmp_path / "runs").iterdir())
+    assert ends(first) == ends(second) == [("finished", 2)]
+    assert "a new run; the same line as before joins it" in capsys.readouterr().err
+
+
+def test_left_by_break_it_is_closed_a_moment_later_or_when_asked(hosted: Callable[..., HostedRun]) -> None:
+    run = hosted()
+    port = port_of(run)
+    trained(run, at=lambda index: index == 1, steps=None)
+    run.close()
+    assert not port_is_open(port)
+    assert ends(run._session.folder.path) == [("finished", 2)]
+    closed = threading.Event()
+    trained(run, at=lambda index: run._session.on_close(closed.set) or index == 0, steps=None)
+    assert closed.wait(10), "nobody asked"
+
+
+def test_an_exception_in_a_with_block_fails_the_run(hosted: Callable[..., HostedRun]) -> None:
+    def fail(index: int) -> None:
+        raise ValueError("boom")
+
+    with pytest.raises(ValueError, match="boom"), hosted() as run:
+        trained(run, at=fail)
+    assert isinstance(run, HostedRun)
+    assert ends(run._session.folder.path) == [("failed", 1)]
+    assert not port_is_open(port_of(run))
+
+
+def test_an_exception_that_ends_the_script_fails_the_run(
+    hosted: Callable[..., HostedRun], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(index: int) -> None:
+        raise ValueError("boom")
+
+    run = hosted()
+    try:
+        trained(run, at=fail)
+    except ValueError as error:
+        sys.excepthook(type(error), error, error.__traceback__)  # as Python does
+    assert ends(run._session.folder.path) == [("failed", 1)]
+    assert "ValueError: boom" in capsys.readouterr().err
+
+
+def test_one_that_never_trains_leaves_no_folder(hosted: Callable[..., HostedRun], tmp_path: Path) -> None:
+    run = hosted()
+    port = port_of(run)
+    run.close()
+    assert not port_is_open(port)
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_mistake_in_the_call_of_steps_can_be_mended(hosted: Callable[..., HostedRun], tmp_path: Path) -> None:
+    run = hosted()
+    with pytest.raises(ConfigError, match="global_batch"):
+        for _ in run.steps(nn.Linear(2, 1), None, SAMPLES, global_batch=0):  # type: ignore[arg-type]
+            pass
+    trained(run)
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert ends(folder) == [("finished", 2)]
+
+
+def test_a_run_is_resumed_by_its_id(hosted: Callable[..., HostedRun]) -> None:
+    run = hosted(codec="int8")
+    trained(run)
+    folder = run._session.folder
+    again = hosted(resume=folder.id)
+    assert again.token == run.token
+    assert again._launch.config.codec == "int8"
+    trained(again, steps=3)
+    assert ends(folder.path) == [("finished", 2), ("finished", 3)]
+
+
+def test_alone_a_cell_can_be_run_twice_also_after_an_error() -> None:
+    run = potluck.start(device="cpu", micro_batch=2)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = []
+    kept: Any = None
+    for attempt in range(3):
+        kept = run.steps(model, optimizer, SAMPLES, global_batch=4, steps=3)
+        for step in kept:
+            for batch in step:
+                step.backward(model(batch).mean())
+            seen.append((attempt, step.index))
+            if attempt == 0 and step.index == 1:
+                break  # and `kept` stays open, as after an error in a notebook
+    assert seen == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (2, 2)]
+    run.close()
+
+
+def test_what_only_a_host_has_needs_host_true() -> None:
+    for keywords in ({"port": 5599}, {"resume": "x"}, {"send": ["a.py"]}, {"wait_for": 1}):
+        with pytest.raises(ConfigError, match="only with host=True"):
+            potluck.start(**keywords)  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        potluck.start(hots=True)  # type: ignore[call-arg]
+
+
+def test_a_python_prompt_has_no_script_for_guests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
+    with pytest.raises(ConfigError, match="typed at a Python prompt") as caught:
+        potluck.start(host=True)
+    assert "script=" in caught.value.hint
+
+
+def test_a_worker_process_hosts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosting.multiprocessing.current_process(), "_inheriting", True, raising=False)
+    with pytest.raises(LoopError, match="worker process"):
+        potluck.start(host=True)
+
+
+def test_every_keyword_is_documented() -> None:
+    names = list(inspect.signature(potluck.start).parameters)
+    docstring = inspect.getdoc(potluck.start) or ""
+    assert re.findall(r"^    (\w+): ", docstring, re.M) == names
+    page = (ROOT / "docs" / "reference" / "python.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `(\w+)` \|", page.split("## ")[1], re.M) == names

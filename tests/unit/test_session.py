@@ -1,0 +1,172 @@
+"""A run's life without the command line: what is opened is closed, and what nothing happened in is removed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import potluck
+from potluck.env import Environment
+from potluck.errors import LoopError, RunFolderError
+from potluck.fleet.local import LocalGuests
+from potluck.report.view import QuietView
+from potluck.spec.config import RunConfig
+from potluck.spec.events import RunEnded, RunEvent
+from potluck.train.context import ALONE, HOST
+from potluck.train.ending import Interrupted
+from potluck.train.launch import current, launched
+from potluck.train.run import Run
+from potluck.train.session import RunSpec, Session
+from support.fleet import port_is_open
+
+SAMPLES = [torch.ones(2)] * 8
+
+
+class Seen(QuietView):
+    def __init__(self) -> None:
+        self.events: list[RunEvent] = []
+        self.closed = False
+
+    def event(self, event: RunEvent) -> None:
+        self.events.append(event)
+
+    def close(self) -> None:
+        self.closed = True
+
+    @property
+    def ends(self) -> list[tuple[str, int]]:
+        return [(event.reason, event.step) for event in self.events if isinstance(event, RunEnded)]
+
+
+def session(runs: Path, view: Seen | None = None, role: str = HOST, **more: Any) -> Session:
+    config = RunConfig(device="cpu", bind="127.0.0.1", checkpoint_every=0)
+    spec = RunSpec(role=role, config=config, what="job.py", runs=runs, **more)
+    return Session(spec, Environment(), view or Seen(), guests=LocalGuests)
+
+
+def trained(opened: Session, at: Any = lambda step: None, steps: int = 2) -> nn.Module:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in Run(opened.context).steps(model, optimizer, SAMPLES, global_batch=4, steps=steps, micro_batch=2):
+        for batch in step:
+            step.backward(model(batch).mean())
+        at(step.index)
+    return model
+
+
+@pytest.fixture
+def handlers() -> Iterator[list[Any]]:
+    """Before and after, the handlers are the same."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(n) for n in numbers]
+    yield before
+    assert [signal.getsignal(n) for n in numbers] == before
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_run_is_opened_trained_and_closed(tmp_path: Path) -> None:
+    view = Seen()
+    with session(tmp_path, view) as opened:
+        folder = opened.folder
+        assert opened.token is not None
+        assert folder.token.read_text().strip() == opened.token
+        assert stat.S_IMODE(folder.token.stat().st_mode) == 0o600
+        port = folder.read_manifest()["port"]
+        assert port_is_open(port)
+        with pytest.raises(RunFolderError, match="is in use by process"):
+            session(tmp_path, resume=folder.path).__enter__()
+        trained(opened)
+    assert not port_is_open(port)
+    assert view.closed
+    assert view.ends == [("finished", 2)]
+    with session(tmp_path, resume=folder.path) as again:
+        assert again.token == opened.token, "a resumed run has the same keys and port"
+        assert again.folder == folder
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_folder_in_which_nothing_happened_is_removed_on_an_error_only(tmp_path: Path) -> None:
+    with pytest.raises(LoopError, match="without reaching"), session(tmp_path) as opened:
+        opened.check_began()
+    assert not opened.folder.path.exists()
+    with pytest.raises(ValueError, match="in the script"), session(tmp_path) as opened:  # noqa: PT012
+        trained(opened)
+        raise ValueError("in the script")
+    assert opened.folder.events.exists()
+
+
+def test_whoever_closes_second_finds_nothing_to_do(tmp_path: Path) -> None:
+    view = Seen()
+    opened = session(tmp_path, view, role=ALONE).__enter__()
+    trained(opened)
+    opened.close(ValueError("late"))
+    opened.close()
+    assert view.ends == [("finished", 2)]
+
+
+@pytest.mark.usefixtures("handlers")
+def test_the_first_signal_stops_the_training_in_order(tmp_path: Path) -> None:
+    view = Seen()
+    with session(tmp_path, view, role=ALONE) as opened:
+        with pytest.raises(KeyboardInterrupt):  # before the loop as Python does it
+            os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(Interrupted):
+            trained(opened, at=lambda step: os.kill(os.getpid(), signal.SIGINT), steps=10)
+    assert view.ends == [("interrupted", 1)]
+    assert list(opened.folder.checkpoints.glob("step-00000001"))
+
+
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_past_the_loop_the_first_signal_interrupts(tmp_path: Path, number: int) -> None:
+    with session(tmp_path, role=ALONE) as opened:
+        trained(opened)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+
+
+def test_another_thread_has_no_signals_and_needs_none(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    found: list[Any] = []
+
+    def life() -> None:
+        with session(tmp_path, role=ALONE) as opened:
+            found.append(signal.getsignal(signal.SIGINT))
+            trained(opened)
+
+    thread = threading.Thread(target=life)
+    thread.start()
+    thread.join(30)
+    assert found == [before]
+
+
+def test_a_handler_that_somebody_set_meanwhile_stays(tmp_path: Path) -> None:
+    def theirs(number: int, frame: Any) -> None: ...
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with session(tmp_path, role=ALONE):
+            signal.signal(signal.SIGTERM, theirs)
+        assert signal.getsignal(signal.SIGTERM) is theirs
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_how_the_process_was_started_is_set_for_a_while(tmp_path: Path) -> None:
+    with session(tmp_path, role=ALONE) as opened:
+        with launched(opened.context):
+            assert potluck.start()._launch is opened.context
+            started = current()
+            assert started is not None
+            with pytest.raises(AttributeError):
+                started.role = HOST  # type: ignore[misc]
+        assert current() is None
