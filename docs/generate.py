@@ -225,7 +225,13 @@ def main() -> None:
     architecture, folder = DOCS / "architecture.md", reference / "run-folder.md"
     pages = {
         architecture: page(architecture, {"files": file_list()}),
-        folder: page(folder, {"events": class_tables(SOURCE / "spec" / "events.py")}),
+        folder: page(
+            folder,
+            {
+                "manifest": class_tables(SOURCE / "spec" / "manifest.py"),
+                "events": class_tables(SOURCE / "spec" / "events.py"),
+            },
+        ),
         reference / "protocol.md": protocol_page(reference / "protocol.md"),
     }
     old = []

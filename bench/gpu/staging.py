@@ -16,7 +16,8 @@ from torch import Tensor
 
 from potluck.codec import get
 from potluck.device import pick
-from potluck.hub.host_coder import Coded, Decoded, Failed, HostCoder
+from potluck.hub.host_coder import Failed, HostCoder
+from potluck.hub.inputs import ContributionDecoded, PieceCoded
 from potluck.hub.tensors import ModelTensors, raw_bytes
 from potluck.train.flight import Flight
 from potluck.train.recipes.gpt import GptConfig, GptRecipe
@@ -71,7 +72,7 @@ class Training:
 
     def _answers(self) -> None:
         """All pieces must have been coded and the contribution decoded by now; what is late shows in the time."""
-        wanted = {Coded: len(self.tensors.layout.pieces), Decoded: 1}
+        wanted = {PieceCoded: len(self.tensors.layout.pieces), ContributionDecoded: 1}
         while any(wanted.values()):
             if not self.coder.results:
                 time.sleep(0.0005)

@@ -16,7 +16,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 import msgspec
 from msgspec import Meta
 
-from potluck.errors import ConfigError, PotluckError
+from potluck.errors import ConfigError, PotluckError, UserError
 
 T = TypeVar("T")
 Key = str | int
@@ -49,11 +49,16 @@ def build(kind: type[T], values: Mapping[str, Any]) -> T:
 
 def from_toml(text: str, kind: type[T], where: str, *, example: str) -> T:
     """The data in a TOML text. `where` names the file; `example` is the hint where it is not TOML at all."""
+    return convert(toml_table(text, where, example=example), kind, where=where, toml=text, strict=False)
+
+
+def toml_table(text: str, where: str, *, example: str) -> dict[str, Any]:
+    """The parsed TOML text, with underscores for dashes in keys."""
     try:
-        table = tomllib.loads(text)
+        table: dict[str, Any] = _underscored(tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{where} is not a TOML file: {error}", hint=example) from error
-    return convert(_underscored(table), kind, where=where, toml=text, strict=False)
+    return table
 
 
 def read_text(path: Path, *, missing: str, example: str) -> str:
@@ -72,7 +77,7 @@ def convert(
     *,
     where: str = "",
     toml: str | None = None,
-    error: type[PotluckError] = ConfigError,
+    error: type[UserError] = ConfigError,
     hint: str = "",
     strict: bool = True,
 ) -> T:
@@ -96,7 +101,9 @@ def convert(
     if toml is not None and (line := _line(toml, wrong.path)) is not None:
         file = f"{where}:{line}"
     what = f"{file}: {wrong.what}" if file else wrong.what
-    raise error(what, hint="; ".join(filter(None, (wrong.hint, hint)))) from None
+    failure = error(what, hint="; ".join(filter(None, (wrong.hint, hint))))
+    failure.path = wrong.path
+    raise failure from None
 
 
 def _decoded(kind: type, value: Any) -> Any:

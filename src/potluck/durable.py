@@ -1,7 +1,4 @@
-"""Owns how a small file is replaced and how anything is synced, so that a crash leaves the old or the new, whole.
-
-It must not know what the files hold; `what` only names them to the failpoints.
-"""
+"""Replaces small files and syncs them to disk, so that a crash leaves the old or the new file, complete."""
 
 from __future__ import annotations
 

@@ -52,6 +52,8 @@ class PotluckError(Exception):
 class UserError(PotluckError):
     code = "bad-input"
     exit_status = 2
+    path: tuple[str | int, ...] = ()
+    """The keys that lead to the wrong value, if it was found in data (`checked.py`)."""
 
 
 class ConfigError(UserError, ValueError):

@@ -1,14 +1,12 @@
 """Failpoints: named moments on both sides of every durable write and every protocol transition, for tests.
 
-Owns their names and what happens at an armed one. It must not know what any of them protects.
-
     POTLUCK_FAILPOINT=checkpoint.before-rename=kill      the process is killed (-9) when it gets there
     POTLUCK_FAILPOINT=guest.sending.done=stall:2@3       the third time it gets there, that thread sleeps 2 s
 
-`NAME=ACTION[@COUNT]`; it happens at the COUNT-th passing (the first), and only then. Actions: `kill`,
-`kill:SECONDS` (so long after the passing, while everything goes on), `raise` (an OSError), `stall:SECONDS`. A
-name without its last part stands for all that begin so: `host.received=kill@7`. Unarmed, a failpoint is one
-call and one comparison.
+`NAME=ACTION[@COUNT]`; the action happens at the COUNT-th passing (default: the first), and only then. Actions:
+`kill`, `kill:SECONDS` (that long after the passing, while everything continues), `raise` (an OSError),
+`stall:SECONDS`. A name without its last part stands for all that begin with it: `host.received=kill@7`. An unarmed
+failpoint costs one call and one comparison.
 """
 
 from __future__ import annotations

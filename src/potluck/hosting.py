@@ -21,7 +21,7 @@ from potluck.checked import build
 from potluck.errors import ConfigError, LoopError
 from potluck.fleet import cells
 from potluck.fleet.local import LocalGuests
-from potluck.fleet.script import Script, imports_of, not_sent, read_script
+from potluck.fleet.script import Script, imports_of, not_sent, read_script, with_files
 from potluck.report.notices import to_stderr
 from potluck.report.view import make_view
 from potluck.spec.config import RunConfig
@@ -40,6 +40,8 @@ _SETTINGS = RunConfig.__struct_fields__
 _EVERYWHERE = ("name", "device", "threads", "micro_batch")
 """Settings that a run alone has, too."""
 
+_opened: list[HostedRun] = []
+"""The last run that was started here: the next one takes its place."""
 _loops: set[int] = set()
 """Numbers of the notebook's cells in which a loop has run: guests of a later one must not run them."""
 
@@ -119,11 +121,12 @@ def _hosted(
     view: ViewMode,
 ) -> HostedRun:
     _refuse_worker()
+    _take_place()
     environment = env.read()
     failpoints.arm(environment.failpoint)
     folder = Path(runs) if runs is not None else environment.runs or Path("runs")
     resumed = find_run(os.fspath(resume), folder) if resume is not None else None
-    before = {**open_folder(resumed).read_manifest()["config"], "wait_for": 0} if resumed is not None else {}
+    before = open_folder(resumed).read_manifest().settings_to_resume() if resumed is not None else {}
     spec = RunSpec(
         role=HOST,
         config=_config({**before, **given}),
@@ -136,7 +139,9 @@ def _hosted(
     sent = _script(script, send)
     if sent is not None:
         spec = _sending(spec, *sent, tell=view != "quiet")
-    return HostedRun(spec, environment, view, [Path(file) for file in send] if sent is None else None)
+    opened = HostedRun(spec, environment, view, [Path(file) for file in send] if sent is None else None)
+    _opened[:] = [opened]
+    return opened
 
 
 def _config(values: dict[str, Any]) -> RunConfig:
@@ -154,6 +159,16 @@ def _refuse_worker() -> None:
             "potluck.start(host=True) was called in a worker process that imports this script",
             hint='put the script below `if __name__ == "__main__":`, as multiprocessing needs it',
         )
+
+
+def _take_place() -> None:
+    """Close the run that was started before, as where a notebook's cell is run again."""
+    for before in _opened:
+        if before.is_training:
+            raise LoopError(
+                "a run that this process hosts is still training", hint="end its loop first, or call run.close()"
+            )
+        before.close()
 
 
 def _script(given: AnyPath | None, send: Sequence[AnyPath]) -> tuple[Script, Path] | None:
@@ -212,6 +227,11 @@ class HostedRun(Run):
             session.close(error)
             raise
         return self._living(session, steps)
+
+    @property
+    def is_training(self) -> bool:
+        """Whether its loop has been entered and not left."""
+        return self._launch.training and not self._left
 
     def close(self, error: BaseException | None = None) -> None:
         """End the run: the training, if one is under way, then guests, port, view and run folder."""
@@ -280,14 +300,9 @@ class HostedRun(Run):
         self._cell = shell.execution_count
         if self._send is not None and self._launch.admission is not None:
             found = cells.cells_of(shell.history_manager.input_hist_raw[: self._cell + 1], _loops)
-            script = cells.as_script(found)
-            companions = [(file.as_posix(), file.read_bytes()) for file in self._send]
-            script = replace(
-                script,
-                names=(*script.names, *(name for name, _ in companions)),
-                contents=(*script.contents, *(content for _, content in companions)),
-            )
-            imports = imports_of(replace(cells.as_python(found), names=script.names), Path())
+            script = with_files(cells.as_script(found), self._send, Path.cwd())
+            python = replace(script, contents=(cells.as_python(found), *script.contents[1:]))
+            imports = imports_of(python, Path.cwd())
             _warn_of(not_sent(imports), tell=self._view != "quiet")
             self._session.send(script.source(imports), script.contents)
         _loops.add(self._cell)

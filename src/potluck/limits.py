@@ -1,6 +1,6 @@
 """What this process may use of its machine: cores and memory, within its affinity and its cgroups.
 
-It must not know torch: it reads what the operating system says, and where that is silent takes psutil's word.
+Reads what the operating system reports, and falls back to psutil. Imports no torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Quantities as short text for people: bytes, seconds, rates, counts. It knows no other part.
+"""Quantities as short text for people: bytes, seconds, rates, counts.
 
-Every function takes None (not measured) and not-a-number, and shows both as a dash. Widths stay small on
-purpose: these texts stand in table columns.
+Every function shows None (not measured) and not-a-number as a dash. The texts are short, for table columns.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def test_a_guest_is_asked_once_it_has_all_of_a_version_on_the_weights_own_connec
     world.take_all("a")
     (send,) = [s for s in world.sent["a"] if s.message.kind == "hash"]
     assert (send.message.channel, send.message) == (DATA, HashMessage(version=1))
-    world.pump(world.members["a"])
+    world.say("a", "taken", bytes=0)
     assert asked(world, "a") == [1], "once"
 
 
@@ -103,7 +103,7 @@ def test_a_difference_takes_the_lease_back_and_sends_everything_anew(host_first:
     assert member.state == SYNCING
     kinds = [s.message.kind for s in world.sent["a"]]
     assert kinds.index("resync") > kinds.index("hash")
-    assert [item.kind for guest, item in world.asked if guest == "a"][-1:] == ["whole"]
+    assert [asked.item.kind for asked in world.asked if asked.guest == "a"][-1:] == ["whole"]
     # What it computed all the same does not count.
     world.deliver("a")
     assert not world.decoding
@@ -255,8 +255,8 @@ def test_a_version_is_hashed_as_it_was_even_with_the_next_on_its_heels(pair: Pai
         pair.update()
         pair.coder.hash_version(version)
         pair.coder.code_change()
-        pair.until(lambda: all(s.version == pair.coder.version for s in pair.coder.state))
-        pair.until(lambda: pair.feed.current(pair.coder.state))
+        pair.until(pair.coded)
+        pair.until(lambda: pair.feed.current(pair.state))
         ask(pair, version)
         pair.update()
         pair.coder.code_change()
@@ -276,7 +276,7 @@ def test_one_wrong_bit_is_seen_and_after_a_resync_the_guest_is_right_again(pair:
     assert differing(*both(pair, 1)) == 1
     pair.link.hear("resync", version=1)
     pair.feed.forget()
-    pair.until(lambda: pair.feed.current(pair.coder.state) and not pair.feed.in_flight_bytes)
+    pair.until(pair.fed)
     pair.check_same_bits()
     pair.update()
     pair.sync()
@@ -298,7 +298,7 @@ def test_weights_do_not_change_under_work_that_a_resync_ends(pair: Pair) -> None
     assert not torch.equal(pair.replica(), flat(pair.theirs))
     pair.guest.let_go(work)
     pair.guest.leave()
-    pair.until(lambda: pair.feed.current(pair.coder.state) and not pair.feed.in_flight_bytes)
+    pair.until(pair.fed)
     assert torch.equal(before, flat(pair.theirs))
 
 

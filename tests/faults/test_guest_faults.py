@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from potluck.hub import inputs
 from potluck.report.messages import describe
+from support import replay
 from support.fleet import JOB, Fleet, port_is_open
 from support.protocol_world import joined, of_kind
 
@@ -56,9 +58,12 @@ def test_even_while_its_last_contribution_is_being_added() -> None:
 
 def test_nobody_can_put_another_out_by_a_name_that_is_none() -> None:
     world = joined("a", batch=12)
-    for before in ("", "b", None, 7, ["a"]):
+    for before in ("", "b"):
         world.say("new", "hello", name="a", device="cpu", potluck="1", torch="2", before=before)
-    assert [m.name for m in world.members.values()] == ["a", "a-2"]
+        assert [m.name for m in world.members.values()] == ["a", "a-2"]
+    for before in (None, 7, ["a"]):
+        world.say("newer", "hello", name="a", device="cpu", potluck="1", torch="2", before=before)
+        assert [m.name for m in world.members.values()] == ["a", "a-2"], "what cannot be read is refused"
 
 
 def test_when_the_host_slept_its_guests_are_not_to_blame() -> None:
@@ -66,12 +71,12 @@ def test_when_the_host_slept_its_guests_are_not_to_blame() -> None:
     world.begin()
     world.take_all("a")
     world.now += 300.0
-    world.do(world.protocol.stood_still(300.0, world.now))
-    world.do(world.protocol.tick(world.now))
+    world.handle(inputs.StoodStill(seconds=300.0))
+    world.tick()
     assert world.members.keys() == {"a"}
     assert "stood still for 300.0 s" in of_kind(world, "note")[-1].text
     world.now += 5.1
-    world.do(world.protocol.tick(world.now))
+    world.tick()
     assert world.members == {}, "but from now on their silence counts again"
     world.finish()
 
@@ -83,10 +88,12 @@ def test_when_the_host_slept_its_guests_are_not_to_blame() -> None:
 @pytest.mark.timeout(120)
 def test_one_guest_dies_one_sleeps_and_then_the_host_sleeps(tmp_path: Path) -> None:
     """The short form of R1 and R6. All is noticed in time and named, the steps wait for nobody, and who wakes or is
-    started again is back."""
-    until = tmp_path / "enough"
+    started again is back. Whatever the host decided in this run it decides again when its inputs are replayed."""
+    until, tape = tmp_path / "enough", tmp_path / "tape.jsonl"
     with Fleet(tmp_path) as fleet:
-        host = fleet.host(JOB, "--wait-for", "2", *DEVICE, arguments=["--batch", BATCH, "--until", until])
+        words, recording = ["--batch", BATCH, "--until", until], {"HUB_TAPE": str(tape)}
+        program = [str(replay.__file__)]
+        host = fleet.host(JOB, "--wait-for", "2", *DEVICE, arguments=words, env=recording, program=program)
         ann, bob = (fleet.guest(name, *DEVICE) for name in ("ann", "bob"))
         for name in ("ann", "bob"):
             fleet.wait_for_event(host, "guest_joined", name)
@@ -121,6 +128,9 @@ def test_one_guest_dies_one_sleeps_and_then_the_host_sleeps(tmp_path: Path) -> N
         fleet.assert_every_step_is_full(global_batch=BATCH)
         assert list(fleet.folder.glob("flight-host-*.jsonl"))
         assert not port_is_open(fleet.port)
+        lines = tape.read_text(encoding="utf-8").splitlines()
+        assert len(lines) > 1000
+        replay.replay(lines, seed=0)
 
 
 @pytest.mark.timeout(60)

@@ -6,9 +6,8 @@ import math
 import shlex
 import sys
 from collections.abc import Callable
-from contextlib import closing, nullcontext
+from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,9 +20,9 @@ import potluck
 from potluck.device import Device, pick
 from potluck.errors import NonFiniteError
 from potluck.fleet.ranks import free_port, rank_environment
-from potluck.hub.host import HostHub
+from potluck.hub import inputs
 from potluck.hub.members import SYNCING
-from potluck.hub.parity import Reference, sketch
+from potluck.hub.parity import Reference, judge, sketch
 from potluck.report.summary import read_events, summarize
 from potluck.report.summary_text import summary_text
 from potluck.spec.config import RunConfig
@@ -353,16 +352,10 @@ def test_a_guest_is_not_refused_for_what_the_host_itself_could_not_compute() -> 
     world.compute()
     world.sketch("a")
     (action,) = world.comparing
+    assert action.reference == "reference"
     spoilt = sketch([torch.full((4,), NAN)], [4], NAN)
-    assert not spoilt.finite
-    assert sketch([torch.ones(4)], [4], 1.0).finite
-    hub: Any = SimpleNamespace(
-        _lock=nullcontext(),
-        _changed=nullcontext(),
-        _references={action.check: Reference(first=spoilt)},
-        _protocol=world.protocol,
-    )
-    HostHub._compare(hub, action)
+    verdict = judge(Reference(first=spoilt), action.sketch, action.loss, random=action.random, names=())
+    world.handle(inputs.SketchCompared(guest="a", check=action.check, verdict=verdict))
     member = world.members["a"]
     assert (member.state, member.reason) == (SYNCING, "the host's own gradient was not finite")
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from potluck.hub import inputs
 from potluck.hub import recorder as recorders
 from potluck.hub.recorder import ENTRIES, MOST_FILES, PAUSE_S, Recorder
 from potluck.report.guest_view import GuestView
@@ -247,7 +248,7 @@ def test_one_that_falls_silent() -> None:
     world = working()
     words = its_samples(world)
     world.now += 5.04
-    world.do(world.protocol.tick(world.now))
+    world.tick()
     assert sentence(world, "guest_lost") == f"laptop (1.2.3.4) sent nothing for 5.0 s during step 2; {words}"
 
 
@@ -279,7 +280,7 @@ def test_one_that_is_late() -> None:
 def test_one_whose_connection_is_gone() -> None:
     world = working()
     words = its_samples(world)
-    world.do(world.protocol.unreachable("laptop"))
+    world.handle(inputs.PeerUnreachable(guest="laptop"))
     assert sentence(world, "guest_lost") == f"laptop (1.2.3.4) lost its connection during step 2; {words}"
 
 
@@ -295,5 +296,5 @@ def test_one_that_is_put_out() -> None:
 
 def test_one_that_goes_without_a_lease_has_no_samples_to_give_back() -> None:
     world = joined("laptop")
-    world.do(world.protocol.unreachable("laptop"))
+    world.handle(inputs.PeerUnreachable(guest="laptop"))
     assert sentence(world, "guest_lost").endswith("during step 2; it is out until it comes back")

@@ -70,7 +70,7 @@ def rows_of(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.alone
 def test_home_pair_gains_and_its_json_has_the_shape_that_programs_read(tmp_path: Path) -> None:
-    found = bench(tmp_path, short("home-pair", steps=7), "--strategy", "potluck")
+    found = bench(tmp_path, short("home-pair", steps=7, faster=8), "--strategy", "potluck")
     assert found["rig"]["name"] == "home-pair"
     assert found["ideal_speedup"] == pytest.approx(1.25, rel=0.05)
     rows = rows_of(found)

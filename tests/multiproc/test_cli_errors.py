@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from potluck.checked import to_json
 from potluck.wire.frames import PROTOCOL
+from support import sample_events as sample
 from support.processes import Processes
 
 BAD_INPUT = 2
@@ -42,7 +44,7 @@ FILES = {
     "table.toml": "[gptt]\ndepth = 1\n",
     "broken.toml": "depth = = 1\n",
     "loop.py": "import potluck\n",
-    "script-run/manifest.json": '{"config": {}, "what": "my.py"}',
+    "script-run/manifest.json": to_json(sample.manifest(what="my.py")),
     "no-run/notes.txt": "not a run",
 }
 TRAIN = "train --guests 0 --steps 1 --depth 1 --runs {0}/runs"

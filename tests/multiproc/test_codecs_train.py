@@ -11,7 +11,7 @@ from support.fleet import Fleet
 from support.processes import TestProcess
 
 JOB = Path(__file__).parents[1] / "support" / "three_seeds.py"
-STEPS, BATCH = 70, 16
+STEPS, BATCH = 40, 16
 DEVICE = ["--device", "paced:0.01", "--micro-batch", "4"]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,6 +66,7 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
         yield fleet
 
 
+@pytest.mark.skipif(os.name != "posix", reason="a kernel is interrupted by a signal")
 @pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_the_example_with_a_guest_and_cells_that_end_in_other_ways(
@@ -123,3 +126,8 @@ def last():
         assert kernel.says("print(last())") == "('run_end', 'finished', 1, ['step-00000001'], False, [])\n"
         assert kernel.says("print(run.token)") == token
         assert kernel.says("print(signal.getsignal(signal.SIGTERM))") == "0\n"
+        # A loop that is open when the kernel is shut down.
+        kernel.run("steps = run.steps(model, optimizer, spirals, global_batch=8); step = next(steps)")
+    open_last = max((tmp_path / "others").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    event = json.loads((open_last / "events.jsonl").read_text().splitlines()[-1])
+    assert (event["event"], event["step"]) == ("run_end", 0)

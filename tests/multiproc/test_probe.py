@@ -20,11 +20,13 @@ from potluck.errors import NetworkError
 from potluck.plan import inputs, models
 from potluck.probe.link_visit import Visit, measure
 from potluck.spec.messages import UnknownMessage
+from potluck.spec.probe_messages import ProbeBye, ProbeEcho, ProbeEnd, ProbeFlow, ProbeNo
 from potluck.spec.probed import DeviceSpeed, Rate
 from potluck.wire.frames import pack
 from potluck.wire.keys import new_keys
 from potluck.wire.token import Token, encode
 from potluck.wire.transport import HostSocket
+from support.plain import Plain, packed
 from support.probing import serving
 from support.processes import Processes
 
@@ -115,8 +117,8 @@ def test_only_one_is_measured_with_at_a_time() -> None:
             assert first._streamed(True, False, 0.3)[0] is not None
             with pytest.raises(NetworkError, match="tower is measuring with another machine"):
                 second._streamed(True, False, 0.3)
-            first._say("probe.bye", {})
-            first._ask("probe.echo", {})
+            first._say(ProbeBye())
+            first._ask(ProbeEcho())
             assert second._streamed(False, True, 0.3)[1] is not None
         finally:
             first.close()
@@ -127,7 +129,7 @@ def test_one_that_died_makes_room_for_the_next() -> None:
     with listening() as token:
         first, second = Visit(token, "one", quiet), Visit(token, "two", quiet)
         try:
-            first._ask("probe.flow", {"flow": 1, "take": True, "send": False, "seconds": 60.0})
+            first._ask(ProbeFlow(flow=1, take=True, seconds=60.0))
             first._socket.close(linger_s=0.0)  # no goodbye
             deadline = time.monotonic() + 10.0  # far less than what it had asked for
             while True:
@@ -179,12 +181,13 @@ def test_what_a_visitor_asks_for_is_bounded() -> None:
         visit = Visit(token, "one", quiet)
         try:
             for seconds in (1e9, -1.0, "x", None, True):
-                visit._say("probe.flow", {"flow": 1, "take": False, "send": True, "seconds": seconds})
-                visit._say("probe.bare", {"take": True, "send": True, "seconds": seconds})
-            visit._ask("probe.echo", {})  # the server has now seen all of them
+                asked = {"id": 1, "flow": 1, "take": True, "send": True, "seconds": seconds}
+                for kind in ("probe.flow", "probe.bare"):
+                    assert visit._socket.send_control(packed(Plain(kind=kind, fields=asked)))
+            visit._ask(ProbeEcho())  # the server has now seen all of them
             assert server._flow is None
             assert server._offer is None
-            assert visit._ask("probe.end", {"flow": 99, "seconds": 0.0}).kind == "probe.no"
+            assert isinstance(visit._ask(ProbeEnd(flow=99)).message, ProbeNo)
         finally:
             visit.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,6 +89,7 @@ def test_a_script_that_ends_without_a_loop(fleet: Fleet, tmp_path: Path) -> None
     assert list(fleet.runs.iterdir()) == [], "closed at its exit, and there is nothing to keep"
 
 
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 def test_ctrl_c_in_the_loop(fleet: Fleet) -> None:
     host, ann = begun(fleet, "never")
     fleet.wait_for_step(host, 3)

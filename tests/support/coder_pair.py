@@ -1,6 +1,6 @@
-"""A host's coder and a guest's hub on either side of the feed's rules, without a socket between them.
+"""A host's coder and a guest's hub with the protocol's `Feeding` between them, and no socket.
 
-It owns the pumping that the I/O thread does in a run. It knows no lease and no step.
+It performs what the hub's shell performs in a run. There are no leases and no steps.
 """
 
 from __future__ import annotations
@@ -17,9 +17,13 @@ from torch import Tensor, nn
 
 from potluck.codec import get
 from potluck.device import Device, pick
-from potluck.hub.feed import Feed, Item
+from potluck.hub import actions as act
+from potluck.hub.feed import Feed, Item, PieceState
+from potluck.hub.feeding import Feeding
 from potluck.hub.guest import GuestHub
-from potluck.hub.host_coder import Answer, Coded, Decoded, Hashed, HostCoder
+from potluck.hub.host_coder import HostCoder
+from potluck.hub.inputs import ContributionDecoded, PartRead, PieceCoded, ReplicaHashed
+from potluck.hub.members import Member
 from potluck.hub.tensors import ModelTensors
 from potluck.spec.messages import DATA, FromGuest, FromHost, HashedMessage
 from potluck.wire.frames import FROM_HOST, Received
@@ -105,9 +109,12 @@ class Pair:
         )
         self.feed = Feed(pieces=self.pieces, window_bytes=2000)
         self.feed.open = True
+        about: dict[str, Any] = {"name": "guest", "address": "", "device": "", "about": {}}
+        self.member = Member(id="guest", last_heard=0.0, joined_at=0.0, feed=self.feed, **about)
+        self.feeding = Feeding(pieces=self.pieces, members={"guest": self.member})
         self.link = FakeLink()
         self.guest = GuestHub(self.link, self.theirs, down=get(codec), up=get(codec), device=pick("cpu"))  # type: ignore[arg-type]
-        self.decoded: list[Decoded] = []
+        self.decoded: list[ContributionDecoded] = []
         self.probed: dict[int, Tensor] = {}
         self.changes = self.wholes = 0
         self.hashed: dict[int, bytes] = {}
@@ -124,47 +131,52 @@ class Pair:
 
     # -- the I/O thread's part
 
+    @property
+    def state(self) -> list[PieceState]:
+        """Where the replica's pieces stand, as far as the host's I/O thread has heard."""
+        return self.feeding.pieces
+
+    def coded(self) -> bool:
+        return all(version == self.coder.version for version in self.coder.versions)
+
+    def fed(self) -> bool:
+        """The guest has taken all that there is."""
+        return self.feed.current(self.state) and not self.feed.in_flight_bytes
+
     def pump(self) -> None:
-        state = list(self.coder.state)
-        while (item := self.feed.next(state)) is not None:
-            if item.kind == "change":
-                self.changes += 1
-                piece = state[item.index]
-                fields = {"piece": item.index, "base": piece.base, "version": piece.version}
-                self.link.hear("change", bytes(piece.change), **fields)  # type: ignore[call-overload]
-                self.feed.change_sent(item, piece.version)
-            else:
-                part = self.feed.tensors[0] if item.kind == "tensor" else None
-                self.feed.asked(item)
-                self.coder.ask("guest", item, part)
+        self.perform(self.feeding.pump(self.member))
+
+    def perform(self, actions: list[act.Action]) -> None:
+        for action in actions:
+            if isinstance(action, act.ReadPart):
+                self.coder.ask("guest", action.item, action.part)
+                continue
+            assert isinstance(action, act.Send)
+            self.changes += action.message.kind == "change"
+            self.wholes += action.message.kind == "whole"
+            heard = plain(action.message, *map(bytes, action.frames))
+            self.link.hear(heard.kind, *heard.frames, **heard.fields)
 
     def turn(self) -> None:
         while self.coder.results:
             result = self.coder.results.popleft()
-            if isinstance(result, Decoded):
+            if isinstance(result, ContributionDecoded):
                 self.decoded.append(result)
-            elif isinstance(result, Answer) and result.guest == "probe":
+            elif isinstance(result, PartRead) and result.guest == "probe":
                 self.probed[result.item.index] = torch.frombuffer(bytearray(result.payload), dtype=torch.float32)
-            elif isinstance(result, Answer):
-                self.answer(result)
-            elif isinstance(result, Hashed):
+            elif isinstance(result, PartRead):
+                self.perform(self.feeding.read(self.member, result))
+            elif isinstance(result, ReplicaHashed):
                 self.hashed[result.version] = result.digests
             else:
-                assert isinstance(result, Coded), result
+                assert isinstance(result, PieceCoded), result
+                self.state[result.index] = result.piece
+                self.pump()
         while self.link.said:
             kind, fields = self.link.said.pop(0)
             if kind == "taken":
                 self.feed.taken(fields["bytes"])
         self.pump()
-
-    def answer(self, answer: Answer) -> None:
-        payload = bytes(answer.payload)
-        if answer.part is not None:
-            self.link.hear("tensor", payload, name=answer.part.name, start=answer.part.start)
-        else:
-            self.wholes += 1
-            self.link.hear("whole", payload, piece=answer.item.index, version=answer.version)
-        self.feed.answered(answer.item, answer.version)
 
     def until(self, done: Callable[[], bool]) -> None:
         deadline = time.monotonic() + DEADLINE_S
@@ -185,8 +197,8 @@ class Pair:
     def sync(self) -> None:
         """Code the weights as they are and wait until the guest has taken everything."""
         self.coder.code_change()
-        self.until(lambda: all(s.version == self.coder.version for s in self.coder.state))
-        self.until(lambda: self.feed.current(self.coder.state) and not self.feed.in_flight_bytes)
+        self.until(self.coded)
+        self.until(self.fed)
 
     def replica(self) -> Tensor:
         self.probed.clear()

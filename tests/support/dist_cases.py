@@ -149,6 +149,10 @@ def reduce(rank: int, world: int, *, op: str, dtype: torch.dtype, layout: str, l
         finish(dist.reduce(tensor, root, getattr(dist.ReduceOp, op), async_op=later), later)
         if rank == root:
             same(tensor, wanted)
+    tensor = on(device, values(rank, dtype, layout))
+    dist.group.WORLD.reduce(tensor, 0, getattr(dist.ReduceOp, op)).wait()  # type: ignore[union-attr]
+    if rank == 0:
+        same(tensor, wanted)
 
 
 def reduce_scatter(

@@ -49,6 +49,7 @@ class Fleet(Processes):
         arguments: Sequence[object] = (),
         ranks: int = 0,
         env: Mapping[str, str] | None = None,
+        program: Sequence[str] = ("-m", "potluck"),
     ) -> TestProcess:
         """`potluck host` on the loopback, under torchrun with so many `ranks` if asked; returns once guests can be
         told the token."""
@@ -56,7 +57,7 @@ class Fleet(Processes):
         if "--resume" not in options:
             words += ["--runs", str(self.runs)]
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
-        words = [*torchrun, "-m", "potluck", "host", str(what), *words, "--", *map(str, arguments)]
+        words = [*torchrun, *program, "host", str(what), *words, "--", *map(str, arguments)]
         host = self.python(*words, name="host", env={**self._environment(), **(env or {})}, children=ranks)
         host.wait_until(lambda: list(self.runs.glob("*/manifest.json")), TORCH_STARTS_S, "run folder")
         return host

@@ -514,7 +514,7 @@ class Host:
         else:
             world.hash()
             world.now += 0.1
-            world.do(world.protocol.tick(world.now))
+            world.tick()
 
     def _end(self) -> None:
         """However wild it was: the step under way ends full."""

@@ -1,6 +1,7 @@
 """What surrounds the host's protocol in tests: a clock, the coder, and guests as a test wants them.
 
-It owns the bookkeeping that says whether a step was full. It knows no socket and no tensor.
+It owns the bookkeeping that says whether a step was full. Like the real shell, it changes the protocol's state only
+by `handle`.
 """
 
 from __future__ import annotations
@@ -12,19 +13,23 @@ from typing import Any, get_args
 from potluck.balance.ledger import EpochSteps, Ledger
 from potluck.errors import WireError
 from potluck.hub import actions as act
-from potluck.hub.checks import CommonBatch, Packed
-from potluck.hub.feed import NOTHING, Item, PieceState
+from potluck.hub import inputs
+from potluck.hub.actions import CommonBatch, StepResult
+from potluck.hub.feed import NOTHING, FixedTensor, PieceState
+from potluck.hub.inputs import Packed
 from potluck.hub.members import COMPUTING, Member
 from potluck.hub.protocol import HostProtocol, HostTerms
-from potluck.hub.stepping import StepResult
 from potluck.spec.events import RunEvent, kind_of
 from potluck.spec.layout import TensorSpec, fingerprint_to_json
 from potluck.spec.messages import FromGuest, RefuseMessage
 from potluck.train.data import epoch_order
-from potluck.wire.frames import FROM_GUEST, FROM_HOST, dump_json, pack
+from potluck.wire.frames import FROM_GUEST, FROM_HOST, MalformedError, UnknownKindError, dump_json, pack
 from support.plain import Plain, packed
+from support.replay import record
 
 PIECES, GRADIENT_BYTES, HOST_S = 2, 10, 0.1
+SEED = 1
+"""For the order of the samples."""
 MODEL = (TensorSpec(name="w", shape=(4, 2), dtype="float32", role="trained"),)
 VERSIONS = {"potluck": "1", "torch": "2", "python": "3", "protocol": "2"}
 KINDS = [*(kind.kind for kind in get_args(FromGuest)), "nonsense"]
@@ -36,6 +41,8 @@ DIGESTS = bytes(8 * PIECES)
 """The host's hashes of its replica, whatever the version."""
 BATCH = Packed(tree=["x", "uint8", [6]], frames=(b"sample",))
 """A common batch, whatever its positions."""
+FIXED = (FixedTensor(name="b", digest="0", values=2, value_bytes=4),)
+"""The host's buffer, which every guest of `ABOUT` holds already."""
 ABOUT = {"fingerprint": fingerprint_to_json(MODEL), "hashes": {"b": "0"}}
 
 
@@ -55,7 +62,7 @@ def new_protocol(batch: int, samples: int, **terms: Any) -> HostProtocol:
 
 
 def new_source(batch: int, samples: int) -> EpochSteps:
-    return EpochSteps(samples=samples, global_batch=batch, order=epoch_order(samples, 1))
+    return EpochSteps(samples=samples, global_batch=batch, order=epoch_order(samples, SEED))
 
 
 def _check_travels(action: act.Send) -> None:
@@ -70,17 +77,19 @@ def _check_travels(action: act.Send) -> None:
 class World:
     """What surrounds the protocol: a clock, the coder, the loader, and guests as honest as a test wants them."""
 
-    def __init__(self, batch: int = 6, samples: int = 7, **terms: Any) -> None:
+    def __init__(self, batch: int = 6, samples: int = 7, tape: list[str] | None = None, **terms: Any) -> None:
+        """`tape`: what the protocol is told is recorded there, see `support.replay`."""
         self.protocol = new_protocol(batch, samples, **terms)
+        if tape is not None:
+            record(self.protocol, tape.append)
         self.ledger, self.members = self.protocol.ledger, self.protocol.members
         self.batch, self.now = batch, 10.0
         self.source = new_source(batch, samples)
-        self.state = [PieceState(NOTHING, 0, 10, 80) for _ in range(PIECES)]
         self.sent: dict[str, list[act.Send]] = defaultdict(list)
         self.events: list[RunEvent] = []
         self.decoding: list[act.Decode] = []
         self.comparing: list[act.CompareSketch] = []
-        self.asked: list[tuple[str, Item]] = []
+        self.asked: list[act.ReadPart] = []
         self.hashing: list[int] = []
         self.of_lease: dict[int, list[int]] = defaultdict(list)
         self.is_open = False
@@ -88,10 +97,14 @@ class World:
         self.by_host: list[int] = []
         self.summed: list[int] = []
         self.counted: list[int] = []
+        for index in range(PIECES):
+            self.handle(inputs.PieceCoded(index=index, piece=PieceState(NOTHING, 0, 10, 80)))
 
     # -- actions
 
-    def do(self, actions: list[act.Action]) -> list[act.Action]:
+    def handle(self, happened: inputs.Input) -> list[act.Action]:
+        """What the protocol asks for is noted; the loader answers at once, the others when a test says so."""
+        actions = self.protocol.handle(happened, self.now)
         for action in actions:
             match action:
                 case act.Send():
@@ -99,8 +112,13 @@ class World:
                     self.sent[action.guest].append(action)
                 case act.SendSamples():
                     self.of_lease[action.lease] += action.positions
-                case act.SendReplica():
-                    self.members[action.guest].feed.open = True
+                    self.handle(
+                        inputs.SamplesPacked(
+                            guest=action.guest, lease=action.lease, batch=action.batch, tree=None, frames=()
+                        )
+                    )
+                case act.HashFixed():
+                    self.handle(inputs.FixedHashed(guest=action.guest, tensors=FIXED))
                 case act.Decode():
                     self.decoding.append(action)
                 case act.CompareSketch():
@@ -109,22 +127,26 @@ class World:
                     self.hashing.append(action.version)
                 case act.Emit():
                     self.events.append(action.event)
-                case act.Pump():
-                    self.pump(self.members[action.guest])
+                case act.ReadPart():
+                    self.asked.append(action)
                 case act.Forget():
                     assert action.guest not in self.members
-                    self.asked = [a for a in self.asked if a[0] != action.guest]
+                    self.asked = [a for a in self.asked if a.guest != action.guest]
                     assert all(d.guest != action.guest for d in self.decoding)
         return actions
 
-    def pump(self, member: Member) -> None:
-        while (item := member.feed.next(self.state)) is not None:
-            if item.kind == "change":
-                member.feed.change_sent(item, self.state[item.index].version)
-            else:
-                member.feed.asked(item)
-                self.asked.append((member.id, item))
-        self.do(self.protocol.guard.ask(member))
+    def ask(self, happened: inputs.Input) -> Any:
+        """The protocol's reply to the training thread."""
+        (reply,) = [a for a in self.handle(happened) if isinstance(a, act.Reply)]
+        return reply.value
+
+    def tick(self) -> list[act.Action]:
+        return self.handle(inputs.Tick())
+
+    @property
+    def state(self) -> list[PieceState]:
+        """Where the replica's pieces stand."""
+        return self.protocol.feeding.pieces
 
     # -- the coder
 
@@ -132,20 +154,27 @@ class World:
         """The replica reaches the weights' version, and everybody is sent what they may have."""
         for index, old in enumerate(self.state):
             if old.version != self.ledger.step:
-                self.state[index] = PieceState(old.version, self.ledger.step, 10, 80)
-        for member in self.members.values():
-            self.pump(member)
+                piece = PieceState(old.version, self.ledger.step, 10, 80, b"change")
+                self.handle(inputs.PieceCoded(index=index, piece=piece))
 
     def hash(self) -> None:
         """The coder has hashed the versions it was asked for."""
         while self.hashing:
-            self.do(self.protocol.guard.hashed(self.hashing.pop(0), DIGESTS, self.now))
+            self.handle(inputs.ReplicaHashed(version=self.hashing.pop(0), digests=DIGESTS))
 
-    def decode(self, why_not: str | None = None) -> None:
+    def decode(self, why_not: str | None = None, wrong_norm: float | None = None) -> None:
         done = self.decoding.pop(0)
         if why_not is None:
             self.summed += self.of_lease[done.lease][: done.count]
-        self.do(self.protocol.decoded(done.guest, done.lease, why_not, self.now))
+        self.handle(
+            inputs.ContributionDecoded(
+                guest=done.guest,
+                lease=done.lease,
+                loss_sum=done.loss_sum,
+                why_not=why_not,
+                wrong_norm=wrong_norm,
+            )
+        )
 
     # -- guests
 
@@ -154,11 +183,19 @@ class World:
         return self.arrives(guest, packed(Plain(kind=kind, fields=fields, frames=frames)))
 
     def arrives(self, guest: str, raw: Sequence[bytes | memoryview]) -> list[act.Action]:
+        event: inputs.Input
         try:
             message, frames = FROM_GUEST.read(raw)
+            event = inputs.MessageArrived(guest=guest, message=message, frames=frames, address="1.2.3.4")
+        except (UnknownKindError, MalformedError) as error:
+            event = inputs.UnreadableArrived(guest=guest, kind=error.kind, why=str(error), address="1.2.3.4")
         except WireError as error:
-            return self.do(self.protocol.unreadable(guest, error, "1.2.3.4"))
-        return self.do(self.protocol.message(guest, message, frames, self.now, "1.2.3.4"))
+            event = inputs.UnreadableArrived(guest=guest, why=str(error), address="1.2.3.4")
+        return self.handle(event)
+
+    def goes_wrong(self, guest: str) -> None:
+        """What a guest sends is no message."""
+        self.handle(inputs.UnreadableArrived(guest=guest, why="…"))
 
     def hello(self, guest: str) -> None:
         self.say(guest, "hello", name=guest, device="cpu", potluck="1", torch="2")
@@ -169,9 +206,14 @@ class World:
     def take_all(self, guest: str) -> None:
         """Everything that is under way to a guest arrives there."""
         for _ in range(20):
-            for asked in [a for a in self.asked if a[0] == guest]:
+            for asked in [a for a in self.asked if a.guest == guest]:
                 self.asked.remove(asked)
-                self.members[guest].feed.answered(asked[1], self.state[asked[1].index].version)
+                version = self.state[asked.item.index].version
+                self.handle(
+                    inputs.PartRead(
+                        guest=guest, item=asked.item, version=version, payload=bytes(8), part=asked.part
+                    )
+                )
             member = self.members.get(guest)
             if member is None or not member.feed.in_flight_bytes:
                 return
@@ -185,7 +227,8 @@ class World:
 
     def compare(self, why_not: str | None = None, **more: Any) -> None:
         verdict = act.Verdict(cosine=1.0, why_not=why_not, **more)
-        self.do(self.protocol.checks.compared(self.comparing.pop(0).guest, verdict))
+        done = self.comparing.pop(0)
+        self.handle(inputs.SketchCompared(guest=done.guest, check=done.check, verdict=verdict))
 
     def answer_hash(self, guest: str, digests: bytes = DIGESTS) -> list[act.Action]:
         return self.say(guest, "hashed", digests, version=self.members[guest].hash_awaited)
@@ -202,16 +245,15 @@ class World:
 
     def begin(self) -> None:
         self.is_open, self.by_host, self.summed = True, [], []
-        self.do(self.protocol.begin_step(self.now, self.state, 1))
+        self.handle(inputs.StepBegun())
         self.code()
 
     def take(self) -> float | None:
         """Take what is to be computed next; None, or until when there is nothing to do."""
-        common = self.protocol.checks.due
-        take, actions = self.protocol.stepping.take(common.samples if common else 2, self.now)
-        self.do(actions)
+        take = self.ask(inputs.BatchWanted(count=2, computing=False))
+        assert isinstance(take, act.Take)
         if take.positions:
-            self.in_hand = (take.positions, common)
+            self.in_hand = (take.positions, take.common)
         return take.wait_until
 
     def compute(self) -> None:
@@ -219,14 +261,20 @@ class World:
         positions, common = self.in_hand
         self.now += HOST_S * len(positions)
         if common is not None:
-            self.do(self.protocol.checks.computed(positions, BATCH)[1])
-        self.protocol.stepping.host_launched(positions)
-        self.protocol.stepping.host_computed(len(positions), HOST_S * len(positions))
+            self.common_computed(BATCH)
+        self.handle(inputs.HostLaunched(positions=positions, sizes=(len(positions),)))
+        self.handle(inputs.HostComputed(samples=len(positions), seconds=HOST_S * len(positions)))
         self.by_host += positions
         self.in_hand = None
 
+    def common_computed(self, batch: Packed, reference: object = "reference") -> None:
+        """The host has its gradient of the common batch that it has in hand."""
+        assert self.in_hand is not None
+        self.handle(inputs.CommonComputed(positions=self.in_hand[0], batch=batch, reference=reference))
+
     def end(self) -> StepResult:
-        result = self.protocol.stepping.end()
+        result = self.ask(inputs.StepFilled())
+        assert isinstance(result, StepResult)
         step = self.ledger.step - 1
         assert sorted(self.by_host + self.summed) == list(range(step * self.batch, (step + 1) * self.batch))
         assert sum(result.samples.values()) == self.batch
@@ -251,7 +299,7 @@ class World:
                 if self.decoding:
                     self.decode()
                     continue
-                self.protocol.stepping.waited(max(0.0, until - self.now))
+                self.handle(inputs.HostWaited(seconds=max(0.0, until - self.now)))
                 waited += max(0.0, until - self.now)
                 self.now = max(self.now, until)
         raise AssertionError("the training thread is stuck")

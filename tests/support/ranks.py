@@ -58,9 +58,6 @@ class Ranks:
             self._context.set_forkserver_preload(PRELOADED)
         self._ranks = [Rank(number, self._context) for number in range(most)]
 
-    def pid(self, rank: int) -> int:
-        return int(self._ranks[rank].process.pid or 0)
-
     def call(
         self,
         function: str,
@@ -70,7 +67,10 @@ class Ranks:
         env: Mapping[str, str] | None = None,
         may_die: Sequence[int] = (),
     ) -> list[Any]:
-        """function(rank, world, *args) on that many ranks; what each returned, None for one that died as told."""
+        """function(rank, world, *args) on that many ranks; what each returned, None for one that died as told.
+
+        Those that may die are killed when all others have answered.
+        """
         port = free_port()
         for rank in range(world):
             variables = {
@@ -98,6 +98,9 @@ class Ranks:
                     answers[rank] = pipe.recv()  # type: ignore[union-attr]
                 except (EOFError, OSError):
                     answers[rank] = (rank in may_die, None if rank in may_die else "died")
+            if may_die.issuperset(pipes.values()):  # nobody waits for one that sleeps
+                for rank in pipes.values():
+                    self._ranks[rank].process.kill()
         for rank in pipes.values():
             answers[rank] = (False, f"no answer within {deadline_s:g} s")
             self._ranks[rank].process.kill()

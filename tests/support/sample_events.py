@@ -1,4 +1,4 @@
-"""Events of an imagined run, for tests of the views and the summary."""
+"""Events and manifest of an imagined run, for tests of the views, the summary and the run folder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 import msgspec
 
 from potluck.spec import events as ev
+from potluck.spec.config import RunConfig
 from potluck.spec.events import RunEvent
+from potluck.spec.manifest import MachineEntry, Manifest
 
 LAPTOP: Any = {"machine": "laptop", "address": "10.0.0.7"}
 
@@ -164,6 +166,15 @@ def quiet() -> list[RunEvent]:
 
 def whole_run() -> list[RunEvent]:
     return [run_start(), *(step(n) for n in range(1, 5)), run_end()]
+
+
+def manifest(**changes: Any) -> Manifest:
+    """What a run of a script says before it starts."""
+    host = MachineEntry(name="tower", role="host", device="cuda")
+    usual = Manifest(
+        what="job.py", command="host", config=RunConfig(), versions={"potluck": "1"}, machines=(host,), port=1234
+    )
+    return msgspec.structs.replace(usual, **changes)
 
 
 def write(folder: Path, events: list[RunEvent], tail: str = "") -> Path:

@@ -10,10 +10,10 @@ from typing import Any
 from potluck.balance.leases import Least
 from potluck.balance.ledger import EpochSteps, Ledger
 from potluck.balance.quota import Estimate
-from potluck.hub.actions import Action, Emit, Send
+from potluck.hub.actions import Action, Emit, Send, Take
 from potluck.hub.feed import Feed, PieceState
 from potluck.hub.members import COMPUTING, Member
-from potluck.hub.stepping import Stepping, Take
+from potluck.hub.stepping import Stepping
 from potluck.spec.events import kind_of
 from potluck.train.data import epoch_order
 
@@ -67,7 +67,11 @@ class Table:
         return member
 
     def begin(self) -> list[Action]:
-        return self.stepping.begin(self.now, STATE, self.least.lease)
+        actions = self.stepping.begin(self.now, STATE, self.least.lease)
+        for member in self.members.values():
+            if member.lease is not None:
+                member.lease.unread = 0  # its samples are read and sent at once
+        return actions
 
     def take(self, count: int = 1) -> Take:
         return self.stepping.take(count, self.now)[0]

@@ -15,10 +15,11 @@ from potluck.balance.ledger import EpochSteps, Ledger
 from potluck.errors import LoopError
 from potluck.hub.alone import AloneHub
 from potluck.report.messages import describe
+from potluck.spec.config import MEMORY_PART, MOST_MICRO_BATCH
 from potluck.spec.events import StatisticsMeasured
 from potluck.train.batch_statistics import StatisticsNotice, batch_statistics, least_samples
 from potluck.train.data import epoch_order
-from potluck.train.microbatch import FIRST_OF_MANY, MEMORY_PART, MOST, MicroBatch
+from potluck.train.microbatch import FIRST_OF_MANY, MicroBatch
 from potluck.train.rank_loop import refuse_synchronized
 from potluck.train.ranks import shares
 from potluck.wire.frames import dump_json
@@ -85,12 +86,12 @@ def test_only_what_fits_is_computed_at_once() -> None:
 
 
 def test_beyond_the_most_the_faster_size_is_searched() -> None:
-    micro = MicroBatch(limit=4 * MOST, free_bytes=10**12, statistics=True)
+    micro = MicroBatch(limit=4 * MOST_MICRO_BATCH, free_bytes=10**12, statistics=True)
     micro.record(8, 1.0, 8_000)
-    assert (micro.size(), micro.searching) == (MOST, True)
+    assert (micro.size(), micro.searching) == (MOST_MICRO_BATCH, True)
     while micro.searching:
         micro.record(micro.size(), 0.01 * micro.size(), 0)  # a larger one brings nothing
-    assert micro.size() >= MOST
+    assert micro.size() >= MOST_MICRO_BATCH
 
 
 @pytest.mark.parametrize(("asked", "size"), [(1, 2), (2, 2), (5, 5)])
@@ -170,7 +171,7 @@ def test_alone_no_micro_batch_is_a_single_sample(batch: int, size: int) -> None:
     while positions := hub.take(size, lambda: False)[0]:
         assert len(positions) > 1
         hub.launched(positions, [len(positions)])
-    result, _ = hub.end_step()
+    result = hub.end_step()
     assert sum(result.micro_batches["host"]) == batch
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from potluck.fleet import cells
-from potluck.fleet.script import imports_of
+from potluck.fleet.script import Script, imports_of
 from potluck.train.ending import GuestDone
 
 pytest.importorskip("IPython", reason="magics are IPython's")
@@ -49,7 +49,10 @@ def test_guests_run_the_same_text() -> None:
 def test_what_the_cells_import_is_seen(tmp_path: Any) -> None:
     (tmp_path / "layers.py").touch()
     found = cells.cells_of(["", "import layers\n!ls", "from zmq import green"])
-    assert imports_of(cells.as_python(found), tmp_path) == {"layers": "./layers.py", "zmq": "pyzmq"}
+    assert imports_of(Script(names=(cells.NAME,), contents=(cells.as_python(found),)), tmp_path) == {
+        "layers": "./layers.py",
+        "zmq": "pyzmq",
+    }
 
 
 def test_a_cell_that_fails_is_passed_over_unless_the_loop_needs_it(capsys: pytest.CaptureFixture[str]) -> None:

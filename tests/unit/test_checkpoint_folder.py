@@ -324,6 +324,7 @@ assert newest > 3 and cut_off > 0, (newest, cut_off)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_killed_at_any_moment_the_newest_is_readable(tmp_path: Path) -> None:
     script = tmp_path / "kills.py"

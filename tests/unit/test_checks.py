@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from potluck.hub.checks import ATTEMPTS, HINT, CommonBatch, Packed
+from potluck.hub.actions import CommonBatch
+from potluck.hub.checks import ATTEMPTS, HINT
+from potluck.hub.inputs import Packed
 from potluck.hub.members import COMPUTING, SYNCING
 from potluck.spec.messages import NoteMessage
 from support.protocol_world import BATCH, SIZES, World, joined, of_kind, refusals
@@ -159,7 +161,7 @@ def compute(world: World, batch: Packed) -> None:
     world.begin()
     world.take()
     assert world.in_hand is not None
-    world.do(world.protocol.checks.computed(world.in_hand[0], batch)[1])
+    world.common_computed(batch)
 
 
 def compute_unsendable(world: World) -> None:

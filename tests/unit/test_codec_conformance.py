@@ -246,6 +246,7 @@ def test_one_codec_serves_many_threads(codec: Codec) -> None:
     assert same == [True] * 20
 
 
+@pytest.mark.slow
 def test_no_codec_takes_more_than_the_calling_thread() -> None:
     """With PyTorch allowed four cores, its pool of threads must not even come to life."""
     program = """

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 from msgspec import Struct
 
 from potluck.checked import build, nearest
+from potluck.cli._options import read_config_file
 from potluck.errors import ConfigError
 from potluck.spec.config import RunConfig
 from support.field_docs import field_docs
@@ -125,3 +127,29 @@ def test_numbers_out_of_range_are_refused_also_from_a_file(key: str, value: Any)
     with pytest.raises(ConfigError, match=f"{key} is {value}") as caught:
         build(RunConfig, {key: value})
     assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "what", "hint"),
+    [
+        ("[run]\nport = 70000\n", "c.toml:2: run: port is 70000", "from 0 to 65535"),
+        ('[run]\nseed = 1\n[gpt]\n\ndepth = "deep"\n', "c.toml:2: run: there is no key 'seed'", "valid: "),
+        ('[run]\n[gpt]\n\ndepth = "deep"\n', "c.toml:4: gpt: depth is 'deep'", "a whole number, 1 or more"),
+        ("[gptt]\ndepth = 1\n", "c.toml:1: there is no key 'gptt'", "did you mean gpt?"),
+        ("run = 3\n", "c.toml:1: run is 3", "a table"),
+    ],
+)
+def test_a_wrong_line_of_a_config_file_is_named(tmp_path: Path, text: str, what: str, hint: str) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_config_file(file, "gpt")
+    assert caught.value.what == f"{tmp_path}/{what}"
+    assert hint in caught.value.hint
+
+
+def test_what_a_flag_may_still_mend_is_no_mistake_of_the_file(tmp_path: Path) -> None:
+    """A sample longer than the default batch: --batch-tokens may follow."""
+    file = tmp_path / "c.toml"
+    file.write_text("[gpt]\nsequence = 8192\n")
+    assert read_config_file(file, "gpt") == ({}, {"sequence": 8192})

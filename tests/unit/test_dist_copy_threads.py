@@ -271,6 +271,7 @@ atexit.register(last)
 """
 
 
+@pytest.mark.slow
 def test_a_script_may_end_without_closing_and_use_others_at_its_end() -> None:
     ended = subprocess.run([sys.executable, "-c", AT_THE_END], capture_output=True, text=True, timeout=50)
     assert (ended.returncode, ended.stdout) == (0, "copied True\n"), ended.stderr

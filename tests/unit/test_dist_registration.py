@@ -33,6 +33,7 @@ def run(code: str, cwd: Path | None = None, **variables: str) -> str:
     return finished.stdout.strip()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("order", "autoload"),
     [
@@ -99,6 +100,7 @@ def editable_install(checkout: Path, folder: Path) -> None:
         file.extractall(folder)
 
 
+@pytest.mark.slow
 def test_torch_can_be_imported_when_an_editable_checkout_has_moved(tmp_path: Path) -> None:
     checkout, folder = tmp_path / "checkout", tmp_path / "site"
     editable_install(checkout, folder)
@@ -140,6 +142,7 @@ def test_importing_potluck_imports_neither_torch_nor_the_backend() -> None:
     assert run(code) == "[]"
 
 
+@pytest.mark.slow
 def test_the_public_names_are_there() -> None:
     code = "import potluck.dist as d; print(all(getattr(d, name) is not None for name in d.__all__), d.__all__)"
     assert run(code).startswith("True")

@@ -35,6 +35,7 @@ def _a_make_that_tells(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 def test_a_pass_runs_make_test_in_another_folder_as_another_user(capfd: pytest.CaptureFixture[str]) -> None:
     varied = Variation(
         aten="default", threads=3, zone="<+1345>-13:45", locale="C", busy=1, other_user=True, space=True
@@ -53,6 +54,7 @@ def test_a_pass_runs_make_test_in_another_folder_as_another_user(capfd: pytest.C
     assert words == "test ARGS=-k 'a or b'"
 
 
+@pytest.mark.slow
 def test_a_locale_is_generated_or_its_absence_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     env = elsewhere.locale_of("tr_TR.UTF-8", tmp_path)
     if "LOCPATH" in env:

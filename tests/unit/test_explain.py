@@ -61,6 +61,7 @@ def test_on_a_terminal_it_is_rendered(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert "**" not in shown
 
 
+@pytest.mark.slow
 def test_a_built_wheel_holds_the_pages(tmp_path: Path) -> None:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)

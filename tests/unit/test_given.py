@@ -20,6 +20,7 @@ from potluck.train.context import ALONE, GUEST, RunContext
 from potluck.train.events import EventLog
 from potluck.train.folder import RunFolder, new_folder
 from potluck.train.run import Run
+from support import sample_events as sample
 
 SAMPLES = [torch.full((2,), float(i)) for i in range(8)]
 
@@ -180,7 +181,7 @@ def test_its_state_is_saved_and_goes_on(tmp_path: Path) -> None:
     assert expected[0] == 1e-9
     assert expected[-1] < 1e-9
     folder = new_folder(tmp_path, "x").path
-    RunFolder(folder).write_manifest({"config": {}})
+    RunFolder(folder).write_manifest(sample.manifest())
     found = []
     for steps in (3, 8):
         model, optimizer, scheduler = make()

@@ -103,9 +103,9 @@ def test_an_update_waits_for_the_piece_that_is_being_read_and_for_no_more() -> N
         with pair.coder.updating():
             pair.coder.code_change()  # as for a guest that joins at this very moment
             time.sleep(0.05)
-            assert all(s.version == 0 for s in pair.coder.state), "weights were read while they changed"
-        pair.until(lambda: all(s.version == 2 for s in pair.coder.state))
-        pair.until(lambda: pair.feed.current(pair.coder.state) and not pair.feed.in_flight_bytes)
+            assert all(version == 0 for version in pair.coder.versions), "weights were read while they changed"
+        pair.until(lambda: all(version == 2 for version in pair.coder.versions))
+        pair.until(pair.fed)
         pair.check_same_bits()
 
 
@@ -117,7 +117,7 @@ def test_a_guest_that_sat_out_gets_wholes_and_then_changes_again(codec: str) -> 
         for _ in range(3):
             pair.update()
             pair.coder.code_change()
-            pair.until(lambda: all(s.version == pair.coder.version for s in pair.coder.state))
+            pair.until(pair.coded)
         assert not torch.equal(pair.replica(), flat(pair.theirs))
         pair.feed.open = True
         wholes = pair.wholes
@@ -168,13 +168,8 @@ def test_a_change_that_everybody_has_is_let_go_and_its_version_stays() -> None:
         pair.sync()
         pair.update()
         pair.sync()
-        for index, state in enumerate(pair.coder.state):
-            assert state.change is not None
-            pair.coder.release(index, state.version - 1)  # of an older version: nothing
-            assert pair.coder.state[index] == state
-            pair.coder.release(index, state.version)
-            assert (pair.coder.state[index].change, pair.coder.state[index].base) == (None, NOTHING)
-        assert pair.feed.current(pair.coder.state)
+        assert all((piece.version, piece.base, piece.change) == (1, NOTHING, None) for piece in pair.state)
+        assert pair.feed.current(pair.state)
         pair.update()
         pair.sync()
         pair.check_same_bits()
@@ -376,7 +371,7 @@ def test_a_contribution_goes_before_coding_and_coding_before_newcomers() -> None
     finally:
         pair.coder.close()
     kinds = [type(result).__name__ for result in pair.coder.results]
-    assert kinds == ["Decoded", *["Coded"] * pair.pieces, "Answer"]
+    assert kinds == ["ContributionDecoded", *["PieceCoded"] * pair.pieces, "PartRead"]
 
 
 def test_the_hosts_device_need_not_be_the_guests() -> None:

@@ -130,6 +130,21 @@ def test_one_that_never_trains_leaves_no_folder(hosted: Callable[..., HostedRun]
     assert list((tmp_path / "runs").iterdir()) == []
 
 
+def test_the_next_run_takes_the_place_of_one_that_does_not_train(hosted: Callable[..., HostedRun]) -> None:
+    run = hosted()
+    port = port_of(run)
+    again = hosted()
+    assert not port_is_open(port), "as where a notebook's cell is run again"
+
+    def begin_another(index: int) -> bool:
+        with pytest.raises(LoopError, match="still training"):
+            hosted()
+        return True
+
+    trained(again, at=begin_another)
+    hosted()
+
+
 def test_a_mistake_in_the_call_of_steps_can_be_mended(hosted: Callable[..., HostedRun], tmp_path: Path) -> None:
     run = hosted()
     with pytest.raises(ConfigError, match="global_batch"):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from support.processes import Processes
 
 CONFTEST = Path(__file__).resolve().parents[1] / "conftest.py"
@@ -35,6 +37,7 @@ def test_clean():
 """
 
 
+@pytest.mark.slow
 def test_each_kind_of_leak_fails_its_test_and_only_that(tmp_path: Path) -> None:
     # The real grace would make this test wait for each leak.
     text, times = re.subn(r"^GRACE_S = .*$", "GRACE_S = 1.0", CONFTEST.read_text(), flags=re.MULTILINE)

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from potluck.train.microbatch import MEMORY_PART, MOST, SAME, MicroBatch
+from potluck.spec.config import MEMORY_PART, MOST_MICRO_BATCH
+from potluck.train.microbatch import SAME, MicroBatch
 
 Seconds = Callable[[int], float]
 
@@ -201,7 +202,7 @@ def test_where_the_memory_is_unknown_the_most_is_the_usual() -> None:
 def test_the_most_has_a_limit_and_is_never_below_the_usual() -> None:
     micro = MicroBatch(limit=64, free_bytes=10**12)
     search(micro, gpu, bytes_a_sample=1)
-    assert (micro.size(), micro.most()) == (32, MOST)
+    assert (micro.size(), micro.most()) == (32, MOST_MICRO_BATCH)
     micro.free_bytes = 10  # what is free now says nothing about what has been computed already
     assert micro.most() == 32
 
@@ -211,6 +212,6 @@ def test_the_most_never_asks_for_more_memory_than_it_may(free: int, saved: int, 
     micro = MicroBatch(free_bytes=free)
     micro.record(2, 0.1, saved)
     micro.settled = settled
-    assert micro.size() <= micro.most() <= max(MOST, micro.size())
+    assert micro.size() <= micro.most() <= max(MOST_MICRO_BATCH, micro.size())
     if micro.most() > micro.size():
         assert micro.most() * saved / 2 <= MEMORY_PART * free * (1 + 1e-9)

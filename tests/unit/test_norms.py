@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from potluck.hub import inputs
 from potluck.hub.norms import RECENT_STEPS, Norms
 from potluck.hub.protocol import WRONG_HINT
 from support.protocol_world import World, joined, of_kind
@@ -75,7 +76,7 @@ def bad_step(world: World, *, host: float) -> None:
     world.take_all("a")
     world.deliver("a", finite=False)
     world.finish()
-    world.do(world.protocol.host_gradient(step, host, 4))
+    world.handle(inputs.GradientKnown(step=step, norm=host, samples=4, applied=True))
 
 
 def test_a_guest_that_is_wrong_three_times_in_a_row_is_put_out() -> None:
@@ -116,13 +117,12 @@ def test_one_that_is_too_large_does_not_count_and_its_samples_go_back() -> None:
     world.take_all("a")
     world.deliver("a")
     (decode,) = world.decoding
-    world.decoding.clear()
     step = world.ledger.step
-    world.do(world.protocol.decoded("a", decode.lease, "its gradient is too large: …", world.now, 1e9))
+    world.decode("its gradient is too large: …", wrong_norm=1e9)
     (event,) = of_kind(world, "contribution_dropped")
     assert (event.machine, event.samples) == ("a", decode.count)
     world.finish()
-    world.do(world.protocol.host_gradient(step, 1.0, 12))
+    world.handle(inputs.GradientKnown(step=step, norm=1.0, samples=12, applied=True))
     assert world.members["a"].wrong_in_a_row == 1
 
 
@@ -131,6 +131,6 @@ def test_what_packing_lost_of_a_step_that_was_not_applied_is_forgotten() -> None
     world = joined("a", "b", batch=12)
     world.whole_step()
     world.join("newcomer")
-    world.do(world.protocol.not_applied())
+    world.handle(inputs.GradientKnown(step=world.ledger.step - 1, norm=1.0, samples=12, applied=False))
     told = [guest for guest, sends in world.sent.items() if any(s.message.kind == "dropped" for s in sends)]
     assert sorted(told) == ["a", "b"]

@@ -130,12 +130,16 @@ def test_a_small_gradient_is_compared_as_well_as_a_large_one() -> None:
     assert problem.compare(problem.sketch(*host), problem.sketch(other, host[1]))[1] is not None
 
 
-def test_a_host_that_has_nan_itself_trusts_nobody() -> None:
+def test_where_the_host_has_no_finite_gradient_nothing_is_compared() -> None:
     problem = Problem()
     host, loss = problem.gradients()
     host[0][0, 0] = float("nan")
-    guest = problem.gradients()
-    assert problem.compare(problem.sketch(host, loss), problem.sketch(*guest))[1] is not None
+    guest = problem.sketch(*problem.gradients())
+    assert problem.judge(guest, problem.sketch(host, loss)).void == "the host's own gradient was not finite"
+    assert problem.judge(guest, guest, problem.sketch(host, loss)).void
+    received = memoryview(guest.values).cast("B")
+    assert judge(None, received, guest.loss, random={}, names=problem.tensors.layout.tensors).void
+    assert not problem.judge(guest, guest).void
 
 
 # -- random numbers that cannot be matched

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import potluck
+from potluck.hub.actions import CommonBatch
 from potluck.hub.alone import AloneHub
-from potluck.hub.checks import CommonBatch, Packed
+from potluck.hub.inputs import Packed
 from potluck.hub.parity import Reference
 from potluck.train import run as runs
 from potluck.train.data import Loader

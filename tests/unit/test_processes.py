@@ -111,6 +111,7 @@ sys.exit(7)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="forks, and looks into /proc")
 def test_a_fork_is_like_a_new_process_but_has_torch(tmp_path: Path) -> None:
     script, shown = tmp_path / "shows.py", {}
@@ -148,6 +149,7 @@ sys.exit(7)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="forks, and looks into /proc")
 def test_a_child_of_a_fork_is_like_a_new_process(tmp_path: Path) -> None:
     shown = {}

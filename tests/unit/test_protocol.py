@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from potluck.hub import actions as act
+from potluck.hub import inputs
 from potluck.hub.members import CHECKING, COMPUTING, JOINING, LARGEST_MICRO_BATCH, SYNCING
 from potluck.spec.layout import TensorSpec, fingerprint_to_json
 from potluck.spec.messages import CheckMessage, SamplesMessage, UnknownMessage
@@ -136,7 +137,7 @@ def test_a_description_that_is_far_longer_than_the_hosts_own_is_not_read() -> No
 def test_another_protocol_version_is_refused_whether_known_or_not() -> None:
     world = joined("a")
     for guest in "ax":
-        world.do(world.protocol.wrong_version(guest, 9, "1.2.3.4"))
+        world.handle(inputs.OtherProtocolArrived(guest=guest, theirs=9, address="1.2.3.4"))
         assert refusals(world, guest) == ["it speaks protocol 9, this host speaks 2"]
     assert world.members == {}
 
@@ -244,7 +245,7 @@ def leave(world: World) -> None:
 
 def fall_silent(world: World) -> None:
     world.now += 6.0
-    world.do(world.protocol.tick(world.now))
+    world.tick()
 
 
 def talk_nonsense(world: World) -> None:
@@ -252,8 +253,8 @@ def talk_nonsense(world: World) -> None:
 
 
 def be_unreachable(world: World) -> None:
-    world.do(world.protocol.unreachable("a"))
-    assert world.protocol.unreachable("nobody") == []
+    world.handle(inputs.PeerUnreachable(guest="a"))
+    assert world.handle(inputs.PeerUnreachable(guest="nobody")) == []
 
 
 WAYS = [(leave, "the lid was closed"), (fall_silent, "sent nothing for 6.0 s"), (talk_nonsense, "piece 99")]
@@ -300,7 +301,7 @@ def test_who_goes_while_decoding_goes_when_that_has_ended(go: Any, reason: str, 
         world.say("a", "grad", b"x", lease=1, piece=77)
     assert len(refusals(world, "a")) == (go is talk_nonsense), "it is told once"
     world.decode(why_not)
-    world.do(world.protocol.tick(world.now))
+    world.tick()
     assert world.members == {}
     (event,) = of_kind(world, "guest_left") + of_kind(world, "guest_lost")
     assert reason in event.reason
@@ -344,21 +345,21 @@ def test_heartbeats_go_out_every_second_and_silence_has_its_limits() -> None:
     world = joined("a")
     world.hello("b")
     world.sent.clear()
-    for tenth in range(1, 31):
-        world.do(world.protocol.tick(world.now + tenth / 10))
+    for _ in range(30):
+        world.now += 0.1
+        world.tick()
     assert [s.message.kind for s in world.sent["a"]] == ["alive"] * 3
-    world.now += 5.1
-    world.do(world.protocol.tick(world.now))
+    world.now += 2.1
+    world.tick()
     assert list(world.members) == ["b"]  # it builds its model: that may take long
     world.now += 60.0
-    world.do(world.protocol.tick(world.now))
+    world.tick()
     assert world.members == {}
 
 
 def test_a_guest_that_is_heard_but_never_ready_or_never_answers_its_check_is_out() -> None:
     world = World(joining_s=100.0, checking_s=30.0)
     world.join("b")
-    world.whole_step()
     world.begin()
     world.take()
     world.compute()
@@ -369,7 +370,7 @@ def test_a_guest_that_is_heard_but_never_ready_or_never_answers_its_check_is_out
         world.now += 1.0
         for guest in list(world.members):
             world.say(guest, "alive")
-        world.do(world.protocol.tick(world.now))
+        world.tick()
         if world.now < began + 25.0:
             assert set(world.members) == {"a", "b"}
     assert world.members == {}
@@ -383,17 +384,17 @@ def test_what_this_machine_slept_through_is_no_guests_delay() -> None:
     world = World(joining_s=100.0)
     world.hello("a")
     world.now += 200.0
-    world.do(world.protocol.stood_still(200.0, world.now))
-    world.do(world.protocol.tick(world.now))
+    world.handle(inputs.StoodStill(seconds=200.0))
+    world.tick()
     assert list(world.members) == ["a"]
 
 
 def test_a_guest_that_does_not_read_is_put_out_with_the_reason() -> None:
     world = joined("a")
-    world.do(world.protocol.reads_too_little("a", 17_000_000))
+    world.handle(inputs.PeerNotReading(guest="a", waiting_bytes=17_000_000))
     assert world.members == {}
     assert "17 MB waited" in of_kind(world, "guest_lost")[0].reason
-    assert world.protocol.reads_too_little("a", 1) == []
+    assert world.handle(inputs.PeerNotReading(guest="a", waiting_bytes=1)) == []
 
 
 @pytest.mark.parametrize("value", [-1, 1 << 70, 10**400, 1.5, 1e300, "3", True, None, [], {}])

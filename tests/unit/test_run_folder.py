@@ -148,10 +148,10 @@ def test_a_folder_that_is_not_there_or_not_writable_is_a_clear_error(tmp_path: P
 def test_the_token_and_the_manifest_are_whole_or_as_before(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.write_token("first")
-    folder.write_manifest({"config": {"seed": 1}})
+    folder.write_manifest(sample.manifest(guests=1))
     with armed("file.synced=raise"), pytest.raises(RunFolderError, match="cannot write"):
         folder.write_token("second")
     with armed("file.synced=raise"), pytest.raises(RunFolderError, match="cannot write"):
-        folder.write_manifest({"config": {"seed": 2}})
+        folder.write_manifest(sample.manifest(guests=2))
     assert folder.token.read_text() == "first\n"
-    assert folder.read_manifest() == {"config": {"seed": 1}}
+    assert folder.read_manifest() == sample.manifest(guests=1)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import stat
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from potluck.train.run import Run
 from potluck.train.session import RunSpec, Session
 from support.fleet import port_is_open
 
+posix = pytest.mark.skipif(os.name != "posix", reason="signals and modes of POSIX")
 SAMPLES = [torch.ones(2)] * 8
 
 
@@ -72,6 +75,7 @@ def handlers() -> Iterator[list[Any]]:
     assert [signal.getsignal(n) for n in numbers] == before
 
 
+@posix
 @pytest.mark.usefixtures("handlers")
 def test_a_run_is_opened_trained_and_closed(tmp_path: Path) -> None:
     view = Seen()
@@ -80,7 +84,7 @@ def test_a_run_is_opened_trained_and_closed(tmp_path: Path) -> None:
         assert opened.token is not None
         assert folder.token.read_text().strip() == opened.token
         assert stat.S_IMODE(folder.token.stat().st_mode) == 0o600
-        port = folder.read_manifest()["port"]
+        port = folder.read_manifest().port
         assert port_is_open(port)
         with pytest.raises(RunFolderError, match="is in use by process"):
             session(tmp_path, resume=folder.path).__enter__()
@@ -113,6 +117,7 @@ def test_whoever_closes_second_finds_nothing_to_do(tmp_path: Path) -> None:
     assert view.ends == [("finished", 2)]
 
 
+@posix
 @pytest.mark.usefixtures("handlers")
 def test_the_first_signal_stops_the_training_in_order(tmp_path: Path) -> None:
     view = Seen()
@@ -125,6 +130,30 @@ def test_the_first_signal_stops_the_training_in_order(tmp_path: Path) -> None:
     assert list(opened.folder.checkpoints.glob("step-00000001"))
 
 
+@posix
+@pytest.mark.filterwarnings("ignore:.*use of fork")
+def test_a_process_that_the_loop_forks_can_be_ended(tmp_path: Path) -> None:
+    """As torch ends the workers of a loader: they are not meant by what this process does about signals."""
+    codes = []
+
+    def fork(step: int) -> None:
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(30,))
+        child.start()
+        assert child.pid is not None
+        os.kill(child.pid, signal.SIGINT)  # Ctrl-C reaches the whole group; the parent decides
+        child.join(0.2)
+        codes.append(child.exitcode)
+        child.terminate()
+        child.join(10)
+        codes.append(child.exitcode)
+        child.kill()
+
+    with session(tmp_path, role=ALONE) as opened:
+        trained(opened, at=fork, steps=1)
+    assert codes == [None, -signal.SIGTERM]
+
+
+@posix
 @pytest.mark.usefixtures("handlers")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_past_the_loop_the_first_signal_interrupts(tmp_path: Path, number: int) -> None:

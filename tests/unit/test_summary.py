@@ -175,3 +175,8 @@ def test_columns_stand_under_their_headers_whatever_a_machine_is_called() -> Non
     text = summary_text(summarize([sample.run_start(), sample.step(1, machines=machines), sample.run_end()]))
     header, *rows = text.splitlines()[-3:]
     assert [cell_len(row[: row.index(m.role)]) for row, m in zip(rows, machines)] == [header.index("role")] * 2
+
+
+def test_no_traffic_is_not_told() -> None:
+    steps = [sample.step(n, bytes_up=0, bytes_down=0) for n in (1, 2)]
+    assert "wire" not in summary_text(summarize([sample.run_start(), *steps]))

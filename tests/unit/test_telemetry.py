@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from potluck.hub.actions import StepResult
 from potluck.hub.feed import Feed
 from potluck.hub.members import Member
-from potluck.hub.stepping import StepResult
 from potluck.report.summary import summarize
 from potluck.train.context import HOST
 from potluck.train.telemetry import Telemetry

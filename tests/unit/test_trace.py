@@ -147,6 +147,7 @@ def test_a_paced_device_is_traced_by_its_line(file: Path) -> None:
     assert second["end"] - first["start"] >= 0.95 * (0.04 + 0.08)
 
 
+@pytest.mark.slow
 def test_a_killed_process_loses_only_what_it_was_computing(file: Path) -> None:
     script = (
         "import os, signal, sys; from pathlib import Path; from potluck.device.trace import Trace\n"

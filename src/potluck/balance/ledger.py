@@ -106,7 +106,7 @@ class Ledger:
     def __init__(self, source: StepSource, *, step: int = 0) -> None:
         """`step`: the number of the source's next step."""
         self.step = step
-        self._source = source
+        self.source = source
         self._next: StepSamples | None = None
         self._now: _Step | None = None
         self._next_lease = 1
@@ -116,7 +116,7 @@ class Ledger:
     def prepare(self) -> StepSamples | None:
         """The samples of the next step to be opened; None if the source has no more."""
         if self._next is None:
-            self._next = self._source.next_step()
+            self._next = self.source.next_step()
         return self._next
 
     def open_step(self) -> None:
@@ -221,6 +221,8 @@ class Ledger:
         samples = self._open().samples
         if samples.keys is None:
             raise LedgerError("the samples of a stream have no indices")
+        if not all(samples.first <= p < samples.first + samples.count for p in positions):
+            raise LedgerError(f"positions of another step than {self.step}")
         return [samples.keys[p - samples.first] for p in positions]
 
     def _count(self, positions: Sequence[int], machine: str) -> None:

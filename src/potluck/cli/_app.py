@@ -30,7 +30,7 @@ _DEBUG_HELP = "Show the full traceback if an error occurs."
 
 @dataclass(frozen=True, slots=True)
 class Verb:
-    """Where a command lives, and its line in `potluck --help` (so that help need not import it)."""
+    """The module of a command, and its line in `potluck --help` (so that help need not import it)."""
 
     target: str
     help: str

@@ -14,7 +14,7 @@ from potluck.doctor.log_text import Part, decoded, is_text
 from potluck.errors import UserError
 
 HEAD_BYTES, TAIL_BYTES = 2 << 20, 6 << 20
-"""Of a longer log only the beginning (how it was started) and the end (how it ended) are read."""
+"""Most bytes of a log; of a longer one only the beginning and the end are read."""
 MOST_BYTES = 1 << 30
 _PIECE = 1 << 20
 _HINT = "give the log of a failed run, for example: torchrun train.py 2>&1 | tee run.log"

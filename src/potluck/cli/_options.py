@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+import msgspec
 
+from potluck import checked
 from potluck.errors import ConfigError
 from potluck.spec.config import RunConfig
 
@@ -139,31 +140,29 @@ def pairs(more: Sequence[str]) -> dict[str, str]:
 
 
 def read_config_file(path: Path | None, recipe: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The tables [run] and [recipe] of a TOML file (a script has only [run])."""
+    """The tables [run] and [recipe] of a TOML file (a script has only [run]), each value checked."""
     if path is None:
         return {}, {}
-    means = f"[run] and [{recipe}]" if recipe else "[run]"
+    from potluck.train import recipes
+
+    kinds: dict[str, Any] = {"run": RunConfig, **({recipe: recipes.get(recipe).Config} if recipe else {})}
+    example = "lines such as seed = 1 below " + " and ".join(f"[{name}]" for name in kinds)
+    text = checked.read_text(path, missing="--config takes the path of a TOML file", example=example)
+    tables = {name: {} for name in kinds} | checked.toml_table(text, str(path), example=example)
+    file = msgspec.defstruct("ConfigFile", list(kinds.items()), forbid_unknown_fields=True)
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read {path}: {error.strerror or error}", hint="--config takes the path of a TOML file"
-        ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{path} is not a TOML file: {error}", hint=f"lines such as seed = 1 below {means}"
-        ) from error
-    for name, table in tables.items():
-        if name not in ("run", recipe) or not isinstance(table, dict):
-            raise ConfigError(f"{path} has an unknown table or key {name!r}", hint=f"valid tables: {means}")
-    return tables.get("run", {}), tables.get(recipe or "", {})
+        checked.convert(tables, file, where=str(path), toml=text, strict=False)
+    except ConfigError as error:
+        # An error of a whole table: its settings do not fit each other, which flags may still change.
+        if len(error.path) != 1 or error.path[0] not in kinds or not isinstance(tables[error.path[0]], dict):
+            raise
+    return tables["run"], tables.get(recipe or "", {})
 
 
 def run_config(table: dict[str, Any], flags: dict[str, Any]) -> RunConfig:
     from potluck import codec
-    from potluck.checked import build
 
-    config = build(RunConfig, {**table, **given(flags, (*RUN_FLAGS, *HOST_FLAGS))})
+    config = checked.build(RunConfig, {**table, **given(flags, (*RUN_FLAGS, *HOST_FLAGS))})
     codec.get(config.codec)
     if config.codec_down is not None:
         codec.get(config.codec_down)

@@ -86,7 +86,7 @@ def doctor(settings: Settings, /, target: str | None, **flags: Any) -> int:
       potluck doctor --parameters 124M --cluster cluster.toml --save facts.json
     """
     _check_flags(target, flags)
-    # Read before anything slow: a slip of the hand is told at once.
+    # Read before anything slow, so that a typing error is reported at once.
     flags["read"] = _log_parts(flags["log"]) if flags["log"] is not None else None
     if flags["facts"] is not None:
         case = _recorded(flags["facts"])
@@ -181,7 +181,8 @@ def _look(target: str | None, flags: dict[str, Any], wanted: Wanted, say: Callab
     from potluck.wire.token import decode
 
     text = token_text(target, flags["token_file"])
-    token = decode(text) if text is not None else None  # before anything slow: a slip of the hand is told at once
+    # Before anything slow, so that a typing error is reported at once.
+    token = decode(text) if text is not None else None
     address = address_of(target, "doctor") if target and token is None else None
     system, end = System(), time.monotonic() + LIMIT_S - _LAST_S
     here = collect(wanted, system, say)

@@ -75,7 +75,7 @@ def run_script(
     runs = runs_folder(settings, flags["runs"])
     resume = find_run(str(flags["resume"]), runs) if flags["resume"] is not None else None
     in_run, _ = options.read_config_file(flags["config_file"], None)
-    before = {**open_folder(resume).read_manifest()["config"], "wait_for": 0} if resume is not None else {}
+    before = open_folder(resume).read_manifest().settings_to_resume() if resume is not None else {}
     sends = [word for file in send for word in ("--send", str(file))]
     spec = RunSpec(
         role=HOST,

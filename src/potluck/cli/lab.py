@@ -58,7 +58,8 @@ def list_(as_json: bool) -> None:
         table = [{"name": rig.name, "about": rig.about, **asdict(facts)} for rig, facts in found]
         click.echo(checked.to_json(table))
         return
-    screen.show(lab_picture.list_lines(found, screen.columns()), sys.stdout)
+    width = screen.columns() if sys.stdout.isatty() else None
+    screen.show(lab_picture.list_lines(found, width), sys.stdout)
 
 
 @click.command()

@@ -222,7 +222,7 @@ class _Work:
         from potluck.train import recipes
 
         recipe, table = recipes.get(self.flags["recipe"]), dict(self.recipe)
-        from potluck.probe.speed import Training  # and torch with it: a slip of the hand is told before
+        from potluck.probe.speed import Training  # imports torch, so it comes after the checks
 
         if "sequence" in table and "batch_tokens" not in table:
             # No step is made: a batch need only hold a sample.

@@ -18,6 +18,7 @@ from potluck.cli._app import Settings
 from potluck.cli._runs import runs_folder
 from potluck.errors import RunFolderError, UserError
 from potluck.spec.config import RunConfig
+from potluck.spec.manifest import RecipeEntry
 from potluck.spec.messages import Source
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def recipe_spec(settings: Settings, recipe: str, flags: dict[str, Any], *, comma
         role=HOST,
         config=options.run_config(in_run, flags),
         what=recipe,
-        recipe={"name": recipe, "config": table},
+        recipe=RecipeEntry(name=recipe, config=table),
         source=Source(recipe=recipe, config={**table, "data": None}),
         guests=1 if command == "train" else 0,
         runs=runs_folder(settings, flags["runs"]),
@@ -103,23 +104,23 @@ def resumed_spec(settings: Settings, flags: dict[str, Any], command: str) -> Run
         )
     folder = open_folder(find_run(str(flags["resume"]), runs_folder(settings, flags["runs"])))
     manifest = folder.read_manifest()
-    recipe = manifest.get("recipe") or {}
-    if not recipe:
+    recipe = manifest.recipe
+    if recipe is None:
         raise RunFolderError(
             f"{folder.path} is the run of a script, not of a recipe",
             hint=f"potluck host SCRIPT --resume {shlex.quote(str(folder.path))}",
         )
-    if flags.get("steps") is not None:
-        recipe["config"]["steps"] = flags["steps"]
-    run = {**manifest["config"], "wait_for": 0, **options.given(flags, (*options.RUN_FLAGS, *options.HOST_FLAGS))}
+    steps = {} if flags.get("steps") is None else {"steps": flags["steps"]}
+    table = {**recipe.config, **steps}
+    run = {**manifest.settings_to_resume(), **options.given(flags, (*options.RUN_FLAGS, *options.HOST_FLAGS))}
     return RunSpec(
         role=HOST,
         config=build(RunConfig, run),
-        what=str(manifest.get("what", recipe["name"])),
-        recipe=recipe,
-        source=Source(recipe=recipe["name"], config={**recipe["config"], "data": None}),
+        what=manifest.what,
+        recipe=RecipeEntry(name=recipe.name, config=table),
+        source=Source(recipe=recipe.name, config={**table, "data": None}),
         resume=folder.path,
-        guests=int(manifest.get("guests", 0)) if command == "train" else 0,
+        guests=manifest.guests if command == "train" else 0,
         again=resumed_by(command),
     )
 
@@ -133,8 +134,9 @@ def run_recipe(settings: Settings, spec: RunSpec, view: str) -> None:
     from potluck.train.ending import Interrupted
     from potluck.train.recipes.job import train as train_recipe
 
-    recipe = recipes.get(spec.recipe["name"])
-    config = build(recipe.Config, spec.recipe["config"])
+    assert spec.recipe is not None
+    recipe = recipes.get(spec.recipe.name)
+    config = build(recipe.Config, spec.recipe.config)
     try:
         with _session.session(settings, spec, view) as session:
             model = train_recipe(recipe, config)

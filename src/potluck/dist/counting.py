@@ -11,8 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
@@ -88,62 +87,32 @@ def spends(phase: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 class Operation:
-    """One collective under way; a context whose end counts it. Used by one thread at a time.
+    """One collective under way; a context whose end counts it. One thread runs it, one at a time.
 
-    An exception counts as an error, and its duration not as a latency.
+    Functions with `spends` record their time; the rest counts as network. An exception counts as an error, and its
+    duration not as a latency.
     """
 
     def __init__(self, owner: Metrics, name: str, nbytes: int) -> None:
-        self._owner, self._name, self._nbytes = owner, name, nbytes
-        self._began = owner.clock()
-        self._phases: dict[str, float] = {}
-        self._sent_bytes = 0
-        self._working = self._began
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """The time inside counts as this phase."""
-        began = self._owner.clock()
-        try:
-            yield
-        finally:
-            self.add(name, self._owner.clock() - began)
-
-    def add(self, phase: str, seconds: float) -> None:
-        """Add time of a phase that was measured elsewhere."""
-        assert phase in PHASES, phase
-        self._phases[phase] = self._phases.get(phase, 0.0) + seconds
+        self._owner, self.name, self.nbytes = owner, name, nbytes
+        self._queued_s, self._began = 0.0, owner.clock()
 
     def queued(self, seconds: float) -> None:
-        """The collective waited this long before this object was made; it counts as time of the whole."""
-        self.add("queue", seconds)
-        self._began -= seconds
-
-    def begin_spending(self) -> None:
-        """From here to end_spending() this thread works, in functions that record what they spend."""
-        SPENT.staging = SPENT.reduction = 0.0
-        SPENT.sent = 0
-        self._working = self._owner.clock()
-
-    def end_spending(self) -> None:
-        """What was neither staging nor reduction counts as network."""
-        seconds = self._owner.clock() - self._working
-        self._sent_bytes += SPENT.sent
-        self.add("staging", SPENT.staging)
-        self.add("reduction", SPENT.reduction)
-        self.add("network", max(0.0, seconds - SPENT.staging - SPENT.reduction))
-
-    def sent(self, nbytes: int) -> None:
-        """This many bytes were sent for it."""
-        self._sent_bytes += nbytes
+        """It waited this long for its turn and its device; the work begins now."""
+        self._queued_s, self._began = seconds, self._owner.clock()
 
     def __enter__(self) -> Operation:
+        SPENT.staging = SPENT.reduction = 0.0
+        SPENT.sent = 0
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._owner._count(self, failed=kind is not None)
+        worked_s = max(0.0, self._owner.clock() - self._began)
+        network_s = max(0.0, worked_s - SPENT.staging - SPENT.reduction)
+        phases = (self._queued_s, SPENT.staging, network_s, SPENT.reduction)
+        self._owner._count(self, self._queued_s + worked_s, phases, failed=kind is not None)
 
 
 class Metrics:
@@ -156,7 +125,7 @@ class Metrics:
         self._since = clock()
 
     def op(self, name: str, nbytes: int) -> Operation:
-        """`with metrics.op("all_reduce", 4096) as op: ...`, inside of it `with op.phase("network"): ...`."""
+        """`with metrics.op("all_reduce", 4096): ...`."""
         return Operation(self, name, nbytes)
 
     def snapshot(self) -> dict[str, Any]:
@@ -187,22 +156,21 @@ class Metrics:
             self._kinds.clear()
             self._since = self.clock()
 
-    def _count(self, done: Operation, *, failed: bool) -> None:
-        seconds = max(0.0, self.clock() - done._began)
+    def _count(self, done: Operation, seconds: float, phases: Iterable[float], *, failed: bool) -> None:
         with self._lock:
-            kind = self._kind(done._name)
-            kind.sent_bytes += done._sent_bytes
-            for phase, spent in done._phases.items():
+            kind = self._kind(done.name)
+            kind.sent_bytes += SPENT.sent
+            for phase, spent in zip(PHASES, phases, strict=True):
                 kind.phases[phase] += spent
             if failed:
                 kind.errors += 1
                 return
             kind.count += 1
-            kind.nbytes += done._nbytes
+            kind.nbytes += done.nbytes
             kind.seconds += seconds
             kind.latencies.append(seconds)
             if seconds > 0:
-                kind.peak_bytes_per_s = max(kind.peak_bytes_per_s, done._nbytes / seconds)
+                kind.peak_bytes_per_s = max(kind.peak_bytes_per_s, done.nbytes / seconds)
 
     def _kind(self, name: str) -> _Kind:
         kind = self._kinds.get(name)

@@ -28,8 +28,6 @@ from potluck.dist.untraced import untraced
 from potluck.dist.work import PotluckWork
 from potluck.errors import CollectiveError
 
-SUM = dist.ReduceOp.SUM
-
 
 def create(options: Any, backend_options: Any) -> PotluckGroup:
     """What torch calls for init_process_group("potluck") and for new_group()."""
@@ -202,11 +200,9 @@ class PotluckGroup(dist.ProcessGroup):
                     if ranges is not None:
                         ranges.turn()
                     now = time.monotonic()
-                    measured.begin_spending()
                     try:
                         body(Call(header, seq, now, now + timeout_s))
                     finally:
-                        measured.end_spending()
                         if ranges is not None:
                             ranges.leave()
             except BaseException as raised:
@@ -272,10 +268,18 @@ class PotluckGroup(dist.ProcessGroup):
 
         return self._run(header_of("all_reduce_sparse", [tensor], op=opts.reduceOp), [tensor], opts, body)
 
-    def reduce(self, tensors: Any, opts: Any = None, op: Any = SUM) -> PotluckWork:
+    def reduce(
+        self,
+        tensors: Any,
+        opts: Any = None,
+        op: Any = None,
+        timeout: timedelta | None = None,
+        root: int | None = None,
+    ) -> PotluckWork:
         tensors = arguments.as_list(tensors)
-        opts = arguments.options(c10d.ReduceOptions, opts)
-        (tensor,), op, root = tensors, reduction.plain(opts.reduceOp), opts.rootRank
+        opts = arguments.options(c10d.ReduceOptions, opts, timeout)
+        (tensor,), op = tensors, reduction.plain(opts.reduceOp if op is None else op)
+        root = opts.rootRank if root is None else root
         arguments.dense("reduce", tensor)
         reduction.check(op, tensor.dtype)
 

@@ -10,6 +10,10 @@ from torch import Tensor
 from potluck.device import staging
 from potluck.dist.counting import spends
 
+to_host = spends("staging")(staging.to_host)
+from_host = spends("staging")(staging.from_host)
+room_for = spends("staging")(staging.room_for)
+
 
 class HostTensor:
     """A tensor of any device and strides; collectives read and write `flat`."""
@@ -18,21 +22,11 @@ class HostTensor:
         self._tensor = tensor
         own = tensor.detach()
         self._same = staging.is_plain(own)
-        self.flat = own.view(-1) if self._same else _staged(own, read)
+        self.flat = own.view(-1) if self._same else (to_host(own) if read else room_for(own)).reshape(-1)
 
     def copy_back(self) -> None:
         if not self._same:
-            _unstage(self.flat, self._tensor)
-
-
-@spends("staging")
-def _staged(tensor: Tensor, read: bool) -> Tensor:
-    return (staging.to_host(tensor) if read else staging.room_for(tensor)).reshape(-1)
-
-
-@spends("staging")
-def _unstage(flat: Tensor, tensor: Tensor) -> None:
-    staging.from_host(flat, tensor)
+            from_host(self.flat, self._tensor)
 
 
 @contextmanager

@@ -34,7 +34,7 @@ SUM = dist.ReduceOp.SUM
 _PLAIN = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
 """Types that are added as they are."""
 _COUNT = struct.Struct("<q")
-_NOTE_LIMIT = 400
+NOTE_LIMIT = 400
 _SEPARATOR = b"\0"
 _ALIGN = 16
 _DISAGREE = "the ranks are not doing the same thing"
@@ -133,7 +133,7 @@ class LocalGroup:
     def _sum_small(self, call: Call, values: Tensor) -> None:
         """What `_reduce_everywhere` would do, with fewer calls: here every microsecond counts."""
         ring, rank, dtype, count = self._pieces, self.rank, values.dtype, values.numel()
-        note = call.header.about[:_NOTE_LIMIT]
+        note = call.header.about[:NOTE_LIMIT]
         with self._begin(call) as wait:
             number = ring.free(self._others, wait)
             ring.slot(rank, number, dtype)[:count].copy_(values)
@@ -167,7 +167,7 @@ class LocalGroup:
 
     def _reduce_along(self, call: Call, values: Tensor, op: Op) -> None:
         """Sums pass from member to member: best for long tensors."""
-        ring, note = self._pieces, call.header.about[:_NOTE_LIMIT]
+        ring, note = self._pieces, call.header.about[:NOTE_LIMIT]
         with self._begin(call) as wait:
             number = ring.free(self._others, wait)
             ring.write_note(self.rank, number, note)
@@ -181,7 +181,7 @@ class LocalGroup:
 
     def _reduce_in_parts(self, call: Call, values: Tensor, op: Op) -> None:
         """Each member reduces a part and shares the result: fewer bytes for many members, in two rounds."""
-        ring, out, rank, note = self._pieces, self._results, self.rank, call.header.about[:_NOTE_LIMIT]
+        ring, out, rank, note = self._pieces, self._results, self.rank, call.header.about[:NOTE_LIMIT]
         start, stop = part_of(values.numel(), rank, self.size)
         mine = values[start:stop]
         with self._begin(call) as wait:
@@ -331,7 +331,7 @@ class LocalGroup:
     def all_to_all(self, call: Call, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         """inputs[m] goes to member m, outputs[m] comes from it; sizes may differ from pair to pair."""
         wanted, counts = [part.numel() for part in outputs], [part.numel() for part in inputs]
-        note = call.header.about[:_NOTE_LIMIT]
+        note = call.header.about[:NOTE_LIMIT]
         self._threads.copy(outputs[self.rank], inputs[self.rank][: wanted[self.rank]])
         ring, width = self._pieces, self._width(inputs[0].dtype, self.size)
         k, rounds = 0, 1
@@ -382,7 +382,7 @@ class LocalGroup:
         In the first round every member waits for all others and compares notes. After it this member waits for
         `writers` only (None: all others).
         """
-        ring, rank, note = self._pieces, self.rank, call.header.about[:_NOTE_LIMIT]
+        ring, rank, note = self._pieces, self.rank, call.header.about[:NOTE_LIMIT]
         needed = self._others if writers is None else writers
         with self._begin(call) as wait:
             filled = drained = 0

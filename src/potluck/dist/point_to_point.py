@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from potluck.device import staging
 from potluck.dist.arguments import check_rank
 from potluck.dist.channel import chunks, raw
-from potluck.dist.counting import METRICS
+from potluck.dist.counting import METRICS, SPENT
+from potluck.dist.host_tensors import from_host, to_host
 from potluck.dist.peers import Peers, gone_hint, unusable
 from potluck.dist.queues import Aborted, DeadlinePassed, Kind, PeerGone
 from potluck.dist.work import PotluckWork
@@ -52,15 +52,12 @@ class PointToPoint:
             raise CollectiveError(f"rank {to} cannot send to itself", hint="copy the tensor instead")
         total = tensor.numel() * tensor.element_size()
         about = f"{tensor.dtype}|{tuple(tensor.shape)}".encode()
-        with METRICS.op("send", total) as measured:
-            with measured.phase("staging"):
-                view = raw(staging.to_host(tensor).reshape(-1))
-            with measured.phase("network"):
-                for start, stop in chunks(total, peers.settings.chunk_bytes):
-                    part = view[start:stop]
-                    label = (Kind.POINT_TO_POINT, peers.group, tag)
-                    peers.queues.send(peers.endpoints[to], label, part, about=about, total=total)
-            measured.sent(total)
+        with METRICS.op("send", total):
+            view = raw(to_host(tensor).reshape(-1))
+            for start, stop in chunks(total, peers.settings.chunk_bytes):
+                label = (Kind.POINT_TO_POINT, peers.group, tag)
+                peers.queues.send(peers.endpoints[to], label, view[start:stop], about=about, total=total)
+            SPENT.sent += total
 
     # -- receiving ------------------------------------------------------------------------------------------
 
@@ -128,11 +125,8 @@ class PointToPoint:
     def _serve(self, wanted: _Receive, source: int) -> None:
         failed: Exception | None = None
         try:
-            with METRICS.op("recv", wanted.tensor.numel() * wanted.tensor.element_size()) as measured:
-                with measured.phase("network"):
-                    host = self._collect(wanted, source)
-                with measured.phase("staging"):
-                    staging.from_host(host, wanted.tensor)
+            with METRICS.op("recv", wanted.tensor.numel() * wanted.tensor.element_size()):
+                from_host(self._collect(wanted, source), wanted.tensor)
         except (PeerGone, DeadlinePassed, Aborted) as error:
             failed = RankGoneError(f"recv from {self._peers.who(source)} broke off: {error}")
         except Exception as error:

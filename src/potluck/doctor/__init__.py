@@ -1,7 +1,4 @@
-"""The doctor: owns the list of checks and how they are put together into a diagnosis.
-
-PURE: facts in, findings out. It must not know how facts are collected, nor how findings are shown.
-"""
+"""The doctor's list of checks, and how their findings become a diagnosis. PURE."""
 
 from __future__ import annotations
 

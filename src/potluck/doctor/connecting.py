@@ -1,7 +1,4 @@
-"""Checks of how two machines connect: whether one reaches the other, with its token, and back; else who blocks.
-
-PURE, each a function of a case. It must not know how the connections were tried.
-"""
+"""Checks of the connection between two machines, in both directions, and of what blocks it. PURE."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""What no single message of a log tells: who failed first, what its script raised, who was ahead of whom.
+"""Findings that no single message of a log shows: who failed first, what its script raised, which rank was ahead.
 
-PURE: a log's text and its tracebacks in, findings out, each with its rank among the others. It must not know how a
-log is shown.
+PURE. Each finding has its rank among the others.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ def first_failure(log: LogText, raised: Sequence[Raised], name: str) -> Iterator
             if signal == "SIGKILL"
             else _where_its_error_is(log, raised, rank, name),
             pains=(17, 18),
-            potluck="cannot happen: who dies costs its own share of one step. The host says who, and goes on",
+            potluck="cannot happen: a lost machine costs its share of one step. The host names it and continues",
         ),
     )
 
@@ -191,7 +190,7 @@ def of_script(log: LogText, raised: Sequence[Raised], others: Sequence[Ranked], 
             fix=f"sed -n '{max(1, said.line - 30)},{said.line}p' {shlex.quote(name)}   (its traceback)",
             pains=(17,),
             potluck="an error in the script stays one; but a guest that fails costs its own share of one step. The "
-            "host says who and why, and goes on",
+            "host says who and why, and continues",
         ),
     )
 

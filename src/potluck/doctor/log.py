@@ -1,7 +1,4 @@
-"""Reading the log of a run: which known messages are in it, what came first, what it means, or that it ended well.
-
-PURE: text in, findings out. It must not know files.
-"""
+"""Reads the log of a run: known messages, which came first, what they mean, or that it ended well. PURE."""
 
 from __future__ import annotations
 

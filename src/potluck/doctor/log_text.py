@@ -1,7 +1,6 @@
 """The text of a log: its lines by number and by word, and how they are quoted.
 
-PURE: text in, lines out. It must not know files, nor what is looked for. Of a person's log a line is quoted
-shortened, and without what looks like a secret.
+PURE. Quoted lines are shortened, and parts that look like a secret are removed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Checks of one machine's means: cores, memory, disk, power; and of what earlier runs left on it.
-
-PURE, each a function of facts. It must not know networks.
-"""
+"""Checks of one machine's cores, memory, disk and power, and of what earlier runs left on it. PURE."""
 
 from __future__ import annotations
 
@@ -151,7 +148,7 @@ def power(case: Case, facts: Facts) -> Iterator[Finding | Fine]:
             machine=facts.name,
             what=f"this machine goes to sleep after {seconds_text(state.sleeps_after_s)} without a person",
             how=state.how,
-            breaks="a guest vanishes (the run goes on without it); a host that sleeps stops the run",
+            breaks="a guest vanishes (the run continues without it); a host that sleeps stops the run",
             fix="powercfg /change standby-timeout-ac 0"
             if facts.platform == "win32"
             else f"{awake}potluck join TOKEN   (or potluck host)",
@@ -197,7 +194,7 @@ def checkpoints(case: Case, facts: Facts) -> Iterator[Finding | Fine]:
         machine=facts.name,
         what=f"the checkpoint {newest.path} is damaged: {newest.why}",
         how="compared its files with the sizes and hashes in its manifest",
-        breaks=f"--resume goes on from {whole.path} instead" if whole else "this run cannot be resumed",
+        breaks=f"--resume continues from {whole.path} instead" if whole else "this run cannot be resumed",
         fix="nothing: --resume chooses the whole one by itself" if whole else "begin anew, or bring back a copy",
         pains=(20,),
     )

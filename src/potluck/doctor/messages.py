@@ -1,7 +1,4 @@
-"""The table's messages in a log: where each stands, which line tells the most, and the finding it becomes.
-
-PURE: a log's text in, hits and findings out. It must not know which was first, nor what several tell together.
-"""
+"""Finds the known messages in a log, and turns each into a finding. PURE."""
 
 from __future__ import annotations
 
@@ -21,13 +18,13 @@ _GLOG = re.compile(r"^[EIW]\d{4} \S{1,20} \d{1,9} \S{1,200}\]")
 
 @dataclass(slots=True)
 class Hit:
-    """Where a known message stands."""
+    """The place of a known message."""
 
     signature: Signature
     line: int
     text: str
     at: int
-    """Of the known words in the text."""
+    """Position of the known words in the text."""
     groups: Mapping[str, str]
     count: int = 1
 

@@ -1,7 +1,4 @@
-"""Checks of one machine's network: interfaces, names, variables, ports, firewall, IPv6.
-
-PURE, each a function of facts. It must not know the other machine but for what its connections prove.
-"""
+"""Checks of one machine's network: interfaces, names, variables, ports, firewall, IPv6. PURE."""
 
 from __future__ import annotations
 

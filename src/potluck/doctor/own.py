@@ -1,6 +1,6 @@
-"""What Potluck itself wrote into a log: its errors, by class or by page, each with its hint and what helps.
+"""Finds Potluck's own errors in a log, by class or by page, with their hints.
 
-PURE: a log's text in, findings out, each with its rank among the others. It must not know what other tools write.
+PURE. Each finding has its rank among the others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _HINT_WITHIN = 8
 """Lines: those of other ranks may stand between an error and its hint."""
 _ALL_NEEDED = (
     "under torchrun every rank is needed, with this backend, too. With `potluck host` a machine that dies costs "
-    "its share of one step, and the run goes on"
+    "its share of one step, and the run continues"
 )
 
 

@@ -1,7 +1,4 @@
-"""Checks of two machines that are connected: what is lost between them, which versions they run, which link it is.
-
-PURE, each a function of a case. It must not know how the connections were tried.
-"""
+"""Checks of two connected machines: lost messages, versions, kind of link. PURE."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Tracebacks in a log: which rank raised which exception, and where.
-
-PURE: a log's text in, exceptions out. It must not know which of them are known troubles, nor how they are told.
-"""
+"""Finds the tracebacks in a log: which rank raised which exception, and where. PURE."""
 
 from __future__ import annotations
 
@@ -41,7 +38,7 @@ class Raised:
     """That line, and those of a message that has more."""
     file: str
     at: int
-    """Of the last frame in a file of the person's own, else of the last one."""
+    """Line of the last frame in a file of the user, else of the last frame."""
 
     @property
     def name(self) -> str:

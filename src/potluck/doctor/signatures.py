@@ -1,7 +1,7 @@
-"""What failed runs write into their logs: the table of known messages, of torchrun, gloo, NCCL and their kin.
+"""The table of known messages in logs of failed runs: torchrun, gloo, NCCL and others.
 
-PURE data: each row says how a message looks and what it means. It must not know how a log is read or shown. The
-messages were collected from the reports that troubleshooting/doctor.md names, and from runs made to fail.
+PURE data: each row has the pattern of a message and its meaning. The messages come from the reports listed in
+troubleshooting/doctor.md, and from runs made to fail.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ JOIN += "DataLoader(…, drop_last=True)   (with a DistributedSampler: as many b
 _EARLIEST = "grep -nE 'Error|Killed|Signal' {name} | head -3   (the earliest is the cause)"
 _INTERFACE = "export GLOO_SOCKET_IFNAME=$(ip -4 route get MASTER_ADDR | grep -oP 'dev \\K\\S+')"
 _NEVER_STOPS = "cannot happen: a guest that dies, sleeps or is late costs its own share of a step, which the host "
-_NEVER_STOPS += "computes itself; after 5 silent seconds it is out, by name, and the run goes on"
+_NEVER_STOPS += "computes itself; after 5 silent seconds it is removed, by name, and the run continues"
 
 CONNECTING: tuple[Signature, ...] = (
     Signature(
@@ -203,7 +203,7 @@ CONNECTING: tuple[Signature, ...] = (
             r"|IPv6 network addresses of .{1,120} cannot be retrieved"
         ),
         what="torch tried IPv6 first, and this machine has none",
-        breaks="nothing by itself: it goes on with IPv4. If the run hangs after it, a name gave an IPv6 address",
+        breaks="nothing by itself: it continues with IPv4. If the run hangs after it, a name gave an IPv6 address",
         fix="export MASTER_ADDR=192.168.1.5   (an address, not a name)\npotluck doctor   (is IPv6 half on?)",
         potluck="uses one family, IPv4, and addresses, not names",
         pains=(10,),
@@ -283,7 +283,7 @@ RUNNING: tuple[Signature, ...] = (
         ),
         what="rank {rank} waited {ms} ms in {op} for ranks that never came; NCCL's watchdog then ended it",
         breaks="the whole run, ten to thirty minutes later. Who writes this waited; the fault is another rank's",
-        fix=f"{_EARLIEST}\n{JOIN}\ninit_process_group(…, timeout=timedelta(minutes=5))   (not to wait so long)",
+        fix=f"{_EARLIEST}\n{JOIN}\ninit_process_group(…, timeout=timedelta(minutes=5))   (for a shorter wait)",
         potluck=_NEVER_STOPS,
         pains=(17, 16),
         kind=CONSEQUENCE,
@@ -347,7 +347,7 @@ RUNNING: tuple[Signature, ...] = (
         what="the terminal was closed, or its ssh connection lost: torchrun got a hang-up (SIGHUP)",
         breaks="this run; and processes that did not get the signal stay behind and keep the GPU and the port",
         fix="tmux new -s train   (and start it in there)\npotluck doctor   (what was left behind?)",
-        potluck="a guest ends itself when its host or its terminal is gone; a host in tmux goes on",
+        potluck="a guest ends itself when its host or its terminal is gone; a host in tmux continues",
         pains=(19,),
     ),
     Signature(
@@ -367,7 +367,7 @@ RUNNING: tuple[Signature, ...] = (
         what="the Mac's GPU has no memory left",
         breaks="that rank. (PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0 takes the limit away: then all of the Mac stalls)",
         fix="a smaller batch on the Mac",
-        potluck="a guest finds the micro-batch that fits by itself; if it dies all the same, the run goes on",
+        potluck="a guest finds the micro-batch that fits by itself; if it still dies, the run continues",
         pains=(24,),
     ),
     Signature(

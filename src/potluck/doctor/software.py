@@ -1,7 +1,4 @@
-"""Checks of what is installed on one machine: torch against its GPU, MPS, the operating system.
-
-PURE, each a function of facts. It must not know networks.
-"""
+"""Checks of what is installed on one machine: torch and its GPU, MPS, the operating system. PURE."""
 
 from __future__ import annotations
 

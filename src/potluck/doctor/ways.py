@@ -1,7 +1,4 @@
-"""Checks of the ways to another machine: which address carries how much, and whether the best one is used.
-
-PURE, each a function of a case. It must not know how rates were measured.
-"""
+"""Checks of the addresses of another machine: the rate of each, and whether the fastest is used. PURE."""
 
 from __future__ import annotations
 

@@ -91,9 +91,9 @@ def as_script(cells: Sequence[Cell]) -> Script:
     return Script(names=(NAME,), contents=(text.encode(),))
 
 
-def as_python(cells: Sequence[Cell]) -> Script:
+def as_python(cells: Sequence[Cell]) -> bytes:
     """The same cells as plain Python, from which can be seen what they import."""
-    return Script(names=(NAME,), contents=("\n".join(source for _, source in cells).encode(),))
+    return "\n".join(source for _, source in cells).encode()
 
 
 def _quoted(source: str) -> str:

@@ -14,7 +14,7 @@ import runpy
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from potluck.errors import UserError, WireError
@@ -47,11 +47,15 @@ class Script:
 
 def read_script(path: Path, also: Sequence[Path] = (), arguments: Sequence[str] = ()) -> Script:
     """Read a script and its companions (which must lie beside or below it)."""
-    if len(also) > MAX_FILES - 1:
-        raise UserError(f"{len(also)} files beside the script; at most {MAX_FILES - 1} travel")
-    names, contents = [], []
-    base = path.resolve().parent
-    for file in (path, *also):
+    return with_files(
+        Script(names=(), contents=(), arguments=tuple(arguments)), (path, *also), path.resolve().parent
+    )
+
+
+def with_files(script: Script, files: Sequence[Path], base: Path) -> Script:
+    """The script and more files that go with it, which must lie in `base` or below."""
+    names, contents = list(script.names), list(script.contents)
+    for file in files:
         try:
             contents.append(file.read_bytes())
         except OSError as error:
@@ -59,15 +63,17 @@ def read_script(path: Path, also: Sequence[Path] = (), arguments: Sequence[str] 
                 f"cannot read {file}: {error.strerror or error}", hint="give the path of a Python file"
             ) from error
         try:
-            names.append(file.resolve().relative_to(base).as_posix())
+            names.append(file.resolve().relative_to(base.resolve()).as_posix())
         except ValueError:
-            raise UserError(f"{file} does not lie beside or below {path}") from None
+            raise UserError(f"{file} does not lie in {base} or below, as what goes with a script must") from None
+    if len(names) > MAX_FILES:
+        raise UserError(f"{len(names) - 1} files beside the script; at most {MAX_FILES - 1} travel")
     if sum(map(len, contents)) > MAX_SCRIPT_BYTES:
         raise UserError(
             f"the script and its files have {sum(map(len, contents))} bytes; at most {MAX_SCRIPT_BYTES} travel",
             hint="send code only; data goes with the leases",
         )
-    return Script(names=tuple(names), contents=tuple(contents), arguments=tuple(arguments))
+    return replace(script, names=tuple(names), contents=tuple(contents))
 
 
 def imports_of(script: Script, folder: Path) -> dict[str, str]:

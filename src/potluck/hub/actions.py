@@ -1,17 +1,21 @@
-"""What the host's protocol asks the outside to do. Owns the vocabulary; does nothing itself. PURE."""
+"""What the host's protocol asks for: the outputs of `HostProtocol.handle`. Owns their vocabulary. PURE.
+
+They are Structs, as the inputs are. A frozen dataclass takes a microsecond to make, and each message needs one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec import Struct
+
+from potluck.hub.feed import Item, TensorPart
 from potluck.spec.events import RunEvent
 from potluck.spec.messages import FromHost
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Send:
+class Send(Struct, frozen=True, kw_only=True):
     """Send a message to a guest."""
 
     guest: str
@@ -19,17 +23,15 @@ class Send:
     frames: tuple[Any, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendWelcome:
+class SendWelcome(Struct, frozen=True, kw_only=True):
     """Send a guest what it needs to build the model."""
 
     guest: str
     name: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendSamples:
-    """Fetch the samples of one micro-batch and send them."""
+class SendSamples(Struct, frozen=True, kw_only=True):
+    """Fetch and pack the samples of one micro-batch, and report `SamplesPacked`."""
 
     guest: str
     lease: int
@@ -37,17 +39,26 @@ class SendSamples:
     positions: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendReplica:
-    """A guest's model fits: see which frozen tensors it lacks, then bring it the replica."""
+class HashFixed(Struct, frozen=True, kw_only=True):
+    """A guest's model fits: hash the frozen parameters and buffers, and report `FixedHashed`."""
 
     guest: str
-    hashes: Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decode:
-    """Check a complete contribution and add it to the step's sum."""
+class ReadPart(Struct, frozen=True, kw_only=True):
+    """Read a whole piece, or a part of a fixed tensor, and report `PartRead`."""
+
+    guest: str
+    item: Item
+    part: TensorPart | None = None
+
+
+class CodeChange(Struct, frozen=True, kw_only=True):
+    """Bring the replica to the weights' version, and report each `PieceCoded`."""
+
+
+class Decode(Struct, frozen=True, kw_only=True):
+    """Check a complete contribution, add it to the step's sum and report `ContributionDecoded`."""
 
     guest: str
     lease: int
@@ -56,21 +67,21 @@ class Decode:
     count: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompareSketch:
-    """Compare a guest's gradient of the common batch with the host's."""
+class CompareSketch(Struct, frozen=True, kw_only=True):
+    """Compare a guest's gradient of the common batch with the host's, and report `SketchCompared`."""
 
     guest: str
     check: int
+    reference: Any
+    """The host's own; None where it is no longer kept."""
     sketch: Any
     loss: float
-    random: Mapping[str, str] = field(default_factory=dict)
+    random: Mapping[str, str] = {}
     """Digests of the guest's random generators after it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """What a comparison came to: the outside's answer to `CompareSketch`."""
+class Verdict(Struct, frozen=True, kw_only=True):
+    """What a comparison came to."""
 
     cosine: float
     why_not: str | None = None
@@ -81,36 +92,77 @@ class Verdict:
     """Random generators that drew other numbers on the guest."""
     again: bool = False
     """Random numbers may be the reason: another comparison, with the host's spread, can tell."""
+    void: str = ""
+    """Why nothing could be compared; empty where it could."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HashReplica:
-    """Hash the replica at this version, beside everything else."""
+class HashReplica(Struct, frozen=True, kw_only=True):
+    """Hash the replica at this version, and report `ReplicaHashed`."""
 
     version: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Emit:
+class Emit(Struct, frozen=True, kw_only=True):
     """Tell the log and the view."""
 
     event: RunEvent
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pump:
-    """See whether this guest can be sent more."""
+class LimitNorm(Struct, frozen=True, kw_only=True):
+    """From now on a contribution counts up to this norm, divided by its samples."""
 
-    guest: str
+    most_a_sample: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wake:
+class CommonBatch(Struct, frozen=True, kw_only=True):
+    """What the host's training thread has to compute for a check."""
+
+    samples: int
+    seed: int
+    """Every machine seeds its random generators with it before the loop's body computes the batch."""
+    twice: frozenset[str] | None = None
+    """Compute the batch a second time, with another seed for these generators. None: once."""
+
+
+class Take(Struct, frozen=True, kw_only=True):
+    """The training thread's next micro-batch, or what it does instead. One of the four."""
+
+    positions: tuple[int, ...] = ()
+    common: CommonBatch | None = None
+    """How to compute them where they are a common batch."""
+    full: bool = False
+    """The step is complete."""
+    wait_until: float | None = None
+    idle: bool = True
+    """Whether that wait counts as time lost; not while the host's device computes."""
+    ask_device: bool = False
+    """Ask again, and say whether the host's device still computes."""
+
+
+class StepResult(Struct, frozen=True, kw_only=True):
+    """What a step came to."""
+
+    samples: dict[str, int]
+    wait_s: float
+    dropped_samples: int
+    taken_back_samples: int
+    predicted_s: float | None
+    micro_batches: dict[str, tuple[int, ...]] = {}
+    """The sizes of every machine's micro-batches that were counted."""
+    guests_loss_sum: float = 0.0
+
+
+class Reply(Struct, frozen=True, kw_only=True):
+    """What the training thread asked for. At most one comes from an input, after all other actions."""
+
+    value: Take | StepResult
+
+
+class Wake(Struct, frozen=True, kw_only=True):
     """Something the training thread may be waiting for has changed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Forget:
+class Forget(Struct, frozen=True, kw_only=True):
     """The guest is gone: drop what is held for it."""
 
     guest: str
@@ -120,12 +172,15 @@ Action = (
     Send
     | SendWelcome
     | SendSamples
-    | SendReplica
+    | HashFixed
+    | ReadPart
+    | CodeChange
     | Decode
     | CompareSketch
     | HashReplica
+    | LimitNorm
     | Emit
-    | Pump
     | Wake
     | Forget
+    | Reply
 )

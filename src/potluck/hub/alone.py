@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from potluck.balance.leases import Least, next_size
 from potluck.balance.ledger import Ledger
 from potluck.balance.quota import Estimate
+from potluck.hub.actions import StepResult
 from potluck.hub.members import Member
-from potluck.hub.stepping import StepResult
 
 
 class AloneHub:
-    """What `HostHub` is to the training loop, with nobody else at the table."""
+    """Does for the training loop what `HostHub` does, without guests."""
 
     def __init__(self, ledger: Ledger, name: str, least: Least | None = None) -> None:
         self._ledger, self._name = ledger, name
@@ -34,7 +34,7 @@ class AloneHub:
     def computed(self, samples: int, seconds: float) -> None:
         self._sample_s.add(seconds / samples)
 
-    def end_step(self) -> tuple[StepResult, float]:
+    def end_step(self) -> StepResult:
         samples = self._ledger.close_step()
         result = StepResult(
             samples=samples,
@@ -45,7 +45,7 @@ class AloneHub:
             micro_batches={self._name: tuple(self._sizes)},
         )
         self._sizes.clear()
-        return result, 0.0
+        return result
 
     def judged(self, step: int, norm: float, samples: int, *, applied: bool) -> None:
         pass

@@ -2,30 +2,33 @@
 
 PURE: gradients are compared and random numbers drawn elsewhere.
 
-The host computes a common batch as part of its step and sends the very same tensors, with a seed for the random
-numbers of the loop's body, to all who are checked on it. Where the gradients differ all the same, the host computes
-the next common batch twice: its distance from itself then says how far a guest may be.
+The host computes a common batch as part of its step. It sends the same tensors, with a seed for the random numbers
+of the loop's body, to all guests that are checked. If the gradients differ, the host computes the next common batch
+twice: the distance between its own two gradients then tells how far a guest's may be.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from potluck.balance.leases import Least
 from potluck.balance.ledger import Ledger
 from potluck.errors import WireError
-from potluck.hub.actions import Action, CompareSketch, Emit, Send, Verdict
+from potluck.hub.actions import Action, CommonBatch, CompareSketch, Emit, Send, Verdict
 from potluck.hub.feed import PieceState
+from potluck.hub.inputs import Packed
 from potluck.hub.members import CHECKING, COMPUTING, LONGEST_BENCH_STEPS, SYNCING, Member
 from potluck.hub.stepping import pack_samples
 from potluck.spec.events import GuestJoined, RunNote
 from potluck.spec.messages import CheckMessage, NoteMessage, SamplesMessage, SketchMessage
 
 CHECK_SAMPLES = 4
-"""At most this many samples in a common batch, unless the model needs more at once."""
+"""The most samples in a common batch, unless the model needs more at once."""
+REFERENCES_KEPT = 4
+"""A guest's gradient that comes after so many newer checks is not compared any more."""
 ATTEMPTS = 3
 """Comparisons with the host's spread before a refusal: where a gradient is mostly noise, one tells little."""
 HINT = (
@@ -34,32 +37,9 @@ HINT = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommonBatch:
-    """What the host's training thread has to compute for a check."""
-
-    samples: int
-    seed: int
-    """Every machine seeds its random generators with it before the loop's body computes the batch."""
-    twice: frozenset[str] | None = None
-    """Compute the batch a second time, with another seed for these generators. None: once."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Packed:
-    """A common batch as it travels, copied before anybody computed with it."""
-
-    tree: Any = None
-    frames: tuple[bytes, ...] = ()
-    why_not: str = ""
-    """Why such a batch cannot be sent; empty where it can."""
-    same_again: bool = False
-    """Read a second time it was the same: a guest that reads it itself shows that it has the same data."""
-
-
 @dataclass(slots=True)
 class _Check:
-    """A common batch: for whom, and once the host has computed it, which positions."""
+    """A common batch: its guests, and its positions once the host has computed it."""
 
     id: int
     step: int
@@ -82,11 +62,13 @@ class Checks:
     least: Least
     put_out: Callable[..., list[Action]]
     _now: _Check | None = None
+    _references: dict[int, Any] = field(default_factory=dict)
+    """The host's own results of the last checks, by the check's number."""
     _count: int = 0
     _told_unpacked: bool = False
 
     def begin_step(self, pieces: Sequence[PieceState]) -> None:
-        """A common batch for those who hold the weights and are not trusted yet, or not any more."""
+        """Plan a common batch for the guests that hold the weights and whose gradients do not count."""
         self._now = None
         new = [
             m
@@ -109,15 +91,17 @@ class Checks:
         sizes = [self.members[g].micro_batch for g in check.guests if g in self.members]
         if not sizes:
             return None
-        # It is part of the step: where few samples train badly, it has no fewer than a lease.
+        # It is part of the step: where few samples train badly, it has at least as many as a lease.
         samples = min([max(CHECK_SAMPLES, self.least.lease), *sizes])
         return CommonBatch(samples=samples, seed=check.seed, twice=check.twice)
 
-    def computed(self, positions: tuple[int, ...], batch: Packed) -> tuple[int, list[Action]]:
+    def computed(self, positions: tuple[int, ...], batch: Packed, reference: Any) -> list[Action]:
         """The host has its gradient of the common batch: send the batch to those who are to be checked."""
         check = self._now
         assert check is not None
         check.positions = positions
+        recent = list(self._references.items())[1 - REFERENCES_KEPT :]
+        self._references = {**dict(recent), check.id: reference}
         actions: list[Action] = []
         frames: tuple[bytes, ...] = ()
         by_index = self.local_data and (batch.same_again or bool(batch.why_not))
@@ -140,7 +124,7 @@ class Checks:
                 member.feed.extra(sum(len(frame) for frame in batch.frames))
                 samples = SamplesMessage(lease=-check.id, batch=0, tree=batch.tree)
                 actions.append(Send(guest=guest, message=samples, frames=batch.frames))
-        return check.id, actions
+        return actions
 
     def _tell_unpacked(self, why_not: str) -> list[Action]:
         if self._told_unpacked:
@@ -158,10 +142,15 @@ class Checks:
             raise WireError("a gradient sketch that nobody asked for")
         check, member.check = member.check, None
         loss = math.nan if answer.loss is None else answer.loss
-        return [CompareSketch(guest=member.id, check=check, sketch=sketch, loss=loss, random=answer.random)]
+        own = self._references.get(check)
+        return [
+            CompareSketch(
+                guest=member.id, check=check, reference=own, sketch=sketch, loss=loss, random=answer.random
+            )
+        ]
 
     def void(self, guest: str, check: int, reason: str = "a step is over before its weights are there") -> None:
-        """The weights or the reference of a check were of no use: check again, less and less often."""
+        """Nothing could be compared: check again, less and less often."""
         member = self.members.get(guest)
         if member is not None and member.state == CHECKING and member.check in (check, None):
             member.state, member.check = SYNCING, None
@@ -169,8 +158,11 @@ class Checks:
             member.rests_until_step = self.ledger.step + min(2**member.rests, LONGEST_BENCH_STEPS)
             member.rests += 1
 
-    def compared(self, guest: str, verdict: Verdict) -> list[Action]:
+    def compared(self, guest: str, check: int, verdict: Verdict) -> list[Action]:
         """The outcome of a parity check."""
+        if verdict.void:
+            self.void(guest, check, verdict.void)
+            return []
         member = self.members.get(guest)
         if member is None:
             return []

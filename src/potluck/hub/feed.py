@@ -1,24 +1,25 @@
-"""What one guest still has to be sent, and how much may be under way to it: flow control by credit.
-
-PURE: it decides what goes next; it holds no payload and touches no socket.
+"""What one guest still has to be sent, and how much may be under way to it: flow control by credit. PURE.
 
 Every piece of the replica has a version, and a coded change that leads to it from the version before. A guest
-that holds that earlier version is sent the change; one that missed more is sent the piece whole. So newcomers,
-regulars and those who fell behind are served by one rule, and the host keeps one coded message, no history.
+that holds that earlier version is sent the change. One that missed more is sent the whole piece. So newcomers,
+regulars and guests that fell behind follow one rule, and the host keeps one coded message a piece, no history.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from potluck.errors import WireError
 
 NOTHING = -1
 """The version of a piece that a guest does not hold at all."""
 PENDING = -2
-"""A piece that is being read to be sent whole: nothing else may be sent of it until then."""
+"""A piece that is being read to be sent whole: until then nothing else of it may be sent."""
+PART_BYTES = 4 << 20
+"""Fixed tensors travel in parts of this size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +30,8 @@ class PieceState:
     version: int
     change_bytes: int
     whole_bytes: int
-    change: object = None
-    """The coded change itself; only whoever sends it looks at it."""
+    change: Any = None
+    """The coded change itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,29 @@ class TensorPart:
     nbytes: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedTensor:
+    """A frozen parameter or a buffer of the host's model."""
+
+    name: str
+    digest: str
+    values: int
+    value_bytes: int
+
+
+def lacking(fixed: Iterable[FixedTensor], theirs: Mapping[str, str]) -> list[TensorPart]:
+    """The fixed tensors, in parts, that a guest with these digests does not hold."""
+    parts = []
+    for tensor in fixed:
+        if theirs.get(tensor.name) == tensor.digest:
+            continue
+        per_part = max(1, PART_BYTES // tensor.value_bytes)
+        for start in range(0, tensor.values, per_part):
+            stop = min(tensor.values, start + per_part)
+            parts.append(TensorPart(tensor.name, start, stop, (stop - start) * tensor.value_bytes))
+    return parts
+
+
 class Feed:
     """The queue of one guest, never longer than its window."""
 
@@ -61,7 +85,7 @@ class Feed:
         self.in_flight_bytes = 0
         self.window_bytes = window_bytes
         self.open = False
-        """Whether pieces should flow now: not to a guest that sits out."""
+        """Whether pieces are sent now. A guest that sits out is sent none."""
         self._cursor = 0
         self._tensors_pending = 0
         self._surplus_bytes = self._largest_bytes = 0
@@ -90,12 +114,12 @@ class Feed:
         return Item("whole", whole, size) if self._fits(size) else None
 
     def change_sent(self, item: Item, version: int) -> None:
-        """A coded change is on the wire; the piece will be at `version` over there."""
+        """A coded change was sent; the guest's piece will be at `version`."""
         self._under_way(item.nbytes)
         self.have[item.index] = version
 
     def asked(self, item: Item) -> None:
-        """A whole piece or a tensor's part is being read for this guest: its bytes are spoken for."""
+        """A whole piece or a part of a tensor is being read for this guest. Its bytes count from now on."""
         self._under_way(item.nbytes)
         if item.kind == "tensor":
             self.tensors.popleft()
@@ -104,25 +128,25 @@ class Feed:
             self.have[item.index] = PENDING
 
     def answered(self, item: Item, version: int) -> None:
-        """What was asked for is on the wire."""
+        """What was asked for was sent."""
         if item.kind == "tensor":
             self._tensors_pending -= 1
         else:
             self.have[item.index] = version
 
     def extra(self, nbytes: int) -> None:
-        """Something outside the rule (the samples of a lease) is under way too."""
+        """Other bytes (the samples of a lease) were sent too."""
         self._under_way(nbytes)
 
     def forget(self) -> None:
-        """What the guest holds is wrong: all of it goes out whole. What is being read for it is right already."""
+        """What the guest holds is wrong: send every piece whole. A piece that is being read now is right."""
         self.have = [have if have == PENDING else NOTHING for have in self.have]
 
     def taken(self, nbytes: int) -> None:
-        """The guest says that it has taken this much off the wire.
+        """The guest has received this many bytes.
 
-        More than was sent, in all by more than a window, is nothing that an honest guest says: one that came back
-        may once tell of a message that it had been sent before.
+        An honest guest that reconnected may report a message from before, so a surplus of one window is accepted.
+        More is an error.
         """
         self._surplus_bytes += max(0, nbytes - self.in_flight_bytes)
         if nbytes < 0 or self._surplus_bytes > max(self.window_bytes, self._largest_bytes):

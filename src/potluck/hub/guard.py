@@ -1,18 +1,18 @@
-"""Do the guests still hold the replica? Every few steps its hash is compared, and now and then the gradients again.
+"""Whether the guests still hold the replica: every few steps its hash is compared, sometimes the gradients too.
 
-PURE: it decides who is asked and what a difference means; it computes no hash and knows no socket and no clock.
+PURE: it decides who is asked and what a difference means.
 
-A guest is asked when it has been sent all of a version and nothing of a later one, on the connection on which the
-weights travel: so both sides hash the very same version, and neither has to stand still for it.
+A guest is asked when it has been sent all of a version and nothing of a later one, on the connection that carries
+the weights. So both sides hash the same version, and neither has to pause for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from potluck.errors import WireError
-from potluck.hub.actions import Action, Emit, HashReplica, Pump, Send
+from potluck.hub.actions import Action, Emit, HashReplica, Send
 from potluck.hub.hashes import DIGEST_BYTES, differing
 from potluck.hub.members import COMPUTING, LATE, SITTING_OUT, SYNCING, Member
 from potluck.hub.stepping import Stepping
@@ -20,21 +20,21 @@ from potluck.spec.events import ReplicaChecked, ReplicaMismatch
 from potluck.spec.messages import HashMessage, ResyncMessage
 
 TRUSTED = (COMPUTING, LATE, SITTING_OUT)
-"""States of guests whose gradients count: the others are about to be sent or checked anyway."""
+"""States of guests whose gradients count. The others are sent everything, or checked, anyway."""
 VERSIONS_KEPT = 4
 PARITY_EVERY = 20
-"""After so many equal hashes in a row a guest's gradient is compared with the host's once more."""
+"""After this many equal hashes in a row a guest's gradient is compared with the host's again."""
 PARITY_SELDOM = 8 * PARITY_EVERY
-"""Where that takes a guest longer than a step: it falls behind and has to be sent everything anew."""
+"""The same where a check takes a guest longer than a step: it falls behind and is sent everything again."""
 PARITY_SAMPLES = 8
-"""What such a comparison has to compute, at most."""
+"""The most samples in such a comparison."""
 LONGEST_PAUSE = 6
-"""A guest that differed again and again is asked 2^6 times less often, not never."""
+"""A guest that differed again and again is asked up to 2^6 times less often."""
 
 
 @dataclass(slots=True)
 class _Version:
-    """What is known of one version that is compared."""
+    """The hashes of one version that is compared."""
 
     number: int
     ours: bytes | None = None
@@ -45,8 +45,17 @@ class _Version:
 class ReplicaGuard:
     """Compares hashes; see `HostTerms.check_replica_every`."""
 
-    def __init__(self, *, every: int, members: Mapping[str, Member], stepping: Stepping) -> None:
+    def __init__(
+        self,
+        *,
+        every: int,
+        members: Mapping[str, Member],
+        stepping: Stepping,
+        pump: Callable[[Member], list[Action]],
+    ) -> None:
+        """`pump` sends a guest what it lacks."""
         self._every = every
+        self._pump = pump
         self._members = members
         self._stepping = stepping
         self._versions: list[_Version] = []
@@ -103,7 +112,7 @@ class ReplicaGuard:
             return self._mismatch(member, version, different, now)
         member.hashes_equal += 1
         if member.hashes_equal % self._parity_every(member) == 0 and member.state == COMPUTING:
-            # The next step's common batch takes it in, as it does newcomers; its lease of this one stays.
+            # The next step's common batch checks it like a newcomer. It keeps its lease of this step.
             member.state, member.reason = SYNCING, "its gradient is checked again"
         return [Emit(event=ReplicaChecked(machine=member.name, address=member.address, step=version + 1))]
 
@@ -113,7 +122,7 @@ class ReplicaGuard:
         return PARITY_EVERY if fits else PARITY_SELDOM
 
     def _mismatch(self, member: Member, version: int, different: int, now: float) -> list[Action]:
-        """What it computes does not count, and it is sent everything anew; then its gradient is checked."""
+        """What it computes does not count: send it everything again, then check its gradient."""
         member.mismatches += 1
         member.hashes_equal = 0
         back, actions = self._stepping.void(member)
@@ -135,5 +144,5 @@ class ReplicaGuard:
                     reason=reason,
                 )
             ),
-            Pump(guest=member.id),
+            *self._pump(member),
         ]

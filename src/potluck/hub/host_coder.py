@@ -1,7 +1,7 @@
-"""The host's second thread: codes the weights' change, keeps the replica, decodes and sums contributions.
+"""The host's coder thread: codes the weights' change, keeps the replica, decodes and sums contributions.
 
-Owns the replica and the sum; the training thread owns the weights. It knows no socket and no protocol: it is
-asked, and puts its answers where the I/O thread finds them.
+Owns the replica and the sum; the training thread owns the weights. The I/O thread queues requests and finds the
+answers in `results`, as inputs of the protocol.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from potluck.errors import WireError
 from potluck.failpoints import hit
 from potluck.hub.feed import NOTHING, Item, PieceState, TensorPart
 from potluck.hub.hashes import PieceHashes
+from potluck.hub.inputs import ContributionDecoded, Input, PartRead, PieceCoded, ReplicaHashed
 from potluck.hub.tensors import ModelTensors, from_bytes, raw_bytes, read_piece, round_to_types
 from potluck.spec.layout import Piece
 
@@ -30,52 +31,14 @@ NOT_FINITE = "its gradient is not finite"
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """A whole piece or a tensor's part that a guest was waiting for."""
-
-    guest: str
-    item: Item
-    version: int
-    payload: memoryview
-    part: TensorPart | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Decoded:
-    """A contribution was added to the sum, or must not count."""
-
-    guest: str
-    lease: int
-    loss_sum: float
-    why_not: str | None
-    wrong_norm: float | None = None
-    """Its norm where it must not count for that: at most so much, or infinite where it is not finite."""
-
-
-@dataclass(frozen=True, slots=True)
-class Coded:
-    """Another piece of the replica has reached the weights' version."""
-
-    index: int
-
-
-@dataclass(frozen=True, slots=True)
-class Hashed:
-    """The replica's hashes at a version, one for each piece."""
-
-    version: int
-    digests: bytes
-
-
-@dataclass(frozen=True, slots=True)
 class Failed:
-    """The coder's thread ended with an error of ours."""
+    """The coder thread ended with an error."""
 
     error: BaseException
 
 
 class HostCoder:
-    """One worker thread with four queues: contributions first, then the change, the replica's hash, newcomers."""
+    """One thread with four queues, in this order: contributions, the change, the replica's hash, parts to read."""
 
     def __init__(
         self,
@@ -87,23 +50,24 @@ class HostCoder:
         notify: Callable[[], None],
         replica_on_host: bool = False,
     ) -> None:
-        """`replica_on_host`: keep the replica in host memory, where the device's is too dear for it."""
+        """`replica_on_host`: keep the replica in host memory, to save the device's."""
         self._tensors = tensors
         self._layout = tensors.layout
         self._down, self._up, self._device = down, up, device
         self._notify = notify
-        self.results: deque[Answer | Decoded | Coded | Hashed | Failed] = deque()
+        self.results: deque[Input | Failed] = deque()
         self.most_a_sample = math.inf
         """The norm of a contribution, divided by its samples, up to which it counts."""
         self.version = 0
         """The version of the weights: the number of updates made."""
-        self.state = [PieceState(NOTHING, NOTHING, down.nbytes(p.count), 4 * p.count) for p in self._layout.pieces]
+        self.versions = [NOTHING] * len(self._layout.pieces)
+        """The version of each piece of the replica."""
         self._replica: Tensor | None = None
         self._sum: Tensor | None = None
         self._sum_used = False
         self._replica_on_host = replica_on_host
         self._rooms: dict[str, Tensor] = {}
-        # The training thread's work and this thread's are in no order on a device that queues; these points are.
+        # A device that queues work does not order the two threads' work; these marks do.
         self._weights_there = self._sum_there = self._sum_read = Mark()
         self._changed = threading.Condition()
         self._contributions: deque[tuple[str, int, dict[int, Any], float, int]] = deque()
@@ -119,7 +83,7 @@ class HostCoder:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """The weights change inside: whatever has not been coded of the old version will not be."""
+        """The weights change inside. Pieces of the old version that are not coded yet are skipped."""
         self._update_wanted = True
         with self._weights:
             self._update_wanted = False
@@ -133,13 +97,13 @@ class HostCoder:
         with self._changed:
             self._weights_there = self._device.mark()
             version = self.version
-            self._to_code = deque(i for i, s in enumerate(self.state) if s.version != version)
+            self._to_code = deque(i for i, coded in enumerate(self.versions) if coded != version)
             self._changed.notify()
 
     def hash_version(self, version: int) -> None:
-        """Hash the replica once it is at this version; one that was asked for before is given up."""
+        """Hash the replica once it is at this version. An older request that is not done is dropped."""
         with self._changed:
-            self._hashing = PieceHashes(version, len(self.state))
+            self._hashing = PieceHashes(version, len(self.versions))
             self._changed.notify()
 
     def collect(self) -> None:
@@ -157,7 +121,7 @@ class HostCoder:
                 gradients.append(parameter.grad)
                 parts.append(part)
             elif bool(part.any()):
-                # Where nobody used it, the optimizer must not see it at all, as on one machine.
+                # A parameter that nobody used keeps no gradient, as on one machine.
                 parameter.grad = part.to(parameter.dtype, copy=True)
         if gradients:
             torch._foreach_add_(gradients, parts)
@@ -175,13 +139,6 @@ class HostCoder:
         with self._changed:
             self._contributions.append((guest, lease, pieces, loss_sum, count))
             self._changed.notify()
-
-    def release(self, index: int, version: int) -> None:
-        """Everybody has the change that leads to this version: its memory is free for what comes back."""
-        with self._changed:
-            now = self.state[index]
-            if now.version == version and now.change is not None:
-                self.state[index] = PieceState(NOTHING, version, now.change_bytes, now.whole_bytes)
 
     def forget(self, guest: str) -> None:
         with self._changed:
@@ -241,16 +198,16 @@ class HostCoder:
         return True
 
     def _to_hash(self) -> int | None:
-        return None if self._hashing is None else self._hashing.next([s.version for s in self.state])
+        return None if self._hashing is None else self._hashing.next(self.versions)
 
     def _hash(self, index: int) -> None:
         hashing, piece = self._hashing, self._layout.pieces[index]
-        if hashing is None or hashing.version != self.state[index].version:
+        if hashing is None or hashing.version != self.versions[index]:
             return  # another version has been asked for meanwhile
         values = self._replica_of(piece)
         hashing.take(index, raw_bytes(self._device.to_host(values)))
         if hashing.complete:
-            self.results.append(Hashed(hashing.version, hashing.digests()))
+            self.results.append(ReplicaHashed(version=hashing.version, digests=hashing.digests()))
             self._hashed(hashing)
 
     def _hashed(self, hashing: PieceHashes) -> None:
@@ -259,7 +216,7 @@ class HostCoder:
                 self._hashing = None
 
     def _before_change(self, index: int, old: int) -> None:
-        """A piece is about to leave its version: whoever wants the hash of that takes it now or never."""
+        """A piece is about to leave its version: if that version's hash is wanted, take it now."""
         hashing = self._hashing
         if hashing is None or not hashing.lacks(index):
             return
@@ -272,17 +229,17 @@ class HostCoder:
         piece = self._layout.pieces[index]
         if self._update_wanted:
             return
-        self._before_change(index, self.state[index].version)
+        self._before_change(index, self.versions[index])
         with self._weights:
-            version, old = self.version, self.state[index]
-            if old.version == version:
+            version, old = self.version, self.versions[index]
+            if old == version:
                 return  # asked for twice: a second change of the same version would reach nobody
             hit("host.before-change")
             self._device.after(self._weights_there)
             target = read_piece(piece, self._tensors.trained, self._room("target", piece.count))
             kept = self._replica_of(piece)
-            change, base = None, old.version
-            if old.version == NOTHING:
+            change, base = None, old
+            if old == NOTHING:
                 kept.copy_(target)
                 self._device.mark().wait()
             else:
@@ -296,25 +253,27 @@ class HostCoder:
                     change = raw_bytes(sent)
                 else:
                     kept.copy_(target)
-                    base = NOTHING  # goes out whole, or it would stay broken for ever
+                    base = NOTHING  # sent whole, or the guests would stay broken for ever
         with self._changed:
-            self.state[index] = PieceState(base, version, old.change_bytes, old.whole_bytes, change)
+            self.versions[index] = version
         hit("host.change-coded")
-        self.results.append(Coded(index))
+        sizes = self._down.nbytes(piece.count), 4 * piece.count
+        self.results.append(PieceCoded(index=index, piece=PieceState(base, version, *sizes, change)))
 
     def _answer(self, guest: str, item: Item, part: TensorPart | None) -> None:
         if part is not None:
             values = self._tensors.fixed[part.name].detach().reshape(-1)[part.start : part.stop]
             payload = raw_bytes(self._device.to_host(values).clone())
-            self.results.append(Answer(guest, item, 0, payload, part))
+            self.results.append(PartRead(guest=guest, item=item, version=0, payload=payload, part=part))
             return
         piece = self._layout.pieces[item.index]
         values = self._replica_of(piece)
         payload = raw_bytes(self._device.to_host(values).clone())
-        self.results.append(Answer(guest, item, self.state[item.index].version, payload))
+        version = self.versions[item.index]
+        self.results.append(PartRead(guest=guest, item=item, version=version, payload=payload))
 
     def _add(self, guest: str, lease: int, pieces: dict[int, Any], loss_sum: float, count: int) -> None:
-        """All of a contribution or nothing of it: first every piece is checked, then every piece is added."""
+        """Add all of a contribution or nothing: check every piece first."""
         why_not = wrong = None
         hit("host.before-decode")
         try:
@@ -332,10 +291,12 @@ class HostCoder:
         except WireError as error:
             why_not = str(error)
         hit("host.decoded")
-        self.results.append(Decoded(guest, lease, loss_sum, why_not, wrong))
+        self.results.append(
+            ContributionDecoded(guest=guest, lease=lease, loss_sum=loss_sum, why_not=why_not, wrong_norm=wrong)
+        )
 
     def _wrong_norm(self, payloads: list[Tensor], count: int) -> float | None:
-        """The contribution's norm if it is not finite or larger than the host's own gradient lets one expect."""
+        """The contribution's norm if it is not finite, or larger than the host's own gradient allows."""
         pieces = list(zip(payloads, (piece.count for piece in self._layout.pieces)))
         norm = math.hypot(*(self._up.most_norm(payload, values) for payload, values in pieces))
         return norm if math.isinf(norm) or norm > count * self.most_a_sample else None
@@ -347,7 +308,7 @@ class HostCoder:
         )
 
     def _sum_up(self, payloads: list[Tensor], total: Tensor) -> None:
-        """As many pieces at a time as the device likes: one copy and one pass for all of them."""
+        """Add as many pieces at a time as the device prefers, with one copy and one pass."""
         self._device.after(self._sum_read)
         pieces, most = self._layout.pieces, self._device.parts_at_once
         for start in range(0, len(pieces), most):
@@ -366,7 +327,7 @@ class HostCoder:
         self._sum_there = self._device.mark()
 
     def _replica_of(self, piece: Piece) -> Tensor:
-        """The replica's values of a piece, where they are kept."""
+        """The replica's values of a piece, in the memory that keeps them."""
         if self._replica is None:
             count = self._layout.count
             self._replica = (
@@ -377,13 +338,13 @@ class HostCoder:
         return self._replica[piece.offset : piece.offset + piece.count]
 
     def _brought(self, kept: Tensor) -> Tensor:
-        """The replica's values on the device: themselves, or a copy of those in host memory."""
+        """The replica's values on the device; a copy where the replica is in host memory."""
         if kept.device.type == self._device.torch_device.type:
             return kept
         return self._room("replica", kept.numel()).copy_(kept, non_blocking=True)
 
     def _room(self, name: str, count: int) -> Tensor:
-        """Memory for a piece, used again and again."""
+        """Memory for one piece, reused."""
         room = self._rooms.get(name)
         if room is None or room.numel() < count:
             room = self._rooms[name] = torch.empty(count, device=self._device.torch_device)

@@ -1,7 +1,4 @@
-"""What the host knows of one guest: its name, its state, its speed. Owns no decision about the step.
-
-PURE: no clock, no socket, no tensor.
-"""
+"""What the host knows about one guest: its name, its state, its speed. PURE."""
 
 from __future__ import annotations
 
@@ -20,13 +17,13 @@ SITTING_OUT = "sitting out"
 LATE = "late"
 
 LATE_BEFORE_BENCH = 2
-"""This many leases in a row that did not count, most often too late, and a guest sits out for a while."""
+"""After this many leases in a row that did not count (most often too late) a guest sits out for a while."""
 TRIAL_SAMPLES = 2
-"""A guest whose link seems too slow by nothing but its first weights gets one lease of this size to show it."""
+"""A guest whose link seems too slow, judged only by its first weights, gets one lease of this size as a test."""
 LONGEST_BENCH_STEPS = 64
 QUOTA_RETRY_STEPS = 4
 LARGEST_MICRO_BATCH = 1 << 20
-"""Nobody computes more samples at once, whatever a guest says."""
+"""The largest micro-batch that a guest may claim."""
 RATE_MARGIN = 0.1
 GAIN_WINDOW = 6
 """Leases over which a guest must have brought more time than waiting for it cost."""
@@ -34,20 +31,20 @@ GAIN_WINDOW = 6
 
 @dataclass(slots=True, kw_only=True)
 class OpenLease:
-    """A lease that the guest has not yet answered, fulfilled or not."""
+    """A lease that the guest has not answered yet."""
 
     id: int
     step: int
     count: int
-    """Samples in it; less once the guest has said how many it keeps."""
+    """Samples in it. Fewer once the guest has said how many it keeps."""
     sizes: tuple[int, ...] = ()
-    """Of its micro-batches, as they were cut."""
+    """The sizes of its micro-batches, as handed out."""
     started: float
     revoked: bool = False
     arrived: bool = False
-    """All of its contribution is here and being decoded: it can no longer be taken back."""
+    """The whole contribution is here and being decoded. The lease can no longer be taken back."""
     tail_s: float = 0.0
-    """What the guest was told to reckon with between its last backward and the arrival of its contribution."""
+    """The seconds that the guest was told to expect from its last backward to the arrival of its contribution."""
     closing_at: float | None = None
     """When the guest expects to have delivered, by the host's clock."""
     pieces: dict[int, object] = field(default_factory=dict)
@@ -55,12 +52,12 @@ class OpenLease:
     waited_s: float = 0.0
     """How long the host stood idle for this lease."""
     unread: int = 0
-    """Its micro-batches that the host is still reading from the data set, so that the guest cannot have them."""
+    """Its micro-batches that the host is still reading from the data set. The guest cannot have them yet."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Member:
-    """One guest at the table."""
+    """One guest."""
 
     id: str
     name: str
@@ -85,19 +82,19 @@ class Member:
     """Random generators that drew other numbers there; not None: it is compared with the host's spread."""
     by_spread: bool = False
     """It was let in by the host's spread, and everybody was told."""
-    # A wrong speed is mended within the step (leases are lent generously and cut short), so the newest counts most.
+    # A wrong speed is corrected within the step (leases are large and cut short), so the newest counts most.
     rate: Estimate = field(default_factory=lambda: Estimate(weight=0.7, jumps=True))
     overhead: Estimate = field(default_factory=lambda: Estimate(doubts=True))
     transfer: Estimate = field(default_factory=lambda: Estimate(doubts=True))
-    """Seconds that the weights' change takes to arrive; the gradient, which is as large, takes about as long."""
+    """Seconds that the weights' change takes to arrive. The gradient has the same size and takes about as long."""
     tail: Estimate = field(default_factory=lambda: Estimate(doubts=True))
     """Seconds from the end of its last backward to the arrival of the contribution."""
     misses: list[str] = field(default_factory=list)
-    """Why its last leases in a row did not count, as clauses; empty once one counts."""
+    """Why its last leases in a row did not count, as clauses. Empty once one counts."""
     leased: bool = False
-    """It has had a lease: what is known of its link was measured then, or shown wrong."""
+    """It has had a lease, so its link was measured."""
     wrong_in_a_row: int = 0
-    """Contributions that could not be right, by what the host itself computed."""
+    """Contributions in a row that were wrong: the host computed their samples and found something else."""
     rests: int = 0
     rests_until_step: int = 0
     gains_s: deque[float] = field(default_factory=lambda: deque(maxlen=GAIN_WINDOW))
@@ -109,20 +106,22 @@ class Member:
     busy_s: float = 0.0
     """Seconds of computing in its last contribution."""
     joined: bool = False
-    """It has passed the parity check once: what it computes counts."""
+    """It has passed the parity check once."""
+    fixed_digests: dict[str, str] | None = None
+    """Digests of its frozen parameters and buffers, until they are compared with the host's."""
     hash_asked: int | None = None
     """The newest version at which it was asked for its replica's hash, or passed over."""
     hash_awaited: int | None = None
     """The version of the hash that it has not yet answered."""
     hashes_equal: int = 0
-    """Hashes in a row that were the host's."""
+    """Hashes in a row that were equal to the host's."""
     mismatches: int = 0
     put_out: bool = False
-    """It goes because the host will not have it any longer."""
+    """The host ended its part in the run."""
     failed: bool = False
-    """It goes because its script failed there."""
+    """It left because its script failed."""
     leaving: tuple[str, str] | None = None
-    """The event and the reason with which it goes, once its last contribution has been decoded."""
+    """The event and the reason of its removal, which waits until its last contribution is decoded."""
 
     @property
     def speed(self) -> Speed | None:
@@ -143,11 +142,11 @@ class Member:
 
     @property
     def unsteadiness(self) -> float:
-        """By what part of it the rate changes from lease to lease."""
+        """The part of the rate by which it changes from lease to lease."""
         return self.rate.spread / self.rate.value if self.rate.value else 0.0
 
     def computes(self, usual: int, largest: int) -> None:
-        """It says how many samples it computes at once, and how many it could at most."""
+        """How many samples the guest computes at once, and how many it could."""
         self.micro_batch = max(1, min(usual, LARGEST_MICRO_BATCH))
         self.largest_micro_batch = max(self.micro_batch, min(largest, LARGEST_MICRO_BATCH))
 
@@ -155,7 +154,7 @@ class Member:
         return self.lease is not None and self.lease.id == lease and not self.lease.revoked
 
     def overdue(self, now: float, joining_s: float, checking_s: float) -> str | None:
-        """What it has not done in time, though it is heard."""
+        """What the guest has not done in time, although it sends heartbeats."""
         if self.state == JOINING and now - self.joined_at > joining_s:
             return f"did not build its model within {joining_s:.0f} s"
         if self.state != CHECKING:

@@ -1,7 +1,7 @@
-"""Does a guest compute what the host computes? A sketch of a gradient, and the comparison of two.
+"""The parity check's arithmetic: a sketch of a gradient, and whether a guest's agrees with the host's.
 
-Owns the limits. It knows no protocol: two sketches of the same batch at the same weights come in, and a third one
-where the host has computed the batch twice.
+Owns the limits. It compares two sketches of the same batch at the same weights, and a third one where the host has
+computed the batch twice.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class Limits:
     """How far a guest may be from the host."""
 
     cosine: float
-    """At least, of the two gradients."""
+    """The smallest cosine of the two gradients."""
     tensor_ratio: float
-    """At most, of the two norms of any tensor."""
+    """The largest ratio of the two norms of any tensor."""
     whole_ratio: float
-    """At most, of the two norms of all values."""
+    """The largest ratio of the two norms of all values."""
     loss: float
-    """At most, the difference of the losses as part of the host's."""
+    """The largest difference of the losses, as a part of the host's loss."""
     loss_difference: float = 0.0
-    """At most, that difference itself, where that is more."""
+    """The largest absolute difference of the losses. The larger of the two limits counts."""
 
 
 STRICT = Limits(cosine=0.98, tensor_ratio=1.2, whole_ratio=1.2, loss=0.05)
@@ -47,7 +47,7 @@ SAME = 0.999
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sketch:
-    """A gradient in small: the norm of every tensor, then values at a fixed stride; and the batch's mean loss."""
+    """A summary of a gradient: every tensor's norm, then values at a fixed stride; and the batch's mean loss."""
 
     values: np.ndarray
     tensors: int
@@ -59,12 +59,12 @@ class Sketch:
 
     @property
     def norm(self) -> float:
-        """Of all values, also of those that are not in the sketch."""
+        """The norm of all values, also of those that are not in the sketch."""
         return float(np.linalg.norm(self.norms.astype(np.float64)))
 
     @property
     def gradient(self) -> np.ndarray:
-        """In float64: squares of small gradients vanish in float32."""
+        """The values in float64: squares of small gradients vanish in float32."""
         return self.values[self.tensors :].astype(np.float64)
 
     @property
@@ -74,7 +74,7 @@ class Sketch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """What the host has computed of a common batch."""
+    """The host's own result for a common batch."""
 
     first: Sketch
     random: Mapping[str, str] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class Reference:
 
     @property
     def finite(self) -> bool:
-        """Where the host's own gradients are not, no guest can be measured against them."""
+        """Whether guests can be compared with it."""
         return self.first.finite and (self.second is None or self.second.finite)
 
 
@@ -105,7 +105,7 @@ def sketch(gradients: Sequence[Tensor | None], sizes: Sequence[int], loss: float
 
 
 def judge(
-    host: Reference,
+    host: Reference | None,
     received: memoryview | bytes,
     loss: float,
     *,
@@ -114,8 +114,13 @@ def judge(
 ) -> Verdict:
     """Whether a guest's gradient can be trusted, by the strict limits or, where these fail, by the host's spread.
 
-    `random` are the digests of the guest's generators: one that is not the host's drew other numbers.
+    `host` is None where the host no longer has its own. `random` are the digests of the guest's generators: one
+    that is not the host's drew other numbers.
     """
+    if host is None:
+        return Verdict(cosine=0.0, void="its gradient came steps after the host's")
+    if not host.finite:
+        return Verdict(cosine=0.0, void="the host's own gradient was not finite")
     first = host.first
     if len(received) != first.values.nbytes:
         sizes = f"its sketch has {len(received)} bytes, the host's {first.values.nbytes}"

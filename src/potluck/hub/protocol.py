@@ -1,24 +1,40 @@
-"""The host's side of the protocol, sans-I/O: messages and ticks in, actions out, so that every race is a unit test.
+"""The host's side of the protocol, sans-I/O: one input in, actions out, so that every race is a unit test. PURE.
 
-Owns who is at the table and in which state. It knows no socket, no thread, no clock (`now` is an argument) and
-no tensor; what a step does with its members is `stepping`.
+Owns which guests there are and in which state. `HostProtocol.handle` is the only way in: whoever drives it reports
+what happened, with the time, and performs the actions. Everything else that is public only reads. Leases are
+`stepping`, parity checks `checks`, the replica's hash `guard`, what guests are sent of the replica `feeding`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, assert_never
 
-from potluck.balance.leases import Least
+from potluck.balance.leases import Least, next_size
 from potluck.balance.ledger import Ledger
 from potluck.errors import WireError
-from potluck.hub.actions import Action, Decode, Emit, Forget, Pump, Send, SendReplica, SendWelcome, Wake
+from potluck.hub import inputs
+from potluck.hub.actions import (
+    Action,
+    CodeChange,
+    Decode,
+    Emit,
+    Forget,
+    HashFixed,
+    LimitNorm,
+    Reply,
+    Send,
+    SendWelcome,
+    Take,
+    Wake,
+)
 from potluck.hub.checks import Checks
-from potluck.hub.feed import Feed, PieceState
+from potluck.hub.feed import Feed, lacking
+from potluck.hub.feeding import Feeding
 from potluck.hub.guard import ReplicaGuard
-from potluck.hub.members import JOINING, SYNCING, Member
+from potluck.hub.members import CHECKING, JOINING, SYNCING, Member
 from potluck.hub.norms import Norms
 from potluck.hub.stepping import Stepping
 from potluck.spec.config import MOST_GUESTS
@@ -26,36 +42,39 @@ from potluck.spec.events import GuestHello, GuestLeft, GuestLost, GuestRefused, 
 from potluck.spec.layout import TensorSpec, fingerprint_from_json, fingerprint_to_json, first_difference
 from potluck.spec.messages import (
     AliveMessage,
+    ByeMessage,
     ClosingMessage,
     DoneMessage,
     DroppedMessage,
-    FromGuest,
     GradMessage,
     HashedMessage,
     HelloMessage,
     LeaveMessage,
     ReadyMessage,
     RefuseMessage,
+    SamplesMessage,
     SketchMessage,
     StoppedMessage,
     TakenMessage,
     UnknownMessage,
 )
-from potluck.wire.frames import MalformedError, UnknownKindError, dump_json, read_model
+from potluck.wire.frames import dump_json, read_model
 
 ABOUT_BYTES = 1 << 20
-"""What a guest may say of its model, beside four times of what the host would say of its own."""
+"""The description of a guest's model may have this many bytes, plus four times those of the host's own."""
 LONGEST_REASON = 500
-"""Reasons quote what a guest sent, and must fit into a header whatever that was."""
+"""Reasons quote what a guest sent. A longer one is cut, so that it always fits into a header."""
 
 WRONG_BEFORE_OUT = 3
-"""Contributions in a row that cannot be right, and a guest is put out."""
+"""After this many wrong contributions in a row a guest is put out."""
 WRONG_HINT = "this device may compute something else: update torch, or try --device cpu"
+LOOK_AGAIN_S = 0.003
+"""How soon the training thread asks again whether its device still computes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostTerms:
-    """What the host's protocol is set up with."""
+    """The settings of the host's protocol."""
 
     name: str
     versions: dict[str, str]
@@ -66,21 +85,21 @@ class HostTerms:
     heartbeat_s: float = 1.0
     silence_s: float = 5.0
     joining_silence_s: float = 60.0
-    """Building a model may keep a machine busy for long."""
+    """The same while a guest builds its model, which can keep a machine busy for long."""
     joining_s: float = 1800.0
-    """For all of that, however often it is heard meanwhile: imports, downloads, the model."""
+    """The longest time to join: imports, downloads and the model together."""
     checking_s: float = 300.0
-    """To answer a check, which is the gradient of a few samples."""
+    """The longest time to answer a check, which is the gradient of a few samples."""
     max_guests: int = MOST_GUESTS
     local_data: bool = False
     codec: str = ""
-    """How gradients are packed, for what is said of them."""
+    """The gradients' codec, for error messages."""
     guest_bound: float = 0.0
-    """A contribution's norm a sample counts up to so many times the host's own; 0: whatever it is."""
+    """A contribution counts if its norm a sample is at most this many times the host's own. 0: no limit."""
     check_replica_every: int = 50
-    """Steps between two comparisons of the replica's hash with the guests'; 0: never."""
+    """Steps between two comparisons of the replica's hash with the guests'. 0: never."""
     least: Least = field(default_factory=Least)
-    """How few samples the model bears in a micro-batch and in a lease."""
+    """The smallest micro-batch and the smallest lease that the model can train on."""
 
     @property
     def pieces(self) -> int:
@@ -88,7 +107,7 @@ class HostTerms:
 
 
 class HostProtocol:
-    """Everything the host decides about its guests."""
+    """Decides everything about the guests of one run."""
 
     def __init__(self, terms: HostTerms, ledger: Ledger) -> None:
         self.terms = terms
@@ -101,26 +120,84 @@ class HostProtocol:
             local_data=terms.local_data,
             least=terms.least,
         )
-        self.guard = ReplicaGuard(every=terms.check_replica_every, members=self.members, stepping=self.stepping)
+        self.feeding = Feeding(pieces=terms.pieces, members=self.members)
+        self.guard = ReplicaGuard(
+            every=terms.check_replica_every, members=self.members, stepping=self.stepping, pump=self._pump
+        )
         self.checks = Checks(
             ledger=ledger,
             members=self.members,
             local_data=terms.local_data,
             least=terms.least,
-            put_out=self.put_out,
+            put_out=self._put_out,
         )
         self.norms = Norms(terms.guest_bound)
         self._most_about_bytes = ABOUT_BYTES + 4 * len(dump_json(fingerprint_to_json(terms.fingerprint)))
         self._last_alive = 0.0
+        self._weights_stay = True
+        """Whether the model has the weights of a version: in a step, and before the first one."""
+        self._handlers = self._table()
+
+    def handle(self, event: inputs.Input, now: float) -> list[Action]:
+        """Take in what happened, and say what to do about it. `now` is by the host's monotonic clock."""
+        return self._handlers[type(event)](event, now)
+
+    def _table(self) -> dict[type[inputs.Input], Callable[[Any, float], list[Action]]]:
+        """Who handles which input. A dict: matching 24 classes one by one takes ten times as long."""
+        return {
+            inputs.MessageArrived: self._message,
+            inputs.UnreadableArrived: self._unreadable,
+            inputs.OtherProtocolArrived: self._other_protocol,
+            inputs.PeerUnreachable: self._unreachable,
+            inputs.PeerNotReading: self._not_reading,
+            inputs.Tick: self._tick,
+            inputs.StoodStill: self._stood_still,
+            inputs.PieceCoded: self._piece_coded,
+            inputs.PartRead: self._part_read,
+            inputs.ContributionDecoded: self._decoded,
+            inputs.ReplicaHashed: self._replica_hashed,
+            inputs.FixedHashed: self._fixed_hashed,
+            inputs.SamplesPacked: self._samples_packed,
+            inputs.SamplesNotPacked: self._samples_not_packed,
+            inputs.SketchCompared: self._sketch_compared,
+            inputs.StepBegun: self._step_begun,
+            inputs.BatchWanted: self._batch_wanted,
+            inputs.HostWaited: self._host_waited,
+            inputs.HostLaunched: self._host_launched,
+            inputs.HostComputed: self._host_computed,
+            inputs.CommonComputed: self._common_computed,
+            inputs.StepFilled: self._step_filled,
+            inputs.GradientKnown: self._gradient_known,
+            inputs.HostClosing: self._host_closing,
+        }
+
+    # -- what may be read -------------------------------------------------------------------------------
+
+    def synced(self) -> list[Member]:
+        """Guests that hold the replica (whether checked already or not)."""
+        return [m for m in self.members.values() if m.state != JOINING and m.feed.current(self.feeding.pieces)]
+
+    @property
+    def host_sample_s(self) -> float | None:
+        """Seconds that a sample takes the host."""
+        return self.stepping.host_sample_s
+
+    def samples_of(self, positions: Sequence[int]) -> list[int]:
+        """The data set's indices of these positions."""
+        return self.ledger.samples_of(positions)
+
+    def holds(self, guest: str, lease: int) -> bool:
+        """Whether the guest still holds the lease."""
+        member = self.members.get(guest)
+        return member is not None and member.holds(lease)
 
     # -- messages ---------------------------------------------------------------------------------------
 
-    def message(
-        self, guest: str, message: FromGuest, frames: Sequence[Any], now: float, address: str = ""
-    ) -> list[Action]:
+    def _message(self, event: inputs.MessageArrived, now: float) -> list[Action]:
         """One message of an authenticated guest. A message that makes no sense here puts the guest out."""
+        guest, message, frames = event.guest, event.message, event.frames
         if isinstance(message, HelloMessage):
-            return self._hello(guest, message, now, address)
+            return self._hello(guest, message, now, event.address)
         member = self.members.get(guest)
         if member is None:
             return self._unknown(guest)
@@ -155,21 +232,19 @@ class HostProtocol:
                 case _:
                     assert_never(message)
         except WireError as error:
-            return self.put_out(member, f"sent {error}")
+            return self._put_out(member, f"sent {error}")
 
-    def unreadable(self, guest: str, error: WireError, address: str = "") -> list[Action]:
-        """Somebody with the right key sent what cannot be read."""
-        member = self.members.get(guest)
+    def _unreadable(self, event: inputs.UnreadableArrived, now: float) -> list[Action]:
+        member = self.members.get(event.guest)
         if member is not None:
-            is_message = isinstance(error, UnknownKindError | MalformedError)
-            what = str(error) if is_message else f"bytes that are no message: {error}"
-            return [] if member.leaving is not None else self.put_out(member, f"sent {what}")
-        if isinstance(error, MalformedError) and error.kind == HelloMessage.kind:
-            return self._refuse(guest, "a guest", address, f"sent {error}")
-        return self._unknown(guest) if isinstance(error, UnknownKindError | MalformedError) else []
+            what = event.why if event.kind else f"bytes that are no message: {event.why}"
+            return [] if member.leaving is not None else self._put_out(member, f"sent {what}")
+        if event.kind == HelloMessage.kind:
+            return self._refuse(event.guest, "a guest", event.address, f"sent {event.why}")
+        return self._unknown(event.guest) if event.kind else []
 
     def _unknown(self, guest: str) -> list[Action]:
-        # With versions, for `potluck doctor`, which is no guest and does not mean to be one.
+        # `potluck doctor` asks this way for the versions; it is no guest.
         ours = self.terms.versions
         versions = UnknownMessage(
             protocol=ours["protocol"], potluck=ours["potluck"], torch=ours["torch"], python=ours["python"]
@@ -179,7 +254,7 @@ class HostProtocol:
     def _hello(self, guest: str, hello: HelloMessage, now: float, address: str) -> list[Action]:
         if guest in self.members:
             return []
-        # It may have noticed that its last connection was broken before the host did. Only itself knows that name.
+        # It may notice a broken connection before the host does. Only the guest itself knows that connection's id.
         before = self.members.get(hello.before)
         gone = [] if before is None else self._remove(before, "guest_lost", "came back on a new connection")
         if len(self.members) >= self.terms.max_guests:
@@ -212,13 +287,12 @@ class HostProtocol:
                 actions.append(Emit(event=RunNote(machine=member.name, text=text)))
         return actions
 
-    def wrong_version(self, guest: str, theirs: int, address: str) -> list[Action]:
-        """Somebody with the right key speaks another protocol."""
-        reason = f"it speaks protocol {theirs}, this host speaks {self.terms.versions['protocol']}"
-        member = self.members.get(guest)
+    def _other_protocol(self, event: inputs.OtherProtocolArrived, now: float) -> list[Action]:
+        reason = f"it speaks protocol {event.theirs}, this host speaks {self.terms.versions['protocol']}"
+        member = self.members.get(event.guest)
         if member is not None:
-            return self.put_out(member, reason, refused=True)
-        return self._refuse(guest, "a guest", address, reason)
+            return self._put_out(member, reason, refused=True)
+        return self._refuse(event.guest, "a guest", event.address, reason)
 
     def _ready(self, member: Member, ready: ReadyMessage, about: Any, now: float) -> list[Action]:
         """The guest has built its model: compare fingerprints, then bring it the weights."""
@@ -229,18 +303,19 @@ class HostProtocol:
         model = read_model(about)
         difference = first_difference(self.terms.fingerprint, fingerprint_from_json(model.fingerprint))
         if difference is not None:
-            return self.put_out(member, f"a different model: {difference}", refused=True)
+            return self._put_out(member, f"a different model: {difference}", refused=True)
         member.computes(ready.micro_batch, ready.largest_micro_batch)
+        member.fixed_digests = model.hashes
         member.state, member.sync_started = SYNCING, now
-        return [SendReplica(guest=member.id, hashes=model.hashes), Wake()]
+        return [HashFixed(guest=member.id), Wake()]
 
     def _taken(self, member: Member, taken: TakenMessage, now: float) -> list[Action]:
         member.feed.taken(taken.bytes)
         if member.state == SYNCING:
             member.sync_bytes += taken.bytes
             member.sync_ended = now
-            return [Pump(guest=member.id), Wake()]
-        return [Pump(guest=member.id)]
+            return [*self._pump(member), Wake()]
+        return self._pump(member)
 
     # -- contributions ----------------------------------------------------------------------------------
 
@@ -279,48 +354,43 @@ class HostProtocol:
         return [*actions, decode]
 
     def _wrong(self, member: Member, reason: str, norm: float, now: float) -> list[Action]:
-        """Drop a contribution that cannot be right, unless the host finds the same when it computes the samples."""
+        """Drop a contribution that cannot be right. It is no fault of the guest if the host finds the same."""
         assert member.lease is not None
         self.norms.suspect(member.id, step=member.lease.step, norm=norm)
         return self.stepping.drop(member, reason=reason, now=now, late=False)
 
-    def host_gradient(self, step: int, norm: float, samples: int) -> list[Action]:
-        """The host's own gradient of a step that has ended, before the guests' were added: its norm, of so many
-        samples. It tells how large a guest's may be, and who sent what the host itself did not find."""
+    def _gradient_known(self, event: inputs.GradientKnown, now: float) -> list[Action]:
+        """The host's own gradient tells how large a guest's may be, and whose was wrong."""
         actions: list[Action] = []
-        for guest, guilty in self.norms.host_gradient(step, norm, samples):
+        for guest, guilty in self.norms.host_gradient(event.step, event.norm, event.samples):
             member = self.members.get(guest)
             if member is None:
                 continue
             member.wrong_in_a_row = member.wrong_in_a_row + 1 if guilty else 0
             if member.wrong_in_a_row >= WRONG_BEFORE_OUT:
                 packed = f" (in codec {self.terms.codec})" if self.terms.codec else ""
-                actions += self.put_out(
+                actions += self._put_out(
                     member,
                     f"sent gradients that are not finite or far too large {member.wrong_in_a_row} times in a row"
                     f"{packed}, of samples whose gradient here is neither",
                     hint=WRONG_HINT,
                 )
-        return actions
+        if not event.applied:
+            # What packing this gradient has lost must not be added to the next one.
+            helped = [member for member in self.members.values() if member.samples]
+            actions += [Send(guest=m.id, message=DroppedMessage(lease=0)) for m in helped]
+        return [*actions, LimitNorm(most_a_sample=self.norms.most_a_sample)]
 
-    def not_applied(self) -> list[Action]:
-        """A step's gradient was not applied: what packing it has lost must not come with the next one."""
-        helped = [member for member in self.members.values() if member.samples]
-        return [Send(guest=m.id, message=DroppedMessage(lease=0)) for m in helped]
-
-    def decoded(
-        self, guest: str, lease: int, why_not: str | None, now: float, wrong_norm: float | None = None
-    ) -> list[Action]:
-        """The coder has added a contribution to the sum, or says why it must not count."""
-        member = self.members.get(guest)
-        if member is None or member.lease is None or member.lease.id != lease:
+    def _decoded(self, event: inputs.ContributionDecoded, now: float) -> list[Action]:
+        member = self.members.get(event.guest)
+        if member is None or member.lease is None or member.lease.id != event.lease:
             raise AssertionError("a contribution was decoded whose guest is gone")  # see _remove
-        if why_not is not None and wrong_norm is not None:
-            actions = self._wrong(member, why_not, wrong_norm, now)
-        elif why_not is not None:
-            actions = self.stepping.drop(member, reason=why_not, now=now)
+        if event.why_not is not None and event.wrong_norm is not None:
+            actions = self._wrong(member, event.why_not, event.wrong_norm, now)
+        elif event.why_not is not None:
+            actions = self.stepping.drop(member, reason=event.why_not, now=now)
         else:
-            actions = self.stepping.counted(member)
+            actions = self.stepping.counted(member, event.loss_sum)
         if member.leaving is not None:
             actions += self._remove(member, *member.leaving)
         return actions
@@ -333,20 +403,121 @@ class HostProtocol:
         self.stepping.stopped(member, lease=lease, computed=computed, compute_s=compute_s, now=now)
         return [Wake()]
 
-    # -- steps --------------------------------------------------------------------------------------------
+    # -- the training thread ------------------------------------------------------------------------------
 
-    def begin_step(
-        self, now: float, pieces: Sequence[PieceState], host_keeps: int, head_start_s: float = 0.0
-    ) -> list[Action]:
+    def _step_begun(self, event: inputs.StepBegun, now: float) -> list[Action]:
         """Open the step: leases for those who count, a common batch for those to be checked."""
+        self._weights_stay = True
+        pieces, keeps = self.feeding.pieces, self.terms.least.lease
         self.checks.begin_step(pieces)
-        leases = self.stepping.begin(now, pieces, host_keeps, head_start_s)
-        return [*leases, *self.guard.begin_step(self.ledger.step)]
+        actions = self.stepping.begin(now, pieces, keeps, event.head_start_s)
+        actions += self.guard.begin_step(self.ledger.step)
+        if any(m.feed.open for m in self.members.values()):
+            actions.append(CodeChange())
+        return actions
+
+    def _batch_wanted(self, event: inputs.BatchWanted, now: float) -> list[Action]:
+        if event.computing is not False and self._stays():
+            if event.computing is None:
+                return [Reply(value=Take(ask_device=True))]
+            return [Reply(value=Take(wait_until=now + LOOK_AGAIN_S, idle=False))]
+        common = self.checks.due
+        least = self.terms.least.micro_batch
+        count = common.samples if common else next_size(self.ledger.in_pool, event.count, least) or event.count
+        take, actions = self.stepping.take(count, now, common)
+        actions.append(Reply(value=take))
+        return actions
+
+    def _stays(self) -> bool:
+        """Whether the step must not end while the device computes: leases are out, or guests wait to be let in.
+
+        The model has the weights of this step only until the step ends. Where the step is one micro-batch, that is
+        all the time in which they can be coded, sent, and used by guests that are checked.
+        """
+        if self.ledger.in_pool:
+            return False
+        members = self.members.values()
+        coded = self.feeding.coded(self.ledger.step)
+        waiting = any(m.state == CHECKING or (m.feed.open and not coded) for m in members)
+        return waiting or not self.ledger.full
+
+    def _host_waited(self, event: inputs.HostWaited, now: float) -> list[Action]:
+        self.stepping.waited(event.seconds)
+        return []
+
+    def _host_launched(self, event: inputs.HostLaunched, now: float) -> list[Action]:
+        self.stepping.host_launched(event.positions, event.sizes)
+        return []
+
+    def _host_computed(self, event: inputs.HostComputed, now: float) -> list[Action]:
+        self.stepping.host_computed(event.samples, event.seconds)
+        return []
+
+    def _common_computed(self, event: inputs.CommonComputed, now: float) -> list[Action]:
+        return self.checks.computed(event.positions, event.batch, event.reference)
+
+    def _sketch_compared(self, event: inputs.SketchCompared, now: float) -> list[Action]:
+        return self.checks.compared(event.guest, event.check, event.verdict)
+
+    def _replica_hashed(self, event: inputs.ReplicaHashed, now: float) -> list[Action]:
+        return self.guard.hashed(event.version, event.digests, now)
+
+    def _step_filled(self, event: inputs.StepFilled, now: float) -> list[Action]:
+        self._weights_stay = False
+        return [Reply(value=self.stepping.end())]
+
+    def _host_closing(self, event: inputs.HostClosing, now: float) -> list[Action]:
+        return [Send(guest=guest, message=ByeMessage(reason=event.reason)) for guest in self.members]
+
+    # -- what guests are sent -----------------------------------------------------------------------------
+
+    def _pump(self, member: Member) -> list[Action]:
+        return [*self.feeding.pump(member), *self.guard.ask(member)]
+
+    def _piece_coded(self, event: inputs.PieceCoded, now: float) -> list[Action]:
+        self.feeding.pieces[event.index] = event.piece
+        actions = [action for member in self.members.values() for action in self._pump(member)]
+        return [*actions, Wake()]
+
+    def _part_read(self, event: inputs.PartRead, now: float) -> list[Action]:
+        member = self.members.get(event.guest)
+        return [] if member is None else [*self.feeding.read(member, event), *self._pump(member)]
+
+    def _fixed_hashed(self, event: inputs.FixedHashed, now: float) -> list[Action]:
+        """Queue the fixed tensors that the newcomer lacks, then the replica."""
+        member = self.members.get(event.guest)
+        if member is None or member.fixed_digests is None:
+            return []  # it is gone, or came back and is not ready yet
+        member.feed.tensors.extend(lacking(event.tensors, member.fixed_digests))
+        member.feed.open, member.fixed_digests = True, None
+        # Between two steps the user's code may have other weights in the model (an evaluation): then the next step
+        # codes them.
+        code: list[Action] = [CodeChange()] if self._weights_stay else []
+        return [*code, *self._pump(member)]
+
+    def _samples_packed(self, event: inputs.SamplesPacked, now: float) -> list[Action]:
+        member = self.members.get(event.guest)
+        if member is None:
+            return []
+        if member.lease is not None and member.lease.id == event.lease:
+            member.lease.unread -= 1
+        member.feed.extra(sum(len(frame) for frame in event.frames))
+        samples = SamplesMessage(lease=event.lease, batch=event.batch, tree=event.tree)
+        return [Send(guest=member.id, message=samples, frames=event.frames)]
+
+    def _samples_not_packed(self, event: inputs.SamplesNotPacked, now: float) -> list[Action]:
+        """The guest cannot help with such batches. The training itself goes on."""
+        member = self.members.get(event.guest)
+        if member is None:
+            return []
+        return self._put_out(member, f"the samples cannot be sent: {event.why}", refused=True)
+
+    # -- checks ---------------------------------------------------------------------------------------------
 
     def _sketch(self, member: Member, answer: SketchMessage, sketch: Any) -> list[Action]:
         actions = self.checks.answered(member, answer, sketch)
         member.computes(answer.micro_batch, answer.largest_micro_batch)
-        # First guesses, until leases and the weights' changes tell; of one who is checked again more is known.
+        # First guesses, until leases and changes measure it. A guest that is checked again has been measured.
         if answer.count > 0 and answer.compute_s > 0 and not member.joined:
             member.rate.add(answer.count / answer.compute_s)
         synced_s = member.sync_ended - member.sync_started
@@ -356,8 +527,8 @@ class HostProtocol:
 
     # -- time -------------------------------------------------------------------------------------------
 
-    def tick(self, now: float) -> list[Action]:
-        """Heartbeats out; guests that stayed silent too long are out, their leases back."""
+    def _tick(self, event: inputs.Tick, now: float) -> list[Action]:
+        """Send heartbeats. Remove guests that were silent for too long, and take their leases back."""
         actions: list[Action] = []
         if now - self._last_alive >= self.terms.heartbeat_s:
             self._last_alive = now
@@ -367,23 +538,23 @@ class HostProtocol:
             if now - member.last_heard > limit and not self._decoding(member):
                 actions += self._remove(member, "guest_lost", f"sent nothing for {now - member.last_heard:.1f} s")
             elif (overdue := member.overdue(now, self.terms.joining_s, self.terms.checking_s)) is not None:
-                actions += self.put_out(member, overdue, refused=not member.joined)
+                actions += self._put_out(member, overdue, refused=not member.joined)
         return actions
 
-    def reads_too_little(self, guest: str, waiting_bytes: int) -> list[Action]:
-        """The memory for what waits for guests is spent, and this one has not read for the longest time."""
-        member = self.members.get(guest)
+    def _not_reading(self, event: inputs.PeerNotReading, now: float) -> list[Action]:
+        member = self.members.get(event.guest)
         if member is None:
             return []
-        return self.put_out(member, f"did not read what it was sent: {waiting_bytes / 1e6:.0f} MB waited for it")
+        waiting_mb = event.waiting_bytes / 1e6
+        return self._put_out(member, f"did not read what it was sent: {waiting_mb:.0f} MB waited for it")
 
-    def unreachable(self, guest: str) -> list[Action]:
-        """Nothing can be sent to this guest any more: its process has ended, or it takes nothing."""
-        member = self.members.get(guest)
+    def _unreachable(self, event: inputs.PeerUnreachable, now: float) -> list[Action]:
+        member = self.members.get(event.guest)
         return [] if member is None else self._remove(member, "guest_lost", "lost its connection")
 
-    def stood_still(self, seconds: float, now: float) -> list[Action]:
-        """This host itself did nothing for a while (it was asleep): whoever could not be heard is not to blame."""
+    def _stood_still(self, event: inputs.StoodStill, now: float) -> list[Action]:
+        """No guest is blamed for a time in which this host heard nobody."""
+        seconds = event.seconds
         for member in self.members.values():
             member.last_heard = min(now, member.last_heard + seconds)
             member.joined_at += seconds
@@ -393,13 +564,9 @@ class HostProtocol:
         text = f"this machine stood still for {seconds:.1f} s (asleep, or overloaded); no guest is blamed for that"
         return [Emit(event=RunNote(machine=self.terms.name, text=text))] if self.members else []
 
-    def synced(self, pieces: Sequence[PieceState]) -> list[Member]:
-        """Guests that hold the replica (whether checked already or not)."""
-        return [m for m in self.members.values() if m.state != JOINING and m.feed.current(pieces)]
-
     # -- leaving ----------------------------------------------------------------------------------------
 
-    def put_out(self, member: Member, reason: str, *, refused: bool = False, hint: str = "") -> list[Action]:
+    def _put_out(self, member: Member, reason: str, *, refused: bool = False, hint: str = "") -> list[Action]:
         """End a guest's part in the run, and tell it why."""
         kind, reason = "guest_refused" if refused else "guest_lost", reason[:LONGEST_REASON]
         member.put_out = True
@@ -414,7 +581,7 @@ class HostProtocol:
 
     def _remove(self, member: Member, kind: str, reason: str) -> list[Action]:
         if self._decoding(member):
-            # Its contribution is complete and being added: let that end first, or a sample would be lost.
+            # Its contribution is being added to the sum. Wait for the end of that, or its samples would be lost.
             member.leaving = member.leaving or (kind, reason)
             return []
         lease = member.lease

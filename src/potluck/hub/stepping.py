@@ -1,10 +1,9 @@
 """One step at a time: who gets how many samples, what the host computes itself, and when it stops waiting.
 
-PURE and sans-I/O: times come in as arguments, what should happen goes out as actions. It knows no socket, no
-tensor, and of the guests only what their `Member` says.
+PURE: times come in as arguments, actions go out.
 
-The host never waits longer for a lease than computing it itself would take: when its own samples are done and
-a lease is still out, it waits at most as long as those samples would cost it, then takes them back.
+The host never waits longer for a lease than it would take to compute it. When its own samples are done and a lease
+is still out, it waits at most as long as those samples would take it, then takes them back.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ from __future__ import annotations
 import itertools
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from potluck.balance.leases import Least, Quotas, Speed, lease_sizes, quotas, split_evenly, takeable
 from potluck.balance.ledger import Ledger
 from potluck.balance.quota import Estimate, extra_samples
-from potluck.hub.actions import Action, Emit, Send, SendSamples, Wake
+from potluck.hub.actions import Action, CommonBatch, Emit, Send, SendSamples, StepResult, Take, Wake
 from potluck.hub.feed import PieceState
 from potluck.hub.members import (
     COMPUTING,
@@ -35,33 +34,11 @@ from potluck.spec.events import ContributionDropped, GuestSitsOut, LeaseTakenBac
 from potluck.spec.messages import DroppedMessage, LeaseMessage, RevokeMessage
 
 FIRST_TAIL_S = 0.05
-"""A guess of what it takes a guest to deliver the end of its gradient, until its first contribution tells."""
+"""A guess of the time to deliver the end of a gradient, until the first contribution is measured."""
 MOST_MICRO_BATCHES = 512
-"""A lease has no more: they are all on the wire at once, and named in one header."""
+"""The most micro-batches of a lease: all are sent at once, and one header lists them."""
 SILENT_S = 2.5
-"""A guest that said nothing for this long gets no patience at the end of a step."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Take:
-    """The answer to the training thread: positions to compute, or wait until then, or the step is full."""
-
-    positions: tuple[int, ...] = ()
-    wait_until: float | None = None
-    full: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    """What the step came to."""
-
-    samples: dict[str, int]
-    wait_s: float
-    dropped_samples: int
-    taken_back_samples: int
-    predicted_s: float | None
-    micro_batches: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """The sizes of every machine's micro-batches that were counted."""
+"""At the end of a step, a guest that was silent for this long is not waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +55,7 @@ class Lot:
 
 
 class Stepping:
-    """Deals one step after the other."""
+    """Hands out the leases of one step after the other."""
 
     def __init__(
         self,
@@ -104,6 +81,7 @@ class Stepping:
         self._taken_back = 0
         self._sizes: dict[str, tuple[int, ...]] = {}
         self._predicted: float | None = None
+        self._guests_loss_sum = 0.0
 
     # -- begin and end ----------------------------------------------------------------------------------
 
@@ -120,6 +98,7 @@ class Stepping:
         self._wait_s, self._dropped, self._taken_back = 0.0, 0, 0
         self._sizes = {}
         self._predicted = None
+        self._guests_loss_sum = 0.0
         self._head_start_s = head_start_s
         seconds = self.host_sample_s
         if not seconds:
@@ -142,7 +121,7 @@ class Stepping:
         ]
         shares = self._shares([m for m in ready if m.id in able.guests], host_keeps)
         lent = 0
-        # There is little to lend: whoever's speed changes most comes first.
+        # There is little to lend: guests whose speed changes most come first.
         for guest in sorted(shares.guests, key=lambda g: self.members[g].unsteadiness, reverse=True):
             lot = Lot(shares.guests[guest], shares.host - host_keeps - lent, lent, shares.step_s, seconds)
             extra, leasing = self._lease(self.members[guest], lot, now)
@@ -161,18 +140,18 @@ class Stepping:
         return quotas(self.ledger.global_batch, 1 / (self.host_sample_s or 1.0), speeds, host_keeps)
 
     def _counted_on(self, speed: Speed) -> Speed:
-        """As if a guest's overhead began with the host's own work."""
+        """The guest's speed, with the head start taken off its overhead."""
         return replace(speed, overhead_s=max(0.0, speed.overhead_s - self._head_start_s))
 
     @property
     def host_sample_s(self) -> float | None:
-        """Seconds a sample takes the host: over the last steps, or so far in the first one."""
+        """Seconds that a sample takes the host: over the last steps, or so far in the first one."""
         count, seconds = self._host_now
         return self._host_sample_s.value or (seconds / count if count else None)
 
     @property
     def predicted_s(self) -> float | None:
-        """How long this step should take, where guests have a part in it."""
+        """How long this step should take. None where no guest takes part."""
         return self._predicted
 
     def end(self) -> StepResult:
@@ -188,6 +167,7 @@ class Stepping:
             taken_back_samples=self._taken_back,
             predicted_s=self._predicted,
             micro_batches=self._sizes,
+            guests_loss_sum=self._guests_loss_sum,
         )
 
     def _candidates(self) -> list[Member]:
@@ -202,14 +182,14 @@ class Stepping:
         return found
 
     def _cannot_help(self, member: Member, step_s: float) -> list[Action]:
-        """The quota is under one sample: sit out, and try again later with fresh hope."""
+        """The quota is under one sample: let the guest sit out, and try again later."""
         assert member.speed is not None
         reason = why_not(self._counted_on(member.speed), step_s, guessed=not member.samples)
         told = member.state == SITTING_OUT
-        # Who has helped before may only have had a hiccup: it is asked again soon, then less and less often.
+        # A guest that has helped before is asked again soon, then less and less often.
         steps = None if member.samples else QUOTA_RETRY_STEPS * 2**member.rests
         member.rest(self.ledger.step, reason, steps=steps)
-        # Estimates grow old while it rests: a little hope each time, or a passing slowness would last for ever.
+        # Estimates grow old while it rests: improve them each time, or a short slowness would last for ever.
         if member.samples and member.rate.value is not None:
             member.rate.value *= 1.2
         for estimate in (member.overhead, member.transfer):
@@ -224,7 +204,7 @@ class Stepping:
         )
 
     def _lease(self, member: Member, lot: Lot, now: float) -> tuple[int, list[Action]]:
-        """Hand a lease out; also how many samples beyond the quota it has."""
+        """Hand out a lease. Returns also how many samples beyond the quota it has."""
         most = member.micro_batch * MOST_MICRO_BATCHES
         quota = min(lot.quota, most)
         speed = member.speed
@@ -235,9 +215,17 @@ class Stepping:
         lease = self.ledger.lease(member.name, count)
         tail_s = FIRST_TAIL_S if member.tail.value is None else member.tail.value
         member.leased = True
-        # Cut where the quota ends: as a rule the guest stops there, and then nothing is left half used.
+        # A micro-batch ends where the quota ends: guests usually stop there.
         sizes = lease_sizes(quota, speed) + split_evenly(extra, member.micro_batch)
-        member.lease = OpenLease(id=lease.id, step=lease.step, count=count, sizes=sizes, started=now, tail_s=tail_s)
+        member.lease = OpenLease(
+            id=lease.id,
+            step=lease.step,
+            count=count,
+            sizes=sizes,
+            started=now,
+            tail_s=tail_s,
+            unread=0 if self.local_data else len(sizes),
+        )
         member.state, member.reason = COMPUTING, ""
         batches, start = [], 0
         for size in sizes:
@@ -264,8 +252,8 @@ class Stepping:
 
     # -- the host's own work ----------------------------------------------------------------------------
 
-    def take(self, count: int, now: float) -> tuple[Take, list[Action]]:
-        """What the training thread should do next."""
+    def take(self, count: int, now: float, common: CommonBatch | None = None) -> tuple[Take, list[Action]]:
+        """What the training thread should do next. `common`: what it takes now is a common batch."""
         actions: list[Action] = []
         if not self.ledger.in_pool:
             if self.ledger.full:
@@ -275,7 +263,7 @@ class Stepping:
             actions += self._take_back_overdue(now)
         positions = self.ledger.take(takeable(self.ledger.in_pool, count, self.least.micro_batch))
         if positions:
-            return Take(positions=positions), actions
+            return Take(positions=positions, common=common), actions
         if self.ledger.full:
             return Take(full=True), actions
         return Take(wait_until=self._next_deadline(now)), actions
@@ -300,7 +288,7 @@ class Stepping:
             member.lease.waited_s += seconds
 
     def stood_still(self, seconds: float, now: float) -> None:
-        """This host itself did nothing for so long: that was nobody's time to deliver in."""
+        """This host itself did nothing for so long: do not count that time against the guests."""
         if self._out_since is not None:
             self._out_since = min(now, self._out_since + seconds)
         for member in self.members.values():
@@ -315,7 +303,7 @@ class Stepping:
         return [m for m in self.members.values() if m.lease is not None and m.lease.id in self.ledger.leases]
 
     def _deadline(self, member: Member, now: float) -> float:
-        """Until when this member's lease is waited for: as long as computing it here would take."""
+        """Until when the host waits for this lease: as long as it would take to compute it."""
         lease = member.lease
         assert lease is not None and self._out_since is not None
         if lease.arrived:
@@ -420,12 +408,12 @@ class Stepping:
         if own is not None:
             since = now - own.started
             if own.closing_at is not None and not own.revoked:
-                # How far the guest's own prediction was off is how far the tail was; no two clocks are compared.
+                # The error of the guest's prediction is the error of the tail. No two clocks are compared.
                 member.tail.add(max(0.0, own.tail_s + now - own.closing_at))
             member.delivered(count=count, compute_s=compute_s, since_start_s=since)
 
     def drop(self, member: Member, *, reason: str, now: float, late: bool = True) -> list[Action]:
-        """A contribution that must not count: its samples go back if they had not gone already.
+        """A contribution must not count: its samples go back to the pool, if they are not there yet.
 
         `late`: it is no better than one that came too late.
         """
@@ -455,13 +443,14 @@ class Stepping:
         self._taken_back += back
         return back, [Send(guest=member.id, message=RevokeMessage(lease=own.id)), Wake()]
 
-    def counted(self, member: Member) -> list[Action]:
+    def counted(self, member: Member, loss_sum: float = 0.0) -> list[Action]:
         """The decoded contribution is in the sum: count its samples."""
         own = member.lease
         assert own is not None
         if not self.ledger.deliver(own.id, own.count):
             raise AssertionError(f"lease {own.id} was decoded but is not open")
         member.lease = None
+        self._guests_loss_sum += loss_sum
         ends = itertools.accumulate(own.sizes)
         self._computed(member.name, [size for size, end in zip(own.sizes, ends) if end <= own.count])
         member.samples += own.count
@@ -472,7 +461,7 @@ class Stepping:
         return [Wake(), *self._judge(member)]
 
     def stopped(self, member: Member, *, lease: int, computed: int, compute_s: float, now: float) -> None:
-        """The guest has let go of a revoked lease: it may have another one."""
+        """The guest has stopped working on a revoked lease: it may get another one."""
         own = member.lease
         if own is not None and own.id == lease and not own.arrived:
             self.learn(member, count=computed, compute_s=compute_s, now=now)
@@ -490,12 +479,12 @@ class Stepping:
 
 
 def _deserves_trial(member: Member, step_s: float) -> bool:
-    """Whether only a guess speaks against a guest: its first weights may have been slow because it was held up."""
+    """Whether a guest seems too slow only by a guess: what its first weights took."""
     speed = member.speed
     least = speed.least.lease if speed is not None else 1
     return speed is not None and not member.leased and speed.sample_s * least < step_s < speed.lease_s(least)
 
 
 def pack_samples(samples: Sequence[int]) -> bytes:
-    """The data set's indices for a guest that has the data itself: too many for a header."""
+    """The data set's indices, as a frame: there are too many for a header."""
     return struct.pack(f"<{len(samples)}q", *samples)

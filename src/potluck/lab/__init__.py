@@ -1,1 +1,1 @@
-"""A fleet on one Linux box: emulated machines and links. It starts commands there and knows no training."""
+"""Emulates a fleet on one Linux box: machines and links, and commands that run on them."""

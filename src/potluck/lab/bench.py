@@ -1,7 +1,4 @@
-"""A rig and its strategies, one after the other, on one box: outcomes out, figures made of them.
-
-Owns the order of things and what is measured alone. How a strategy runs is `strategies.py`'s affair.
-"""
+"""Runs the strategies on a rig, one after the other, and turns their outcomes into figures."""
 
 from __future__ import annotations
 
@@ -25,19 +22,19 @@ from potluck.spec.outcome import Outcome
 from potluck.spec.rig import Rig
 
 WARM_UP_STEPS = 4
-"""Steps that count for nothing: guests are not measured yet when the first begins."""
+"""Steps that do not count: guests are not measured yet when the first begins."""
 PATIENCE = 2
-"""A strategy may take so many times as long as the host alone; then it makes fewer steps."""
+"""Limit of a strategy's time, as a multiple of the host's alone; beyond it, fewer steps are made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOutcome:
-    """What a bench has found."""
+    """The result of a bench."""
 
     results: Results
     outcomes: tuple[Outcome, ...]
     failed: dict[str, str]
-    """Strategies that did not come to their end, and why."""
+    """Strategies that failed, and why."""
 
 
 def warm_up_of(steps: int) -> int:

@@ -1,7 +1,4 @@
-"""What an emulated fleet offers to whoever runs something on it, whichever way it is emulated.
-
-Owns the contract and nothing else: `namespaces.py` and `loopback.py` fulfil it.
-"""
+"""The interface of an emulated fleet; `namespaces.py` and `loopback.py` implement it."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ class Box(Protocol):
     ) -> None: ...
 
     def address(self, machine: str) -> str:
-        """Where the machine can bind and where the others reach it."""
+        """The address that the machine can bind and the others reach."""
 
     def start(
         self, machine: str, command: Sequence[str], *, env: Mapping[str, str], log: Path

@@ -1,7 +1,4 @@
-"""What comes with the lab as TOML files beside a package's code, found by name or by path.
-
-It must not know what is in the files: rigs and faults say that themselves.
-"""
+"""Finds the lab's TOML files by name or by path."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """CPU limits of machines: one cgroup each, with a quota. Version 1 and version 2.
 
-Owns the folders below the cgroup mount whose names begin with its prefix, and touches no other. It does not know
-what runs in them.
+Only touches folders below the cgroup mount whose names begin with its prefix.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from potluck.errors import UserError
 PREFIX = "potluck-lab-"
 PERIOD_US = 100_000
 LEAST_QUOTA_US = 1_000
-"""The kernel takes no less."""
+"""The least quota that the kernel accepts."""
 EMPTY_S = 1.0
-"""A process that has just died is in its cgroup a moment longer."""
+"""A process that has just died stays in its cgroup for a moment."""
 
 _HINT = "run the lab as root, or leave cpu_limit out of the rig"
 
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """Where cgroups that have a CPU quota are made."""
+    """The folder in which cgroups with a CPU quota are made."""
 
     root: Path
     version: int
@@ -90,7 +89,7 @@ def nowhere() -> UserError:
 
 
 def remove(folder: Path) -> None:
-    """Remove a rig's cgroups. Whoever still is in one of them goes on without a limit."""
+    """Remove a rig's cgroups. Processes that are still in one continue without a limit."""
     if not folder.name.startswith(PREFIX) or not folder.is_dir():
         return
     deadline = time.monotonic() + EMPTY_S

@@ -1,10 +1,9 @@
-"""One machine of the strategies `ddp` and `ddp-balanced`: stock DistributedDataParallel on gloo, a rank a process.
+"""One machine of the strategies `ddp` and `ddp-balanced`: a rank of stock DistributedDataParallel on gloo.
 
     python -m potluck.lab.ddp_worker --spec FILE --rank R
 
-It trains what Potluck would, on the same samples in the same order with the same optimizer, and shares with it only
-that: no hub, no codec. It does not know how its machine is emulated; what it is to do stands in the spec, a JSON
-file that all ranks read.
+It trains the same samples in the same order with the same optimizer as Potluck, without hub and codec. All ranks
+read the same spec (`worker_spec.py`).
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from potluck.train import recipes
 from potluck.train.data import Loader, epoch_order, to_device
 
 TIMEOUT = timedelta(minutes=10)
-"""Of every collective: longer than any rig's step."""
+"""Timeout of every collective: longer than any rig's step."""
 
 
 # -- computing ------------------------------------------------------------------------------------------
@@ -182,7 +181,7 @@ class Worker:
 
 
 def work(spec: WorkerSpec, rank: int) -> None:
-    """Be one rank until all steps are done; what goes wrong is told with the machine and the step."""
+    """Run one rank until all steps are done. Errors name the machine and the step."""
     worker = Worker(spec, rank)
     try:
         worker.run()
@@ -195,7 +194,7 @@ def work(spec: WorkerSpec, rank: int) -> None:
 
 
 def _first_sentence(text: str) -> str:
-    """Of what torch says, without the source file that gloo puts before it."""
+    """The message of torch without the source file that gloo puts before it."""
     line = next(iter(text.strip().splitlines()), "no reason was given")
     return re.sub(r"^\[[^]]*\] ", "", line).split(". ")[0].rstrip(".")
 

@@ -1,7 +1,6 @@
-"""Tokens that lead through a proxy, and the proxies that stand on emulated machines so that their links can fail.
+"""Proxies on emulated machines through which tokens lead, so that links can have planned faults.
 
-Owns those proxies and the token files beside them. It must not know what crosses them: shaping is the kernel's
-affair here, the proxies only let planned faults happen.
+The kernel shapes the links; these proxies only inject faults.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from potluck.wire.token import Token, decode, encode
 ADDRESS = "127.0.0.1"
 PREFIX = "potluck-detour-"
 WRITTEN_S = 2.0
-"""For a host to write its token's last line end, once there is the file."""
+"""Time for a host to finish writing its token file."""
 HEADROOM = 1.25
 """A proxy takes bytes at its link's rate and a bit: without a rate, it would swallow seconds of a thin link's time,
 and what a guest has sent would seem delivered."""
@@ -100,7 +99,7 @@ def read_token(path: Path) -> Token:
 
 
 def write_token(path: Path, token: Token) -> Path:
-    """A file that only its owner reads."""
+    """A file that only its owner can read."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
         file.write(encode(token) + "\n")
     return path

@@ -1,9 +1,8 @@
-"""Enter a machine: join the namespaces that a process holds, then become the command.
+"""Enters a machine: joins the namespaces that a process holds, then becomes the command.
 
     python enter.py PID PARENT SIGNAL CGROUP -- COMMAND...
 
-Owns the calls of Linux for it. Imports nothing of Potluck, so that it starts in an instant, from anywhere, whatever
-the environment meant for the command says.
+Imports nothing of Potluck, so that it starts at once, in any environment.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def join_namespaces(pid: int) -> None:
     files = []
     for name, kind in (("user", CLONE_NEWUSER), ("net", CLONE_NEWNET)):
         path = f"/proc/{pid}/ns/{name}"
-        # One cannot join the user namespace that one is in.
+        # Joining the own user namespace fails.
         if os.stat(path).st_ino != os.stat(f"/proc/self/ns/{name}").st_ino:
             files.append((os.open(path, os.O_RDONLY | os.O_CLOEXEC), kind))
     for file, kind in files:  # all are open by now: in the other user namespace /proc may not be ours to read
@@ -71,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
     # Python ignores these, and what is ignored stays so in the command: `yes | head` would never end.
     for ignored in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(ignored, signal.SIG_DFL)
-    # Whoever started this may have held them back until there is a command that they are for.
+    # The caller may have blocked them until the command runs.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)

@@ -1,10 +1,8 @@
-"""Connections that cross links: owns their sockets and what is on its way between them.
+"""Moves the bytes of connections over links: the sockets, and what is in transit between them.
 
-What a link does to a chunk is `shaping.py`'s to decide; where connections come from is `proxy.py`'s affair. It must
-not know what the bytes mean.
-
-Rates hold when a chunk is read, so whoever sends too fast finds its own buffer full; the latency holds when it is
-written. Connections take turns, a chunk each, and a chunk takes some 2 ms of its link's time.
+`shaping.py` decides what a link does to a chunk. Rates apply when a chunk is read, so that a sender that is too
+fast finds its own buffer full; latency applies when it is written. Connections take turns, a chunk each, and a
+chunk takes about 2 ms of its link's time.
 """
 
 from __future__ import annotations
@@ -22,9 +20,9 @@ from potluck.lab.shaping import Direction, Link
 from potluck.wire.reach import UNDER_WAY
 
 MOST_CHUNKS = 16_384
-"""In one pipe: chunks can be of one byte each, and each has its own overhead."""
+"""Most chunks in one pipe: each may be one byte, and has its own overhead."""
 MOST_BUFFERED_BYTES = 256 * 1024 * 1024
-"""In all pipes together; beyond it a pipe holds no more than a chunk."""
+"""Most bytes in all pipes together; beyond it a pipe holds at most one chunk."""
 
 # Loopback's own segments of 64 KiB give every sender a buffer of 4 MB, seconds of a thin link's time.
 _SEGMENT_BYTES = 1448
@@ -34,7 +32,7 @@ _RESET = None
 
 
 class Flow:
-    """All connections, and whose turn it is. One thread at a time."""
+    """All connections and their turns. Used by one thread at a time."""
 
     def __init__(self, counters: list[int] | memoryview) -> None:
         """`counters` holds, for each link in turn, the bytes that went up and those that went down."""
@@ -48,7 +46,7 @@ class Flow:
         """Pipes that have something on its way."""
 
     def turn(self, now: float) -> float:
-        """Do what can be done now; when there will be more to do."""
+        """Do what can be done now. Returns when there will be more to do."""
         wake_at = math.inf
         for connection in [c for c in self.connections if c.waits]:
             wake_at = min(wake_at, connection.connect(now))
@@ -58,7 +56,7 @@ class Flow:
         return wake_at
 
     def _read(self, now: float) -> float:
-        """Give each hungry pipe a turn; when the next one can have its own."""
+        """Give each waiting pipe a turn. Returns when the next one can have its own."""
         wake_at = math.inf
         waiting: list[Pipe] = []
         served: list[Pipe] = []
@@ -76,7 +74,7 @@ class Flow:
             elif pipe.read(now):
                 wake_at = min(wake_at, pipe.policy.opens_at(now))
                 served.append(pipe)
-        # Whoever could not have a turn comes before those who had one.
+        # Pipes that could not have a turn come before those that had one.
         self.hungry.extend(waiting)
         self.hungry.extend(served)
         return wake_at
@@ -264,14 +262,14 @@ class Pipe:
         self._append_end(_RESET, self.policy.due(0, now, now))
 
     def sink_broke(self) -> None:
-        """Go on reading, into nothing, so as to see the source's end."""
+        """Keep reading and discard it, to see the source's end."""
         self.finished = True
         self.discard()
         if self.parked:
             self._become_hungry()
 
     def _append_end(self, marker: bytes | None, due: float) -> None:
-        """Let the sink know, in its turn, that no more comes."""
+        """Tell the sink, after all data, that no more comes."""
         if self._vanishes or self.finished:
             self.finished = True
             self._connection.close_if_over()

@@ -2,8 +2,7 @@
 
     python -m potluck.lab.hivemind_worker --spec FILE --rank R
 
-Owns how hivemind is set up, synchronously (nothing delayed by a step) and with fp16 on the wire. It does not know
-how its machine is emulated.
+hivemind runs synchronously (nothing is delayed by a step), with fp16 on the wire.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ MATCHMAKING_S = 2.0
 REQUEST_S = 1.0
 AVERAGING_S = 120.0
 GRANULE_PART = 0.05
-"""Of a step: a paced machine's micro-batch is about this long at most, since all wait for the last one."""
+"""Longest micro-batch of a paced machine as a share of a step, since all wait for the last one."""
 
 
 def work(orders: Orders) -> None:
-    """Be one peer until all steps are done."""
+    """Run one peer until all steps are done."""
     signal.signal(signal.SIGTERM, _leave)
     # The other way of sharing memory starts a process that outlives this one by seconds.
     os.environ.setdefault("HIVEMIND_MEMORY_SHARING_STRATEGY", "file_descriptor")
@@ -157,7 +156,7 @@ class _Peer:
 
 
 def granule(orders: Orders) -> int:
-    """Samples in a micro-batch: small enough that waiting for somebody's last one costs little."""
+    """Samples in a micro-batch: small enough that waiting for a peer's last one costs little."""
     speeds = [seconds_per_sample(member.device) for member in orders.spec.members]
     own, size = speeds[orders.rank], orders.me.micro_batch
     if own is None or None in speeds:

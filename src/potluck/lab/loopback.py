@@ -1,8 +1,7 @@
 """A rig on 127.0.0.1: every machine is this computer, and each guest reaches the host through a shaping proxy.
 
-Owns the proxy process, the token files that lead through it, and the end of what it started. It must not know what
-that does. It needs no rights and works on every system, but only what goes through a token is shaped: machines can
-still connect to each other directly, and a machine's cpu_limit has no effect.
+Needs no rights and works on every system, but only connections made with a token are shaped: machines can still
+connect to each other directly, and a machine's cpu_limit has no effect.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ from potluck.lab.warden import end
 from potluck.spec.rig import HOST, Machine, Rig
 
 PREFIX = "potluck-loopback-"
-"""Of the private folder; the owner's process id follows."""
+"""Prefix of the private folder; the owner's process id follows."""
 GRACE_S = 3.0
-"""For a process to end in order before it is killed."""
+"""Time for a process to end in order before it is killed."""
 
 
 class LoopbackBox:
@@ -139,7 +138,7 @@ class LoopbackBox:
                 process.wait(max(0.0, deadline - time.monotonic()))
 
     def _dismiss_warden(self) -> None:
-        """Have the warden kill whoever is left, and reap them."""
+        """Have the warden kill the processes that are left, and reap them."""
         assert self._warden.stdin is not None
         self._warden.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,7 +1,6 @@
-"""Watches the machines' links while a strategy runs: when each sends and receives, and how much crosses the host's.
+"""Measures the machines' links while a strategy runs: when each sends and receives, and the host's bytes.
 
-Owns a thread that reads the box's counters. It does not know what the bytes are, so every strategy is measured
-alike.
+A thread reads the box's counters, so every strategy is measured alike.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ EVERY_S = 0.025
 LEAST_BYTES = 1_500
 """Less than this in one look (0.5 Mbit/s) is heartbeats and acknowledgements, no transfer."""
 LEAST_PART = 0.1
-"""Of what goes the other way: acknowledgements of a transfer are no transfer either."""
+"""Share of the bytes of the other direction that counts as acknowledgements, not as a transfer."""
 
 
 class StageMeter:

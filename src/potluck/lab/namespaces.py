@@ -1,7 +1,6 @@
 """A rig emulated with network namespaces: one for each machine, and one for the switch between them.
 
-Owns how a rig is brought up, shared and left, and how commands are started on its machines. What its network looks
-like is `network.py`'s affair; what runs on it is not known here.
+Brings a rig up, shares it, takes it down, and starts commands on its machines. `network.py` describes the network.
 """
 
 from __future__ import annotations
@@ -309,7 +308,7 @@ def _end_supervisor(supervisor: subprocess.Popen[bytes]) -> None:
 
 
 def _end_groups(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End processes and what they started in their sessions: politely, then not."""
+    """End processes and what they started in their sessions: SIGTERM first, then SIGKILL."""
     deadline = time.monotonic() + PATIENCE_S
     try:
         for process in processes:

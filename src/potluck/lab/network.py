@@ -1,6 +1,4 @@
-"""The emulated network of a rig, as data: addresses, and the ip and tc commands that make and shape it.
-
-Pure: it runs nothing, and it knows neither processes nor who asks.
+"""The emulated network of a rig, as data: addresses, and the ip and tc commands that make and shape it. PURE.
 
 It is a star. Every machine has one link, eth0, to a switch. A machine's link is shaped in both directions: what it
 sends by a queue on its own end, what it receives by a queue on the switch's end. So a host with a `link_mbit`

@@ -1,8 +1,4 @@
-"""What every peer strategy's worker needs: its orders, the training they name, a board for notes, the record.
-
-Owns the samples of a step and the rows that the host writes. It knows no peer system: each has a worker of its own
-that brings the machines together.
-"""
+"""What the workers of all peer strategies share: orders, training, a board for notes, and the record of steps."""
 
 from __future__ import annotations
 
@@ -31,11 +27,11 @@ from potluck.train.data import Loader, epoch_order, to_device
 
 HOST_RANK = 0
 START_S = 90.0
-"""For all processes to start and find each other on a busy box."""
+"""Time for all processes to start and find each other on a busy box."""
 STEP_LIMIT_S = 600.0
 """No step and no exchange may take longer."""
 LAST_REPORTS_S = 15.0
-"""How long the host waits, when all is done, for what the others say of the last steps."""
+"""Time that the host waits at the end for the others' reports of the last steps."""
 POLL_S = 0.02
 
 
@@ -117,7 +113,7 @@ class PeerTraining:
 
 
 class Board:
-    """Where machines leave notes for each other; the host holds it. It costs a few bytes a step on the link."""
+    """A board for notes between machines, held by the host. It costs a few bytes per step on the link."""
 
     def __init__(self, orders: Orders) -> None:
         self._orders = orders
@@ -143,7 +139,7 @@ class Board:
             raise self._gone() from error
 
     def wait(self, key: str, seconds: float, who: int) -> Any:
-        """The note that rank `who` leaves, within so many seconds."""
+        """The note of rank `who`, which must come within `seconds`."""
         deadline = time.monotonic() + seconds
         while (value := self.look(key)) is None:
             if time.monotonic() > deadline:
@@ -158,7 +154,7 @@ class Board:
         return [self.wait(f"{name}/{who}", START_S, who) for who in range(self._orders.world)]
 
     def leave(self) -> None:
-        """Say goodbye; the host waits until all have, since the board ends with it."""
+        """Sign off; the host waits until all have, since the board ends with it."""
         self.put(f"goodbye/{self._orders.rank}", True)
         if self._orders.is_host:
             for who in range(self._orders.world):

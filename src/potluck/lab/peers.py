@@ -1,6 +1,6 @@
 """The reference strategies of the extra `peers`: whether each can run here, and how its worker is started.
 
-Owns the reasons in words. It imports no peer system and no torch: the workers do.
+Imports no peer system and no torch: the workers do.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _NOTES = {
 
 
 def available() -> dict[str, str | None]:
-    """For each strategy None where it can be used, else the reason in words."""
+    """For each strategy: None if it can run here, else the reason."""
     return {name: _why_not(name) for name in NAMES}
 
 
 def command(strategy: str, spec: Path, rank: int) -> list[str]:
-    """The words after the Python interpreter that start a strategy's worker on one machine."""
+    """The arguments of the Python interpreter that start a strategy's worker on one machine."""
     if strategy not in NAMES:
         raise ConfigError(f"there is no peer strategy {strategy!r}", hint=f"there are: {', '.join(NAMES)}")
     reason = _why_not(strategy)

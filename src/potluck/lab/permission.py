@@ -1,7 +1,4 @@
-"""Whether this box lets this user make the lab's namespaces, found out by making some; and if not, why.
-
-Owns the trial and the words about it. What it makes is gone when it returns; it emulates nothing.
-"""
+"""Finds out by a trial whether this user may make the lab's namespaces, and if not, why."""
 
 from __future__ import annotations
 
@@ -71,7 +68,7 @@ def require(*, netem: bool) -> tuple[str, ...]:
 
 
 def hint() -> str:
-    """What to do where it cannot be."""
+    """A hint for a box where it is not possible."""
     elsewhere = "`potluck lab bench RIG --loopback` needs no namespaces"
     if sys.platform != "linux" or os.geteuid() == 0:
         return elsewhere
@@ -89,7 +86,7 @@ def _missing_tool() -> str | None:
 
 @functools.cache  # neither changes while a command runs
 def _try(before: tuple[str, ...], script: str) -> str:
-    """What goes wrong; nothing where it works."""
+    """What goes wrong; empty if it works."""
     try:
         done = subprocess.run(
             [*before, "sh", "-c", script],
@@ -115,7 +112,7 @@ def _reason() -> str:
 
 
 def explain(found: str, *, root: bool, read: Callable[[str], str | None], container: str | None) -> str:
-    """In words, from what the trial said and from the kernel's switches."""
+    """The reason, from the output of the trial and the kernel's settings."""
     for name, forbids, words in () if root else _SWITCHES:
         if read(name) == forbids:
             return words

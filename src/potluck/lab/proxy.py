@@ -1,16 +1,8 @@
-"""A TCP proxy in user space that moves bytes as described links would: slowly, late, or wrongly.
+"""A TCP proxy in user space that emulates links: their rate, latency and faults.
 
-It owns where connections come in and where they lead, and its life as a process; `flow.py` moves the bytes. It must
-not know what they mean. One thread, one selector, the standard library: it works wherever Python does, without any
-rights. `Proxy` runs in a thread of the caller's; `ProxyProcess` is one in a process of its own:
-
-    python -m potluck.lab.proxy SPEC.json
-
-    {"links": [{"name": "laptop", "rate_bytes_per_s": 5e6, "latency_s": 0.005}], "shared": null, "counters": PATH,
-     "routes": [{"link": "laptop", "host": "127.0.0.1", "port": 5555}]}
-
-It prints {"ports": [...]}, the port of each route, then one line of JSON for each that comes on its stdin, and ends
-when that ends: {"do": "open", "link", "host", "port"} or {"do": "faults", "link", "faults": [...]}.
+One thread, one selector, the standard library: it works wherever Python does, without any rights. `Proxy` runs in a
+thread of the caller; `ProxyProcess` runs one in a process of its own, which gets orders as lines of JSON on stdin,
+answers each with one line, and ends when stdin ends. `flow.py` moves the bytes.
 """
 
 from __future__ import annotations
@@ -74,7 +66,7 @@ class Proxy:
         self.counters = [0] * (2 * len(links)) if counters is None else counters
         self.flow = Flow(self.counters)
         self.refused = 0
-        """Connections that were one too many."""
+        """Number of connections refused because there were too many."""
         self._listen = listen
         self._listeners: list[socket.socket] = []
         self._asked: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -161,7 +153,7 @@ class Proxy:
             self.close()
 
     def close(self) -> None:
-        """Close every socket; run() does it, so this is for whoever never called that."""
+        """Close every socket. Only needed if run() was never called."""
         self.flow.close()
         for member in (*self._listeners, self._waker, self._wake):
             member.close()
@@ -219,7 +211,7 @@ _Order = _Open | _AddFaults
 
 class _Answer(Struct, frozen=True, kw_only=True):
     port: int = 0
-    """Where the way begins that was opened."""
+    """The port at which the opened path begins."""
     error: str = ""
     hint: str = ""
 
@@ -276,7 +268,7 @@ class ProxyProcess:
         return self._process.pid
 
     def open(self, link: str, target: tuple[str, int]) -> int:
-        """Open a way over a link to a target; the port of 127.0.0.1 where it begins."""
+        """Open a path over a link to a target. Returns the port of 127.0.0.1 where it begins."""
         return self._order(_Open(link=link, host=target[0], port=target[1])).port
 
     def add_faults(self, link: str, faults: Sequence[Fault]) -> None:

@@ -1,7 +1,4 @@
-"""One command as a rank on each of two emulated machines; owns the rig it takes and the variables each rank gets.
-
-It must not know what the command does.
-"""
+"""Runs one command as a rank on each of two emulated machines."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ _TAIL = 30
 
 
 def pair(link_mbit: float | None) -> Rig:
-    """Two machines with a link of so many Mbit/s, or as fast as this box can make it."""
+    """Two machines with a link of `mbit` Mbit/s; None: as fast as this box can make it."""
     machines = (
         Machine(name="one", role="host", link_mbit=link_mbit),
         Machine(name="two", role="guest", link_mbit=link_mbit),

@@ -1,7 +1,7 @@
-"""What a link does to the bytes that cross it: its rate, its latency, and its faults on a schedule.
+"""Decides what a link does to the bytes that cross it: its rate, its latency, and its scheduled faults.
 
-It decides about chunks and must not know sockets or clocks: times are given, in seconds of one monotonic clock.
-`proxy.py` asks it before it reads a chunk and tells it what it read.
+PURE: times are given, in seconds of one monotonic clock. `proxy.py` asks before it reads a chunk and reports what
+it read.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Fault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     for_s: Seconds = 0.0
     """How long it lasts; a reset may last no time at all."""
     amount: float = 0.0
-    """Of a delay: seconds. Of a limit: bytes a second."""
+    """Seconds of a delay; bytes per second of a limit."""
     direction: Literal["both", "up", "down"] = "both"
     """Which way it works; a reset always works both ways."""
 

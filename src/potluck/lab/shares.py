@@ -1,7 +1,4 @@
-"""How a fixed batch is divided by hand between machines: equally, or by their true speeds.
-
-PURE: numbers in, numbers out. It knows no machine beyond its speed and nothing of who computes what.
-"""
+"""Divides a fixed batch between machines: equally, or by their speeds. PURE."""
 
 from __future__ import annotations
 

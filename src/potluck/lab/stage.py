@@ -1,7 +1,4 @@
-"""The processes of one strategy on a box: started, watched step by step, and ended whatever happens.
-
-Owns their lives and their log files. It does not know what they compute.
-"""
+"""The processes of one strategy on a box: started, followed step by step, and always ended."""
 
 from __future__ import annotations
 

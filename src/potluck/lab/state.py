@@ -1,9 +1,7 @@
-"""Which rigs are up: a folder of the user's own with a lock and a small JSON file for each, and who is still there.
+"""Which rigs are up: a private folder with a lock and a small JSON file for each, and whether its processes live.
 
-Owns these files and the question whether a process is provably gone. It makes no namespaces.
-
-Whoever uses a rig holds a shared lock on its lock file; the kernel gives it up when the process ends, however it
-ends. The rig's supervisor takes the rig down once it gets the lock for itself alone.
+Each user of a rig holds a shared lock on its lock file; the kernel releases it when the process ends, however it
+ends. The rig's supervisor takes the rig down once it gets the lock exclusively.
 """
 
 from __future__ import annotations

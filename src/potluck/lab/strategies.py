@@ -1,7 +1,4 @@
-"""The ways to train on a fleet, each run for real on a box: alone, torch's DDP, and Potluck.
-
-Owns how each is started and what its log means. What the figures are is `spec/figures.py`'s affair.
-"""
+"""Runs each strategy on a box and reads its log: alone, torch's DDP, the peers, and Potluck."""
 
 from __future__ import annotations
 
@@ -48,7 +45,7 @@ QUIET = ("--threads", "1", "--view", "quiet", "--checkpoint-every", "0")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arena:
-    """Where a strategy runs, and who is told how far it is."""
+    """Where a strategy runs, and how its progress is reported."""
 
     rig: Rig
     box: Box
@@ -57,7 +54,7 @@ class Arena:
     most_s: float = math.inf
     """A strategy that would take longer makes fewer steps."""
     faults: tuple[PlannedFault, ...] = ()
-    """What goes wrong meanwhile: with potluck only, whose guests reach the host by a token."""
+    """Faults to inject; only for potluck, whose guests reach the host with a token."""
 
 
 # -- alone ----------------------------------------------------------------------------------------------
@@ -170,7 +167,7 @@ def _host(arena: Arena, runs: Path) -> list[str]:
 
 
 class _Guests:
-    """Starts and ends guests between steps, and when a fault wants it so."""
+    """Starts and ends guests between steps and for faults."""
 
     def __init__(self, arena: Arena, stage: Stage, token: Path) -> None:
         self._arena, self._stage, self._token = arena, stage, token
@@ -194,7 +191,7 @@ class _Guests:
         self._actors[machine] = self._join(self._arena.rig.machine(machine))
 
     def gave_up(self) -> str:
-        """Guests that have failed after a fault: no failure of the strategy, but to be told."""
+        """A note on guests that failed after a fault, which is no failure of the strategy."""
         ends = [(name, actor.process.poll(), actor.log) for name, actor in self._actors.items()]
         return "; ".join(
             f"{name} gave up after a fault, with status {status} (see {log.name})"

@@ -1,7 +1,6 @@
-"""Lets planned faults happen while a run goes on, and keeps what the host tells of its guests meanwhile.
+"""Injects planned faults during a run, and records what the host reports about its guests meanwhile.
 
-Owns when each fault begins and ends. It must not know what the guests compute; how a link suffers is the proxy's
-affair. It has no thread: whoever follows the run calls it several times a second.
+It has no thread: the caller that follows the run calls it several times a second.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ from potluck.spec.outcome import FaultDone, Incident
 
 
 class Guests(Protocol):
-    """Whom a fault can strike."""
+    """The guests that a fault can affect."""
 
     def actor(self, machine: str) -> Actor | None:
         """The guest's process; None while there is none."""
 
     def kill(self, machine: str) -> None:
-        """End its process, without a word."""
+        """Kill its process."""
 
     def start(self, machine: str) -> None:
-        """Start it anew."""
+        """Start it again."""
 
 
 class Striker:
@@ -104,7 +103,7 @@ class Striker:
             self._strike(fault, now)
 
     def close(self) -> None:
-        """The run is over: whoever is stopped goes on, so that it can end in order."""
+        """The run is over: continue stopped guests, so that they can end in order."""
         self._later.clear()
         for machine in list(self._stopped):
             self._go_on(machine)

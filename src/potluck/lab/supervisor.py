@@ -1,9 +1,8 @@
-"""The process that is a rig while it is up: it sits in the switch's namespace and holds the machines'.
+"""The process of a rig that is up: it runs in the switch's namespace and holds the machines' namespaces.
 
     python -m potluck.lab.supervisor    (a request as JSON on stdin; the state, or what is wrong, as JSON on stdout)
 
-Owns the namespaces, one small child for each machine, and takes all of it down when nobody uses it any more. It
-does not know what runs on the machines, only that it must not outlive them.
+It has one small child for each machine, and takes everything down when the rig has no users left.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Request(Struct, frozen=True, kw_only=True):
     limits: dict[str, float]
     """CPU cores, by machine."""
     grace_s: float
-    """How long it stays when nobody uses it."""
+    """Seconds that it stays up without users."""
 
 
 class SupervisorAnswer(Struct, frozen=True, kw_only=True):
@@ -57,7 +56,7 @@ class SupervisorAnswer(Struct, frozen=True, kw_only=True):
 
 
 class _End(Exception):
-    """Somebody asked the supervisor to end."""
+    """The supervisor was asked to end."""
 
 
 class Supervisor:
@@ -92,7 +91,7 @@ class Supervisor:
         return self._state
 
     def watch(self) -> None:
-        """Return once nobody has used the rig for the time of grace; then nobody can begin to, either."""
+        """Return after the rig had no users for the grace time; from then on it accepts none."""
         free_since: float | None = None
         while True:
             if not state.try_lock(self._lock, alone=True):
@@ -106,7 +105,7 @@ class Supervisor:
             time.sleep(POLL_S)
 
     def take_down(self) -> None:
-        """End whatever runs on the machines, then the machines. The switch goes with this process."""
+        """End all processes on the machines, then the machines. The switch ends with this process."""
         holders = {holder.pid for holder in self._state.holders.values()}
         _end_inhabitants(holders, term_s=TERM_S)
         for pid in holders:
@@ -175,7 +174,7 @@ def _hold(parent: int, writing: int) -> NoReturn:
 
 @contextlib.contextmanager
 def _inside(pid: int) -> Iterator[None]:
-    """Be in another process's network namespace for a while."""
+    """Enter another process's network namespace within this context."""
     own, other = (os.open(f"/proc/{who}/ns/net", os.O_RDONLY | os.O_CLOEXEC) for who in ("self", pid))
     try:
         call("setns", other, CLONE_NEWNET)
@@ -208,7 +207,7 @@ def _batch(tool: str, lines: Sequence[str]) -> None:
 
 
 def _end_inhabitants(holders: set[int], *, term_s: float) -> None:
-    """End all processes in the holders' namespaces but the holders: asked to at first, then not."""
+    """End all processes in the holders' namespaces except the holders: SIGTERM first, then SIGKILL."""
     homes = {home for pid in holders if (home := _home(pid)) is not None}
     begun = time.monotonic()
     asked: set[int] = set()
@@ -229,7 +228,7 @@ def _processes() -> list[int]:
 
 
 def _home(pid: int) -> int | None:
-    """Which network namespace a process is in; None where that is not ours to know."""
+    """The network namespace of a process; None if it cannot be read."""
     try:
         return os.stat(f"/proc/{pid}/ns/net").st_ino
     except OSError:
@@ -241,7 +240,7 @@ def _end(number: int, frame: object) -> NoReturn:
 
 
 def _answer(answer: SupervisorAnswer) -> None:
-    """Tell who started the rig, then let go of them: a pipe held open would keep their readers waiting."""
+    """Answer the process that started the rig, then close its pipes: an open one would keep its readers waiting."""
     with contextlib.suppress(OSError):  # they may be gone
         os.write(1, msgspec.json.encode(answer) + b"\n")
     nothing = os.open(os.devnull, os.O_RDWR)

@@ -2,8 +2,7 @@
 
     python -m potluck.lab.torchft_worker --spec FILE --rank R
 
-Owns how torchft is set up (lighthouse, manager, its DDP), with shares by speed, exactly weighted. It does not know
-how its machine is emulated.
+torchft runs with its lighthouse, manager and DDP. Shares are by speed and exactly weighted.
 """
 
 # No `from __future__ import annotations` here: torch looks at the types of a communication hook.
@@ -37,7 +36,7 @@ RETRIES = 3
 
 
 def work(orders: Orders) -> None:
-    """Be one replica group until all steps are done."""
+    """Run one replica group until all steps are done."""
     os.environ["GLOO_SOCKET_IFNAME"] = orders.spec.interface
     training, board = PeerTraining(orders), Board(orders)
     lighthouse = _lighthouse(orders, board) if orders.is_host else None

@@ -1,10 +1,10 @@
-"""Ends what a box started when its owner is gone, even by kill -9: a process of its own, one for each box.
+"""Ends what a box started when its owner is gone, even by kill -9. One process for each box.
 
     python -m potluck.lab.warden FOLDER
 
-Owns their end and must not know what they do: each line of its stdin is the id of a process that has just been
-started. When stdin ends, because the owner closed it or died, those that still run are killed, with the groups that
-they lead, and the box's private FOLDER is removed.
+Each line of its stdin is the id of a process that was just started. When stdin ends, because the owner closed it or
+died, the processes that still run are killed, with the groups that they lead, and the box's private FOLDER is
+removed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import psutil
 
 
 def watch(lines: Iterable[str], folder: str) -> None:
-    """Remember who is named until the lines end; then end them."""
+    """Collect process ids until the lines end, then end these processes."""
     known: list[psutil.Process] = []
     for line in lines:
         with contextlib.suppress(psutil.NoSuchProcess):  # it was quick
@@ -31,7 +31,7 @@ def watch(lines: Iterable[str], folder: str) -> None:
 
 
 def end(process: psutil.Process) -> None:
-    """Kill a process and the group it leads, unless its id is another's by now."""
+    """Kill a process and the group it leads, unless its id now belongs to another."""
     if not process.is_running() and psutil.pid_exists(process.pid):
         return
     if os.name == "posix":

@@ -1,7 +1,4 @@
-"""A rig's workload in the words of a recipe, and a rig's machine in the words of a device.
-
-Owns that translation, so that every strategy trains the same thing. It runs nothing.
-"""
+"""A rig's workload as settings of a recipe, and its machines as devices, the same for every strategy."""
 
 from __future__ import annotations
 

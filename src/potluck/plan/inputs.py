@@ -1,7 +1,4 @@
-"""A fleet from words ("desk=RTX 4070,link=1GbE") or from facts that were measured or found.
-
-PURE.
-"""
+"""A fleet from words ("desk=RTX 4070,link=1GbE") or from saved facts, measured or found. PURE."""
 
 from __future__ import annotations
 
@@ -19,6 +16,7 @@ from potluck.checked import nearest
 from potluck.errors import ConfigError, UserError
 from potluck.plan import devices, links, models
 from potluck.plan.models import Model
+from potluck.spec.config import MEMORY_PART, MOST_MICRO_BATCH
 from potluck.spec.facts import Cpu, Gpu, Interface
 from potluck.spec.fleet import Fleet, FleetMachine
 from potluck.spec.measured import Measured
@@ -27,9 +25,7 @@ DEFAULT_LINK = "1GbE"
 UPDATE_BYTES = 40
 """Bytes per parameter of an update: AdamW reads and writes 28, encoding the change some 12 more."""
 STATE_BYTES = 25
-USUAL_MICRO_BATCH, MOST_MICRO_BATCH = 8, 256
-MEMORY_PART = 0.5
-"""The share of the free memory that activations may fill."""
+USUAL_MICRO_BATCH = 8
 _KEYS = ["link", "latency_ms", "micro_batch", "host"]
 _AGAIN = "make it with: potluck probe --save FILE, or potluck doctor --save FILE"
 _EXAMPLE = 'for example --machine "desk=RTX 4070" --machine "mac=M2,link=1GbE"'

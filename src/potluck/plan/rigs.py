@@ -1,7 +1,4 @@
-"""Predictions for a rig: its machines and links as a fleet, step by step where the fleet changes.
-
-PURE.
-"""
+"""Predictions for a rig: its machines and links as a fleet, step by step where the fleet changes. PURE."""
 
 from __future__ import annotations
 

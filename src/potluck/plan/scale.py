@@ -4,15 +4,15 @@ PURE. Samples are real numbers here, and guests are counted by kind, so that a t
 ten.
 
 Flat: all guests at one hub. With k of them helping, each has a k-th of the host's link; one more makes the step
-shorter until its two ways no longer hide. The best k that a run admits is taken, the others sit out.
+shorter until its two transfers no longer hide. The best k that a run admits is taken, the others sit out.
 
 Tree: every hub has f guests, of which some are hubs themselves; d levels reach n guests when f + f² + … + f^d ≥ n.
-Pieces of weights are passed on down, pieces of summed gradients up, as they come, so that a way takes W(f) and
-every level only what handling a piece costs. The host's link carries f messages instead of n:
+Pieces of weights are passed on down, pieces of summed gradients up, as they arrive, so that a transfer takes W(f)
+and every level adds only the cost of handling a piece. The host's link carries f messages instead of n:
 
-    o = d·fixed + what of W(f) each way no micro-batch hides
+    o = d·fixed + the part of W(f) that no micro-batch hides, each way
 
-The best f is taken. No such tree is built: it is what one would give.
+The best f is taken. Potluck builds no such tree; this is what one would gain.
 
 Ring: B/Σr + 2(N−1)/N·S/bw + 2(N−1)·α + u, in fp32, nothing overlapped.
 """

@@ -201,7 +201,7 @@ def _ends_s(fleet: Fleet, shares: Mapping[str, int]) -> list[float]:
 
 
 def _backwards_s(fleet: Fleet, shares: Mapping[str, int]) -> list[float]:
-    """Of each machine's last micro-batch: only then is the sum of the gradients complete."""
+    """Time of each machine's last micro-batch: only then is the sum of the gradients complete."""
     lasts = [split_evenly(shares[m.name], m.micro_batch)[-1:] for m in fleet.machines]
     return [BACKWARD_PART * sum(last) * m.sample_s for last, m in zip(lasts, fleet.machines)]
 

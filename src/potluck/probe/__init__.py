@@ -1,1 +1,1 @@
-"""What is measured on real machines: facts about the host, the device's speed, links and collectives."""
+"""Measures real machines: the speed of devices, links and collectives."""

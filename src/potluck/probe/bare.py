@@ -1,7 +1,7 @@
-"""One plain TCP connection between two probes: what the link gives without our stack, for comparison.
+"""One plain TCP connection between two probes: the rate of the link without our stack, for comparison.
 
-Owns those sockets. It must not know how the two agreed: port and secret come from outside, over the encrypted
-connection. Whoever brings the secret of this one measurement is served, from the visitor's own address, once.
+Port and one-time secret are agreed over the encrypted connection. A client is served once, if it has the secret and
+comes from the visitor's own address.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TURN_S = 0.25
 """No call waits longer for the other side, so that an end is seen."""
 _PATIENCE_S = 1.5
 _TAIL_S = 0.2
-"""Something is sent for so much longer than is measured, so that the end of one is not the end of the other."""
+"""Sending lasts this much longer than measuring, so that the measurement does not include the end."""
 _PIECE = 256 * 1024
 _GO = b"\x01"
 
@@ -43,7 +43,7 @@ class Offer:
         self._closed = False
 
     def serve(self) -> Rate | None:
-        """How fast bytes came here; None where none were to come, or nobody came."""
+        """The rate of what arrived here; None if nothing was expected or nobody connected."""
         with self._server:
             self._link = self._accepted()
         if self._link is None or self._closed:
@@ -97,7 +97,7 @@ class Offer:
 
 
 def visit(address: str, port: int, secret: bytes, *, sends: bool, takes: bool, seconds: float) -> Rate | None:
-    """The side that comes; how fast bytes came here. OSError where nobody lets it in."""
+    """The side that connects. Returns the rate of what arrived here; OSError if it is not admitted."""
     with socket.create_connection((address, port), timeout=ACCEPT_S) as link:
         link.sendall(secret)
         if link.recv(1) != _GO:

@@ -1,8 +1,6 @@
-"""How fast collectives are, on the group of torch.distributed that is up; owns the measurement and its check.
+"""Measures collectives on the torch.distributed group that is up, and checks every result.
 
-It must not know how the processes were started, nor how rows are shown.
-
-Backends are measured in turn, repetition by repetition, so that what else goes on in the machine meets all alike.
+Backends are measured in turn, repetition by repetition, so that other work on the machine affects all alike.
 """
 
 from __future__ import annotations

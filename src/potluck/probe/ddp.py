@@ -1,6 +1,6 @@
-"""How fast a small GPT trains under stock DistributedDataParallel on the group that is up; owns the measurement.
+"""Measures how fast a small GPT trains under stock DistributedDataParallel on the group that is up.
 
-It must not know how the processes were started. The training is a user's: nothing of Potluck but the model.
+The training is a user's: only the model comes from Potluck.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Trained(Struct, frozen=True, kw_only=True):
     exposed_s: float | None
     """What a step takes longer than one without any exchange: the part that is not hidden behind backward."""
     loss: float
-    """Of the last step, averaged over the ranks."""
+    """Loss of the last step, averaged over the ranks."""
 
 
 def train(job: DdpJob, backend: str, link_bytes_per_s: float | None, where: str, group: Any = None) -> Trained:

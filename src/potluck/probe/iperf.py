@@ -1,7 +1,4 @@
-"""iperf3, where both machines have it: a second opinion on the bare link.
-
-Owns how it is started and read. It must not know how the two sides agreed to run it.
-"""
+"""Runs iperf3, where both machines have it: a second opinion on the bare link."""
 
 from __future__ import annotations
 

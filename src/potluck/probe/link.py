@@ -1,7 +1,4 @@
-"""What the link between ranks carries, so that a collective can be held against it; owns which link that is.
-
-It must not know of backends.
-"""
+"""Measures the slowest link between ranks, to compare a collective with it."""
 
 from __future__ import annotations
 

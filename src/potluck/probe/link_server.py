@@ -1,8 +1,7 @@
 """The probe that listens: answers another that came with its token, and measures with it, one visitor at a time.
 
-Owns its part of the messages in `spec/probe_messages.py`, over the encrypted transport. The visitor decides what is
-measured next; every size and time it names is bounded. A doctor or a guest that took this token for a doctor's or
-a host's is told that it is none.
+The visitor decides what is measured next; every size and time it names is bounded. `spec/probe_messages.py` has the
+messages. A doctor or a guest that came with this token is told that nothing for it runs here.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ from potluck.wire.token import local_addresses
 from potluck.wire.transport import HostSocket
 
 GRACE_S = 5.0
-"""A visitor that says nothing for so long after what it asked for makes room for the next."""
+"""A visitor that is silent for this long after its request makes room for the next."""
 _SENDING_S, _FULL_S = 0.05, 0.002
 ANY = "0.0.0.0"
 TO_LISTENER: Reader[ToListener] = Reader(get_args(ToListener))
@@ -216,7 +215,7 @@ class LinkServer:
     # -- other ways -------------------------------------------------------------------------------------
 
     def _where(self, asked: str) -> str:
-        """Where this machine listens: never elsewhere than where it was told to."""
+        """The addresses to listen on: only those that the user chose."""
         if self._bind != ANY:
             return self._bind
         return asked if asked in local_addresses() else ANY
@@ -261,7 +260,7 @@ def _is_of(flow: _Flow, guest: bytes, message: ProbePiece | ProbeTook | ProbeEnd
 
 
 def _result(future: Future[Rate | None]) -> Rate | None:
-    """Whatever went wrong on a visitor's bare connection must not end this listener."""
+    """A failure of a visitor's bare connection does not end this listener."""
     try:
         return future.result()
     except (OSError, ValueError):

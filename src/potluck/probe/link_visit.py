@@ -1,7 +1,6 @@
 """The probe that comes with a token: measures the link to the one that listens, path by path.
 
-Owns the visitor's part of the messages (`spec/probe_messages.py` lists them) and the order of the measurements. It
-must not know what a result is good for.
+`spec/probe_messages.py` has the messages.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ PING_S = 0.005
 """Between two round trips of an idle link."""
 LOADED_PING_S = 0.05
 IDLE_TIMES = 4
-"""The idle link is looked at so often, from beginning to end: jitter is that of the whole run."""
+"""Number of round trips over the whole measurement, so that jitter is that of all of it."""
 MOST_PATHS = 4
 MOST_SPEED_BYTES = 64 * 1024
 MOST_TEXT = 200
@@ -153,7 +152,7 @@ class Visit:
         return speed
 
     def in_a_moment(self, system: System, seconds: float, *, used: bool) -> ProbedPath:
-        """The rate each way, so many seconds each, and nothing else."""
+        """Only the rate of each direction, `seconds` each."""
         route = route_to(system, self.number)
         self._progress(f"{self.number}: how fast")
         out, _ = self._streamed(True, False, seconds)
@@ -292,7 +291,7 @@ class Visit:
         return (rate, None) if out else (None, rate)
 
     def _within(self, seconds: float) -> float:
-        """So long, or until the end."""
+        """`seconds`, or what is left until the end."""
         return max(LEAST_S, min(seconds, self._end - time.monotonic()))
 
     # -- messages ---------------------------------------------------------------------------------------
@@ -390,7 +389,7 @@ def _secret_in(message: FromListener) -> bytes | None:
 
 
 def speed_in(frames: Sequence[bytes | memoryview]) -> DeviceSpeed:
-    """What the other machine says of itself; what makes no sense is left out."""
+    """The other machine's report about itself, without impossible values."""
     unknown = DeviceSpeed(name="the other machine")
     if len(frames) != 1 or len(frames[0]) > MOST_SPEED_BYTES:
         return unknown

@@ -1,7 +1,7 @@
-"""Two doctors meet: one listens, one comes with its token; they exchange facts and try the way in both directions.
+"""Two doctors: one listens, one connects with its token. They exchange facts and test both directions.
 
-Owns when which of the messages in `spec/probe_messages.py` is sent, over the encrypted transport. A running host
-answers a doctor with `unknown`, which shows all the same that it is there and what gets through to it.
+`spec/probe_messages.py` has the messages. A running host answers a doctor with `unknown`, which still shows that it
+is there and what reaches it.
 """
 
 from __future__ import annotations
@@ -311,7 +311,7 @@ class Listener:
             case DoctorAsk():
                 self._send(peer, DoctorBulk(id=message.id), bytes(message.bytes))
             case DoctorBack():
-                # Only to where the visitor itself is: nobody can have this machine knock elsewhere.
+                # Only to the visitor's own address: nobody can have this machine connect elsewhere.
                 if _is_number(address) and len(self._tries) < 8:
                     future = self._pool.submit(tried, self._facts.name, address, message.port, timeout_s=BACK_S)
                     future.add_done_callback(lambda _: self._door.wake())

@@ -1,7 +1,4 @@
-"""How long opening a TCP connection takes: the round trip to a machine on which nothing of ours runs.
-
-Owns which port is knocked at. It sends nothing and must not know what listens there.
-"""
+"""Measures how long opening a TCP connection takes: the round trip to a machine without Potluck."""
 
 from __future__ import annotations
 

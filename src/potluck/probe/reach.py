@@ -1,7 +1,4 @@
-"""Tries to open TCP connections, all at once, and what came of each.
-
-Owns the deadline and the words for outcomes. It sends nothing and must not know what listens.
-"""
+"""Tries to open TCP connections, all at once, and reports the outcome of each. Sends nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from potluck.spec.facts import CONNECTED, DENIED, FAILED, NO_ROUTE, REFUSED, TIM
 
 TRY_S = 3.0
 COMMON_PORTS = (22, 80, 445, 5000, 29500)
-"""Where many machines listen, or at least refuse: any answer shows that the machine is there."""
+"""Ports on which many machines listen or at least refuse: any answer shows that the machine is there."""
 
 _OUTCOMES = {
     errno.ECONNREFUSED: REFUSED,

@@ -1,7 +1,4 @@
-"""How fast a device is: training a recipe, matrix products, its memory, copies to and from the host.
-
-Owns what is timed and for how long. It must not know any vendor, nor what the figures are used for.
-"""
+"""Measures a device: training a recipe, matrix products, its memory, copies to and from the host."""
 
 from __future__ import annotations
 
@@ -18,9 +15,10 @@ from torch import Tensor, nn
 from potluck.device import Device
 from potluck.errors import ConfigError
 from potluck.plan import models
+from potluck.spec.config import MEMORY_PART
 from potluck.spec.probed import DeviceSpeed
 from potluck.train.data import Loader, to_device
-from potluck.train.microbatch import MEMORY_PART, MicroBatch
+from potluck.train.microbatch import MicroBatch
 from potluck.train.recipes import Recipe
 from potluck.train.recipes.modes import compiled, precision
 from potluck.train.step import SavedBytes
@@ -30,10 +28,10 @@ TRAINING_PART, MATMUL_PART, MEMORY_TIME_PART = 0.6, 0.25, 0.15
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SMALLEST_MATRIX, LARGEST_MATRIX = 128, 8192
 ENOUGH_S = 0.02
-"""A product that takes so long is large enough: starting it does not count."""
+"""A product of this duration is large enough that starting it does not count."""
 COPIED_BYTES = 64 << 20
 MOST_MEMORY_PART = 0.125
-"""Of what is free, for a measurement's own tensors."""
+"""Share of the free memory for a measurement's own tensors."""
 MOST_SAMPLES = 64
 LEAST_RUNS = 3
 BUSY = 1.0
@@ -52,7 +50,7 @@ class Training:
 
 
 def measure(device: Device, training: Training, name: str, seconds: float, progress: Progress) -> DeviceSpeed:
-    """Everything about a device, in some such time; making the model and its data come on top."""
+    """All figures of a device, in about `seconds`, plus the time to make the model and its data."""
     busy = busy_note(psutil.getloadavg()[0], psutil.cpu_count() or 1)  # now: measuring is a load, too
     progress(f"preparing {training.recipe.name}")
     trained = _trained(device, training, TRAINING_PART * seconds, progress)
@@ -83,7 +81,7 @@ def measure(device: Device, training: Training, name: str, seconds: float, progr
 
 
 def busy_note(load: float, cores: int) -> str:
-    """A word about other programs, where they had more to do in the last minute than this machine has cores."""
+    """A note if other programs kept more cores busy in the last minute than this machine has."""
     if load <= BUSY * cores:
         return ""
     of = f"{cores} core{'s' * (cores > 1)}"
@@ -227,7 +225,7 @@ def _check_room(device: Device, planned: str, sequence: int | None) -> None:
 
 
 def matmul_flops_per_s(device: Device, dtype: torch.dtype, seconds: float) -> float | None:
-    """Of the largest square matrices for which there is time; None where this device cannot multiply such."""
+    """FLOP/s with the largest square matrices that fit the time; None if the device does not support the format."""
     end = time.monotonic() + seconds
     size, best = SMALLEST_MATRIX, 0.0
     room = MOST_MEMORY_PART * device.memory().free_bytes

@@ -1,6 +1,6 @@
-"""How much to send, how fast it arrives, how long round trips take: the arithmetic of a link's measurement.
+"""The arithmetic of a link's measurement: how much to send, how fast it arrives, round trips.
 
-PURE: it is told sizes and times, and must not know sockets or clocks.
+PURE: sizes and times are given.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from potluck.spec.probed import Rate, RoundTrips
 
 LEAST_PIECE, MOST_PIECE = 16 * 1024, 1024 * 1024
 PIECE_S = 0.004
-"""A piece takes some such time, within its bounds: a thin link is measured finely, a fast one at its best."""
+"""Duration of a piece, within its bounds: a thin link is measured finely, a fast one at full speed."""
 FIRST_WINDOW, MOST_WINDOW = 128 * 1024, 32 * 1024 * 1024
 WINDOW_S = 0.4
 """What may be on its way: so much of the rate. A link with a longer round trip is not filled, and a process that is
 held up for longer leaves a gap."""
 _SETTLED_S = 0.1
-"""A rate over less time than this says nothing: the first packets pass any shaper at once."""
+"""A rate over less time than this means nothing: the first packets pass any shaper at once."""
 
 SKIPPED_PART, MOST_SKIPPED_S = 0.25, 1.0
-"""The beginning does not count: TCP is still feeling its way."""
+"""The beginning does not count: TCP is still growing its window."""
 LATE_S = 0.3
 _BIN_S = 0.1
 _GRAIN_S = 0.005
@@ -47,7 +47,7 @@ class Window:
         return piece if self.sent - self.acked + piece <= window else 0
 
     def arrived(self, total: int) -> None:
-        """The other side has so much, in all. What it cannot have does not count."""
+        """The other side has this many bytes in total. More than was sent does not count."""
         self.acked = max(self.acked, min(total, self.sent))
 
 
@@ -58,7 +58,7 @@ class Meter:
         self._seconds = min(seconds, MOST_SECONDS)
         self.total = 0
         self._marks: list[tuple[float, int]] = []
-        """When so much was there; one in every few milliseconds."""
+        """(time, total bytes), one every few milliseconds."""
         self._ended = False
 
     def add(self, count: int, now: float) -> None:
@@ -117,7 +117,7 @@ def _amount_at(marks: Sequence[tuple[float, int]], when: float) -> float:
 
 
 def round_trips(seconds: Sequence[float]) -> RoundTrips | None:
-    """Of round trips in their order."""
+    """Statistics of round trips, given in their order."""
     if not seconds:
         return None
     ordered = sorted(seconds)
@@ -148,7 +148,7 @@ class Shares:
         self._one = seconds / (paths + 1)
 
     def of(self, part: str, *, used: bool) -> float:
-        """Of the idle pings in all, or of one direction."""
+        """Seconds for all idle pings, or for one direction."""
         weights = dict(self.PARTS)
         whole = weights["idle"] + self.DIRECTIONS * (weights["ours"] + weights["bare"])
         return max(self.LEAST_S, self._one * (2 if used else 1) * weights[part] / whole)

@@ -1,7 +1,4 @@
-"""How fast a bare TCP connection between two ranks is; owns that measurement, the yardstick for what we send.
-
-It must not know of backends: it is given a store through which the two ranks find each other.
-"""
+"""Measures a plain TCP connection between two ranks, which find each other through a store."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""How fast each address of another machine is, in a moment: what the doctor asks of the probe.
-
-Owns how long it may take. The measurement is `link_visit.Visit`; it must not know what the rates mean.
-"""
+"""Measures each address of another machine briefly, for the doctor."""
 
 from __future__ import annotations
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from rich.text import Text
+
 from potluck.report.curve import BLOCKS
 from potluck.report.line import Line, cut
 from potluck.report.screen import paragraph
+from potluck.report.table import table_lines
 from potluck.report.text import clean
 from potluck.spec.about import GPT_DEPTH, GPT_SEQUENCE, MachineFacts, RigFacts, codec_bytes
 from potluck.spec.rig import Machine, Rig
@@ -243,20 +246,13 @@ def _ratio(ratio: float | None) -> str:
 # -- the list -------------------------------------------------------------------------------------------
 
 
-def list_lines(rigs: Sequence[tuple[Rig, RigFacts]], width: int) -> list[Line]:
-    """One row per rig: its machines and the ideal speed-up."""
-    name = max([len("rig"), *(len(rig.name) for rig, _ in rigs)])
-    header = Line().cell("rig", name, _LABEL).add("  ").cell("machines", 8, _LABEL, right=True).add("  ")
-    header.cell("ideal", 7, _LABEL, right=True).add("  ").cell("grad/step", 9, _LABEL, right=True)
-    lines = [header.add("  ").add("about", _LABEL)]
+def list_lines(rigs: Sequence[tuple[Rig, RigFacts]], width: int | None) -> list[Line]:
+    """One row per rig: its machines and the ideal speed-up. None: as wide as it is, for a pipe."""
+    rows = []
     for rig, facts in rigs:
         ratios = [m.gradient_ratio for m in facts.machines if m.gradient_ratio is not None]
-        row = Line().cell(rig.name, name, "bold").add("  ").cell(str(len(rig.machines)), 8, right=True).add("  ")
         ideal = "–" if facts.ideal_speedup is None else f"{facts.ideal_speedup:.3f}×"
         ratio = f"{max(ratios):.2f}" if ratios else "–"
-        row.cell(ideal, 7, right=True).add("  ").cell(ratio, 9, right=True).add("  ")
-        about = paragraph(clean(rig.about), width - row.width)
-        indent = row.width
-        lines.append(row.join(about[0]))
-        lines += [Line(" " * indent).join(line) for line in about[1:]]
-    return [line.cropped(width) for line in lines]
+        rows.append((Text(rig.name, "bold"), str(len(rig.machines)), ideal, ratio, clean(rig.about)))
+    header = ("rig", "machines", "ideal", "grad/step", "about")
+    return table_lines(header, rows, right=(1, 2, 3), rule=False, wrapped=4, width=width)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rich.text import Text
+
 from potluck.report.line import Line
 from potluck.report.screen import paragraph
+from potluck.report.table import table_lines
 from potluck.report.text import clean
 from potluck.spec import collectives
 from potluck.spec.probed import DeviceSpeed, Probed, ProbedPath, Rate, RoundTrips, Way
@@ -13,8 +16,6 @@ from potluck.units import UNKNOWN, bits_text, bytes_text, count_text, percent_te
 
 _INDENT = 16
 _LABEL = "dim"
-_COLUMNS = (19, 21, 14, 14, 10)
-"""Widths of the columns in the table of rates: direction, ours, bare, iperf3, ratio."""
 _GOOD, _FAIR = 0.9, 0.6
 _EXPLAINED = "busbw: what each rank must have sent at the least. bound: the time of a perfect ring over that link"
 
@@ -145,21 +146,15 @@ def _round_trips(trips: RoundTrips) -> str:
 
 def _rates(ways: list[tuple[str, Way]]) -> Iterator[Line]:
     iperf = any(way.iperf3 is not None for _, way in ways)
-    heads = ("", "potluck, encrypted", "bare TCP", "iperf3", "of bare")
-    yield _cells(heads, iperf, _LABEL, _LABEL)
+    header = ("", "potluck, encrypted", "bare TCP", *(("iperf3",) if iperf else ()), "of bare")
+    rows: list[tuple[str | Text, ...]] = []
     for label, way in ways:
         ratio = _ratio(way)
-        texts = (label, _rate(way.ours), _rate(way.bare, spread=False), _rate(way.iperf3, spread=False))
         style = "" if ratio is None else "green" if ratio >= _GOOD else "yellow" if ratio >= _FAIR else "red"
-        yield _cells((*texts, percent_text(ratio)), iperf, "bold", style)
-
-
-def _cells(texts: tuple[str, ...], iperf: bool, style: str, last: str) -> Line:
-    line = Line("  ")
-    for number, (text, width) in enumerate(zip(texts, _COLUMNS)):
-        if number != 3 or iperf:
-            line.cell(text, width, ("", style, "", "", last)[number], right=number > 0)
-    return line.trimmed()
+        rates = [_rate(way.bare, spread=False), *([_rate(way.iperf3, spread=False)] if iperf else [])]
+        rows.append((label, Text(_rate(way.ours), "bold"), *rates, Text(percent_text(ratio), style)))
+    for line in table_lines(header, rows, right=range(1, 5), rule=False):
+        yield Line("  ").join(line)
 
 
 def _rate(rate: Rate | None, *, spread: bool = True) -> str:

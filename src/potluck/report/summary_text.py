@@ -69,13 +69,9 @@ def _fleet_facts(s: Summary) -> list[tuple[str, str]]:
         facts.append(("recovery", f"{s.recovery:.2f} of what the guests could add"))
     waited = f"{seconds_text(s.wait_s)} ({s.wait_s / s.seconds if s.seconds else 0.0:.1%} of the time)"
     facts.append(("host", f"waited {waited}, updates took {seconds_text(s.update_s)}"))
-    each = max(s.steps, 1)
-    facts.append(
-        (
-            "wire",
-            f"{wire_text(s.bytes_up, s.bytes_down)} ({bytes_text((s.bytes_up + s.bytes_down) / each)} a step)",
-        )
-    )
+    if s.bytes_up or s.bytes_down:
+        each = bytes_text((s.bytes_up + s.bytes_down) / max(s.steps, 1))
+        facts.append(("wire", f"{wire_text(s.bytes_up, s.bytes_down)} ({each} a step)"))
     return facts
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Collection, Mapping, Sequence
+from typing import Literal
 
 from rich.console import Console
 from rich.segment import Segment
@@ -19,23 +20,27 @@ _MOST_RULE = 100
 
 def table_lines(
     header: Sequence[str],
-    rows: Sequence[Sequence[str]],
+    rows: Sequence[Sequence[str | Text]],
     *,
     right: Collection[int] = (),
     styles: Mapping[int, str] | None = None,
     rule: bool = True,
+    wrapped: int | None = None,
+    width: int | None = None,
 ) -> list[Line]:
-    """The header, a rule below it and the rows; no cell is cut or wrapped.
+    """The header, a rule below it and the rows. No cell is cut; beyond `width` the column `wrapped` is wrapped.
 
-    `right`: columns aligned to the right. `styles`: style of a row, by its number.
+    `right`: columns aligned to the right. `styles`: style of a row, by its number. A cell with a style is a `Text`.
     """
     table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style=_HEADER)
     for number, name in enumerate(header):
-        table.add_column(Text(name), justify="right" if number in right else "left", no_wrap=True)
+        justify: Literal["left", "right"] = "right" if number in right else "left"
+        table.add_column(Text(name), justify=justify, no_wrap=number != wrapped, overflow="fold")
     for number, row in enumerate(rows):
-        table.add_row(*(Text(cell) for cell in row), style=(styles or {}).get(number))
-    # The width is that of a page without an edge: who shows the lines crops them.
-    console = Console(file=io.StringIO(), width=100_000, legacy_windows=False)
+        cells = (cell if isinstance(cell, Text) else Text(cell) for cell in row)
+        table.add_row(*cells, style=(styles or {}).get(number))
+    # Without a given width that of a page without an edge: the caller crops the lines.
+    console = Console(file=io.StringIO(), width=width or 100_000, legacy_windows=False)
     lines = [_line(segments) for segments in console.render_lines(table, pad=False)]
     if rule:
         lines.insert(1, Line("─" * min(max(line.width for line in lines), _MOST_RULE), _HEADER))

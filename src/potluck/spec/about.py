@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
+from potluck.spec.fleet import FP32_BYTES
 from potluck.spec.rig import Machine, Rig, Workload
 
 GPT_DEPTH = 2
@@ -18,7 +19,6 @@ GPT_SEQUENCE = 128
 _GPT_VOCABULARY = 256
 _GPT_HEAD_SIZE = 64
 _CNN_WIDTH = 32
-_FP32_BYTES = 4
 _BYTES = {"none": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1 + 2 / 128, "int4": 0.5 + 2 / 128}
 """Bytes per parameter of each codec; int8 and int4 have a scale of two bytes for every 128 values."""
 _TOPK_BYTES = 6.0
@@ -75,7 +75,7 @@ def parameters(workload: Workload) -> int:
 
 def gradient_bytes(workload: Workload) -> int:
     """Bytes of all gradients in fp32."""
-    return _FP32_BYTES * parameters(workload)
+    return FP32_BYTES * parameters(workload)
 
 
 def codec_bytes(codec: str) -> float:
@@ -83,7 +83,7 @@ def codec_bytes(codec: str) -> float:
     family, _, ratio = codec.partition(":")
     if family == "topk":
         return _TOPK_BYTES * float(ratio or _TOPK_RATIO)
-    return _BYTES.get(family, float(_FP32_BYTES))
+    return _BYTES.get(family, float(FP32_BYTES))
 
 
 def link_mbit(rig: Rig, machine: Machine) -> float | None:
@@ -192,7 +192,7 @@ def _machine_facts(rig: Rig, machine: Machine) -> MachineFacts:
         relative_speed=None if seconds is None or host_s is None else host_s / seconds,
         link_mbit=link_mbit(rig, machine) if machine.name != rig.host.name else machine.link_mbit,
         gradient_ratio=ratio,
-        coded_ratio=None if ratio is None else ratio * codec_bytes(rig.workload.codec) / _FP32_BYTES,
+        coded_ratio=None if ratio is None else ratio * codec_bytes(rig.workload.codec) / FP32_BYTES,
     )
 
 

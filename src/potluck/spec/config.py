@@ -10,6 +10,10 @@ from potluck.checked import Natural, Positive
 
 MOST_GUESTS = 64
 """The most guests that one host admits."""
+MEMORY_PART = 0.5
+"""The share of the free memory that activations may fill."""
+MOST_MICRO_BATCH = 256
+"""The most samples that a machine computes at once, however much memory it has."""
 
 
 class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,7 +40,7 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     wait_s: Annotated[float, Meta(ge=0)] = 120.0
     """Seconds to wait for these guests."""
     replica: Literal["auto", "device", "host"] = "auto"
-    """Where the host keeps its copy of the guests' weights, 4 bytes per parameter: on its device, or in host memory
+    """Place of the host's copy of the guests' weights, 4 bytes per parameter: on its device, or in host memory
     (which auto chooses on a GPU)."""
     checkpoint_every: Natural = 50
     """Steps between two checkpoints; 0 for only one at the end."""

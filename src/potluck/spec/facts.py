@@ -39,7 +39,7 @@ class Interface(Struct, frozen=True, kw_only=True):
 
 
 class Route(Struct, frozen=True, kw_only=True):
-    """Where packets to an address leave this machine."""
+    """The route of packets to an address."""
 
     to: str
     interface: str | None

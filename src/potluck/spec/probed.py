@@ -116,7 +116,7 @@ class Probed(Struct, frozen=True, kw_only=True):
     paths: tuple[ProbedPath, ...] = ()
     """The used one first."""
     collectives: tuple[CollectiveRow, ...] = ()
-    """Of the group that this probe was a rank of."""
+    """Rows of the group in which this probe was a rank."""
     link_kind: str = ""
     """Kind of the slowest link between the ranks: memory or tcp."""
     measured: tuple[Measured, ...] = ()

@@ -1,19 +1,16 @@
-"""The run folder: where a run's files lie and how its manifest is written and read.
+"""The run folder: the paths of a run's files, its lock, and how its manifest is written and read.
 
-Owns paths and the manifest. It knows no training.
-
-    runs/<id>/manifest.json    the resolved config, versions and machines
-              events.jsonl     every step and every notable event
-              checkpoints/     the last two checkpoints
-              keys.json        the run's keys (0600), so that the same token holds after a restart
-              token            what guests type (0600)
-              .lock            held by the process that trains here
+runs/<id>/manifest.json    the resolved config, versions and machines
+          events.jsonl     every step and every notable event
+          checkpoints/     the last two checkpoints
+          keys.json        the run's keys (0600), so that the same token holds after a restart
+          token            what guests type (0600)
+          .lock            held by the process that trains here
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import secrets
 import sys
@@ -22,11 +19,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from potluck import durable
+import msgspec
+
+from potluck import checked, durable
 from potluck.errors import RunFolderError
 from potluck.failpoints import hit
+from potluck.spec.manifest import Manifest
 
 MANIFEST = "manifest.json"
 LOCK = ".lock"
@@ -71,8 +70,8 @@ class RunFolder:
                 )
             yield
 
-    def write_manifest(self, manifest: dict[str, Any]) -> None:
-        text = json.dumps(manifest, indent=2, default=str)
+    def write_manifest(self, manifest: Manifest) -> None:
+        text = checked.to_json(manifest, indent=2)
         try:
             durable.replace(self.path / MANIFEST, text + "\n", what="manifest")
         except OSError as error:
@@ -84,9 +83,10 @@ class RunFolder:
         except OSError as error:
             raise _unwritable(self.path, error) from error
 
-    def read_manifest(self) -> dict[str, Any]:
+    def read_manifest(self) -> Manifest:
+        path = self.path / MANIFEST
         try:
-            manifest = json.loads((self.path / MANIFEST).read_text(encoding="utf-8"))
+            return msgspec.json.decode(path.read_bytes(), type=Manifest)
         except FileNotFoundError as error:
             raise RunFolderError(
                 f"{self.path} is not a run: it has no {MANIFEST}",
@@ -94,20 +94,13 @@ class RunFolder:
             ) from error
         except OSError as error:
             raise RunFolderError(
-                f"{self.path / MANIFEST} cannot be read: {error.strerror or error}", hint="check its permissions"
+                f"{path} cannot be read: {error.strerror or error}", hint="check its permissions"
             ) from error
-        except ValueError as error:
-            raise self._damaged(f"it ends too early or was changed ({error})") from error
-        if not isinstance(manifest, dict) or not isinstance(manifest.get("config"), dict):
-            raise self._damaged("it is not the manifest of a run")
-        return manifest
-
-    def _damaged(self, why: str) -> RunFolderError:
-        return RunFolderError(
-            f"{self.path / MANIFEST} is damaged: {why}",
-            hint="bring the file back from a copy of the run folder, or start a new run; without it nobody knows "
-            "what this run trained",
-        )
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise RunFolderError(
+                f"{path} is damaged: {error}",
+                hint="bring the file back from a copy of the run folder, or start a new run",
+            ) from None
 
 
 def new_folder(runs: Path, what: str) -> RunFolder:

@@ -21,8 +21,8 @@ from potluck.balance.leases import Least
 from potluck.balance.ledger import Ledger
 from potluck.errors import LoopError, NonFiniteError, RunFolderError
 from potluck.failpoints import hit
+from potluck.hub.actions import CommonBatch
 from potluck.hub.alone import AloneHub
-from potluck.hub.checks import CommonBatch
 from potluck.hub.host import HostHub
 from potluck.hub.parity import Reference, Sketch, sketch
 from potluck.hub.tensors import ModelTensors
@@ -413,7 +413,8 @@ class HostTrainer:
         # Before the guests' parts are added to it: they are measured by it.
         own = own_norm(self._trained) if self._hub.members() else None
         whole = self._p.ledger.global_batch
-        result, guests_loss = self._hub.end_step()
+        result = self._hub.end_step()
+        guests_loss = result.guests_loss_sum
         options, samples = self._p.options, self._own_samples
         total = None if self._ranks is None else self._sum_of_ranks(step, guests_loss, whole)
         norm = prepare_gradients(step.number, self._trained, options, self._p.model, whole)

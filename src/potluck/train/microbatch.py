@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from potluck.spec.config import MEMORY_PART, MOST_MICRO_BATCH
+
 WORTH = 0.95
 """A doubling must bring the time a sample takes to this part of it, or the search is over."""
 SAME = 1.03
@@ -17,13 +19,9 @@ TRIALS = 2
 """Measurements of each size; the fastest counts."""
 MISSES = 8
 """After so many micro-batches in a row of another size (half, or larger) the search ends."""
-MOST = 256
-"""No machine is asked for more at once, however much memory it has."""
 FIRST_OF_MANY = 8
 """The first micro-batch of a model with batch statistics: it tells what a sample takes of the memory, and the
 second has all that fit. More could be too much for a small device before anything is known."""
-MEMORY_PART = 0.5
-"""Activations may fill this part of what is free."""
 
 
 @dataclass(slots=True)
@@ -56,7 +54,7 @@ class MicroBatch:
         """The largest size that fits, where a large one hides more of the network than it costs."""
         if self.fixed is not None or self.free_bytes is None or not self._bytes_per_sample:
             return self.size()
-        return max(self.size(), min(MOST, self._fitting()))
+        return max(self.size(), min(MOST_MICRO_BATCH, self._fitting()))
 
     @property
     def searching(self) -> bool:
@@ -96,12 +94,12 @@ class MicroBatch:
             self.settled = self._now
 
     def _all_that_fit(self) -> None:
-        """Go to the largest size; beyond `MOST` only where that is faster, which the search finds out."""
-        most = min(self.limit, MOST)
+        """Go to the largest size that fits; beyond MOST_MICRO_BATCH only if the search finds that faster."""
+        most = min(self.limit, MOST_MICRO_BATCH)
         if self.free_bytes is not None and self._bytes_per_sample:
             most = min(most, self._fitting())
         self._now = max(self._now, most)
-        if self._now < MOST or self._now == self.limit:
+        if self._now < MOST_MICRO_BATCH or self._now == self.limit:
             self.settled = self._now
 
     def _decide(self) -> None:

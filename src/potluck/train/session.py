@@ -6,18 +6,19 @@ what lies above it: a view that shows events, and something that starts guests o
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-import msgspec
+from msgspec import structs
 
 from potluck.device import Device, pick, pick_for_rank
 from potluck.env import Environment
@@ -27,6 +28,7 @@ from potluck.limits import usable_cores
 from potluck.sinks import guarded
 from potluck.spec.config import RunConfig
 from potluck.spec.events import GuestJoined, RunEvent, RunNote, StrangerRefused
+from potluck.spec.manifest import MachineEntry, Manifest, RecipeEntry
 from potluck.spec.messages import Source
 from potluck.train import ranks
 from potluck.train.context import ALONE, HOST, RANK, Admission, RunContext
@@ -55,8 +57,8 @@ class RunSpec:
     config: RunConfig
     what: str
     """The recipe's or the script's name."""
-    recipe: dict[str, Any] = field(default_factory=dict)
-    """The recipe's name and config; empty for a script."""
+    recipe: RecipeEntry | None = None
+    """None for a script."""
     source: Source | None = None
     """What guests run."""
     files: tuple[bytes, ...] = ()
@@ -75,6 +77,9 @@ class RunSpec:
 
 class Session:
     """One run's life: open from `__enter__` to `__exit__`, or to `close`."""
+
+    context: RunContext
+    """The run as its loop sees it, from `__enter__` on."""
 
     def __init__(
         self,
@@ -97,9 +102,7 @@ class Session:
         self._closing = ExitStack()
         self.closed = False
         self._lock = threading.RLock()
-        self._joined: dict[str, dict[str, Any]] = {}
-
-    context: RunContext
+        self._joined: dict[str, MachineEntry] = {}
 
     @property
     def folder(self) -> RunFolder:
@@ -209,7 +212,7 @@ class Session:
     def _seen(self, event: RunEvent) -> None:
         """Show an event, and remember who took part."""
         if isinstance(event, GuestJoined):
-            self._joined[event.machine] = {"name": event.machine, "role": "guest", "device": event.device}
+            self._joined[event.machine] = MachineEntry(name=event.machine, role="guest", device=event.device)
         self._view.event(event)
 
     # -- while it runs ----------------------------------------------------------------------------------
@@ -218,7 +221,7 @@ class Session:
         """What guests run, where that is not known before the training begins."""
         assert self.context.admission is not None
         self.context.admission = replace(self.context.admission, source=source, files=files)
-        self.folder.write_manifest({**self.folder.read_manifest(), "source": msgspec.to_builtins(source)})
+        self.folder.write_manifest(structs.replace(self.folder.read_manifest(), source=source))
 
     @contextmanager
     def signals(self) -> Iterator[None]:
@@ -254,9 +257,9 @@ class Session:
     def _add_machines(self, folder: RunFolder) -> None:
         if not self._joined:
             return
-        content = folder.read_manifest()
-        known = [m for m in content["machines"] if m["name"] not in self._joined]
-        folder.write_manifest({**content, "machines": [*known, *self._joined.values()]})
+        manifest = folder.read_manifest()
+        known = [machine for machine in manifest.machines if machine.name not in self._joined]
+        folder.write_manifest(structs.replace(manifest, machines=(*known, *self._joined.values())))
 
 
 def machine_name(config: RunConfig, environment: Environment) -> str:
@@ -322,21 +325,19 @@ def _has_anything(folder: RunFolder) -> bool:
     return told or any(folder.checkpoints.iterdir())
 
 
-def _manifest(context: RunContext, spec: RunSpec) -> dict[str, Any]:
+def _manifest(context: RunContext, spec: RunSpec) -> Manifest:
     """What the run folder says of the run before it starts."""
-    content: dict[str, Any] = {
-        "what": spec.what,
-        "config": msgspec.to_builtins(spec.config),
-        "recipe": spec.recipe,
-        "source": msgspec.to_builtins(spec.source),
-        "versions": versions(),
-        "machines": [{"name": context.name, "role": context.role, "device": context.device.label}],
-        "command": "host" if spec.role == HOST and not spec.guests else "train",
-        "guests": spec.guests,
-    }
-    if context.admission is not None:
-        content["port"] = context.admission.socket.port
-    return content
+    return Manifest(
+        what=spec.what,
+        command="host" if spec.role == HOST and not spec.guests else "train",
+        config=spec.config,
+        recipe=spec.recipe,
+        source=spec.source,
+        versions=versions(),
+        machines=(MachineEntry(name=context.name, role=context.role, device=context.device.label),),
+        guests=spec.guests,
+        port=context.admission.socket.port if context.admission is not None else None,
+    )
 
 
 def _admission(stack: ExitStack, spec: RunSpec, folder: RunFolder, log: EventLog) -> Admission:
@@ -345,7 +346,7 @@ def _admission(stack: ExitStack, spec: RunSpec, folder: RunFolder, log: EventLog
     port = config.port
     if folder.keys.exists():
         keys = load_keys(folder.keys)
-        port = port or int(folder.read_manifest().get("port", 0))
+        port = port or folder.read_manifest().port or 0
     else:
         keys = spec.keys or new_keys()
         save_keys(folder.keys, keys)
@@ -411,10 +412,20 @@ def _handled(on_signal: Callable[[int, Any], None]) -> Iterator[None]:
     numbers = [signal.SIGINT, signal.SIGTERM]
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         numbers.append(signal.SIGHUP)  # with nohup it outlives its terminal
-    before = {n: signal.signal(n, on_signal) for n in numbers}
+    owner = os.getpid()
+
+    def handler(number: int, frame: Any) -> None:
+        if os.getpid() == owner:
+            on_signal(number, frame)
+        elif number != signal.SIGINT:  # in a forked child: Ctrl-C is its parent's affair, the others are for it
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    before = {n: signal.signal(n, handler) for n in numbers}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            if signal.getsignal(number) is on_signal:
-                signal.signal(number, handler)
+        for number, previous in before.items():
+            if signal.getsignal(number) is handler:
+                with suppress(ValueError):  # a generator may be closed by another thread, which may not
+                    signal.signal(number, previous)

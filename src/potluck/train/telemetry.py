@@ -11,10 +11,10 @@ import msgspec
 import torch
 
 from potluck._version import __version__
+from potluck.hub.actions import StepResult
 from potluck.hub.alone import AloneHub
 from potluck.hub.host import HostHub
 from potluck.hub.members import Member
-from potluck.hub.stepping import StepResult
 from potluck.hub.tensors import ModelTensors
 from potluck.spec.events import MachineFigures, RunEnded, RunStarted, StepEnded
 from potluck.train.batch_statistics import BatchStatistics, StatisticsNotice

@@ -187,7 +187,7 @@ def _why(error: Exception) -> str:
 
 def cut(frames: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
     """The parts in which these frames are sent to a host; nothing is copied."""
-    _check(frames[1:])
+    _check_sizes(frames, first=0)
     views = list(map(_view, frames))
     if all(len(view) <= PART_BYTES for view in views):
         return list(frames)
@@ -268,9 +268,13 @@ def _too_deep(value: Any) -> bool:
     return True
 
 
-def _check(frames: Sequence[bytes | memoryview], first: int = 1) -> None:
+def _check(frames: Sequence[bytes | memoryview]) -> None:
     if len(frames) > MAX_FRAMES:
         raise WireError(f"a message with {len(frames)} frames, at most {MAX_FRAMES} are taken")
+    _check_sizes(frames, first=1)
+
+
+def _check_sizes(frames: Sequence[bytes | memoryview], *, first: int) -> None:
     for number, frame in enumerate(frames, first):
         size = _view(frame).nbytes
         if size > MAX_FRAME_BYTES:

@@ -1,6 +1,6 @@
-"""Firewalls of this machine, read from the outputs of their own commands.
+"""Reads this machine's firewalls from the output of their own commands.
 
-Owns the parsing. It must not know what to do about them. What needs rights that this user lacks is left out.
+What this user lacks the rights to read is left out.
 """
 
 from __future__ import annotations

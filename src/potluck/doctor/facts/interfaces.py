@@ -1,7 +1,4 @@
-"""Interfaces, routes and neighbours of this machine.
-
-Owns how each system names its kinds of interface. It must not know which one is right.
-"""
+"""Interfaces, routes and neighbours of this machine, on each operating system."""
 
 from __future__ import annotations
 
@@ -88,7 +85,7 @@ def family_of(address: str) -> socket.AddressFamily:
 
 
 def route_to(system: System, address: str) -> Route | None:
-    """Where packets to an address leave. Connecting UDP only looks at routes; nothing is sent."""
+    """The route to an address. Connecting UDP only looks at routes; nothing is sent."""
     with socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, 9))

@@ -1,7 +1,4 @@
-"""What earlier runs left on this machine: processes that nobody waits for, and checkpoints.
-
-Owns how they are recognised. It ends and removes nothing.
-"""
+"""Finds what earlier runs left on this machine: orphaned processes and checkpoints. Ends and removes nothing."""
 
 from __future__ import annotations
 

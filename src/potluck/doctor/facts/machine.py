@@ -1,7 +1,4 @@
-"""The facts of this machine, collected: the doctor's eyes.
-
-Owns what is collected, in which time. It must not know what any of it means.
-"""
+"""Collects all facts about this machine, within a deadline."""
 
 from __future__ import annotations
 

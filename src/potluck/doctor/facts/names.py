@@ -1,7 +1,4 @@
-"""The hosts file, the resolver and its speed, and ports.
-
-Owns how they are asked, with deadlines. It must not know what is good or bad about the answers.
-"""
+"""The hosts file, the resolver and its speed, and ports, each read with a deadline."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What is installed: torch and what it is built for, GPUs and their drivers, power settings.
-
-Owns where each system keeps these. It must not know what is good or bad about them.
-"""
+"""What is installed: torch and what it is built for, GPUs and their drivers, power settings."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
-"""Whether the machines of a cluster file can be entered without a password.
+"""Tries to log in to the machines of a cluster file without a password. Runs one harmless command there.
 
-Owns the file's hosts and the one harmless command that is run there. It starts no training.
-
-    [[machine]]
-    ssh = "you@192.168.1.7"
-    python = "/home/you/.venv/bin/python"    # optional
+[[machine]]
+ssh = "you@192.168.1.7"
+python = "/home/you/.venv/bin/python"    # optional
 """
 
 from __future__ import annotations

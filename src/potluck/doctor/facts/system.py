@@ -1,6 +1,6 @@
-"""The system as a source of facts: files, commands and variables, each bounded in time and size.
+"""Access to files, commands and variables of the system, each bounded in time and size.
 
-Owns how they are asked, so that tests can put recorded answers in their place. It must not know what they mean.
+Tests replace it by recorded answers.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The files of faults that come with Potluck, and how one is found by name or by path. It strikes nobody.
+"""The built-in files of faults, found by name or by path.
 
     sleepy-laptop   falls asleep twice, once only briefly
     bad-wifi        a link that is slow, late, silent and reset
     power-cut       a guest that is killed and started again
 
-Each is a TOML file beside this one; it strikes the rig's first guest.
+Each is a TOML file beside this one. Its faults affect the rig's first guest.
 """
 
 from __future__ import annotations

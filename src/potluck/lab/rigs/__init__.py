@@ -1,4 +1,4 @@
-"""The rigs that come with Potluck, and how a rig is found by name or by path. It emulates nothing.
+"""The built-in rigs, found by name or by path.
 
     home-pair       a host and a guest a quarter as fast
     desk-and-mac    the question everyone asks

@@ -1,0 +1,56 @@
+"""What the guests are sent of the replica: owns where each piece stands. PURE."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from potluck.hub.actions import Action, ReadPart, Send
+from potluck.hub.feed import NOTHING, PieceState
+from potluck.hub.inputs import PartRead
+from potluck.hub.members import Member
+from potluck.spec.messages import ChangeMessage, TensorMessage, WholeMessage
+
+
+class Feeding:
+    """Sends every guest what its `Feed` says is next."""
+
+    def __init__(self, *, pieces: int, members: Mapping[str, Member]) -> None:
+        self.pieces = [PieceState(NOTHING, NOTHING, 0, 0)] * pieces
+        self._members = members
+
+    def coded(self, version: int) -> bool:
+        """Whether all pieces are at the weights' version."""
+        return all(piece.version == version for piece in self.pieces)
+
+    def pump(self, member: Member) -> list[Action]:
+        """Send this guest what it lacks, as far as its credit goes."""
+        actions: list[Action] = []
+        while (item := member.feed.next(self.pieces)) is not None:
+            if item.kind != "change":
+                part = member.feed.tensors[0] if item.kind == "tensor" else None
+                member.feed.asked(item)
+                actions.append(ReadPart(guest=member.id, item=item, part=part))
+                continue
+            piece = self.pieces[item.index]
+            change = ChangeMessage(piece=item.index, base=piece.base, version=piece.version)
+            actions.append(Send(guest=member.id, message=change, frames=(piece.change,)))
+            member.feed.change_sent(item, piece.version)
+            self._release(item.index, piece.version)
+        return actions
+
+    def read(self, member: Member, read: PartRead) -> list[Action]:
+        """Something whole was read for this guest: send it."""
+        message: TensorMessage | WholeMessage
+        if read.part is not None:
+            message = TensorMessage(name=read.part.name, start=read.part.start)
+        else:
+            message = WholeMessage(piece=read.item.index, version=read.version)
+        member.feed.answered(read.item, read.version)
+        return [Send(guest=member.id, message=message, frames=(read.payload,))]
+
+    def _release(self, index: int, version: int) -> None:
+        """Drop a coded change that every guest it is meant for has been sent: its memory is needed."""
+        fed = [m.feed for m in self._members.values() if m.feed.open]
+        if all(feed.have[index] == version for feed in fed):
+            piece = self.pieces[index]
+            self.pieces[index] = PieceState(NOTHING, version, piece.change_bytes, piece.whole_bytes)
