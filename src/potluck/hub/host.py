@@ -47,7 +47,7 @@ class HubParts:
     welcome: Callable[[str], tuple[WelcomeMessage, tuple[bytes, ...]]]
     """The welcome for a guest of this name, and the script's files."""
     fetch: Callable[[Sequence[int]], Any]
-    """The collated batch of these samples of the data set."""
+    """The collated batch of these positions; None if their step is over."""
     emit: Callable[[RunEvent], None]
     early: Sequence[tuple[bytes, Sequence[Any]]] = ()
     """Messages that arrived before there was a hub."""
@@ -374,10 +374,10 @@ class HostHub:
 
     def _load(self, action: act.SendSamples) -> None:
         with self._lock:
-            samples = self._protocol.samples_for(action.guest, action.lease, action.positions)
-        if samples is None:
-            return  # the lease is over
-        batch = self._parts.fetch(samples)
+            held = self._protocol.holds(action.guest, action.lease)
+        batch = self._parts.fetch(action.positions) if held else None
+        if batch is None:
+            return  # the lease or its step is over
         try:
             tree, frames = pack_tree(batch)
         except LoopError as error:
