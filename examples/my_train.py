@@ -8,7 +8,7 @@ That prints the line to type on the other machines, `potluck join TOKEN`. They n
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import potluck
 
@@ -33,7 +33,8 @@ run = potluck.start()
 model = build().to(run.device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
-for step in run.steps(model, optimizer, dataset, global_batch=200, steps=300, clip_norm=1.0):
+loader = DataLoader(dataset, batch_size=200, shuffle=True)
+for step in run.steps(model, optimizer, loader, epochs=10, clip_norm=1.0):
     for points, labels in step:
         step.backward(F.cross_entropy(model(points), labels))
 

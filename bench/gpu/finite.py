@@ -80,7 +80,7 @@ class Loop:
         self.optimizers[kind].step()
 
     def checked(self, kind: str, buffers: Buffers) -> None:
-        norm = prepare_gradients(0, self.trained, self.options, self.model)
+        norm = prepare_gradients(0, self.trained, self.options, self.model, self.options.usual_batch)
         finite = norm.isfinite()
         self.updates[kind].make(finite, buffers)
         self.device.to_host_later(torch.stack([norm.float(), finite.float()]))

@@ -18,7 +18,7 @@ def computed(model: nn.Module, value: float) -> torch.Tensor:
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, value)
     options = Options(global_batch=4, clip_norm=1.0)
-    return prepare_gradients(1, list(model.parameters()), options, model).isfinite()
+    return prepare_gradients(1, list(model.parameters()), options, model, 4).isfinite()
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD])

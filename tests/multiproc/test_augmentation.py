@@ -20,7 +20,7 @@ EVERY_KIND = ["random", "numpy", "torch"]
 """One run with all of them: it fails where any of them is not the same on host and guest."""
 CASES: dict[str, list[str]] = {
     "sent": ["--read", *EVERY_KIND, "--body", *EVERY_KIND, "--dropout", "0.5"],
-    "local": ["--read", *EVERY_KIND, "--body", "torch", "--data", "local"],
+    "local": ["--read", *EVERY_KIND, "--body", "torch", "--data", "local", "--workers", "2"],
     "own": ["--body", "own"],
 }
 MATCHED = ["sent", "local"]

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
 
 import potluck
 
@@ -42,7 +43,7 @@ def cropped(image: Tensor, kinds: Sequence[str]) -> Tensor:
     return image
 
 
-class Data:
+class Data(Dataset[tuple[Tensor, Tensor]]):
     """Blurred images with a label, cropped where they are read."""
 
     def __init__(self, kinds: Sequence[str]) -> None:
@@ -80,6 +81,7 @@ def main() -> None:
     )
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--data", default="sent")
+    parser.add_argument("--workers", type=int, default=0, help="processes that read")
     options = parser.parse_args()
     run = potluck.start()
     torch.manual_seed(3)
@@ -89,7 +91,8 @@ def main() -> None:
     if run.is_guest and "SPOIL" in os.environ:
         spoil(model, os.environ["SPOIL"])
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    for step in run.steps(model, optimizer, Data(options.read), global_batch=BATCH, data=options.data):
+    loader = DataLoader(Data(options.read), batch_size=BATCH, shuffle=True, num_workers=options.workers)
+    for step in run.steps(model, optimizer, loader, data=options.data):
         for images, labels in step:
             images.mul_(1.5)  # in place, as augmentation often is
             images = torch.stack([cropped(image, options.body) for image in images])

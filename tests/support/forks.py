@@ -36,6 +36,7 @@ IMPORTED = (
     "potluck.cli.join",
     "potluck.cli.train",
     "potluck.fleet.script",
+    "potluck.hosting",
     "potluck.report.guest_view",
     "potluck.train.recipes.gpt",
     "potluck.train.run",

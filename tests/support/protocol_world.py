@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, get_args
 
-from potluck.balance.ledger import Ledger
+from potluck.balance.ledger import EpochSteps, Ledger
 from potluck.errors import WireError
 from potluck.hub import actions as act
 from potluck.hub import inputs
@@ -47,7 +47,7 @@ ABOUT = {"fingerprint": fingerprint_to_json(MODEL), "hashes": {"b": "0"}}
 
 
 def new_protocol(batch: int, samples: int, **terms: Any) -> HostProtocol:
-    ledger = Ledger(samples=samples, global_batch=batch, order=epoch_order(samples, SEED))
+    ledger = Ledger(new_source(batch, samples))
     return HostProtocol(
         HostTerms(
             name="host",
@@ -59,6 +59,10 @@ def new_protocol(batch: int, samples: int, **terms: Any) -> HostProtocol:
         ),
         ledger,
     )
+
+
+def new_source(batch: int, samples: int) -> EpochSteps:
+    return EpochSteps(samples=samples, global_batch=batch, order=epoch_order(samples, SEED))
 
 
 def _check_travels(action: act.Send) -> None:
@@ -80,6 +84,7 @@ class World:
             record(self.protocol, tape.append)
         self.ledger, self.members = self.protocol.ledger, self.protocol.members
         self.batch, self.now = batch, 10.0
+        self.source = new_source(batch, samples)
         self.sent: dict[str, list[act.Send]] = defaultdict(list)
         self.events: list[RunEvent] = []
         self.decoding: list[act.Decode] = []

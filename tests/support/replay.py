@@ -18,7 +18,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from potluck.balance.ledger import Ledger
+from potluck.balance.ledger import EpochSteps, Ledger
 from potluck.hub import inputs
 from potluck.hub.actions import Action
 from potluck.hub.protocol import HostProtocol, HostTerms
@@ -86,7 +86,9 @@ def _same_as_recorded(actions: Iterable[Action]) -> Any:
 def record(protocol: HostProtocol, write: Callable[[str], None]) -> None:
     """From now on, write down what this protocol is told and what it asks for."""
     ledger, handle = protocol.ledger, protocol.handle
-    begun = {"samples": ledger.samples, "global_batch": ledger.global_batch, "step": ledger.step}
+    source = ledger.source
+    assert isinstance(source, EpochSteps)
+    begun = {"samples": source.samples, "global_batch": source.global_batch, "step": ledger.step}
     write(json.dumps({"terms": _plain(protocol.terms), "ledger": begun}))
 
     def recorded(event: inputs.Input, now: float) -> list[Action]:
@@ -103,7 +105,8 @@ def replay(
     """Tell a new protocol the same: it must ask for the same. `between` is called before every input."""
     first, *rest = lines
     begun = json.loads(first)
-    ledger = Ledger(order=epoch_order(begun["ledger"]["samples"], seed), **begun["ledger"])
+    source = EpochSteps(order=epoch_order(begun["ledger"]["samples"], seed), **begun["ledger"])
+    ledger = Ledger(source, step=begun["ledger"]["step"])
     protocol = HostProtocol(msgspec.convert(begun["terms"], HostTerms), ledger)
     for number, line in enumerate(rest, 2):
         event, now, expected = from_line(line)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from potluck.balance.leases import Least
-from potluck.balance.ledger import Ledger
+from potluck.balance.ledger import EpochSteps, Ledger
 from potluck.balance.quota import Estimate
 from potluck.hub.actions import Action, Emit, Send, Take
 from potluck.hub.feed import Feed, PieceState
@@ -34,7 +34,7 @@ class Table:
         least: Least | None = None,
     ) -> None:
         self.least = least or Least()
-        self.ledger = Ledger(samples=1000, global_batch=batch, order=epoch_order(1000, 0))
+        self.ledger = Ledger(EpochSteps(samples=1000, global_batch=batch, order=epoch_order(1000, 0)))
         self.members: dict[str, Member] = {}
         self.stepping = Stepping(
             ledger=self.ledger, members=self.members, host_name="host", local_data=local_data, least=least

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from potluck.balance.leases import Least, Speed, lease_sizes, next_size, quotas, split_evenly, takeable
-from potluck.balance.ledger import Ledger
+from potluck.balance.ledger import EpochSteps, Ledger
 from potluck.errors import LoopError
 from potluck.hub.alone import AloneHub
 from potluck.report.messages import describe
@@ -166,7 +166,7 @@ def test_no_rank_has_a_single_sample(count: int, world: int) -> None:
 @pytest.mark.parametrize("batch", [2, 3, 5, 9, 33])
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_alone_no_micro_batch_is_a_single_sample(batch: int, size: int) -> None:
-    hub = AloneHub(Ledger(samples=100, global_batch=batch, order=epoch_order(100, 0)), "host", PAIRS)
+    hub = AloneHub(Ledger(EpochSteps(samples=100, global_batch=batch, order=epoch_order(100, 0))), "host", PAIRS)
     hub.begin_step()
     while positions := hub.take(size, lambda: False)[0]:
         assert len(positions) > 1

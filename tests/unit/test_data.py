@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
+from potluck.device.cpu import CpuDevice
 from potluck.errors import DataError
-from potluck.train.data import Loader, epoch_order
+from potluck.train.data import Loader, epoch_order, to_device
+from potluck.train.step_loader import DataSetLoader
 
 
 class Squares:
@@ -60,7 +62,6 @@ class Immeasurable(Unmeasured):
         (Endless(), "of type Endless, which can only be read from its start", "map-style"),
         (Unmeasured(), "of type Unmeasured, which has no length", "__len__"),
         (Immeasurable(), "of type Immeasurable, which has no length", "__len__"),
-        (DataLoader([1, 2]), "not a DataLoader", "loader.dataset, with collate=loader.collate_fn"),  # type: ignore[arg-type]
     ],
 )
 def test_what_cannot_be_dealt_is_named_with_what_to_give(dataset: Any, what: str, hint: str) -> None:
@@ -75,3 +76,20 @@ def test_an_epoch_has_every_sample_once_and_depends_on_seed_and_number_only() ->
     assert list(order(1)) == list(epoch_order(100, seed=3)(1))
     assert list(order(0)) != list(order(1))
     assert list(order(0)) != list(epoch_order(100, seed=4)(0))
+
+
+def test_a_tensor_on_a_device_is_refused_and_named() -> None:
+    labels = torch.zeros(2, device="meta")
+    with pytest.raises(DataError, match="a batch of the loader has a tensor on meta") as error:
+        to_device({"points": torch.zeros(2), "labels": labels}, CpuDevice())
+    assert "leave samples and labels on the CPU" in error.value.hint
+
+
+def test_a_data_set_ends_with_the_step_that_has_its_last_epochs_last_sample() -> None:
+    loader = DataSetLoader(Squares(), None, global_batch=3, seed=0, epochs=2)
+    steps = []
+    while (step := loader.next_step()) is not None:
+        steps.append((step.epoch, loader.ends_epoch()))
+    assert steps == [(0, False), (0, True), (1, False), (1, True)]
+    assert loader.total_steps(None) == 4
+    assert loader.total_steps(3) == 3

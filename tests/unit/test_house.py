@@ -64,7 +64,7 @@ PURE = [
     *(SOURCE / "hub" / f"{name}.py" for name in BORDER),
     *(SOURCE / "dist" / name for name in ("schedules.py", "config.py")),
     SOURCE / "probe" / "stream.py",
-    *(SOURCE / "lab" / name for name in ("network.py", "shaping.py", "shares.py")),
+    *(SOURCE / "lab" / name for name in ("network.py", "shaping.py")),
 ]
 IMPURE = {"torch", "time", "random", "secrets", "socket", "zmq", "threading", "asyncio", "subprocess"}
 
@@ -180,7 +180,7 @@ def test_what_decides_is_pure() -> None:
     assert_none(impure_imports, PURE)
 
 
-READ_BY_THE_SHELL = {"handle", "members", "synced", "host_sample_s", "samples_of", "samples_for"}
+READ_BY_THE_SHELL = {"handle", "members", "synced", "host_sample_s", "samples_of", "holds"}
 """What `hub/host.py` uses of the protocol: its way in, and what only reads."""
 READ_OF_MEMBERS = {"get", "values"}
 

@@ -30,7 +30,7 @@ def test_every_input_has_its_handler_and_there_is_one_way_in() -> None:
     protocol = new_protocol(6, 7)
     assert set(protocol._handlers) == set(get_args(inputs.Input))
     public = {name for name in vars(HostProtocol) if not name.startswith("_")}
-    assert public == {"handle", "synced", "host_sample_s", "samples_of", "samples_for"}
+    assert public == {"handle", "synced", "host_sample_s", "samples_of", "holds"}
 
 
 # -- the training thread
@@ -163,10 +163,10 @@ def test_samples_that_come_too_late_for_a_guest_or_its_lease() -> None:
     before = world.members["a"].feed.in_flight_bytes
     assert kinds(world.handle(packed)) == ["samples"], "it is on its way: the guest drops it"
     assert (lease.unread, world.members["a"].feed.in_flight_bytes) == (0, before + 7)
-    assert world.protocol.samples_for("a", lease.id, [0]) is not None
+    assert world.protocol.holds("a", lease.id)
     world.say("a", "leave")
     assert world.handle(packed) == []
-    assert world.protocol.samples_for("a", lease.id, [0]) is None
+    assert not world.protocol.holds("a", lease.id)
     assert world.handle(inputs.SamplesNotPacked(guest="a", why="…")) == []
 
 

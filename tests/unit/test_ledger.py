@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from potluck.balance.ledger import Ledger, LedgerError
+from potluck.balance.ledger import EpochSteps, Ledger, LedgerError
 from potluck.errors import ConfigError
 from potluck.train.data import epoch_order
 
@@ -22,7 +22,8 @@ class LedgerMachine(RuleBasedStateMachine):
     @initialize(samples=st.integers(1, 11), batch=st.integers(1, 16), step=st.integers(0, 3))
     def start(self, samples: int, batch: int, step: int) -> None:
         self.samples, self.batch, self.first = samples, batch, step
-        self.ledger = Ledger(samples=samples, global_batch=batch, order=epoch_order(samples, 5), step=step)
+        self.source = EpochSteps(samples=samples, global_batch=batch, order=epoch_order(samples, 5), step=step)
+        self.ledger = Ledger(self.source, step=step)
         self.is_open = False
         self.with_host: list[int] = []
         self.leases: dict[int, tuple[str, list[int]]] = {}
@@ -167,7 +168,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert sorted(self.counted) == list(range(begin, end))
         for epoch in range(-(-begin // self.samples), end // self.samples):
             positions = range(epoch * self.samples, (epoch + 1) * self.samples)
-            assert sorted(self.ledger.samples_of(positions)) == list(range(self.samples))
+            assert sorted(self.source.samples_of(positions)) == list(range(self.samples))
 
 
 TestLedger = LedgerMachine.TestCase
@@ -175,7 +176,9 @@ TestLedger.settings = settings(max_examples=80, stateful_step_count=40, deadline
 
 
 def make(samples: int = 10, batch: int = 4, step: int = 0) -> Ledger:
-    return Ledger(samples=samples, global_batch=batch, order=epoch_order(samples, 3), step=step)
+    return Ledger(
+        EpochSteps(samples=samples, global_batch=batch, order=epoch_order(samples, 3), step=step), step=step
+    )
 
 
 def run_alone(ledger: Ledger, steps: int) -> list[int]:
@@ -200,14 +203,15 @@ def test_a_resumed_ledger_continues_at_the_very_sample() -> None:
     whole = run_alone(make(), 12)
     first = make()
     before = run_alone(first, 5)
-    state = first.state()
-    second = make(samples=state.samples, batch=state.global_batch, step=state.step)
+    second = make(step=first.step)
     assert before + run_alone(second, 7) == whole
 
 
 def test_samples_are_plain_numbers_that_fit_into_a_header() -> None:
     """Where the data set is local, they are sent."""
-    samples = make().samples_of(range(8))
+    ledger = make(batch=8)
+    ledger.open_step()
+    samples = ledger.samples_of(range(8))
     assert json.loads(json.dumps(samples)) == samples
 
 
@@ -218,7 +222,7 @@ def test_an_epoch_is_ordered_once_while_it_lasts() -> None:
         asked.append(epoch)
         return list(np.random.default_rng(epoch).permutation(5))
 
-    ledger = Ledger(samples=5, global_batch=2, order=order)
+    ledger = Ledger(EpochSteps(samples=5, global_batch=2, order=order))
     for step in range(10):
         ledger.open_step()
         host, lease = ledger.take(1), ledger.lease("g", 1)
@@ -250,7 +254,7 @@ def test_a_lease_that_is_cut_short_keeps_its_first_samples() -> None:
 @pytest.mark.parametrize(("samples", "batch"), [(0, 4), (10, 0), (10, -1)])
 def test_an_empty_data_set_and_an_empty_step_are_the_users_mistakes(samples: int, batch: int) -> None:
     with pytest.raises(ConfigError):
-        Ledger(samples=samples, global_batch=batch, order=lambda epoch: [])
+        Ledger(EpochSteps(samples=samples, global_batch=batch, order=lambda epoch: []))
 
 
 def test_nothing_happens_outside_of_a_step() -> None:

@@ -232,10 +232,10 @@ class ProtocolMachine(RuleBasedStateMachine):
             assert world.finish().samples == {"host": world.batch}
         assert world.counted == sorted(world.counted, key=lambda p: p // world.batch)
         assert sorted(world.counted) == list(range(world.ledger.step * world.batch))
-        samples = world.ledger.samples
+        samples = world.source.samples
         for epoch in range(len(world.counted) // samples):
             of_epoch = [p for p in world.counted if p // samples == epoch]
-            assert sorted(world.ledger.samples_of(of_epoch)) == list(range(samples))
+            assert sorted(world.source.samples_of(of_epoch)) == list(range(samples))
 
 
 TestProtocol = ProtocolMachine.TestCase

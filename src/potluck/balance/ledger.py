@@ -1,10 +1,10 @@
-"""Which samples belong to which step, and who has them: every sample of an epoch counted exactly once.
+"""Which samples belong to which step, and who has them: every sample of a step counted exactly once.
 
 PURE.
 
-Positions number the samples of the whole run: position p is sample `order(p // samples)[p % samples]`, and
-step s owns the positions s·B … (s+1)·B − 1, whoever computes them. Inside a step a position is in exactly one
-place: in the pool, with the host, in a lease, or counted.
+Positions number the samples of the whole run in the order in which they are dealt. A step owns consecutive
+positions, as many as its source gives it, whoever computes them. Inside a step a position is in exactly one place:
+in the pool, with the host, in a lease, or counted.
 """
 
 from __future__ import annotations
@@ -12,11 +12,68 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from potluck.errors import ConfigError
 
 Order = Callable[[int], Sequence[int]]
 """The order of one epoch's samples: a permutation of range(samples)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSamples:
+    """The samples of one step."""
+
+    first: int
+    """The position of the step's first sample."""
+    count: int
+    keys: Sequence[Any] | None
+    """The data set's index of each sample; None for a stream, whose samples have none."""
+    epoch: int
+    """The epoch of the first sample, from 0."""
+
+
+class StepSource(Protocol):
+    """Where steps come from."""
+
+    def next_step(self) -> StepSamples | None:
+        """The samples of the next step; None if there is none."""
+
+
+class EpochSteps:
+    """Steps of `global_batch` samples out of a permutation of each epoch. A step may reach into the next epoch."""
+
+    def __init__(self, *, samples: int, global_batch: int, order: Order, step: int = 0) -> None:
+        if samples < 1:
+            raise ConfigError("the data set is empty", hint="give a data set with at least one sample")
+        if global_batch < 1:
+            raise ConfigError(f"global_batch must be at least 1, not {global_batch}")
+        self.samples, self.global_batch = samples, global_batch
+        self._order = order
+        self._step = step
+        self._epochs: dict[int, Sequence[int]] = {}
+
+    def next_step(self) -> StepSamples:
+        first = self._step * self.global_batch
+        self._step += 1
+        keys = self.samples_of(range(first, first + self.global_batch))
+        return StepSamples(first=first, count=self.global_batch, keys=keys, epoch=first // self.samples)
+
+    def ends_epoch(self, step: StepSamples) -> bool:
+        """Whether the last sample of an epoch is among the step's."""
+        return (step.first + step.count) // self.samples > step.epoch
+
+    def samples_of(self, positions: Sequence[int]) -> list[int]:
+        """The data set's indices of any positions."""
+        return [self._sample(p) for p in positions]
+
+    def _sample(self, position: int) -> int:
+        epoch = position // self.samples
+        if epoch not in self._epochs:
+            for old in [e for e in self._epochs if e < epoch - 1]:
+                del self._epochs[old]
+            self._epochs[epoch] = self._order(epoch)
+        return int(self._epochs[epoch][position % self.samples])
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,17 +86,9 @@ class Lease:
     positions: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LedgerState:
-    """What a checkpoint saves of the ledger, so that a run resumes at exactly the next sample."""
-
-    samples: int
-    global_batch: int
-    step: int
-
-
 @dataclass(slots=True)
 class _Step:
+    samples: StepSamples
     pool: deque[int] = field(default_factory=deque)
     with_host: set[int] = field(default_factory=set)
     leases: dict[int, Lease] = field(default_factory=dict)
@@ -54,38 +103,47 @@ class LedgerError(AssertionError):
 class Ledger:
     """Hands out the samples of one step at a time. A step can be closed only when each is counted exactly once."""
 
-    def __init__(self, *, samples: int, global_batch: int, order: Order, step: int = 0) -> None:
-        if samples < 1:
-            raise ConfigError("the data set is empty", hint="give a data set with at least one sample")
-        if global_batch < 1:
-            raise ConfigError(f"global_batch must be at least 1, not {global_batch}")
-        self.samples = samples
-        self.global_batch = global_batch
+    def __init__(self, source: StepSource, *, step: int = 0) -> None:
+        """`step`: the number of the source's next step."""
         self.step = step
-        self._order = order
-        self._epochs: dict[int, Sequence[int]] = {}
+        self.source = source
+        self._next: StepSamples | None = None
         self._now: _Step | None = None
         self._next_lease = 1
 
     # -- the step ---------------------------------------------------------------------------------------
 
+    def prepare(self) -> StepSamples | None:
+        """The samples of the next step to be opened; None if the source has no more."""
+        if self._next is None:
+            self._next = self.source.next_step()
+        return self._next
+
     def open_step(self) -> None:
         if self._now is not None:
             raise LedgerError(f"step {self.step} is open already")
-        first = self.step * self.global_batch
-        self._now = _Step(pool=deque(range(first, first + self.global_batch)))
+        samples = self.prepare()
+        if samples is None:
+            raise LedgerError(f"there are no samples for step {self.step}")
+        self._next = None
+        self._now = _Step(samples, pool=deque(range(samples.first, samples.first + samples.count)))
 
     def close_step(self) -> dict[str, int]:
         """End the step and return the samples counted for each machine. Only a complete step can be closed."""
         now = self._open()
-        if len(now.counted) != self.global_batch or now.pool or now.with_host or now.leases:
+        if len(now.counted) != now.samples.count or now.pool or now.with_host or now.leases:
             raise LedgerError(
-                f"step {self.step} has {len(now.counted)} of {self.global_batch} samples counted, "
+                f"step {self.step} has {len(now.counted)} of {now.samples.count} samples counted, "
                 f"{len(now.pool)} in the pool, {len(now.with_host)} with the host, {len(now.leases)} leases"
             )
         self._now = None
         self.step += 1
         return now.by_machine
+
+    @property
+    def global_batch(self) -> int:
+        """The number of samples in the open step."""
+        return self._open().samples.count
 
     @property
     def full(self) -> bool:
@@ -159,18 +217,13 @@ class Ledger:
     # -- samples ----------------------------------------------------------------------------------------
 
     def samples_of(self, positions: Sequence[int]) -> list[int]:
-        """The data set's indices of these positions."""
-        return [int(self._epoch(p // self.samples)[p % self.samples]) for p in positions]
-
-    def state(self) -> LedgerState:
-        return LedgerState(samples=self.samples, global_batch=self.global_batch, step=self.step)
-
-    def _epoch(self, epoch: int) -> Sequence[int]:
-        if epoch not in self._epochs:
-            for old in [e for e in self._epochs if e < epoch - 1]:
-                del self._epochs[old]
-            self._epochs[epoch] = self._order(epoch)
-        return self._epochs[epoch]
+        """The data set's indices of these positions of the open step."""
+        samples = self._open().samples
+        if samples.keys is None:
+            raise LedgerError("the samples of a stream have no indices")
+        if not all(samples.first <= p < samples.first + samples.count for p in positions):
+            raise LedgerError(f"positions of another step than {self.step}")
+        return [samples.keys[p - samples.first] for p in positions]
 
     def _count(self, positions: Sequence[int], machine: str) -> None:
         now = self._open()

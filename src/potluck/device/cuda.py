@@ -90,6 +90,8 @@ class CudaDevice(Device):
         return host.copy_(source, non_blocking=True)
 
     def from_host(self, tensor: Tensor) -> Tensor:
+        if tensor.is_pinned():  # by a loader with pin_memory=True
+            return tensor.to(self.torch_device, non_blocking=True)
         if tensor.nbytes > PINNED_LIMIT_BYTES:
             return tensor.to(self.torch_device)
         # Through pinned memory nobody waits: torch reuses it only when the copy has been made.

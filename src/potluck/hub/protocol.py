@@ -186,10 +186,10 @@ class HostProtocol:
         """The data set's indices of these positions."""
         return self.ledger.samples_of(positions)
 
-    def samples_for(self, guest: str, lease: int, positions: Sequence[int]) -> list[int] | None:
-        """The data set's indices of these positions, if the guest still holds the lease."""
+    def holds(self, guest: str, lease: int) -> bool:
+        """Whether the guest still holds the lease."""
         member = self.members.get(guest)
-        return self.ledger.samples_of(positions) if member is not None and member.holds(lease) else None
+        return member is not None and member.holds(lease)
 
     # -- messages ---------------------------------------------------------------------------------------
 

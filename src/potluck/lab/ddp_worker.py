@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from potluck import env
 from potluck.balance.leases import split_evenly
-from potluck.balance.ledger import Ledger
+from potluck.balance.ledger import EpochSteps
 from potluck.checked import build
 from potluck.device import Device, pick
 from potluck.errors import ConfigError, NetworkError, PotluckError
@@ -90,7 +90,7 @@ class Worker:
         self._device = pick(self._me.device, threads=spec.threads)
         self._loader = Loader(lambda: self._recipe.dataset(self._config), None)
         order = epoch_order(self._loader.samples, spec.seed)
-        self._ledger = Ledger(samples=self._loader.samples, global_batch=self._batch, order=order)
+        self._steps = EpochSteps(samples=self._loader.samples, global_batch=self._batch, order=order)
         self._model = self._recipe.model(self._config).to(self._device.torch_device)
         self._trained = [p for p in self._model.parameters() if p.requires_grad]
         self.step = 0
@@ -170,15 +170,11 @@ class Worker:
 
     def _batches(self, sizes: Sequence[int]) -> Iterator[Any]:
         """This rank's part of the step's samples, the one after those of the ranks before it."""
-        self._ledger.open_step()
-        positions = self._ledger.take(self._batch)
-        self._ledger.host_counts(positions, self._me.name)
-        self._ledger.close_step()
+        keys = self._steps.next_step().keys or ()
         first = sum(member.share for member in self._spec.members[: self._rank])
         for size in sizes:
-            samples = self._ledger.samples_of(positions[first : first + size])
+            yield to_device(self._loader.fetch(keys[first : first + size]), self._device)
             first += size
-            yield to_device(self._loader.fetch(samples), self._device)
 
 
 # -- the process ----------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from potluck.balance.ledger import Ledger
+from potluck.balance.ledger import EpochSteps
 from potluck.checked import build
 from potluck.device import pick
 from potluck.errors import GuestsMissingError, HostGoneError, PotluckError
@@ -91,11 +91,11 @@ class PeerTraining:
         self.optimizer.register_step_pre_hook(self._clip)
         self._loader = Loader(lambda: self.recipe.dataset(self.config), None)
         order = epoch_order(self._loader.samples, spec.seed)
-        self._ledger = Ledger(samples=self._loader.samples, global_batch=orders.global_batch, order=order)
+        self._steps = EpochSteps(samples=self._loader.samples, global_batch=orders.global_batch, order=order)
 
     def compute(self, model: nn.Module, positions: Sequence[int], scale: float = 1.0) -> float:
         """Add the gradient of these samples' mean loss, times `scale`; their summed loss."""
-        batch = to_device(self._loader.fetch(self._ledger.samples_of(positions)), self.device)
+        batch = to_device(self._loader.fetch(self._steps.samples_of(positions)), self.device)
         self.device.begin(len(positions))
         loss: Tensor = self.recipe.loss(model, batch, self.config)
         (loss * scale).backward()

@@ -101,7 +101,7 @@ class StepEnded(_Event, frozen=True, kw_only=True, tag="step"):
     between_s: float
     """Seconds that the script spent on something else before this step, such as a validation."""
     samples: dict[str, Natural]
-    """`{machine: samples counted}`; they sum to `global_batch`."""
+    """`{machine: samples counted}`; they sum to the step's samples."""
     samples_per_s: float
     """Samples per second, over the last 8 steps."""
     tokens_per_s: float | None

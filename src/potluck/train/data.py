@@ -1,6 +1,6 @@
-"""The data set as the loop sees it: the order of an epoch, batches of samples, and bringing them to the device.
+"""Samples read in this process: the data set behind what a script gave, its order, and batches on the device.
 
-Owns access to the data set (one thread at a time) and collating. It knows no lease and no network.
+Owns access to the data set (one thread at a time). It knows no lease and no network.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import IterableDataset, default_collate
 
 from potluck.device import Device
 from potluck.errors import DataError
-
-Collate = Callable[[list[Any]], Any]
+from potluck.train.packing import Collate, collated
 
 
 def epoch_order(samples: int, seed: int) -> Callable[[int], Sequence[int]]:
@@ -29,26 +28,47 @@ def epoch_order(samples: int, seed: int) -> Callable[[int], Sequence[int]]:
     return order
 
 
-class Loader:
-    """Fetches and collates samples; host and guests' leases share it, one at a time."""
+def opened(given: Any) -> Any:
+    """The data set or the loader itself, where a function that makes one was given."""
+    # A class is a function that returns a data set, though it has the data set's attributes.
+    makes_one = isinstance(given, type) or (callable(given) and not hasattr(given, "__getitem__"))
+    return given() if makes_one else given
 
-    def __init__(self, dataset: Any, collate: Collate | None) -> None:
-        # A class is a function that returns a data set, though it has the data set's attributes.
-        makes_one = isinstance(dataset, type) or (callable(dataset) and not hasattr(dataset, "__getitem__"))
-        self._dataset = dataset() if makes_one else dataset
+
+class Loader:
+    """Reads samples by their indices, in this process; several threads share it, one at a time."""
+
+    def __init__(self, dataset: Any, collate: Collate | None = None, *, sized: bool = True) -> None:
+        """`sized`: a data set without a length is refused."""
+        self.dataset = opened(dataset)
         self._collate = collate or default_collate
         self._lock = threading.Lock()
-        self.samples = _length(self._dataset)
+        if sized:
+            length(self.dataset)
 
-    def fetch(self, samples: Sequence[int]) -> Any:
-        """The collated batch of these samples, on the CPU."""
-        numbers = [int(i) for i in samples]
+    @property
+    def samples(self) -> int:
+        return length(self.dataset)
+
+    def expect(self, batches: Sequence[Sequence[Any]]) -> None:
+        """These batches will be fetched next, in this order, as far as they are needed."""
+
+    def fetch(self, keys: Sequence[Any]) -> Any:
+        """The batch of these samples, on the CPU."""
         with self._lock:
-            if hasattr(self._dataset, "__getitems__"):
-                items = self._dataset.__getitems__(numbers)
-            else:
-                items = [self._dataset[i] for i in numbers]
-            return self._collate(list(items))
+            return self.fetch_locked(keys)
+
+    def fetch_locked(self, keys: Sequence[Any]) -> Any:
+        """The same, for who has the lock: see `nobody_reads`."""
+        return collated(self._read(list(keys)), self._collate, keys)
+
+    def _read(self, keys: list[Any]) -> list[Any]:
+        if callable(getattr(self.dataset, "__getitems__", None)):
+            return list(self.dataset.__getitems__(keys))
+        return [self.dataset[key] for key in keys]
+
+    def close(self) -> None:
+        """Nothing to end in this process."""
 
     @contextmanager
     def nobody_reads(self) -> Iterator[None]:
@@ -57,20 +77,14 @@ class Loader:
             yield
 
 
-def _length(dataset: Any) -> int:
+def length(dataset: Any) -> int:
     """How many samples there are; what has no numbered samples is named, with what to give instead."""
     kind = type(dataset).__name__
-    if isinstance(dataset, DataLoader):
-        raise DataError(
-            "run.steps() takes the data set itself, not a DataLoader",
-            hint="give loader.dataset, with collate=loader.collate_fn and global_batch=…; Potluck shuffles and "
-            "deals the samples",
-        )
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         can = "can only be read from its start" if hasattr(dataset, "__iter__") else "cannot be indexed"
         raise DataError(
             f"the data set is of type {kind}, which {can}",
-            hint="give a map-style data set (len() and [index]), so that every sample can be counted once; or a "
+            hint="give a DataLoader, a map-style data set (len() and [index]) or a torch IterableDataset; or a "
             "function that returns one; or list(data) if it fits into memory",
         )
     try:
@@ -78,13 +92,23 @@ def _length(dataset: Any) -> int:
     except (TypeError, NotImplementedError, AttributeError) as error:
         raise DataError(
             f"the data set is of type {kind}, which has no length",
-            hint="give it a __len__ that returns the number of its samples: an epoch deals each of them once",
+            hint="give it a __len__ that returns the number of its samples, or give a DataLoader with a sampler of "
+            "your own, which says which samples come and in what order",
         ) from error
 
 
 def to_device(batch: Any, device: Device) -> Any:
     """The same batch with its tensors on `device`."""
-    return _mapped(batch, device.from_host)
+
+    def moved(tensor: Tensor) -> Tensor:
+        if tensor.device.type != "cpu":
+            raise DataError(
+                f"a batch of the loader has a tensor on {tensor.device}",
+                hint="leave samples and labels on the CPU: Potluck brings every micro-batch to run.device",
+            )
+        return device.from_host(tensor)
+
+    return _mapped(batch, moved)
 
 
 def cloned(batch: Any) -> Any:

@@ -95,6 +95,8 @@ class GuestTrainer:
     def _end(self, reason: str) -> None:
         """Say goodbye, if there is a reason to."""
         self._overlap.remove()
+        if self._p.loader is not None:
+            self._p.loader.close()
         self._hub.close(reason, failed=bool(self._p.launch.failure))
         self._p.launch.log.emit(GuestEnded(samples=self._samples, compute_s=round(self._seconds, 3)))
 
@@ -120,6 +122,8 @@ class GuestTrainer:
     # -- a lease ----------------------------------------------------------------------------------------
 
     def _lease(self, step: Step, work: Work) -> Iterator[Any]:
+        if work.samples is not None and self._p.loader is not None:
+            self._p.loader.expect(work.samples)
         done = 0
         for number, size in enumerate(work.sizes):
             batch = self._fetch(work, number)

@@ -19,31 +19,30 @@ from torch import Tensor, nn
 
 from potluck.balance.leases import Least
 from potluck.balance.ledger import Ledger
-from potluck.errors import CheckpointError, ConfigError, LoopError, NonFiniteError, RunFolderError
+from potluck.errors import LoopError, NonFiniteError, RunFolderError
 from potluck.failpoints import hit
 from potluck.hub.actions import CommonBatch
 from potluck.hub.alone import AloneHub
 from potluck.hub.host import HostHub
 from potluck.hub.parity import Reference, Sketch, sketch
 from potluck.hub.tensors import ModelTensors
-from potluck.spec.events import CheckpointDamaged, CheckpointFailed, CheckpointSaved, RunNote, StepEnded
-from potluck.train import checkpoint_folder, given
+from potluck.spec.events import CheckpointFailed, CheckpointSaved, RunNote
+from potluck.train import given
 from potluck.train.bad_steps import BadSteps, StepFacts
 from potluck.train.batch_statistics import BatchStatistics
 from potluck.train.beginning import MOST_BUFFER_BYTES, Beginning, Buffers
-from potluck.train.checkpoint import CheckpointWriter, Loaded, Snapshot, can_be_checked, load_latest
+from potluck.train.checkpoint import CheckpointWriter, Loaded, Snapshot, can_be_checked
 from potluck.train.context import RunContext
-from potluck.train.data import Loader, cloned, to_device
+from potluck.train.data import cloned, to_device
 from potluck.train.ending import Ending, Interrupted
-from potluck.train.events import events_in
 from potluck.train.flight import Flight
-from potluck.train.folder import RunFolder
 from potluck.train.microbatch import MicroBatch
 from potluck.train.options import Options
 from potluck.train.randomness import RandomState, digests, seed
 from potluck.train.ranks import RoundMark, shares
 from potluck.train.scheduling import Scheduling
 from potluck.train.step import SavedBytes, Step
+from potluck.train.step_loader import StepLoader
 from potluck.train.telemetry import Telemetry
 from potluck.train.update import Update, own_norm, prepare_gradients
 
@@ -65,7 +64,7 @@ class Parts:
     options: Options
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    loader: Loader
+    loader: StepLoader
     tensors: ModelTensors
     ledger: Ledger
     micro: MicroBatch
@@ -94,7 +93,8 @@ class HostTrainer:
             if folder
             else None
         )
-        self._telemetry = Telemetry(parts.launch, parts.options, hub, parts.statistics)
+        total = parts.loader.total_steps(parts.options.steps)
+        self._telemetry = Telemetry(parts.launch, parts.options, hub, parts.statistics, total_steps=total)
         self._saved_bytes: SavedBytes | None = None
         self._ranks = ranks = parts.launch.ranks
         self._width = 1 if ranks is None else ranks.world
@@ -115,7 +115,7 @@ class HostTrainer:
         self._alike = contextlib.ExitStack()
         """Open while a common batch is computed: what this thread has to put back and to let go of."""
         self._loss: float | None = None
-        self._done = parts.ledger.step
+        self._first = self._done = parts.ledger.step
         """The last step that is finished: in the update the ledger has closed one that may still fail."""
         self._returned = time.monotonic()
         """When the script was given the last step back."""
@@ -134,16 +134,11 @@ class HostTrainer:
 
     def steps(self) -> Iterator[Step]:
         """One Step after the other, until the run is over; whatever happens, everybody is told and sent home."""
-        options, ledger = self._p.options, self._p.ledger
         reason = "failed"
         step: Step | None = None
-        self._telemetry.started(ledger.step, self._p.tensors)
-        if options.steps is not None and ledger.step >= options.steps:
-            text = f"nothing left to do: {ledger.step} steps are done, steps is {options.steps}"
-            self._p.launch.log.emit(RunNote(text=text))
+        self._telemetry.started(self._p.ledger.step, self._p.tensors)
         try:
-            while options.steps is None or ledger.step < options.steps:
-                step = Step(ledger.step, self._batches, self._after_backward, options.loss_is, self._trained)
+            while (step := self._next_step()) is not None:
                 yield step
                 if not step.finished:
                     raise LoopError(
@@ -162,6 +157,31 @@ class HostTrainer:
         finally:
             if reason:
                 self._ending.now(reason)
+
+    def _next_step(self) -> Step | None:
+        """None where there is nothing left to do."""
+        options, ledger, loader = self._p.options, self._p.ledger, self._p.loader
+        before = time.monotonic()
+        enough = options.steps is not None and ledger.step >= options.steps
+        samples = None if enough else ledger.prepare()
+        self._returned += time.monotonic() - before  # a stream may have to be waited for: not the script's time
+        if samples is None:
+            if ledger.step == self._first:
+                limit = f"steps is {options.steps}" if enough else f"epochs is {options.epochs}"
+                text = f"nothing left to do: {ledger.step} steps are done, {limit}"
+                self._p.launch.log.emit(RunNote(text=text))
+            return None
+        # A batch sampler may give larger batches than any so far.
+        self._p.micro.limit = max(self._p.micro.limit, -(-samples.count // self._width))
+        return Step(
+            ledger.step,
+            self._batches,
+            self._after_backward,
+            options.loss_is,
+            self._trained,
+            epoch=samples.epoch,
+            ends_epoch=loader.ends_epoch,
+        )
 
     def _left(self) -> None:
         """Save what is whole now: what the script does next with the weights is not the run's affair."""
@@ -193,6 +213,7 @@ class HostTrainer:
             reason = "failed"
             raise
         finally:
+            self._p.loader.close()
             self._hook.remove()  # it keeps model and optimizer alive
             sys.setswitchinterval(self._turn_s)
             self._hub.close(reason)
@@ -231,9 +252,10 @@ class HostTrainer:
         self._buffers, self._own_samples = Buffers(self._p.model), 0
         if self._writer is not None:
             self._beginning = Beginning(self._device, self._buffers)
+        self._p.loader.ready()
         self._device.at_step(step.index + 1)
         if self._ranks is not None:
-            self._ranks.begin_step(step.index)
+            self._ranks.begin_step(step.index, step.epoch or 0, ends_epoch=step.ends_epoch)
         self._hub.begin_step(self._head_start_s())
         for parameter in self._trained:
             parameter.grad = None
@@ -247,7 +269,7 @@ class HostTrainer:
             own = positions if self._ranks is None else self._dealt(positions, common is not None)
             self._own_samples += len(own)
             if common is None:
-                batch = to_device(self._p.loader.fetch(self._hub.samples_of(own)), self._device)
+                batch = to_device(self._p.loader.fetch(own), self._device)
                 yield from self._hand_out(step, batch, len(own))
             else:
                 began = yield from self._common(step, own, common)
@@ -334,12 +356,12 @@ class HostTrainer:
         """
         assert not isinstance(self._hub, AloneHub)
         before = digests(self._device)
-        batch = self._p.loader.fetch(self._hub.samples_of(positions))
+        batch = self._p.loader.fetch(positions)
         reading_draws = digests(self._device) != before
         packed = self._hub.pack_common(batch)  # before the loop's body, which may change the batch in place
         if self._p.options.data == "local" and not packed.why_not:
             own = RandomState(self._device)
-            again = self._hub.pack_common(self._p.loader.fetch(self._hub.samples_of(positions)))
+            again = self._hub.pack_common(self._p.loader.fetch_again(positions))
             own.restore()
             packed = replace(packed, same_again=again == packed)
         second = None
@@ -390,11 +412,12 @@ class HostTrainer:
         given.check_frozen(self._frozen)
         # Before the guests' parts are added to it: they are measured by it.
         own = own_norm(self._trained) if self._hub.members() else None
+        whole = self._p.ledger.global_batch
         result = self._hub.end_step()
         guests_loss = result.guests_loss_sum
         options, samples = self._p.options, self._own_samples
-        total = None if self._ranks is None else self._sum_of_ranks(step, guests_loss)
-        norm = prepare_gradients(step.number, self._trained, options, self._p.model)
+        total = None if self._ranks is None else self._sum_of_ranks(step, guests_loss, whole)
+        norm = prepare_gradients(step.number, self._trained, options, self._p.model, whole)
         finite = norm.isfinite() if self._ranks is None else self._ranks.agree(norm.isfinite())
         if self._writer is not None:
             self._writer.before_update()
@@ -420,12 +443,12 @@ class HostTrainer:
 
         def updated(now: float, update_s: float) -> None:
             loss_sum = float(losses[0]) + (guests_loss if total is None else 0.0)
-            self._done, self._loss = number, loss_sum / options.global_batch
+            self._done, self._loss = number, loss_sum / whole
             step.loss = self._loss
-            whole, ours, applied = norms.tolist()
+            total_norm, ours, applied = norms.tolist()
             facts = StepFacts(
                 step=number,
-                norm=whole,
+                norm=total_norm,
                 own_norm=None if own is None else ours,
                 own_loss=float(losses[0]),
                 machines=tuple(result.samples),
@@ -473,12 +496,12 @@ class HostTrainer:
             again = f"go on from the last good checkpoint, of step {saved}: {launch.again(launch.folder.path)}"
         return NonFiniteError(what, hint=again, step=self._done)
 
-    def _sum_of_ranks(self, step: Step, guests_loss: float) -> Tensor:
+    def _sum_of_ranks(self, step: Step, guests_loss: float, samples: int) -> Tensor:
         """All ranks' gradients, with the guests' that are in this rank's, on every rank; the summed loss."""
         assert self._ranks is not None
         every = self._p.launch.config.check_replica_every
         self._comparing = every > 0 and (step.index + 1) % every == 0
-        self._ranks.update(compare=self._comparing)
+        self._ranks.update(compare=self._comparing, samples=samples)
         finite = own_norm(self._trained).isfinite()
         return self._ranks.sum_gradients(self._trained, step.loss_so_far() + guests_loss, finite)
 
@@ -528,23 +551,24 @@ class HostTrainer:
         if wait:
             self._writer.settle()
         p = self._p
-        state = p.ledger.state()
-        if wait and self._saved_step == state.step:
+        step = p.ledger.step
+        if wait and self._saved_step == step:
             return True
         self._saving_last = wait
         started = self._writer.start(
             Snapshot(
-                step=state.step,
+                step=step,
                 model=p.model,
                 optimizer=p.optimizer,
                 objects=p.objects,
                 finite=self._finite_at_first,
                 device_rng=self._device.rng_state(),
                 extra={
-                    "samples": state.samples,
-                    "global_batch": state.global_batch,
+                    "samples": p.loader.samples,
+                    "global_batch": p.loader.global_batch,
                     "seed": p.options.seed,
                     "micro_batch": p.micro.settled,
+                    "data": p.loader.state(step),
                 },
             )
         )
@@ -572,49 +596,3 @@ def finite_state(model: nn.Module) -> Iterator[str]:
     for name, tensor in {**trained, **small}.items():
         if can_be_checked(tensor) and bool(tensor.detach().isfinite().all()):
             yield name
-
-
-def restore(
-    launch: RunContext,
-    options: Options,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    objects: dict[str, Any],
-) -> Loaded | None:
-    """Load the newest readable checkpoint of a run that is resumed; the model and optimizer continue from it."""
-    if not launch.resume or launch.folder is None:
-        return None
-    checkpoint_folder.tidy(launch.folder.checkpoints)
-    loaded = load_latest(launch.folder.checkpoints)
-    if loaded is None:
-        _without_checkpoint(launch, launch.folder)
-        return None
-    for path, reason in loaded.skipped:
-        launch.log.emit(CheckpointDamaged(path=str(path), reason=reason, resumed_from=loaded.step))
-    for key, now in (("global_batch", options.global_batch), ("seed", options.seed)):
-        if loaded.extra.get(key, now) != now:
-            raise ConfigError(
-                f"the run was started with {key} {loaded.extra[key]}, now it is {now}",
-                hint=f"a resumed run resumes at exactly the next sample: keep {key} as it was, or start a new run",
-            )
-    loaded.restore(model, optimizer, objects)
-    launch.device.set_rng_state(dict(loaded.device_rng))
-    return loaded
-
-
-def _without_checkpoint(launch: RunContext, folder: RunFolder) -> None:
-    """A run that saved nothing begins again, and says so; one whose checkpoints are missing does not."""
-    steps = saved = 0
-    for event in events_in(folder.events):
-        match event:
-            case CheckpointSaved(step=step):
-                saved = max(saved, step)
-            case StepEnded(step=step):
-                steps = max(steps, step)
-    if saved:
-        raise CheckpointError(
-            f"the run was saved up to step {saved}, but there is no checkpoint in {folder.checkpoints}",
-            hint="bring the folder back, with all that was in it, or start a new run",
-        )
-    again = f"; the {steps} steps that were computed are computed again" if steps else ""
-    launch.log.emit(RunNote(text=f"there is no checkpoint yet: begins again at step 1{again}"))

@@ -4,41 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, TypedDict
+from typing import Any
 
 from torch import nn
 
 from potluck.checked import nearest
 from potluck.errors import ConfigError
-from potluck.train.data import Collate
 from potluck.train.given import NO_SCALER, check_saved
 from potluck.train.optimizer_state import Stateful
-
-
-class Keywords(TypedDict, total=False):
-    """The optional keywords of `run.steps`; `Options` documents each."""
-
-    steps: int | None
-    clip_norm: float | None
-    scheduler: Any
-    collate: Collate | None
-    data: str
-    seed: int
-    micro_batch: int | None
-    loss_is: str
-    before_update: Callable[[nn.Module], None] | None
-    also_save: Mapping[str, Stateful]
-    tokens_per_sample: int | None
+from potluck.train.packing import Collate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """How the loop trains; the same on every machine."""
 
-    global_batch: int
-    """Samples per step, over all machines."""
+    global_batch: int | None = None
+    """Samples per step, over all machines. A DataLoader's batch size, where one is given."""
     steps: int | None = None
     """Total number of steps; a resumed run continues up to it. Endless if not given: break when done."""
+    epochs: int | None = None
+    """Total number of epochs; a resumed run continues up to it. With steps=, whichever comes first."""
     clip_norm: float | None = None
     """Clip the whole gradient to this norm before the update."""
     scheduler: Any = None
@@ -63,21 +49,31 @@ class Options:
     tokens_per_sample: int | None = None
     """Tokens per sample; the view then shows tokens/s."""
 
+    @property
+    def usual_batch(self) -> int:
+        """Samples in most steps: known once the loader is open."""
+        assert self.global_batch is not None
+        return self.global_batch
+
     def saved_objects(self) -> dict[str, Any]:
         """What goes into checkpoints besides the model and the optimizer, by name."""
         return {**self.also_save, **({"scheduler": self.scheduler} if self.scheduler is not None else {})}
 
 
-def make_options(global_batch: int, keywords: Keywords) -> Options:
-    known = [f.name for f in fields(Options)]
-    for key in keywords:
+def make_options(unknown: Mapping[str, Any], **keywords: Any) -> Options:
+    """The checked keywords. `unknown`: what run.steps() was given besides."""
+    for key in unknown:
         if "scaler" in key:
             raise ConfigError(f"run.steps() takes no {key}: it is not needed", hint=NO_SCALER)
-        if key not in known:
-            raise ConfigError(f"run.steps() has no keyword {key!r}", hint=nearest(key, known))
-    options = Options(global_batch=global_batch, **keywords)
-    if not isinstance(global_batch, int) or global_batch < 1:
-        raise ConfigError(f"global_batch must be a whole number of at least 1, not {global_batch!r}")
+        raise ConfigError(
+            f"run.steps() has no keyword {key!r}", hint=nearest(key, [f.name for f in fields(Options)])
+        )
+    options = Options(**keywords)
+    for name in ("global_batch", "steps", "epochs"):
+        number = getattr(options, name)
+        least = 0 if name == "steps" else 1
+        if number is not None and (not isinstance(number, int) or number < least):
+            raise ConfigError(f"{name} must be a whole number of at least {least}, not {number!r}")
     if options.data not in ("sent", "local"):
         raise ConfigError(f"data must be 'sent' or 'local', not {options.data!r}")
     if options.loss_is not in ("mean", "sum"):

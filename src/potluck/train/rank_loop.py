@@ -66,7 +66,16 @@ class RankTrainer:
         try:
             while (order := self._ranks.order()).what != orders.END:
                 loss_is = self._p.options.loss_is
-                step = Step(order.number, self._batches, self._after_backward, loss_is, self._trained)
+                epoch, ends = order.samples
+                step = Step(
+                    order.number,
+                    self._batches,
+                    self._after_backward,
+                    loss_is,
+                    self._trained,
+                    epoch=epoch,
+                    ends_epoch=lambda ends=ends: bool(ends),  # type: ignore[misc]
+                )
                 yield step
                 if not step.finished:
                     raise LoopError(
@@ -125,20 +134,20 @@ class RankTrainer:
                 yield batch
                 step.check_done()
             self._flight.launched(len(order.samples), began)
-        self._update(step, buffers, compare=bool(order.number))
+        self._update(step, buffers, order.samples[0], compare=bool(order.number))
 
     def _after_backward(self, samples: int) -> None:
         if not self._device.ahead:
             self._device.end()
 
-    def _update(self, step: Step, buffers: Buffers, *, compare: bool) -> None:
+    def _update(self, step: Step, buffers: Buffers, samples: int, *, compare: bool) -> None:
         """The gradient is the same on every rank, and so are weights and optimizer: then they stay so."""
         options = self._p.options
         finite = own_norm(self._trained).isfinite()
         total = self._ranks.sum_gradients(self._trained, step.loss_so_far(), finite)
-        norm = prepare_gradients(step.number, self._trained, options, self._p.model)
+        norm = prepare_gradients(step.number, self._trained, options, self._p.model, samples)
         self._step_update.make(self._ranks.agree(norm.isfinite()), buffers)
-        step.loss = float(total[0]) / options.global_batch
+        step.loss = float(total[0]) / samples
         self._scheduling.step(step.loss)
         if compare:
             self._ranks.show_weights(self._trained)
@@ -152,10 +161,10 @@ def seed(base: int, step: int, rank: int) -> None:
     np.random.seed(number)
 
 
-def about_rank(tensors: ModelTensors, loader: Loader, free_bytes: int | None) -> dict[str, Any]:
+def about_rank(tensors: ModelTensors, samples: int | None, free_bytes: int | None) -> dict[str, Any]:
     """What rank 0 wants to know of every rank before the first step."""
     model = hashlib.blake2b(repr(tensors.fingerprint).encode(), digest_size=8).hexdigest()
-    return {"model": model, "samples": loader.samples, "free_bytes": free_bytes}
+    return {"model": model, "samples": samples, "free_bytes": free_bytes}
 
 
 def restore_same(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, objects: dict[str, Any]) -> None:

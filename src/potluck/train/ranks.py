@@ -70,6 +70,7 @@ class Order:
     number: int = 0
     """STEP: the step's. UPDATE: whether weights are compared afterwards."""
     samples: tuple[int, ...] = ()
+    """WORK: the samples' indices. STEP: its epoch, and 1 if it is the epoch's last. UPDATE: how many it had."""
 
 
 class RankDone(SystemExit):
@@ -157,9 +158,9 @@ class Ranks:
             self._send_words(rank, hello)
         return [self._receive_words(rank) for rank in self._others]
 
-    def begin_step(self, step: int) -> None:
+    def begin_step(self, step: int, epoch: int, *, ends_epoch: bool) -> None:
         for rank in self._others:
-            self._order(rank, STEP, step)
+            self._order(rank, STEP, step, samples=(epoch, ends_epoch))
 
     def deal(
         self, positions: Sequence[int], samples_of: Callable[[Sequence[int]], list[int]], least: int = 1
@@ -185,9 +186,10 @@ class Ranks:
         for rank in self._others:
             self._receive(torch.empty(1, dtype=torch.int64), rank)
 
-    def update(self, *, compare: bool) -> None:
+    def update(self, *, compare: bool, samples: int) -> None:
+        """`samples`: of the whole step."""
         for rank in self._others:
-            self._order(rank, UPDATE, int(compare))
+            self._order(rank, UPDATE, int(compare), samples=(samples,))
 
     def compare_weights(self, names: Sequence[str], trained: Sequence[nn.Parameter], step: int) -> None:
         """After an update that said so: an error names what differs from rank 0's weights, and where."""

@@ -5,11 +5,12 @@ Owns the public face of training. A run's life is `session`; how steps go is the
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from torch import nn
 from potluck import codec as codecs
 from potluck import env, failpoints
 from potluck.balance.ledger import Ledger
-from potluck.errors import ConfigError, LoopError
+from potluck.errors import LoopError
 from potluck.hub.alone import AloneHub
 from potluck.hub.guest import GuestHub
 from potluck.hub.host import HostHub, HubParts
@@ -33,14 +34,15 @@ from potluck.train import ranks
 from potluck.train.batch_statistics import batch_statistics, least_samples
 from potluck.train.checkpoint import Loaded
 from potluck.train.context import ALONE, GUEST, HOST, RANK, RunContext
-from potluck.train.data import Loader, epoch_order
 from potluck.train.ending import Interrupted
 from potluck.train.given import check_model, check_optimizer, check_scheduler
 from potluck.train.guest_loop import GuestParts, GuestTrainer
-from potluck.train.host_loop import HostTrainer, Parts, restore
+from potluck.train.host_loop import HostTrainer, Parts
 from potluck.train.launch import current
 from potluck.train.microbatch import MicroBatch
-from potluck.train.options import Keywords, Options, make_options
+from potluck.train.optimizer_state import Stateful
+from potluck.train.options import Options, make_options
+from potluck.train.packing import Collate
 from potluck.train.rank_loop import (
     RankParts,
     RankTrainer,
@@ -49,13 +51,19 @@ from potluck.train.rank_loop import (
     refuse_wrapped,
     restore_same,
 )
+from potluck.train.resuming import restore
 from potluck.train.session import alone
 from potluck.train.step import Step
+from potluck.train.step_loader import DataSetLoader, StepLoader
 from potluck.train.telemetry import versions
+from potluck.train.torch_loader import batch_of, length_if_any, open_steps, reader_of
 from potluck.wire.frames import PROTOCOL
 
 LARGEST_GUEST_MICRO_BATCH = 16
 """Where the search for the fastest size ends on a guest; with batch statistics it is the global batch."""
+
+MOST_TOGETHER = 256
+"""The same with batch statistics where the global batch is not known: only the host has opened the loader."""
 
 
 class Run:
@@ -110,22 +118,64 @@ class Run:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        dataset: Any,
+        loader: Any,
         *,
-        global_batch: int,
-        **keywords: Unpack[Keywords],
+        global_batch: int | None = None,
+        steps: int | None = None,
+        epochs: int | None = None,
+        clip_norm: float | None = None,
+        scheduler: Any = None,
+        collate: Collate | None = None,
+        data: str = "sent",
+        seed: int = 0,
+        micro_batch: int | None = None,
+        loss_is: str = "mean",
+        before_update: Callable[[nn.Module], None] | None = None,
+        also_save: Mapping[str, Stateful] | None = None,
+        tokens_per_sample: int | None = None,
+        **unknown: Any,
     ) -> Iterator[Step]:
         """The steps of the training; each is iterated for its batches (see `Step`).
 
         Args:
             model: on `run.device`. Trained are the parameters that require a gradient.
             optimizer: any torch optimizer over them; stepped on the host only.
-            dataset: map-style, or a function that returns one (called only where samples are read).
-            global_batch: samples in every step, whoever computes them.
-            keywords: see `potluck.train.options.Options`.
+            loader: a torch DataLoader: a step is one of its batches, in its own order, and its worker processes
+                read ahead. Or a data set with `global_batch`. Or a function that returns either, called only where
+                samples are read: on guests only with `data="local"`.
+            global_batch: samples in every step, whoever computes them; a DataLoader's own batch size.
+            steps: total number of steps; a resumed run continues up to it. Endless without it and `epochs`.
+            epochs: total number of epochs; with `steps`, whichever ends first.
+            clip_norm: clip the gradient of the whole step to this norm before the update.
+            scheduler: a learning-rate scheduler, stepped after every step and saved in checkpoints.
+                ReduceLROnPlateau gets the step's loss.
+            collate: makes a batch of a data set's samples; torch's default_collate if not given.
+            data: "sent": the host sends samples with the leases. "local": each guest has the data set itself.
+            seed: random seed for the order of a data set's samples. A DataLoader has its own order.
+            micro_batch: samples computed at once, on every machine without its own setting; measured if not given.
+            loss_is: whether step.backward is given the "mean" or the "sum" over the samples of the batch.
+            before_update: called with the model once its gradients are complete, before clipping and the update.
+            also_save: more objects to save in checkpoints, by name; with state_dict() and load_state_dict().
+            tokens_per_sample: shows tokens/s and, on known GPUs, their utilisation.
+            unknown: refused, with the nearest name.
         """
         self._begin()
-        options = make_options(global_batch, keywords)
+        options = make_options(
+            unknown,
+            global_batch=global_batch,
+            steps=steps,
+            epochs=epochs,
+            clip_norm=clip_norm,
+            scheduler=scheduler,
+            collate=collate,
+            data=data,
+            seed=seed,
+            micro_batch=micro_batch,
+            loss_is=loss_is,
+            before_update=before_update,
+            also_save=also_save or {},
+            tokens_per_sample=tokens_per_sample,
+        )
         check_model(model)
         if self._launch.ranks is not None:
             refuse_wrapped(model)
@@ -136,10 +186,10 @@ class Run:
             check_optimizer(optimizer, tensors.trained)
             check_scheduler(options.scheduler, optimizer)
         if self.is_guest:
-            return self._guest(options, model, dataset, tensors)
+            return self._guest(options, model, loader, tensors)
         if self._launch.role == RANK:
-            return self._rank(options, model, optimizer, dataset, tensors)
-        return self._host(options, model, optimizer, dataset, tensors)
+            return self._rank(options, model, optimizer, loader, tensors)
+        return self._host(options, model, optimizer, loader, tensors)
 
     def _begin(self) -> None:
         launch = self._launch
@@ -160,32 +210,19 @@ class Run:
         options: Options,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        dataset: Any,
+        given: Any,
         tensors: ModelTensors,
     ) -> Iterator[Step]:
         launch = self._launch
         launch.device.attach(model)
-        objects = options.saved_objects()
-        loader = Loader(dataset, options.collate)
-        restored = restore(launch, options, model, optimizer, objects)
-        step = restored.step if restored is not None else 0
-        if restored is not None and restored.extra.get("samples", loader.samples) != loader.samples:
-            raise ConfigError(
-                f"the run was started with {restored.extra['samples']} samples, now there are {loader.samples}",
-                hint="a resumed run resumes at exactly the next sample: give it the same data, or start a new run",
-            )
-        ledger = Ledger(
-            samples=loader.samples,
-            global_batch=options.global_batch,
-            order=epoch_order(loader.samples, options.seed),
-            step=step,
-        )
-        if options.global_batch > loader.samples:
-            text = f"a step of {options.global_batch} samples is more than the data set has ({loader.samples}): "
-            launch.log.emit(RunNote(text=text + "samples come several times in a step"))
+        loader = self._open_loader(options, given)
+        objects = {**options.saved_objects(), **loader.objects()}
+        restored = restore(launch, options, model, optimizer, objects, loader)
+        ledger = Ledger(loader, step=restored.step if restored is not None else 0)
+        options = dataclasses.replace(options, global_batch=self._usual_batch(loader, ledger))
         statistics = batch_statistics(model)
-        least = least_samples(statistics, options.global_batch)
-        micro = self._micro_batch(options, limit=options.global_batch, statistics=statistics is not None)
+        least = least_samples(statistics, options.usual_batch)
+        micro = self._micro_batch(options, limit=options.usual_batch, statistics=statistics is not None)
         if launch.ranks is not None:
             self._meet_ranks(launch.ranks, restored, loader, tensors, micro)
         if restored is not None:
@@ -207,18 +244,53 @@ class Run:
         try:
             hub = self._open_hub(parts) if launch.role == HOST else AloneHub(ledger, launch.name, least)
         except BaseException:
+            loader.close()
             if launch.ranks is not None:
                 launch.ranks.end()
             raise
         return HostTrainer(parts, hub).steps()
 
+    def _open_loader(self, options: Options, given: Any) -> StepLoader:
+        launch = self._launch
+
+        def note(text: str) -> None:
+            launch.log.emit(RunNote(text=text))
+
+        loader = open_steps(
+            given,
+            global_batch=options.global_batch,
+            collate=options.collate,
+            seed=options.seed,
+            epochs=options.epochs,
+            by_index=launch.ranks is not None,
+            note=note,
+        )
+        if options.data == "local":
+            loader.check_indices()
+        if isinstance(loader, DataSetLoader) and loader.global_batch > loader.samples:
+            text = f"a step of {loader.global_batch} samples is more than the data set has ({loader.samples}): "
+            note(text + "samples come several times in a step")
+        return loader
+
+    def _usual_batch(self, loader: StepLoader, ledger: Ledger) -> int:
+        """A batch sampler of the user's may not say it: then the first step does."""
+        if loader.global_batch is not None:
+            return loader.global_batch
+        first = ledger.prepare()
+        return first.count if first is not None else 1
+
     # -- several ranks ----------------------------------------------------------------------------------
 
     def _meet_ranks(
-        self, group: ranks.Ranks, restored: Loaded | None, loader: Loader, tensors: ModelTensors, micro: MicroBatch
+        self,
+        group: ranks.Ranks,
+        restored: Loaded | None,
+        loader: StepLoader,
+        tensors: ModelTensors,
+        micro: MicroBatch,
     ) -> None:
         """Bring the other ranks to where this one is, and see that they train the same."""
-        about = about_rank(tensors, loader, micro.free_bytes)
+        about = about_rank(tensors, loader.samples, micro.free_bytes)
         checkpoint = str(restored.path.resolve()) if restored is not None else None
         for rank, said in enumerate(group.introduce({"checkpoint": checkpoint}), 1):
             for key, what in (("model", "model"), ("samples", "data set")):
@@ -237,7 +309,7 @@ class Run:
         options: Options,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        dataset: Any,
+        given: Any,
         tensors: ModelTensors,
     ) -> Iterator[Step]:
         launch = self._launch
@@ -245,12 +317,12 @@ class Run:
         assert group is not None
         launch.device.attach(model)
         objects = options.saved_objects()
-        loader = Loader(dataset, options.collate)
+        loader, nominal = reader_of(given, options.collate, options.global_batch)
         checkpoint = group.meet()["checkpoint"]
         if checkpoint is not None:
             restore_same(Path(checkpoint), model, optimizer, objects)
-        micro = self._micro_batch(options, limit=options.global_batch)
-        group.answer(about_rank(tensors, loader, micro.free_bytes))
+        micro = self._micro_batch(options, limit=nominal or LARGEST_GUEST_MICRO_BATCH)
+        group.answer(about_rank(tensors, length_if_any(loader.dataset), micro.free_bytes))
         group.equalize([*tensors.trained, *tensors.fixed.values()])
         parts = RankParts(
             launch=launch, options=options, model=model, optimizer=optimizer, loader=loader, tensors=tensors
@@ -322,12 +394,15 @@ class Run:
 
     # -- guest ------------------------------------------------------------------------------------------
 
-    def _guest(self, options: Options, model: nn.Module, dataset: Any, tensors: ModelTensors) -> Iterator[Step]:
+    def _guest(self, options: Options, model: nn.Module, given: Any, tensors: ModelTensors) -> Iterator[Step]:
         launch = self._launch
         assert launch.link is not None and launch.welcome is not None
         welcome = launch.welcome.message
         together = batch_statistics(model) is not None
-        limit = options.global_batch if together else LARGEST_GUEST_MICRO_BATCH
+        reader, nominal = None, options.global_batch or batch_of(given)
+        if options.data == "local":
+            reader, nominal = reader_of(given, options.collate, options.global_batch)
+        limit = nominal or MOST_TOGETHER if together else LARGEST_GUEST_MICRO_BATCH
         hub = GuestHub(
             launch.link,
             tensors,
@@ -341,7 +416,7 @@ class Run:
             model=model,
             tensors=tensors,
             hub=hub,
-            loader=Loader(dataset, options.collate) if options.data == "local" else None,
+            loader=reader,
             micro=self._micro_batch(options, limit=limit, statistics=together),
         )
         return GuestTrainer(parts).steps()

@@ -42,10 +42,16 @@ class Step:
         trained: Sequence[nn.Parameter] = (),
         *,
         sends: bool = False,
+        epoch: int | None = None,
+        ends_epoch: Callable[[], bool] = lambda: False,
     ) -> None:
         """`trained`: whose gradients the loop's body must leave alone; `sends`: they are used up after backward."""
         self.index = index
         """The number of this step, from 0."""
+        self.epoch = epoch
+        """The number of the epoch that its first sample belongs to, from 0; None on a guest."""
+        self._ask_ends_epoch = ends_epoch
+        self._ends_epoch: bool | None = None
         self._loss: float | None = None
         self._know_loss: Callable[[], None] | None = None
         self.finished = False
@@ -101,6 +107,16 @@ class Step:
         self._loss_sum = self._loss_sum + total.detach().float()
         current.done = True
         self._after(current.samples)
+
+    @property
+    def ends_epoch(self) -> bool:
+        """Whether this is the last step of its epoch; False on a guest.
+
+        A stream does not know: asking reads its next batch. Ask before the next step.
+        """
+        if self._ends_epoch is None:
+            self._ends_epoch = self._ask_ends_epoch()
+        return self._ends_epoch
 
     @property
     def loss(self) -> float | None:

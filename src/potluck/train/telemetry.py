@@ -39,14 +39,19 @@ class Telemetry:
         options: Options,
         hub: HostHub | AloneHub,
         statistics: BatchStatistics | None = None,
+        *,
+        total_steps: int | None = None,
     ) -> None:
+        """`total_steps`: how many there will be in all, if that is known."""
         self._launch, self._options, self._hub = launch, options, hub
-        self._statistics = StatisticsNotice(statistics, options.global_batch)
+        self._total_steps = total_steps
+        self._statistics = StatisticsNotice(statistics, options.usual_batch)
         self._started = self._last_end = time.monotonic()
         self._first_step = 0
         self._host_busy_s = 0.0
-        self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)
-        """(step's seconds, the update's part of it)"""
+        self._recent: deque[tuple[float, float, int]] = deque(maxlen=RECENT_STEPS)
+        """(step's seconds, the update's part of it, its samples)"""
+        self._samples = 0
         self._between_s = 0.0
         """Seconds that the script spent between steps, in total."""
         self._gain = Gain()
@@ -73,8 +78,8 @@ class Telemetry:
                 recipe=launch.what,
                 machine=launch.name,
                 device=launch.device.label,
-                steps=options.steps,
-                global_batch=options.global_batch,
+                steps=self._total_steps,
+                global_batch=options.usual_batch,
                 parameters=sum(t.count for t in tensors.fingerprint if t.role != "buffer"),
                 trained_parameters=tensors.layout.count,
                 codec=launch.config.codec,
@@ -107,11 +112,13 @@ class Telemetry:
         self._not_applied += not applied
         between_s = max(0.0, outside[1] - max(outside[0], self._last_end))
         step_s, self._last_end = now - self._last_end - between_s, now
-        self._recent.append((step_s, update_s))
+        count = sum(result.samples.values())
+        self._samples += count
+        self._recent.append((step_s, update_s, count))
         self._between_s += between_s
         options = self._options
-        mean_s = sum(s for s, _ in self._recent) / len(self._recent)
-        rate = options.global_batch / mean_s
+        mean_s = sum(s for s, _, _ in self._recent) / len(self._recent)
+        rate = sum(n for _, _, n in self._recent) / len(self._recent) / mean_s
         speedup = self._times_alone(mean_s)
         self._gain.add(speedup, step_s)
         self._steps_s += step_s
@@ -119,7 +126,7 @@ class Telemetry:
         self._launch.log.emit(
             StepEnded(
                 step=step,
-                steps=options.steps,
+                steps=self._total_steps,
                 loss=_finite(loss),
                 applied=applied,
                 step_s=round(step_s, 5),
@@ -147,9 +154,9 @@ class Telemetry:
 
     def _eta_s(self, step: int, mean_s: float) -> float | None:
         """The steps left at the pace of the last ones, plus the script's mean time between steps."""
-        if not self._options.steps:
+        if not self._total_steps:
             return None
-        return (mean_s + self._between_s / max(1, step - self._first_step)) * (self._options.steps - step)
+        return (mean_s + self._between_s / max(1, step - self._first_step)) * max(0, self._total_steps - step)
 
     def ended(self, step: int, loss: float | None, reason: str) -> None:
         seconds = time.monotonic() - self._started
@@ -159,7 +166,7 @@ class Telemetry:
                 loss=msgspec.UNSET if loss is None else _finite(loss),
                 not_applied=self._not_applied,
                 seconds=seconds,
-                samples_per_s=(step - self._first_step) * self._options.global_batch / max(self._steps_s, 1e-9),
+                samples_per_s=self._samples / max(self._steps_s, 1e-9),
                 speedup=self._gain.value,
                 reason=reason,
                 folder=str(self._launch.folder.path) if self._launch.folder else "",
@@ -179,8 +186,9 @@ class Telemetry:
         # Before a guest has contributed, the figure would only show noise in this machine's own speed.
         if self._launch.role == ALONE or not sample_s or not any(m.samples for m in self._hub.members()):
             return None
-        update_s = sum(u for _, u in self._recent) / len(self._recent)
-        return (self._options.global_batch * sample_s + update_s) / mean_s
+        update_s = sum(u for _, u, _ in self._recent) / len(self._recent)
+        samples = sum(n for _, _, n in self._recent) / len(self._recent)
+        return (samples * sample_s + update_s) / mean_s
 
     def _machines(self, result: StepResult, step_s: float) -> tuple[MachineFigures, ...]:
         sample_s = self._hub.host_sample_s()

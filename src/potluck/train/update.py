@@ -40,8 +40,10 @@ def own_norm(trained: Sequence[nn.Parameter]) -> Tensor:
     return total_norm(gradients) if gradients else torch.zeros((), device=trained[0].device)
 
 
-def prepare_gradients(number: int, trained: list[nn.Parameter], options: Options, model: nn.Module) -> Tensor:
-    """From the sum over the step's samples to what the optimizer takes: the mean, as the user wants it, clipped.
+def prepare_gradients(
+    number: int, trained: list[nn.Parameter], options: Options, model: nn.Module, samples: int
+) -> Tensor:
+    """From the sum over the step's `samples` to what the optimizer takes: the mean, as the user wants it, clipped.
 
     The norm that it had before it was clipped, on the device.
     """
@@ -51,7 +53,7 @@ def prepare_gradients(number: int, trained: list[nn.Parameter], options: Options
             f"step {number} ended without any gradient",
             hint="Potluck clears and steps: take optimizer.zero_grad() and optimizer.step() out of the loop",
         )
-    torch._foreach_mul_(gradients, 1.0 / options.global_batch)
+    torch._foreach_mul_(gradients, 1.0 / samples)
     if options.before_update is not None:
         options.before_update(model)
         gradients = [p.grad for p in trained if p.grad is not None]

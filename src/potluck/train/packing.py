@@ -1,0 +1,247 @@
+"""One step's samples on their way from a worker process, and any part of them as a batch.
+
+Owns how a worker packs a step and how this process takes parts of it. Where torch's default_collate makes the
+batches, the worker collates the whole step and a part is a slice of it, without a copy. Any other collate function
+needs the samples of its batch, so the worker sends them one by one, all their tensors in one piece of shared
+memory: a tensor of its own for each would cost a file descriptor and some 100 µs.
+"""
+
+from __future__ import annotations
+
+import copy
+import traceback
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate, get_worker_info
+
+from potluck.errors import DataError
+
+Collate = Callable[[list[Any]], Any]
+
+COLLATED, SAMPLES, FAILED = "collated", "samples", "failed"
+"""What a packed step holds."""
+
+ALIGN_BYTES = 16
+_ROWS, _TEXTS = "rows", "texts"
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A tensor or an array that lies in the step's shared memory."""
+
+    offset: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    numpy: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Forms:
+    """Samples with a `_Place` for every tensor and array. In a plain list, pinning would make lists of tuples."""
+
+    samples: list[Any]
+
+
+class PackStep:
+    """Runs in a worker as its DataLoader's collate function: the samples of a step, packed."""
+
+    def __init__(self, collate: Collate) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: list[Any]) -> list[Any]:
+        if self._collate is default_collate and (form := _form(samples[0])) is not None:
+            try:
+                return [COLLATED, len(samples), form, default_collate(samples)]
+            except Exception as error:
+                told = f"{type(error).__name__}: {error}"
+                return [FAILED, len(samples), culprit(samples, default_collate), told, traceback.format_exc()]
+        return packed_samples(samples)
+
+
+def packed_samples(samples: list[Any]) -> list[Any]:
+    """The samples of a step or of a part of it, one by one."""
+    return [SAMPLES, len(samples), *_packed(samples)]
+
+
+def unpacked_samples(packed: Sequence[Any]) -> list[Any]:
+    return _unpacked(*packed[2:])
+
+
+class HeldStep:
+    """One step's samples in this process."""
+
+    def __init__(self, packed: Sequence[Any], collate: Collate, keys: Sequence[Any] | None) -> None:
+        kind, self.count, *rest = packed
+        self._collate, self._keys = collate, keys
+        self._form: Any = None
+        self._content: Any
+        if kind == FAILED:
+            at, told, trace = rest
+            raise cannot_collate(at, keys, told) from RuntimeError(f"in a worker process:\n{trace}")
+        if kind == COLLATED:
+            self._form, self._content = rest
+        else:
+            self._content = unpacked_samples(packed)
+
+    @property
+    def sliced(self) -> bool:
+        """Whether a part is a slice, which runs no code of the user's."""
+        return self._form is not None
+
+    def part(self, rows: Sequence[int]) -> Any:
+        """The batch of these samples, by their places in the step."""
+        if self._form is not None:
+            first, count = rows[0], len(rows)
+            in_a_row = list(rows) == list(range(first, first + count))
+            return _sliced(self._form, self._content, slice(first, first + count) if in_a_row else list(rows))
+        keys = None if self._keys is None else [self._keys[row] for row in rows]
+        return collated([self._content[row] for row in rows], self._collate, keys)
+
+
+def collated(samples: list[Any], collate: Collate, keys: Sequence[Any] | None) -> Any:
+    """The batch of these samples; a failure names the sample."""
+    try:
+        return collate(samples)
+    except Exception as error:
+        raise cannot_collate(culprit(samples, collate), keys, f"{type(error).__name__}: {error}") from error
+
+
+def culprit(samples: list[Any], collate: Collate) -> tuple[int, ...]:
+    """The place of the sample that cannot be collated; of two that cannot be collated together; of none."""
+    for at, sample in enumerate(samples):
+        if not _collates([sample], collate):
+            return (at,)
+    for at, sample in enumerate(samples):
+        if not _collates([samples[0], sample], collate):
+            return (0, at)
+    return ()
+
+
+def cannot_collate(at: Sequence[int], keys: Sequence[Any] | None, told: str) -> DataError:
+    names = [f"number {place} of its batch" if keys is None else f"{keys[place]!r}" for place in at]
+    which = {0: "a batch", 1: "sample {}", 2: "samples {} and {} together"}[len(names)].format(*names)
+    return DataError(
+        f"the collate function fails on {which}: {told.splitlines()[0]}",
+        hint="correct the sample or leave it out of the data set; or give a collate function that takes it",
+    )
+
+
+def _collates(samples: list[Any], collate: Collate) -> bool:
+    try:
+        collate(samples)
+    except Exception:
+        return False
+    return True
+
+
+# -- a step that default_collate made into one batch ----------------------------------------------------
+
+
+def _form(sample: Any) -> Any:
+    """Where default_collate stacks this sample's values and where it lists its texts; None: cannot be sliced."""
+    if isinstance(sample, Tensor):
+        return _ROWS if type(sample) is Tensor and sample.layout is torch.strided and not sample.is_nested else None
+    if isinstance(sample, str | bytes):
+        return _TEXTS
+    if isinstance(sample, np.ndarray | np.generic | bool | int | float):
+        return _ROWS
+    if isinstance(sample, Mapping):
+        return _complete({key: _form(value) for key, value in sample.items()})
+    if type(sample) in (list, tuple) or (isinstance(sample, tuple) and hasattr(sample, "_fields")):
+        return _complete([_form(value) for value in sample])
+    return None
+
+
+def _complete(forms: Any) -> Any:
+    return None if None in (forms.values() if isinstance(forms, dict) else forms) else forms
+
+
+def _sliced(form: Any, batch: Any, rows: slice | list[int]) -> Any:
+    if form == _ROWS:
+        return batch[rows]
+    if form == _TEXTS:
+        return batch[rows] if isinstance(rows, slice) else type(batch)([batch[row] for row in rows])
+    if isinstance(form, dict):
+        parts = {key: _sliced(each, batch[key], rows) for key, each in form.items()}
+        if type(batch) is dict:
+            return parts
+        if isinstance(batch, MutableMapping):
+            same = copy.copy(batch)
+            same.update(parts)
+            return same
+        return type(batch)(parts)
+    values = [_sliced(each, part, rows) for each, part in zip(form, batch, strict=True)]
+    return type(batch)(*values) if isinstance(batch, tuple) and hasattr(batch, "_fields") else values
+
+
+# -- a step of single samples ---------------------------------------------------------------------------
+
+
+def _packed(samples: list[Any]) -> tuple[_Forms, Tensor]:
+    """The samples, and the bytes of all their tensors and arrays."""
+    values: list[Tensor] = []
+    filled = 0
+
+    def place(leaf: Any) -> Any:
+        nonlocal filled
+        value = _plain(leaf)
+        if value is None:
+            return leaf
+        values.append(value)
+        at, filled = filled, filled + -(-value.nbytes // ALIGN_BYTES) * ALIGN_BYTES
+        return _Place(at, value.nbytes, value.dtype, tuple(value.shape), isinstance(leaf, np.ndarray))
+
+    forms = _Forms([_mapped(sample, place) for sample in samples])
+    content = _shared(filled)
+    at = 0
+    for value in values:
+        content[at : at + value.nbytes] = value.contiguous().reshape(-1).view(torch.uint8)
+        at += -(-value.nbytes // ALIGN_BYTES) * ALIGN_BYTES
+    return forms, content
+
+
+def _unpacked(forms: _Forms, content: Tensor) -> list[Any]:
+    def value(leaf: Any) -> Any:
+        if not isinstance(leaf, _Place):
+            return leaf
+        tensor = content[leaf.offset : leaf.offset + leaf.nbytes].view(leaf.dtype).view(leaf.shape)
+        return tensor.numpy() if leaf.numpy else tensor
+
+    return [_mapped(form, value) for form in forms.samples]
+
+
+def _plain(leaf: Any) -> Tensor | None:
+    """The leaf as a tensor whose bytes can be copied; None for anything else, which travels as it is."""
+    if isinstance(leaf, np.ndarray):
+        try:
+            return torch.from_numpy(np.ascontiguousarray(leaf).reshape(leaf.shape))
+        except TypeError:
+            return None
+    if type(leaf) is not Tensor or leaf.device.type != "cpu" or leaf.layout is not torch.strided:
+        return None
+    return None if leaf.requires_grad or leaf.is_nested or leaf.is_conj() or leaf.is_neg() else leaf
+
+
+def _shared(nbytes: int) -> Tensor:
+    """Bytes that other processes can read without a copy, if this is a worker process."""
+    if get_worker_info() is None or not nbytes:
+        return torch.empty(nbytes, dtype=torch.uint8)
+    storage = torch.UntypedStorage._new_shared(nbytes)
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def _mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
+    """The same containers with other leaves. Only plain ones are entered: what else there is may have a reason."""
+    if type(tree) is dict:
+        return {key: _mapped(value, function) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(_mapped(value, function) for value in tree)
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(_mapped(value, function) for value in tree))
+    return function(tree)

@@ -1,0 +1,74 @@
+"""How a resumed run begins: the newest checkpoint that can be read, and what must be as it was.
+
+Owns these checks, and the order in which model, optimizer, random numbers and data are put back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from potluck.errors import CheckpointError, ConfigError
+from potluck.spec.events import CheckpointDamaged, CheckpointSaved, RunNote, StepEnded
+from potluck.train import checkpoint_folder
+from potluck.train.checkpoint import Loaded, load_latest
+from potluck.train.context import RunContext
+from potluck.train.events import events_in
+from potluck.train.folder import RunFolder
+from potluck.train.options import Options
+from potluck.train.step_loader import StepLoader
+
+
+def restore(
+    launch: RunContext,
+    options: Options,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    objects: dict[str, Any],
+    loader: StepLoader,
+) -> Loaded | None:
+    """Load the newest readable checkpoint of a run that is resumed; the model and optimizer continue from it."""
+    if not launch.resume or launch.folder is None:
+        return None
+    checkpoint_folder.tidy(launch.folder.checkpoints)
+    loaded = load_latest(launch.folder.checkpoints)
+    if loaded is None:
+        _without_checkpoint(launch, launch.folder)
+        return None
+    for path, reason in loaded.skipped:
+        launch.log.emit(CheckpointDamaged(path=str(path), reason=reason, resumed_from=loaded.step))
+    compared = (
+        ("global_batch", loader.global_batch, "global_batch {}, now it is {}", "keep global_batch as it was"),
+        ("seed", options.seed, "seed {}, now it is {}", "keep seed as it was"),
+        ("samples", loader.samples, "{} samples, now there are {}", "give it the same data"),
+    )
+    for key, here, what, keep in compared:
+        if (then := loaded.extra.get(key, here)) != here:
+            raise ConfigError(
+                f"the run was started with {what.format(then, here)}",
+                hint=f"a resumed run resumes at exactly the next sample: {keep}, or start a new run",
+            )
+    loaded.restore(model, optimizer, objects)
+    launch.device.set_rng_state(dict(loaded.device_rng))
+    loader.resume(loaded.step, loaded.extra.get("data", {}))
+    return loaded
+
+
+def _without_checkpoint(launch: RunContext, folder: RunFolder) -> None:
+    """A run that saved nothing begins again, and says so; one whose checkpoints are missing does not."""
+    steps = saved = 0
+    for event in events_in(folder.events):
+        match event:
+            case CheckpointSaved(step=step):
+                saved = max(saved, step)
+            case StepEnded(step=step):
+                steps = max(steps, step)
+    if saved:
+        raise CheckpointError(
+            f"the run was saved up to step {saved}, but there is no checkpoint in {folder.checkpoints}",
+            hint="bring the folder back, with all that was in it, or start a new run",
+        )
+    again = f"; the {steps} steps that were computed are computed again" if steps else ""
+    launch.log.emit(RunNote(text=f"there is no checkpoint yet: begins again at step 1{again}"))

@@ -1,0 +1,140 @@
+"""The samples of one step after another, as the host deals them: the common part, and the steps of a data set.
+
+Owns the order of steps, where in the data a run is, and the samples of the step under way.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from potluck.balance.ledger import EpochSteps, StepSamples
+from potluck.errors import ConfigError
+from potluck.train.data import Loader, epoch_order
+from potluck.train.optimizer_state import Stateful
+from potluck.train.packing import Collate, HeldStep
+
+
+class StepLoader(ABC):
+    """Gives the ledger its steps, and the host and the leases their batches."""
+
+    samples: int | None
+    """Samples in the data set, if it says."""
+    global_batch: int | None
+    """Samples in a step; the last one of an epoch may have fewer, and a batch sampler decides for itself."""
+
+    def __init__(self, reader: Loader | None) -> None:
+        self._reader = reader
+        self._lock = threading.RLock()
+        self._now: StepSamples | None = None
+        self._held: HeldStep | None = None
+
+    @abstractmethod
+    def next_step(self) -> StepSamples | None:
+        """The samples of the next step; those of the last one are let go."""
+
+    def ready(self) -> None:  # noqa: B027 - only worker processes are waited for
+        """Wait until worker processes have read the step's samples."""
+
+    def fetch(self, positions: Sequence[int]) -> Any | None:
+        """The batch of these positions of the step, on the CPU; None if the step is over."""
+        with self._lock:
+            now, held = self._now, self._held
+            if now is None or not now.first <= positions[0] < now.first + now.count:
+                return None
+            rows = [position - now.first for position in positions]
+            if held is None:
+                assert now.keys is not None and self._reader is not None
+                return self._reader.fetch([now.keys[row] for row in rows])
+            if not held.sliced:
+                return held.part(rows)
+        return held.part(rows)
+
+    def fetch_again(self, positions: Sequence[int]) -> Any:
+        """The same batch, read anew from the data set."""
+        with self._lock:
+            assert self._now is not None and self._now.keys is not None and self._reader is not None
+            return self._reader.fetch([self._now.keys[position - self._now.first] for position in positions])
+
+    @contextmanager
+    def nobody_reads(self) -> Iterator[None]:
+        """Inside, other threads wait before they read: samples may be made with random numbers."""
+        with self._lock:
+            yield
+
+    def check_indices(self) -> None:  # noqa: B027 - only a stream has none
+        """Refuse samples that other machines cannot read by their indices."""
+
+    def total_steps(self, steps: int | None) -> int | None:
+        """How many steps there will be in all, if that can be said; no more than `steps`."""
+        per_epoch = self._steps_in_epochs()
+        known = [number for number in (steps, per_epoch) if number is not None]
+        return min(known, default=None)
+
+    def _steps_in_epochs(self) -> int | None:
+        return None
+
+    @abstractmethod
+    def ends_epoch(self) -> bool:
+        """Whether this step is the last one of its epoch."""
+
+    def state(self, step: int) -> dict[str, Any]:
+        """What a checkpoint keeps to resume at this step: the one that was given last, or the one after it."""
+        return {}
+
+    def objects(self) -> dict[str, Stateful]:
+        """What a checkpoint keeps beside the state."""
+        return {}
+
+    @abstractmethod
+    def resume(self, step: int, saved: Mapping[str, Any]) -> None:
+        """Go to this step, of which `saved` is the state."""
+
+    def close(self) -> None:
+        """End the worker processes."""
+        if self._reader is not None:
+            self._reader.close()
+
+
+class DataSetLoader(StepLoader):
+    """Steps of equal size out of a data set, in an order that depends on the seed alone; read in this process."""
+
+    samples: int
+    global_batch: int
+
+    def __init__(
+        self, dataset: Any, collate: Collate | None, *, global_batch: int, seed: int, epochs: int | None = None
+    ) -> None:
+        reader = Loader(dataset, collate)
+        super().__init__(reader)
+        self.samples, self.global_batch = reader.samples, global_batch
+        self._epochs = epochs
+        self._seed = seed
+        self._steps = self._from(0)
+
+    def _from(self, step: int) -> EpochSteps:
+        order = epoch_order(self.samples, self._seed)
+        return EpochSteps(samples=self.samples, global_batch=self.global_batch, order=order, step=step)
+
+    def resume(self, step: int, saved: Mapping[str, Any]) -> None:
+        if saved.get("epoch") is not None:
+            raise ConfigError(
+                "the run was started with a DataLoader, now it has a data set",
+                hint="a resumed run resumes at exactly the next sample: give it what it had, or start a new run",
+            )
+        self._steps = self._from(step)
+
+    def next_step(self) -> StepSamples | None:
+        with self._lock:
+            after = self._steps.next_step()
+            self._now = None if self._epochs is not None and after.epoch >= self._epochs else after
+            return self._now
+
+    def _steps_in_epochs(self) -> int | None:
+        return None if self._epochs is None else -(-self._epochs * self.samples // self.global_batch)
+
+    def ends_epoch(self) -> bool:
+        return self._now is not None and self._steps.ends_epoch(self._now)

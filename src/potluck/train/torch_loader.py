@@ -1,0 +1,425 @@
+"""The steps of the user's DataLoader: its order, its epochs, its worker processes, and resuming in it.
+
+Owns how a step becomes one batch of that loader. torch's own code draws the batches, in an inner loader that
+differs from the user's only in what its workers do with the samples: the order is a plain loop's by construction.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from potluck.balance.ledger import StepSamples
+from potluck.errors import ConfigError, DataError
+from potluck.train import optimizer_state
+from potluck.train.data import Loader, length, opened
+from potluck.train.optimizer_state import Stateful
+from potluck.train.packing import Collate, HeldStep, PackStep
+from potluck.train.step_loader import DataSetLoader, StepLoader
+from potluck.train.workers import Echo, Recorded, WorkerLoader, is_stream, rebuilt, shut, worker_errors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataPlace:
+    """Where in the data the next step begins."""
+
+    epoch: int = 0
+    done: int = 0
+    """Batches of the epoch before it."""
+    position: int = 0
+    """Samples of the run before it."""
+    digest: str = ""
+    """Of the indices of the epoch's batches before it."""
+    generators: dict[str, Any] | None = None
+    """The random generators when the epoch began; None if it has not."""
+    fresh: bool = True
+    """Whether the epoch began with new workers, whose seed was drawn from the loader's generator."""
+    stream: Any = None
+    """What the stream says of its own place, if it does."""
+
+
+class TorchLoader(StepLoader):
+    """Steps that are the batches of a DataLoader, in its own order; read ahead by its worker processes, if any."""
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        *,
+        epochs: int | None = None,
+        by_index: bool = False,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """`by_index`: only the indices of a step are read ahead, because other processes read their samples."""
+        self._stream = check_loader(loader, by_index=by_index)
+        self._user, self._collate = loader, loader.collate_fn
+        self._whole = loader.num_workers > 0 and not by_index and not self._stream
+        """Worker processes read whole steps."""
+        by_workers = by_index and loader.num_workers > 0
+        super().__init__(
+            None
+            if self._stream
+            else WorkerLoader(loader)
+            if by_workers
+            else Loader(loader.dataset, loader.collate_fn, sized=False)
+        )
+        sampler = loader.batch_sampler
+        self.samples = None if self._stream else length_if_any(loader.dataset)
+        self.global_batch = batch_of(loader)
+        self._epochs, self._note = epochs, note
+        self._recorded = Recorded(sampler)
+        pack = PackStep(self._collate)
+        if self._stream:
+            sizes = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+            self._loader = rebuilt(loader, pack, **sizes)
+        elif self._whole:
+            self._loader = rebuilt(loader, pack, batch_sampler=self._recorded)
+        else:
+            self._loader = DataLoader(
+                Echo(),  # type: ignore[arg-type]
+                batch_sampler=self._recorded,
+                collate_fn=list,
+                generator=loader.generator,
+            )
+        self._coming: Iterator[Any] | None = None
+        self._ahead: list[Any] = []
+        self._hash = hashlib.blake2b(digest_size=16)
+        self._before = self._place = DataPlace()
+        self._number = -1
+        self._states: Stateful | None = _stateful(self._loader) if self._stream else None
+        """What knows the place in the stream."""
+        self.saved_stream: Any = None
+
+    # -- steps ------------------------------------------------------------------------------------------
+
+    def next_step(self) -> StepSamples | None:
+        with self._lock:
+            self._now = self._held = None
+            while True:
+                if self._coming is None:
+                    if self._epochs is not None and self._place.epoch >= self._epochs:
+                        return None
+                    self._begin_epoch()
+                self._before = self._place
+                try:
+                    given = self._next()
+                except StopIteration:
+                    self._end_epoch()
+                    continue
+                return self._take(given)
+
+    def _take(self, given: Any) -> StepSamples:
+        before, keys, after = self._before, None, None
+        if self._stream:
+            given, after = given
+            self._held = HeldStep(given, self._collate, None)
+            count = self._held.count
+        else:
+            keys, count = given, len(given)
+            self._hash.update(repr(keys).encode())
+        self._number += 1
+        self._place = replace(
+            before,
+            done=before.done + 1,
+            position=before.position + count,
+            digest=self._hash.hexdigest(),
+            stream=after,
+        )
+        self._now = StepSamples(first=before.position, count=count, keys=keys, epoch=before.epoch)
+        return self._now
+
+    def ready(self) -> None:
+        with self._lock:
+            if self._now is None or self._held is not None or not self._whole:
+                return
+            assert self._coming is not None
+            with worker_errors():
+                packed = next(self._coming, None)
+            if packed is None:
+                raise DataError("the loader's workers ended before the step's samples were read")
+            self._held = HeldStep(packed, self._collate, self._now.keys)
+
+    def check_indices(self) -> None:
+        if self._stream:
+            raise no_indices()
+
+    def _steps_in_epochs(self) -> int | None:
+        try:
+            return None if self._epochs is None else self._epochs * len(self._user)
+        except (TypeError, NotImplementedError, AttributeError):
+            return None
+
+    def ends_epoch(self) -> bool:
+        """Where that is not known yet, the next batch is read for it."""
+        with self._lock:
+            if self._whole:
+                self.ready()
+                return not self._recorded.given
+            if self._coming is not None and not self._ahead:
+                try:
+                    self._ahead.append(self._next())
+                except StopIteration:
+                    return True
+            return not self._ahead
+
+    def _next(self) -> Any:
+        """The next batch of this epoch: its indices, or the samples of a stream."""
+        assert self._coming is not None
+        if self._ahead:
+            return self._ahead.pop()
+        if self._whole and self._recorded.given:
+            return self._recorded.given.popleft()
+        with worker_errors():
+            given = next(self._coming)
+        if not self._stream:
+            return given
+        return given, (self._states.state_dict() if self._states is not None else None)
+
+    # -- epochs -----------------------------------------------------------------------------------------
+
+    def _begin_epoch(self) -> None:
+        epoch = self._place.epoch
+        fresh = not self._loader.persistent_workers or self._loader._iterator is None
+        self._place = replace(self._place, generators=self._generator_states(), fresh=fresh)
+        self._hash = hashlib.blake2b(digest_size=16)
+        for each in self._told_epochs():
+            each.set_epoch(epoch)
+        try:
+            with worker_errors():
+                self._coming = iter(self._loader)
+        except TypeError as error:
+            raise DataError(
+                f"the loader's sampler cannot be iterated over: {error}", hint="give a sampler with __iter__"
+            ) from error
+
+    def _end_epoch(self) -> None:
+        place = self._place
+        if not place.done:
+            if place.epoch:
+                raise DataError(
+                    f"the loader gave no batch in epoch {place.epoch + 1}",
+                    hint="its sampler or its data set can be read only once: give one that begins anew each time, "
+                    "or end the loop with epochs=1",
+                )
+            few = "drop_last leaves out a batch that is not full" if self._user.drop_last else "is it empty?"
+            raise DataError(
+                f"the loader gives no batch at all: {few}", hint="give it at least one batch of samples"
+            )
+        if not self._loader.persistent_workers:
+            shut(self._coming)
+        self._coming = None
+        self._place = replace(place, epoch=place.epoch + 1, done=0, digest="", generators=None, stream=None)
+
+    def _told_epochs(self) -> list[Any]:
+        """What wants to know the epoch's number: the samplers, and the data set of a stream."""
+        batches = self._user.batch_sampler
+        asked = [self._user.sampler, batches, getattr(batches, "sampler", None)]
+        asked += [self._user.dataset] if self._stream else []
+        unique = {id(each): each for each in asked if callable(getattr(each, "set_epoch", None))}
+        return list(unique.values())
+
+    # -- resuming ---------------------------------------------------------------------------------------
+
+    def state(self, step: int) -> dict[str, Any]:
+        place = self._before if self._now is not None and step == self._number else self._place
+        self.saved_stream = place.stream
+        return {f.name: getattr(place, f.name) for f in fields(place) if f.name != "stream"}
+
+    def objects(self) -> dict[str, Stateful]:
+        """What a checkpoint keeps beside the state."""
+        return {"loader": StreamState(self)} if self._states is not None else {}
+
+    def resume(self, step: int, saved: Mapping[str, Any]) -> None:
+        """Go to where the checkpoint was made: the sampler gives the epoch's batches again, but none is read.
+
+        This process's random numbers stay as they are.
+        """
+        if saved.get("epoch") is None:
+            raise ConfigError(
+                "the run was started with a data set, now it has a DataLoader",
+                hint="a resumed run resumes at exactly the next sample: give it what it had, or start a new run",
+            )
+        self._number = step - 1
+        self._place = DataPlace(**saved)
+        if self._place.generators is None:
+            return
+        done, own = self._place.done, optimizer_state.capture_rng({})
+        if not self._place.fresh and self._whole:
+            # The workers' seed was drawn in an earlier epoch, not in this one.
+            self._recorded.silent = True
+            iter(self._loader)
+            self._recorded.silent = False
+        optimizer_state.restore_rng(self._place.generators)
+        states = optimizer_state.device_rng(self._place.generators)
+        for generator, state in zip(self._generators(), states.values(), strict=False):
+            generator.set_state(state)
+        if self._stream:
+            self._resume_stream(done)
+        else:
+            self._recorded.skip = self._skip
+            self._begin_epoch()
+            if not self._whole:
+                self.ends_epoch()  # the sampler draws its random numbers now
+        optimizer_state.restore_rng(own)
+
+    def _skip(self, batches: Iterator[Any]) -> None:
+        done = sum(1 for batch in itertools.islice(batches, self._place.done) if self._count(batch))
+        if done < self._place.done or self._hash.hexdigest() != self._place.digest:
+            raise DataError(
+                f"the loader's sampler gives other samples than before: batch {self._place.done} of epoch "
+                f"{self._place.epoch + 1} cannot be found again",
+                hint="a resumed run resumes at exactly the next sample: give the same data, sampler and seed; a "
+                "sampler that draws random numbers needs a generator= of its own, or must draw them when its "
+                "iteration begins",
+            )
+
+    def _count(self, batch: Any) -> bool:
+        self._hash.update(repr(list(batch)).encode())
+        return True
+
+    def _resume_stream(self, done: int) -> None:
+        if self._states is not None and self.saved_stream is not None:
+            self._states.load_state_dict(self.saved_stream)
+            self._begin_epoch()
+            return
+        self._begin_epoch()
+        if done:
+            self._note(
+                f"the stream has no state_dict(): the {done} batches before this one are read again and left out; "
+                "they are the same only if the stream gives the same samples each time"
+            )
+        assert self._coming is not None
+        for _ in range(done):
+            if next(self._coming, None) is None:
+                raise DataError(
+                    f"the stream ended before batch {done}, at which the run was saved",
+                    hint="a resumed run needs the data that it had: give it the same stream, or start a new run",
+                )
+
+    def _generators(self) -> list[torch.Generator]:
+        """The generators that the loader and its samplers hold."""
+        batches = self._user.batch_sampler
+        holders = [self._user, self._user.sampler, batches, getattr(batches, "sampler", None)]
+        found = [value for each in holders for value in getattr(each, "__dict__", {}).values()]
+        own = {id(g): g for g in found if isinstance(g, torch.Generator) and g is not torch.default_generator}
+        return list(own.values())
+
+    def _generator_states(self) -> dict[str, Any]:
+        own = {str(number): generator.get_state() for number, generator in enumerate(self._generators())}
+        return optimizer_state.capture_rng(own)
+
+    def close(self) -> None:
+        super().close()
+        shut(self._coming if self._coming is not None else self._loader._iterator)
+        self._coming = None
+
+
+class StreamState:
+    """The stream's own state, as a checkpoint saves it and puts it back."""
+
+    def __init__(self, loader: TorchLoader) -> None:
+        self._loader = loader
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"stream": self._loader.saved_stream}
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        self._loader.saved_stream = state_dict["stream"]
+
+
+def open_steps(
+    given: Any,
+    *,
+    global_batch: int | None,
+    collate: Collate | None = None,
+    seed: int = 0,
+    epochs: int | None = None,
+    by_index: bool = False,
+    note: Callable[[str], None] = lambda text: None,
+) -> DataSetLoader | TorchLoader:
+    """The steps of what a script gave: a DataLoader, a data set, or a function that returns one of them.
+
+    `by_index`: other processes than this one read samples, by their indices.
+    """
+    data = opened(given)
+    if isinstance(data, DataLoader):
+        if collate is not None:
+            raise ConfigError("collate was given beside a DataLoader", hint="give the loader collate_fn=… instead")
+        if global_batch is not None and data.batch_size not in (None, global_batch):
+            raise ConfigError(
+                f"global_batch is {global_batch}, and the loader's batch_size is {data.batch_size}",
+                hint="leave global_batch out: a batch of the loader is a step",
+            )
+    elif global_batch is None:
+        raise ConfigError(
+            "run.steps() does not know how many samples a step has",
+            hint="give a DataLoader, whose batch_size it is; or global_batch=… with a data set",
+        )
+    elif isinstance(data, IterableDataset):
+        data = DataLoader(data, batch_size=global_batch, collate_fn=collate)
+    else:
+        return DataSetLoader(data, collate, global_batch=global_batch, seed=seed, epochs=epochs)
+    return TorchLoader(data, epochs=epochs, by_index=by_index, note=note)
+
+
+def reader_of(given: Any, collate: Collate | None, global_batch: int | None) -> tuple[Loader, int | None]:
+    """What reads samples by their indices on a guest or another rank, and the global batch if that is known."""
+    data = opened(given)
+    if not isinstance(data, DataLoader):
+        return Loader(data, collate), global_batch
+    check_loader(data, by_index=True)
+    reader = WorkerLoader(data) if data.num_workers else Loader(data.dataset, data.collate_fn, sized=False)
+    return reader, batch_of(data)
+
+
+def batch_of(given: Any) -> int | None:
+    """The batch size of a DataLoader, if it is one and says it."""
+    if not isinstance(given, DataLoader):
+        return None
+    return given.batch_size or getattr(given.batch_sampler, "batch_size", None)
+
+
+def check_loader(loader: DataLoader[Any], *, by_index: bool = False) -> bool:
+    """Refuse a loader whose batches cannot be steps; whether it reads a stream."""
+    if type(loader).__iter__ is not DataLoader.__iter__ and not hasattr(loader, "state_dict"):
+        raise DataError(
+            f"the loader is of type {type(loader).__name__}, which makes its batches in a way of its own",
+            hint="give a plain torch DataLoader: Potluck brings batches to run.device and shares them out itself",
+        )
+    if loader.batch_size is None and (loader.batch_sampler is None or is_stream(loader)):
+        raise DataError(
+            "the loader has batch_size=None, so nobody knows how many samples a step has",
+            hint="give it batch_size=<samples in a step>, and a data set of single samples",
+        )
+    if is_stream(loader):
+        if by_index:
+            raise no_indices()
+        return True
+    if not hasattr(loader.dataset, "__getitem__") or isinstance(loader.sampler, SequentialSampler | RandomSampler):
+        length(loader.dataset)
+    return False
+
+
+def no_indices() -> DataError:
+    return DataError(
+        "a stream has no indices by which other processes could read its samples",
+        hint='leave data="local" out; on a host of several ranks give a map-style data set',
+    )
+
+
+def _stateful(loader: DataLoader[Any]) -> Stateful | None:
+    """What says where in a stream the next batch begins: the loader, or a data set that is read in this process."""
+    asked = [loader, *([] if loader.num_workers else [loader.dataset])]
+    return next((each for each in asked if hasattr(each, "state_dict") and hasattr(each, "load_state_dict")), None)
+
+
+def length_if_any(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError, AttributeError):
+        return None

@@ -1,0 +1,175 @@
+"""DataLoaders of our own with the settings of the user's: what their worker processes read is decided here.
+
+Owns how a loader is built like another, and reading samples by their indices with worker processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from potluck.errors import DataError
+from potluck.train.data import Loader
+from potluck.train.packing import Collate, collated, packed_samples, unpacked_samples
+
+SETTINGS = ("pin_memory", "worker_init_fn", "generator")
+WORKER_SETTINGS = ("timeout", "multiprocessing_context", "prefetch_factor", "persistent_workers")
+
+
+class WorkerStart:
+    """Runs in a worker before it reads: the main process decides when a worker ends, not the terminal's Ctrl-C."""
+
+    def __init__(self, user: Callable[[int], None] | None) -> None:
+        self._user = user
+
+    def __call__(self, worker: int) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if self._user is not None:
+            self._user(worker)
+
+
+def rebuilt(loader: DataLoader[Any], collate: Collate, **changed: Any) -> DataLoader[Any]:
+    """A loader with another collate function, and with what else is `changed`."""
+    workers = changed.get("num_workers", loader.num_workers)
+    settings: dict[str, Any] = {name: getattr(loader, name) for name in SETTINGS}
+    settings["dataset"] = loader.dataset
+    if workers:
+        settings |= {name: getattr(loader, name) for name in WORKER_SETTINGS}
+        settings["worker_init_fn"] = WorkerStart(loader.worker_init_fn)
+    settings |= {"num_workers": workers, "collate_fn": collate, **changed}
+    if hasattr(loader, "state_dict"):  # torchdata's StatefulDataLoader, or one of its kind
+        if hasattr(loader, "snapshot_every_n_steps"):
+            settings["snapshot_every_n_steps"] = loader.snapshot_every_n_steps
+        return type(loader)(**settings)
+    return DataLoader(**settings)
+
+
+def is_stream(loader: DataLoader[Any]) -> bool:
+    return isinstance(loader.dataset, IterableDataset)
+
+
+@contextlib.contextmanager
+def worker_errors() -> Iterator[None]:
+    """What torch says of a worker that died or did not answer, as an error of the data."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if "DataLoader worker" in text and ("exited unexpectedly" in text or "killed by signal" in text):
+            raise DataError(
+                f"a worker process of the loader died: {text.splitlines()[0]}",
+                hint="it may have run out of memory, or crashed in the data set's code; try num_workers=0 to see "
+                "its error, or a smaller prefetch_factor",
+            ) from error
+        if text.startswith("DataLoader timed out"):
+            raise DataError(
+                f"the loader's workers gave no batch in time: {text.splitlines()[0]}",
+                hint="give the loader a longer timeout=, or see what its data set waits for",
+            ) from error
+        raise
+
+
+class Recorded:
+    """A batch sampler that remembers what it has given: workers are ahead of the steps."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+        self.skip: Callable[[Iterator[Any]], None] | None = None
+        """Called once with the next epoch's batches, before any of them is read."""
+        self.given: deque[list[Any]] = deque()
+        self.silent = False
+        """Whether it gives nothing, and does not ask the sampler."""
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        self.given.clear()
+        if self.silent:
+            return
+        batches = iter(self._sampler)
+        skip, self.skip = self.skip, None
+        if skip is not None:
+            skip(batches)
+        for batch in batches:
+            keys = list(batch)
+            if not keys:
+                raise DataError(
+                    "the loader's batch sampler gave a batch of no samples",
+                    hint="a step needs at least one: leave empty batches out",
+                )
+            self.given.append(keys)
+            yield keys
+
+
+class Echo:
+    """A data set whose samples are their own indices: what a loader over it gives is the order of another."""
+
+    def __getitem__(self, key: Any) -> Any:
+        return key
+
+
+class WorkerLoader(Loader):
+    """Reads samples by their indices, with the worker processes of a loader."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        super().__init__(loader.dataset, loader.collate_fn, sized=False)
+        self._parts = _Parts()
+        self._workers = loader.num_workers
+        self._loader = rebuilt(loader, packed_samples, batch_sampler=self._parts, persistent_workers=True)
+        self._coming: Iterator[Any] | None = None
+        self._expected: deque[tuple[list[Any], int]] = deque()
+        """Batches whose samples are on their way, with the number of parts each is in."""
+
+    def expect(self, batches: Sequence[Sequence[Any]]) -> None:
+        with self._lock:
+            self._start(batches)
+
+    def _start(self, batches: Sequence[Sequence[Any]]) -> None:
+        """Each batch in as many parts as there are workers: the first is there the soonest."""
+        self._expected.clear()
+        self._parts.keys = []
+        for batch in batches:
+            size = -(-len(batch) // self._workers)
+            parts = [list(batch[at : at + size]) for at in range(0, len(batch), size)]
+            self._parts.keys += parts
+            self._expected.append((list(batch), len(parts)))
+        with worker_errors():
+            self._coming = iter(self._loader)
+
+    def fetch(self, keys: Sequence[Any]) -> Any:
+        with self._lock:
+            if not self._expected or self._expected[0][0] != list(keys):
+                self._start([keys])
+            assert self._coming is not None
+            _, parts = self._expected.popleft()
+            samples: list[Any] = []
+            with worker_errors():
+                for _ in range(parts):
+                    samples += unpacked_samples(next(self._coming))
+            return collated(samples, self._collate, keys)
+
+    def close(self) -> None:
+        shut(self._coming)
+        self._coming = None
+
+
+class _Parts:
+    """A batch sampler of given batches."""
+
+    keys: list[list[Any]]
+
+    def __init__(self) -> None:
+        self.keys = []
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return iter(list(self.keys))
+
+
+def shut(iterator: Any) -> None:
+    """End an iterator's worker processes, and wait until they have ended."""
+    if hasattr(iterator, "_shutdown_workers"):
+        iterator._shutdown_workers()

@@ -1,0 +1,93 @@
+"""A training with a DataLoader and worker processes, as a user would write it: what tests of whole runs run.
+
+The last batch of an epoch is smaller, the order is random, and reading draws random numbers that nothing uses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+import potluck
+
+SAMPLES, BATCH, FEATURES = 72, 16, 24
+
+
+class Data(Dataset[tuple[Tensor, Tensor]]):
+    """Points with a number. With `marks`, whoever reads one leaves a file named for its role and process there."""
+
+    def __init__(self, marks: Path | None = None, role: str = "") -> None:
+        self._marks, self._role = marks, role
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if self._marks is not None:
+            (self._marks / f"{self._role}-{os.getpid()}").touch()
+        torch.rand(1)
+        point = torch.sin(torch.arange(FEATURES) * (index + 1.0))
+        return point, point.sum()
+
+
+def loader(data: Data, workers: int) -> DataLoader[tuple[Tensor, Tensor]]:
+    order = torch.Generator().manual_seed(17)
+    persist = workers > 0
+    return DataLoader(
+        data, batch_size=BATCH, shuffle=True, generator=order, num_workers=workers, persistent_workers=persist
+    )
+
+
+def build() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(FEATURES, 64), nn.Tanh(), nn.Linear(64, 1))
+
+
+def trained_by_hand(epochs: int, workers: int = 2) -> tuple[dict[str, Tensor], list[float]]:
+    """The same training without a line of potluck, and each step's loss."""
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    batches = loader(Data(), workers)
+    losses = []
+    for _ in range(epochs):
+        for points, targets in batches:
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(points)[:, 0], targets)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return model.state_dict(), losses
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, required=True)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--data", default="sent")
+    parser.add_argument("--marks", type=Path)
+    parser.add_argument("--fails-at", type=int, help="the script fails in this step")
+    parser.add_argument("--out", type=Path, help="where the host writes the final weights")
+    options = parser.parse_args(words)
+    run = potluck.start()
+    model = build().to(run.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    batches = loader(Data(options.marks, run.role), options.workers)
+    for step in run.steps(model, optimizer, batches, epochs=options.epochs, data=options.data):
+        for points, targets in step:
+            step.backward(F.mse_loss(model(points)[:, 0], targets))
+            if run.is_host and step.index == options.fails_at:
+                raise ValueError("as it was asked to")
+    if options.out is not None:
+        save_file(model.state_dict(), options.out)
+
+
+if __name__ == "__main__":
+    main()

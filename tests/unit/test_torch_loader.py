@@ -1,0 +1,528 @@
+"""The steps of a DataLoader: a plain loop's batches in its order, parts of them, epochs, resuming, bad loaders."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    default_collate,
+)
+
+from potluck.balance.ledger import Ledger
+from potluck.errors import ConfigError, DataError
+from potluck.train.optimizer_state import capture_rng, restore_rng
+from potluck.train.torch_loader import TorchLoader, open_steps, reader_of
+
+SAMPLES = 23
+
+
+class Numbers:
+    """Samples that tell their index, and a random number of whoever reads them."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"index": index, "drawn": torch.rand(2), "name": f"number {index}"}
+
+
+class Grouped:
+    """Batches of unlike sizes, as a sampler makes them that groups samples by their length."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        groups = [[0, 1, 2, 3, 4, 5, 6], [7, 8], [9], [10, 11, 12, 13]]
+        random.shuffle(groups)
+        yield from groups
+
+
+class Rotated:
+    """A sampler whose order depends on the epoch that it was told."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([(i + self.epoch) % SAMPLES for i in range(SAMPLES)])
+
+
+class Count(IterableDataset[dict[str, Any]]):
+    """A stream without a length; each worker has its part of it."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        info = torch.utils.data.get_worker_info()
+        first, by = (info.id, info.num_workers) if info is not None else (0, 1)
+        yield from (Numbers()[i] for i in range(first, SAMPLES, by))
+
+
+class Stateful(IterableDataset[int]):
+    """A stream that knows where it is, and counts how often it was read."""
+
+    def __init__(self) -> None:
+        self.at = self.read = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < SAMPLES:
+            self.at += 1
+            self.read += 1
+            yield self.at - 1
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(11)
+
+
+LOADERS: dict[str, Any] = {
+    "in order": lambda **more: DataLoader(Numbers(), batch_size=5, **more),  # type: ignore[arg-type]
+    "shuffled": lambda **more: DataLoader(Numbers(), batch_size=5, shuffle=True, **more),  # type: ignore[arg-type]
+    "own generator": lambda **more: DataLoader(
+        Numbers(),  # type: ignore[arg-type]
+        batch_size=5,
+        shuffle=True,
+        drop_last=True,
+        generator=generator(),
+        **more,
+    ),
+    "persistent": lambda **more: DataLoader(
+        Numbers(),  # type: ignore[arg-type]
+        batch_size=5,
+        shuffle=True,
+        generator=generator(),
+        persistent_workers=more.get("num_workers", 0) > 0,
+        **more,
+    ),
+    "weighted": lambda **more: DataLoader(
+        Numbers(),  # type: ignore[arg-type]
+        batch_size=4,
+        sampler=WeightedRandomSampler(range(1, SAMPLES + 1), 14, generator=generator()),  # type: ignore[arg-type]
+        **more,
+    ),
+    "subset": lambda **more: DataLoader(Subset(Numbers(), [3, 1, 4, 15, 9, 2]), batch_size=4, **more),  # type: ignore[arg-type]
+    "subset sampler": lambda **more: DataLoader(
+        Numbers(),  # type: ignore[arg-type]
+        batch_size=4,
+        sampler=SubsetRandomSampler(range(2, 12)),
+        **more,
+    ),
+    "batch sampler": lambda **more: DataLoader(
+        Numbers(),  # type: ignore[arg-type]
+        batch_sampler=BatchSampler(RandomSampler(range(SAMPLES)), 6, drop_last=True),
+        **more,
+    ),
+    "grouped": lambda **more: DataLoader(Numbers(), batch_sampler=Grouped(), **more),  # type: ignore[arg-type]
+    "stream": lambda **more: DataLoader(Count(), batch_size=5, **more),
+    "own collate": lambda **more: DataLoader(
+        Numbers(),  # type: ignore[arg-type]
+        batch_size=5,
+        shuffle=True,
+        collate_fn=padded,
+        **more,
+    ),
+}
+
+
+def padded(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """A collate function of a user's, whose batches cannot be cut."""
+    longest = max(len(sample["name"]) for sample in samples)
+    names = [sample["name"].ljust(longest) for sample in samples]
+    index = torch.tensor([sample["index"] for sample in samples])
+    return {"index": index, "drawn": torch.stack([s["drawn"] for s in samples]), "name": [n.strip() for n in names]}
+
+
+def seeded() -> None:
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+
+
+def plain(loader: Any, epochs: int) -> list[Any]:
+    seeded()
+    return [batch for _ in range(epochs) for batch in loader]
+
+
+def steps_of(loader: TorchLoader) -> Iterator[Any]:
+    """Every step's batch, put together from parts of two samples that were taken from both ends."""
+    while (step := loader.next_step()) is not None:
+        loader.ready()
+        pool = list(range(step.first, step.first + step.count))
+        parts = []
+        while pool:
+            ends = pool[-2:] if len(parts) % 2 else pool[:2]
+            pool = [position for position in pool if position not in ends]
+            parts.append((ends, loader.fetch(ends)))
+        yield joined([part for _, part in sorted(parts, key=lambda each: each[0])])
+
+
+def joined(parts: list[Any]) -> Any:
+    return {
+        "index": torch.cat([p["index"] for p in parts]),
+        "drawn": torch.cat([p["drawn"] for p in parts]),
+        "name": [name for p in parts for name in p["name"]],
+    }
+
+
+def same(left: Any, right: Any, *, drawn: bool) -> bool:
+    equal = torch.equal(left["index"], right["index"]) and left["name"] == right["name"]
+    return equal and (not drawn or torch.equal(left["drawn"], right["drawn"]))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", LOADERS)
+def test_the_steps_are_the_batches_of_a_plain_loop(kind: str, workers: int) -> None:
+    """Also what a worker draws: it reads the same batches in the same order, with the same seed."""
+    expected = plain(LOADERS[kind](num_workers=workers), 2)
+    seeded()
+    loader = TorchLoader(LOADERS[kind](num_workers=workers), epochs=2)
+    got = list(steps_of(loader))
+    assert len(got) == len(expected)
+    assert all(same(a, b, drawn=bool(workers)) for a, b in zip(got, expected, strict=True))
+
+
+RESUMED = [(name, 0) for name in LOADERS if name != "stream"] + [("weighted", 2), ("persistent", 2), ("grouped", 2)]
+
+
+@pytest.mark.parametrize(("kind", "workers"), RESUMED)
+def test_a_run_resumes_at_exactly_the_next_sample(kind: str, workers: int) -> None:
+    """After every step: in an epoch, at its end, and in the second one; the script's own random numbers, too."""
+
+    def indices(batches: Any) -> list[list[int]]:
+        return [batch["index"].tolist() for batch in batches]
+
+    seeded()
+    whole = indices(steps_of(TorchLoader(LOADERS[kind](num_workers=workers), epochs=2)))
+    for stop in (1, len(whole) // 2, len(whole) - 1) if not workers else (len(whole) - 2,):
+        seeded()
+        first = TorchLoader(LOADERS[kind](num_workers=workers), epochs=2)
+        steps = steps_of(first)
+        before = [next(steps)["index"].tolist() for _ in range(stop)]
+        state, drawn = first.state(stop), capture_rng({})
+        first.close()
+        seeded()
+        second = TorchLoader(LOADERS[kind](num_workers=workers), epochs=2)
+        restore_rng(drawn)
+        second.resume(stop, state)
+        assert capture_rng({}) == drawn
+        assert before + indices(steps_of(second)) == whole, stop
+
+
+def test_a_step_that_was_given_but_not_computed_is_given_again() -> None:
+    first = TorchLoader(LOADERS["shuffled"](), epochs=1)
+    seeded()
+    first.next_step()
+    given = first.next_step()
+    assert given is not None
+    second = TorchLoader(LOADERS["shuffled"]())
+    second.resume(1, first.state(1))
+    assert second.next_step() == given
+
+
+def test_a_sampler_that_gives_something_else_after_a_restart_is_told() -> None:
+    def loader(last: int) -> Any:
+        return DataLoader(Numbers(), batch_size=2, sampler=[5, 6, 7, last])  # type: ignore[arg-type]
+
+    first = TorchLoader(loader(8))
+    first.next_step()
+    first.next_step()
+    second = TorchLoader(loader(9))
+    with pytest.raises(DataError, match="gives other samples than before: batch 2 of epoch 1"):
+        second.resume(2, first.state(2))
+
+
+def test_a_run_keeps_to_what_it_was_started_with() -> None:
+    by_loader = TorchLoader(LOADERS["in order"]())
+    by_loader.next_step()
+    of_data_set = open_steps(Numbers(), global_batch=5)
+    with pytest.raises(ConfigError, match="started with a DataLoader"):
+        of_data_set.resume(1, by_loader.state(1))
+    with pytest.raises(ConfigError, match="started with a data set"):
+        by_loader.resume(1, of_data_set.state(1))
+
+
+def test_the_sampler_is_told_the_epoch() -> None:
+    loader = TorchLoader(DataLoader(Numbers(), batch_size=SAMPLES, sampler=Rotated()), epochs=3)  # type: ignore[arg-type]
+    firsts = [step.keys[0] for step in iter(loader.next_step, None) if step is not None and step.keys is not None]
+    assert firsts == [0, 1, 2]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["shuffled", "grouped", "stream"])
+def test_the_last_step_of_an_epoch_is_known(kind: str, workers: int) -> None:
+    loader = TorchLoader(LOADERS[kind](num_workers=workers), epochs=2)
+    seen = []
+    while (step := loader.next_step()) is not None:
+        loader.ready()
+        seen.append((step.epoch, loader.ends_epoch()))
+    of_epoch = [[last for epoch, last in seen if epoch == number] for number in (0, 1)]
+    assert all(lasts[-1] and not any(lasts[:-1]) for lasts in of_epoch)
+
+
+def test_a_leases_samples_are_gone_with_their_step() -> None:
+    """A lease that was taken back may still be waiting to be read."""
+    loader = TorchLoader(LOADERS["in order"]())
+    ledger = Ledger(loader)
+    ledger.open_step()
+    lease = ledger.lease("guest", 2)
+    ledger.take_back(lease.id)
+    taken = ledger.take(5)
+    assert taken == (0, 1, 2, 3, 4)
+    ledger.host_counts(taken, "host")
+    ledger.close_step()
+    ledger.open_step()
+    assert loader.fetch(lease.positions) is None
+    assert ledger.samples_of([5]) == [5]
+    assert ledger.global_batch == 5
+
+
+# -- streams ------------------------------------------------------------------------------------------------
+
+
+def test_a_stream_resumes_by_its_own_state() -> None:
+    stream = Stateful()
+    first = TorchLoader(DataLoader(stream, batch_size=4))
+    for _ in range(3):
+        first.next_step()
+    state, saved = first.state(3), first.objects()["loader"].state_dict()
+    stream = Stateful()
+    second = TorchLoader(DataLoader(stream, batch_size=4))
+    second.objects()["loader"].load_state_dict(saved)
+    second.resume(3, state)
+    step = second.next_step()
+    assert step is not None
+    assert step.first == 12
+    assert second.fetch(range(12, 16)).tolist() == [12, 13, 14, 15]
+    assert stream.read == 4
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_without_a_state_is_read_again_and_says_so(workers: int) -> None:
+    seeded()
+    whole = [
+        batch["index"].tolist() for batch in steps_of(TorchLoader(LOADERS["stream"](num_workers=workers), epochs=2))
+    ]
+    first = TorchLoader(LOADERS["stream"](num_workers=workers), epochs=2)
+    for _ in range(3):
+        first.next_step()
+    state = first.state(3)
+    first.close()
+    notes: list[str] = []
+    second = TorchLoader(LOADERS["stream"](num_workers=workers), epochs=2, note=notes.append)
+    second.resume(3, state)
+    assert [batch["index"].tolist() for batch in steps_of(second)] == whole[3:]
+    assert "the 3 batches before this one are read again" in notes[0]
+
+
+def test_a_stream_that_is_given_as_it_is() -> None:
+    loader = open_steps(Count, global_batch=4)
+    step = loader.next_step()
+    assert step is not None
+    assert step.keys is None
+    assert loader.fetch([0, 3])["index"].tolist() == [0, 3]
+
+
+# -- parts of a step ----------------------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+class Shapes:
+    """Everything that default_collate takes."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        array = np.full((2, 3), index, dtype=np.int16)
+        half = torch.full((2,), index, dtype=torch.bfloat16)
+        return {
+            "a": Pair([array, index], (half, f"{index}")),
+            "b": (index * 0.5, index % 2 == 0, np.float32(index)),
+        }
+
+
+def collate_elsewhere(samples: list[Any]) -> Any:
+    return default_collate(samples)
+
+
+@pytest.mark.parametrize("collate", [default_collate, collate_elsewhere])
+def test_any_part_of_a_step_is_what_collating_it_would_give(collate: Any) -> None:
+    loader = TorchLoader(DataLoader(Shapes(), batch_size=8, num_workers=1, collate_fn=collate), epochs=1)  # type: ignore[arg-type]
+    loader.next_step()
+    loader.ready()
+    parts = [(rows, loader.fetch(rows)) for rows in ([2, 3, 4], [7, 0, 3], [5])]
+    loader.close()
+    for rows, got in parts:
+        expected = default_collate([Shapes()[row] for row in rows])
+        tensors = [(*each["a"].left, each["a"].right[0], *each["b"]) for each in (got, expected)]
+        assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(*tensors, strict=True))
+        assert got["a"].right[1] == expected["a"].right[1]
+        assert type(got["a"]) is type(expected["a"]) is Pair
+
+
+def test_a_part_of_a_step_is_not_copied() -> None:
+    loader = TorchLoader(DataLoader(Numbers(), batch_size=8, num_workers=1), epochs=1)  # type: ignore[arg-type]
+    loader.next_step()
+    loader.ready()
+    parts = [loader.fetch(rows)["drawn"] for rows in ([0, 1], [2, 3, 4])]
+    loader.close()
+    assert parts[0].untyped_storage().data_ptr() == parts[1].untyped_storage().data_ptr()
+
+
+# -- by index -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_samples_by_their_indices(workers: int) -> None:
+    """As a guest with its own data, or another rank, reads them: leases that were cut short, too."""
+    reader, batch = reader_of(LOADERS["own collate"](num_workers=workers), None, None)
+    reader.expect([[1, 2, 3], [4], [5, 6]])
+    assert reader.fetch([1, 2, 3])["index"].tolist() == [1, 2, 3]
+    assert reader.fetch([4])["index"].tolist() == [4]
+    reader.expect([[9, 8], [7]])
+    assert reader.fetch([9, 8])["index"].tolist() == [9, 8]
+    assert reader.fetch([3])["index"].tolist() == [3]
+    reader.close()
+    assert batch == 5
+    assert not psutil.Process().children()
+
+
+# -- what cannot be ------------------------------------------------------------------------------------------
+
+
+class Broken(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        return torch.zeros(4 if index == 17 else 3)
+
+
+class Odd(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        return {"index": index} if index == 2 else {"index": object()}
+
+
+class Dies(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        import os
+
+        os._exit(3)
+
+
+class Once:
+    def __init__(self) -> None:
+        self.left = iter(range(6))
+
+    def __iter__(self) -> Iterator[int]:
+        return self.left
+
+
+class Own(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return iter([1])
+
+
+def inverse(samples: list[dict[str, Any]]) -> Any:
+    return torch.tensor([1 / (sample["index"] - 17) for sample in samples])
+
+
+def walk(loader: TorchLoader) -> None:
+    try:
+        while (step := loader.next_step()) is not None:
+            loader.ready()
+            for first in range(step.first, step.first + step.count, 2):
+                loader.fetch(range(first, min(first + 2, step.first + step.count)))
+    finally:
+        loader.close()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("dataset", "collate", "what"),
+    [
+        (Broken(), None, "fails on samples 16 and 17 together: RuntimeError: stack expects each tensor"),
+        (Odd(), None, "fails on sample 0: TypeError: default_collate: batch must contain"),
+        (Numbers(), inverse, "fails on sample 17: ZeroDivisionError"),
+    ],
+)
+def test_the_sample_that_cannot_be_collated_is_named(dataset: Any, collate: Any, what: str, workers: int) -> None:
+    loader = DataLoader(dataset, batch_size=8, collate_fn=collate, num_workers=workers)
+    with pytest.raises(DataError, match=what):
+        walk(TorchLoader(loader, epochs=1))
+
+
+def test_a_worker_that_dies() -> None:
+    with pytest.raises((DataError, RuntimeError), match="DataLoader worker"):
+        walk(TorchLoader(DataLoader(Dies(), batch_size=2, num_workers=1), epochs=1))  # type: ignore[arg-type]
+    assert not psutil.Process().children()
+
+
+@pytest.mark.parametrize(
+    ("loader", "what"),
+    [
+        (lambda: DataLoader(Numbers(), batch_size=None), "batch_size=None"),  # type: ignore[arg-type]
+        (lambda: DataLoader(Count(), batch_size=None), "batch_size=None"),
+        (lambda: Own(Numbers()), "of type Own, which makes its batches in a way of its own"),  # type: ignore[arg-type]
+        (lambda: DataLoader(iter([1]), batch_size=1), "which can only be read from its start"),  # type: ignore[arg-type]
+        (lambda: DataLoader(Numbers(), batch_size=99, drop_last=True), "no batch at all: drop_last"),  # type: ignore[arg-type]
+        (lambda: DataLoader(Numbers(), batch_size=3, sampler=Once()), "gave no batch in epoch 2"),  # type: ignore[arg-type]
+        (lambda: DataLoader(Numbers(), batch_sampler=[[1, 2], []]), "gave a batch of no samples"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_loader_that_cannot_be_dealt(loader: Any, what: str) -> None:
+    with pytest.raises(DataError, match=what):
+        walk(TorchLoader(loader(), epochs=2))
+
+
+@pytest.mark.parametrize(
+    ("given", "keywords", "what"),
+    [
+        (LOADERS["in order"], {"global_batch": 6}, "global_batch is 6, and the loader's batch_size is 5"),
+        (LOADERS["in order"], {"global_batch": None, "collate": padded}, "collate was given beside a DataLoader"),
+        (Numbers(), {"global_batch": None}, "does not know how many samples a step has"),
+    ],
+)
+def test_keywords_that_do_not_go_with_what_is_given(given: Any, keywords: dict[str, Any], what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        open_steps(given, **keywords)
+
+
+def test_other_processes_cannot_read_a_stream() -> None:
+    with pytest.raises(DataError, match="no indices"):
+        open_steps(LOADERS["stream"], global_batch=None, by_index=True)
+    with pytest.raises(DataError, match="no indices"):
+        open_steps(LOADERS["stream"], global_batch=None).check_indices()
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_no_worker_outlives_the_loader(persistent: bool) -> None:
+    loader = TorchLoader(LOADERS["shuffled"](num_workers=2, persistent_workers=persistent))
+    loader.next_step()
+    loader.ready()
+    assert len(psutil.Process().children()) == 2
+    loader.close()
+    assert not psutil.Process().children()
