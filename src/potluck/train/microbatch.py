@@ -17,9 +17,9 @@ SAME = 1.03
 """Sizes within this factor of the best are as good: the largest of them is taken, it overlaps best."""
 TRIALS = 2
 """Measurements of each size; the fastest counts."""
-SHORT_S, SHORT_TRIALS = 0.005, 8
-"""A micro-batch shorter than this is measured so often: on a busy machine other programs take as long a turn. With two
-trials of 1 ms, a model of 4 ms a step settled at 2 samples instead of 32, and a step took 25 ms."""
+SHORT_S, SHORT_TRIALS = 0.01, 8
+"""A micro-batch shorter than this is measured so often: on a busy machine other programs take as long a turn. With
+two trials of 1 ms, a model of 4 ms a step settled at 2 samples instead of 32, and a step took 25 ms."""
 MISSES = 8
 """After so many micro-batches in a row of another size (half, or larger) the search ends."""
 FIRST_OF_MANY = 8
