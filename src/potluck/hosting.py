@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -23,7 +23,7 @@ from potluck.fleet import cells
 from potluck.fleet.local import LocalGuests
 from potluck.fleet.script import Script, imports_of, not_sent, read_script, with_files
 from potluck.report.notices import to_stderr
-from potluck.report.view import make_view
+from potluck.report.view import Mode, make_view
 from potluck.spec.config import RunConfig
 from potluck.train import run
 from potluck.train.context import HOST, RANK
@@ -33,7 +33,6 @@ from potluck.train.run import Run
 from potluck.train.session import RunSpec, Session
 from potluck.train.step import Step
 
-ViewMode = Literal["auto", "live", "plain", "json", "quiet"]
 AnyPath = str | os.PathLike[str]
 
 _SETTINGS = RunConfig.__struct_fields__
@@ -61,7 +60,7 @@ def start(
     resume: AnyPath | None = None,
     script: AnyPath | None = None,
     send: Sequence[AnyPath] = (),
-    view: ViewMode = "auto",
+    view: Mode = "auto",
     name: str | None = None,
     device: str | None = None,
     threads: int | None = None,
@@ -118,7 +117,7 @@ def _hosted(
     resume: AnyPath | None,
     script: AnyPath | None,
     send: Sequence[AnyPath],
-    view: ViewMode,
+    view: Mode,
 ) -> HostedRun:
     _refuse_worker()
     _take_place()
@@ -203,7 +202,7 @@ class HostedRun(Run):
     """A run that this script or notebook hosts. Each call of `steps` after the first is a new run."""
 
     def __init__(
-        self, spec: RunSpec, environment: env.Environment, view: ViewMode, send: list[Path] | None
+        self, spec: RunSpec, environment: env.Environment, view: Mode, send: list[Path] | None
     ) -> None:
         """`send`: files that go with a notebook's cells; None where guests run a script."""
         self._spec, self._environment, self._view, self._send = spec, environment, view, send
@@ -231,7 +230,7 @@ class HostedRun(Run):
     @property
     def is_training(self) -> bool:
         """Whether its loop has been entered and not left."""
-        return self._launch.training and not self._left
+        return self._launch.training and not self._left and not self._session.closed
 
     def close(self, error: BaseException | None = None) -> None:
         """End the run: the training, if one is under way, then guests, port, view and run folder."""

@@ -36,6 +36,7 @@ IMPORTED = (
     "potluck.cli.join",
     "potluck.cli.train",
     "potluck.fleet.script",
+    "potluck.hosting",
     "potluck.report.guest_view",
     "potluck.train.recipes.gpt",
     "potluck.train.run",
@@ -49,12 +50,12 @@ MAY_DIFFER = (
 itself when the first optimizer is made."""
 STARTED_WITH = dict(os.environ)
 """The server's own: not what a test has changed when the first fork is asked for."""
-MODULES = ("potluck", "potluck.lab.ddp_worker", "support.dist_endings")
+MODULES = ("potluck", "potluck.lab.ddp_worker", "support.dist_endings", "support.ranks")
 VERBS = ("host", "join", "probe", "train")
 """The other verbs import no torch, or should not: they start as they do for a person."""
 PARENTS = ("potluck", "torch.distributed.run")
 """Those that start processes which import torch: with spares for these, they are forked themselves."""
-INHERITED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+INHERITED = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 """A process ignores those of them that whoever starts it ignores: nohup, and a shell's background."""
 PR_SET_PDEATHSIG = 1
 START_S = 120.0

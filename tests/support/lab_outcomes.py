@@ -12,6 +12,7 @@ from potluck.spec import about
 from potluck.spec.figures import Results, results
 from potluck.spec.outcome import Interval, Outcome, StepDone
 from potluck.spec.rig import Rig
+from potluck.spec.shares import whole_shares
 
 MICRO_BATCH = 2
 _GAP_S = 0.002
@@ -108,7 +109,7 @@ def potluck(rig: Rig) -> Outcome:
         step = len(author.steps) + 1
         present = [m.name for m in rig.machines if m.present_at(step)]
         seconds = [rig.machine(n).seconds_per_sample_at(step) or 1.0 for n in present]
-        shares = dict(zip(present, about.whole_shares(rig.workload.global_batch, seconds)))
+        shares = dict(zip(present, whole_shares(rig.workload.global_batch, seconds)))
         start = author.now
         done = author.compute(rig.host.name, start, shares[rig.host.name])
         ends = [done]

@@ -11,17 +11,24 @@ import multiprocessing
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any, Self
 
+from support import forks
+from support.processes import _environment
+
 PRELOADED = ["torch", "torch.distributed.fsdp", "torch._dynamo", "numpy", "zmq", "psutil"]
 """DDP imports torch._dynamo when it is first used: once here instead of once in every rank."""
-START_S = 60.0
+END_S = 5.0
+SOURCE = Path(__file__).resolve().parents[2] / "src"
+TESTS = Path(__file__).resolve().parents[1]
+COMMAND = (sys.executable, "-m", "support.ranks")
 
 
 class RankFailure(AssertionError):
@@ -35,14 +42,47 @@ def free_port() -> int:
 
 
 class Rank:
-    """One process of the pool."""
+    """One process of the pool, spawned; on Linux, see ForkedRank."""
 
-    def __init__(self, number: int, context: Any) -> None:
-        self.number = number
+    pipe: Connection
+
+    def __init__(self, context: Any) -> None:
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, list(sys.path)), daemon=True)
-        self.process.start()
+        self._process = context.Process(target=_serve, args=(theirs, list(sys.path)), daemon=True)
+        self._process.start()
         theirs.close()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def end(self) -> None:
+        """Wait for its end, which its closed pipe has told it, or kill it."""
+        self._process.join(END_S)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join(END_S)
+
+
+class ForkedRank(Rank):
+    """From the server that also forks hosts and guests; what it says goes where the tests' own words go."""
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        with Listener(family="AF_UNIX") as listener:
+            words = (Path(f"/proc/{os.getpid()}/fd/{number}") for number in (1, 2))
+            self._forked = forks.fork(
+                [*COMMAND, str(listener.address)], cwd=Path.cwd(), env=env, out=next(words), err=next(words)
+            )
+            self.pipe = listener.accept()
+
+    def kill(self) -> None:
+        self._forked.send_signal(signal.SIGKILL)
+
+    def end(self) -> None:
+        try:
+            self._forked.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            self._forked.wait(END_S)
 
 
 class Ranks:
@@ -53,10 +93,14 @@ class Ranks:
         Args:
             fork: from the server; False: each imports torch itself, for CUDA, which does not survive a fork.
         """
-        self._context: Any = multiprocessing.get_context("forkserver" if fork else "spawn")
-        if fork:
-            self._context.set_forkserver_preload(PRELOADED)
-        self._ranks = [Rank(number, self._context) for number in range(most)]
+        env = _environment({"PYTHONPATH": os.pathsep.join((str(SOURCE), str(TESTS)))})
+        if fork and forks.can_be_forked(COMMAND, env):
+            self._ranks: list[Rank] = [ForkedRank(env) for _ in range(most)]
+            return
+        context: Any = multiprocessing.get_context("forkserver" if fork and os.name == "posix" else "spawn")
+        if fork and os.name == "posix":
+            context.set_forkserver_preload(PRELOADED)
+        self._ranks = [Rank(context) for _ in range(most)]
 
     def call(
         self,
@@ -100,10 +144,10 @@ class Ranks:
                     answers[rank] = (rank in may_die, None if rank in may_die else "died")
             if may_die.issuperset(pipes.values()):  # nobody waits for one that sleeps
                 for rank in pipes.values():
-                    self._ranks[rank].process.kill()
+                    self._ranks[rank].kill()
         for rank in pipes.values():
             answers[rank] = (False, f"no answer within {deadline_s:g} s")
-            self._ranks[rank].process.kill()
+            self._ranks[rank].kill()
         return answers
 
     def __enter__(self) -> Self:
@@ -116,10 +160,7 @@ class Ranks:
         for rank in self._ranks:
             rank.pipe.close()
         for rank in self._ranks:
-            rank.process.join(5)
-            if rank.process.is_alive():
-                rank.process.kill()
-                rank.process.join(5)
+            rank.end()
 
 
 def _serve(pipe: Connection, path: list[str]) -> None:
@@ -159,4 +200,7 @@ def _tear_down() -> None:
             os._exit(1)
 
 
-SOURCE = Path(__file__).resolve().parents[2] / "src"
+if __name__ == "__main__":
+    with Client(sys.argv[1]) as own:
+        _serve(own, list(sys.path))
+    os._exit(0)

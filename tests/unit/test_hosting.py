@@ -150,6 +150,7 @@ def test_a_mistake_in_the_call_of_steps_can_be_mended(hosted: Callable[..., Host
     with pytest.raises(ConfigError, match="global_batch"):
         for _ in run.steps(nn.Linear(2, 1), None, SAMPLES, global_batch=0):  # type: ignore[arg-type]
             pass
+    hosted().close()  # or the cell that starts it is run again
     trained(run)
     (folder,) = (tmp_path / "runs").iterdir()
     assert ends(folder) == [("finished", 2)]

@@ -64,7 +64,7 @@ PURE = [
     *(SOURCE / "hub" / f"{name}.py" for name in BORDER),
     *(SOURCE / "dist" / name for name in ("schedules.py", "config.py")),
     SOURCE / "probe" / "stream.py",
-    *(SOURCE / "lab" / name for name in ("network.py", "shaping.py", "shares.py")),
+    *(SOURCE / "lab" / name for name in ("network.py", "shaping.py")),
 ]
 IMPURE = {"torch", "time", "random", "secrets", "socket", "zmq", "threading", "asyncio", "subprocess"}
 

@@ -13,6 +13,7 @@ from potluck.checked import build
 from potluck.lab.workload import recipe_settings
 from potluck.spec import about
 from potluck.spec.rig import Machine, Rig, SpeedChange, Workload
+from potluck.spec.shares import whole_shares
 from potluck.train import recipes
 
 DESK = Machine(name="desk", role="host", seconds_per_sample=0.1)
@@ -102,7 +103,7 @@ def test_a_fleet_that_changes() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 14), st.lists(st.floats(0.05, 5.0), min_size=1, max_size=3))
 def test_no_other_shares_are_done_earlier(batch: int, seconds: list[float]) -> None:
-    shares = about.whole_shares(batch, seconds)
+    shares = whole_shares(batch, seconds)
     assert sum(shares) == batch
     assert min(shares) >= 0
     took = max(n * s for n, s in zip(shares, seconds))
@@ -112,4 +113,4 @@ def test_no_other_shares_are_done_earlier(batch: int, seconds: list[float]) -> N
 
 
 def test_a_huge_batch_takes_no_time() -> None:
-    assert sum(about.whole_shares(10**12, [0.1, 0.3, 0.7])) == 10**12
+    assert sum(whole_shares(10**12, [0.1, 0.3, 0.7])) == 10**12

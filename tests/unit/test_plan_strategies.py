@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from potluck.errors import ConfigError
-from potluck.lab.shares import balanced_shares as by_hand
 from potluck.plan import hub
 from potluck.plan import strategies as models
 from potluck.plan.predict import check_strategies, predict
@@ -174,16 +173,3 @@ def test_a_faster_link_never_lengthens_a_pair_or_a_ring(job: Job, fleet: Fleet, 
     for strategy in STRATEGIES:
         before, after = (predict(job, f, strategy).step_s for f in (fleet, Fleet(machines=quicker)))
         assert after <= before * (1 + 1e-6), strategy
-
-
-@given(
-    batch=st.integers(3, 500),
-    rates=st.lists(st.floats(0.1, 50), min_size=2, max_size=3),
-)
-@settings(max_examples=40, deadline=None)
-def test_balanced_shares_end_as_early_as_the_labs(batch: int, rates: list[float]) -> None:
-    machines = tuple(FleetMachine(name=f"m{i}", samples_per_s=rate) for i, rate in enumerate(rates))
-    ours = models.balanced_shares(JOB.with_batch(batch), Fleet(machines=machines))
-    theirs = by_hand(batch, [1 / rate for rate in rates])
-    ends = [max(n / rate for n, rate in zip(shares, rates)) for shares in (ours.values(), theirs)]
-    assert ends[0] == pytest.approx(ends[1], rel=1e-9)

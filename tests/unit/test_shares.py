@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from potluck.errors import ConfigError
-from potluck.lab.shares import balanced_shares, equal_shares
+from potluck.spec.shares import equal_shares, whole_shares
+
+
+def balanced(batch: int, seconds: Sequence[float]) -> list[int]:
+    return whole_shares(batch, seconds, least=1)
 
 
 def test_equal_shares_differ_by_one_at_most() -> None:
@@ -19,15 +24,15 @@ def test_equal_shares_differ_by_one_at_most() -> None:
 
 
 def test_balanced_shares_follow_the_speeds() -> None:
-    assert balanced_shares(48, [0.15, 0.6]) == [39, 9]  # 38 and 10 would take 6.0 s, these take 5.85
-    assert balanced_shares(45, [0.1, 0.8]) == [40, 5]
-    assert balanced_shares(150, [0.1, 0.2, 0.4, 0.8]) == [80, 40, 20, 10]
-    assert balanced_shares(7, [0.3]) == [7]
+    assert balanced(48, [0.15, 0.6]) == [39, 9]  # 38 and 10 would take 6.0 s, these take 5.85
+    assert balanced(45, [0.1, 0.8]) == [40, 5]
+    assert balanced(150, [0.1, 0.2, 0.4, 0.8]) == [80, 40, 20, 10]
+    assert balanced(7, [0.3]) == [7]
 
 
 def test_the_slowest_machine_still_gets_a_sample() -> None:
-    assert balanced_shares(20, [0.1, 5.0]) == [19, 1]
-    assert balanced_shares(3, [1.0, 1e6, 1e6]) == [1, 1, 1]
+    assert balanced(20, [0.1, 5.0]) == [19, 1]
+    assert balanced(3, [1.0, 1e6, 1e6]) == [1, 1, 1]
 
 
 speeds = st.floats(min_value=0.01, max_value=100.0)
@@ -39,7 +44,7 @@ def test_no_other_shares_end_sooner(batch: int, seconds: list[float]) -> None:
     def slowest_s(shares: tuple[int, ...] | list[int]) -> float:
         return max(n * s for n, s in zip(shares, seconds))
 
-    shares = balanced_shares(batch, seconds)
+    shares = balanced(batch, seconds)
     assert sum(shares) == batch
     assert min(shares) >= 1
     others = itertools.product(range(1, batch + 1), repeat=len(seconds))
@@ -51,7 +56,7 @@ def test_no_other_shares_end_sooner(batch: int, seconds: list[float]) -> None:
 @given(st.integers(min_value=8, max_value=2000), st.lists(speeds, min_size=1, max_size=8))
 def test_shares_are_proportional_but_for_whole_samples(batch: int, seconds: list[float]) -> None:
     total = sum(1 / s for s in seconds)
-    for share, s in zip(balanced_shares(batch, seconds), seconds):
+    for share, s in zip(balanced(batch, seconds), seconds):
         assert abs(share - batch / s / total) <= len(seconds)
 
 
@@ -60,10 +65,10 @@ def test_too_few_samples_or_machines_are_an_error(batch: int, machines: int) -> 
     with pytest.raises(ConfigError):
         equal_shares(batch, machines)
     with pytest.raises(ConfigError):
-        balanced_shares(batch, [0.1] * machines)
+        balanced(batch, [0.1] * machines)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("inf"), float("nan")])
 def test_a_speed_must_be_a_speed(seconds: float) -> None:
     with pytest.raises(ConfigError, match="s/sample"):
-        balanced_shares(10, [0.1, seconds])
+        balanced(10, [0.1, seconds])

@@ -20,80 +20,6 @@ RUN_FLAGS = ("device", "threads", "name", "micro_batch", "codec", "checkpoint_ev
 HOST_FLAGS = ("bind", "port", "wait_for", "wait_s")
 
 
-def recipe_options(command: Command) -> Command:
-    """Options of a recipe: model, data, steps."""
-    for option in reversed(
-        [
-            click.option("--depth", type=int, help="gpt: number of blocks; sets the size of the model."),
-            click.option("--sequence", type=int, help="gpt: bytes per sample."),
-            click.option("--batch-tokens", type=int, help="gpt: bytes per step, over all machines."),
-            click.option("--steps", type=int, help="Total number of optimizer steps."),
-            click.option("--lr", type=float, help="Peak learning rate."),
-            click.option(
-                "--data", metavar="PATH", help="Train on your own data: text (gpt) or MNIST IDX files (cnn)."
-            ),
-            click.option("--seed", type=int, help="Random seed for the weights and the sample order."),
-            click.option(
-                "--set",
-                "more",
-                multiple=True,
-                metavar="KEY=VALUE",
-                help="Set any other recipe setting. May be repeated.",
-            ),
-            click.option(
-                "--config",
-                "config_file",
-                type=click.Path(path_type=Path),
-                help="TOML file with settings in [run] and [gpt] or [cnn].",
-            ),
-        ]
-    ):
-        command = option(command)
-    return command
-
-
-def run_options(command: Command) -> Command:
-    """Options of a run: device, codec, checkpoints, view."""
-    for option in reversed(
-        [
-            click.option(
-                "--device",
-                help="cpu, cuda, cuda:1, mps or paced:SECONDS_PER_SAMPLE (default: CUDA, else MPS, else CPU).",
-            ),
-            click.option(
-                "--threads", type=click.IntRange(1), help="Number of CPU threads (default: physical cores)."
-            ),
-            click.option("--name", help="Name of this machine in logs and tables (default: its host name)."),
-            click.option(
-                "--micro-batch",
-                type=click.IntRange(1),
-                help="Samples computed at once (default: found by measuring).",
-            ),
-            click.option("--codec", help="Compression: none, fp16, bf16, int8, int4 (default) or topk:RATIO."),
-            click.option(
-                "--checkpoint-every",
-                type=click.IntRange(0),
-                help="Save a checkpoint every N steps (default 50; 0: only at the end).",
-            ),
-            click.option(
-                "--max-bad-steps",
-                type=click.IntRange(0),
-                help="Stop after N steps in a row with a NaN or infinite gradient (default 5; 0: never).",
-            ),
-            click.option("--runs", type=click.Path(path_type=Path), help="Folder for run folders (default: runs)."),
-            click.option(
-                "--resume",
-                type=click.Path(path_type=Path),
-                metavar="RUN",
-                help="Resume a run at exactly the next sample.",
-            ),
-            view_option,
-        ]
-    ):
-        command = option(command)
-    return command
-
-
 def view_option(command: Command) -> Command:
     as_json = click.option("--json", "view", flag_value="json", help="Same as --view json.")
     view = click.option(
@@ -105,22 +31,81 @@ def view_option(command: Command) -> Command:
     return view(as_json(command))
 
 
-def host_options(command: Command) -> Command:
-    """Options of a host: where to listen, how many guests to wait for."""
-    for option in reversed(
-        [
-            click.option(
-                "--bind",
-                metavar="ADDRESS",
-                help="Address to listen on (default: the default route's; 0.0.0.0: all of IPv4; '::': IPv6 too).",
-            ),
-            click.option("--port", type=click.IntRange(0, 65535), help="Port to listen on (default: a free one)."),
-            click.option("--wait-for", type=click.IntRange(0), help="Wait for N guests before the first step."),
-            click.option("--wait-s", type=float, help="Seconds to wait for these guests (default 120)."),
-        ]
-    ):
-        command = option(command)
-    return command
+_SHARED: dict[str, Callable[[Any], Any]] = {
+    "depth": click.option("--depth", type=int, help="gpt: number of blocks; sets the size of the model."),
+    "sequence": click.option("--sequence", type=int, help="gpt: bytes per sample."),
+    "batch_tokens": click.option("--batch-tokens", type=int, help="gpt: bytes per step, over all machines."),
+    "steps": click.option("--steps", type=int, help="Total number of optimizer steps."),
+    "lr": click.option("--lr", type=float, help="Peak learning rate."),
+    "data": click.option("--data", metavar="PATH", help="Your own data: text (gpt) or MNIST IDX files (cnn)."),
+    "seed": click.option("--seed", type=int, help="Random seed for the weights and the sample order."),
+    "set": click.option(
+        "--set", "more", multiple=True, metavar="KEY=VALUE", help="Set any other recipe setting. May be repeated."
+    ),
+    "config": click.option(
+        "--config",
+        "config_file",
+        type=click.Path(path_type=Path),
+        help="TOML file with settings in [run] and [gpt] or [cnn].",
+    ),
+    "device": click.option(
+        "--device",
+        help="cpu, cuda, cuda:1, mps or paced:SECONDS_PER_SAMPLE (default: CUDA, else MPS, else CPU).",
+    ),
+    "threads": click.option(
+        "--threads", type=click.IntRange(1), help="Number of CPU threads (default: physical cores)."
+    ),
+    "name": click.option("--name", help="Name of this machine in logs and tables (default: its host name)."),
+    "micro_batch": click.option(
+        "--micro-batch", type=click.IntRange(1), help="Samples computed at once (default: found by measuring)."
+    ),
+    "codec": click.option("--codec", help="Compression: none, fp16, bf16, int8, int4 (default) or topk:RATIO."),
+    "checkpoint_every": click.option(
+        "--checkpoint-every",
+        type=click.IntRange(0),
+        help="Save a checkpoint every N steps (default 50; 0: only at the end).",
+    ),
+    "max_bad_steps": click.option(
+        "--max-bad-steps",
+        type=click.IntRange(0),
+        help="Stop after N steps in a row with a NaN or infinite gradient (default 5; 0: never).",
+    ),
+    "runs": click.option("--runs", type=click.Path(path_type=Path), help="Folder for run folders (default: runs)."),
+    "resume": click.option(
+        "--resume",
+        type=click.Path(path_type=Path),
+        metavar="RUN",
+        help="Resume a run at exactly the next sample.",
+    ),
+    "view": view_option,
+    "bind": click.option(
+        "--bind",
+        metavar="ADDRESS",
+        help="Address to listen on (default: the default route's; 0.0.0.0: all of IPv4; '::': IPv6 too).",
+    ),
+    "port": click.option("--port", type=click.IntRange(0, 65535), help="Port to listen on (default: a free one)."),
+    "wait_for": click.option("--wait-for", type=click.IntRange(0), help="Wait for N guests before the first step."),
+    "wait_s": click.option("--wait-s", type=float, help="Seconds to wait for these guests (default 120)."),
+}
+
+
+def shared(*names: str) -> Callable[[Command], Command]:
+    """Options that several verbs have, in the order in which help shows them."""
+    return _all_of([_SHARED[name] for name in names])
+
+
+def _all_of(options: Sequence[Callable[[Any], Any]]) -> Callable[[Command], Command]:
+    def add(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
+recipe_options = shared(*RECIPE_FLAGS, "set", "config")
+run_options = shared(*RUN_FLAGS, "runs", "resume", "view")
+host_options = shared(*HOST_FLAGS)
 
 
 def given(flags: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
@@ -188,13 +173,7 @@ def listen_options(*, listen: str, port: str) -> Callable[[Command], Command]:
         ),
         click.option("--token-file", type=click.Path(path_type=Path), help="Read the token from a file."),
     )
-
-    def add(command: Command) -> Command:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return add
+    return _all_of(options)
 
 
 def check_listening(verb: str, flags: Mapping[str, Any], *names: str) -> None:

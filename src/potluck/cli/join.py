@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from potluck.cli._app import Settings
-from potluck.cli._options import view_option
+from potluck.cli._options import shared
 from potluck.errors import TokenError
 
 if TYPE_CHECKING:
@@ -19,14 +19,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("token", required=False)
 @click.option("--token-file", type=click.Path(path_type=Path), help="Read the token from a file.")
-@click.option(
-    "--device", help="cpu, cuda, cuda:1, mps or paced:SECONDS_PER_SAMPLE (default: CUDA, else MPS, else CPU)."
-)
-@click.option("--threads", type=click.IntRange(1), help="Number of CPU threads (default: physical cores).")
-@click.option("--name", help="Name of this machine in logs and tables (default: its host name).")
-@click.option(
-    "--micro-batch", type=click.IntRange(1), help="Samples computed at once (default: found by measuring)."
-)
+@shared("device", "threads", "name", "micro_batch")
 @click.option(
     "--script",
     type=click.Path(path_type=Path),
@@ -55,7 +48,7 @@ if TYPE_CHECKING:
     help="Folder for flight records after a fault (default: the temporary folder).",
 )
 @click.option("--parent", type=int, hidden=True, help="End when this process is gone.")
-@view_option
+@shared("view")
 @click.pass_obj
 def join(settings: Settings, /, token: str | None, token_file: Path | None, **flags: Any) -> int:
     """Join a run with this machine. TOKEN is the text that the host printed.

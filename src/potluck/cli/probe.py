@@ -40,24 +40,7 @@ _RUN_FLAGS = ("device", "threads", "name", "micro_batch")
     "--seconds", type=click.FloatRange(1.0, 120.0), default=10.0, show_default=True, help="Total time to measure."
 )
 @click.option("--recipe", default="gpt", show_default=True, help="Recipe to train for the measurement: gpt or cnn.")
-@click.option("--depth", type=int, help="gpt: number of blocks; sets the size of the model.")
-@click.option("--sequence", type=int, help="gpt: bytes per sample.")
-@click.option("--data", metavar="PATH", help="Use your own data: text (gpt) or MNIST IDX files (cnn).")
-@click.option(
-    "--set", "more", multiple=True, metavar="KEY=VALUE", help="Set any other recipe setting. May be repeated."
-)
-@click.option(
-    "--config",
-    "config_file",
-    type=click.Path(path_type=Path),
-    help="TOML file with settings in [run] and [gpt] or [cnn].",
-)
-@click.option("--device", help="cpu, cuda, cuda:1 or mps (default: CUDA, else MPS, else CPU).")
-@click.option("--threads", type=click.IntRange(1), help="Number of CPU threads (default: physical cores).")
-@click.option(
-    "--micro-batch", type=click.IntRange(1), help="Samples computed at once (default: found by measuring)."
-)
-@click.option("--name", help="Name of this machine in logs and tables (default: its host name).")
+@options.shared("depth", "sequence", "data", "set", "config", "device", "threads", "micro_batch", "name")
 @click.option("--no-device", is_flag=True, help="Measure only the link, not the device.")
 @click.option("--no-iperf3", is_flag=True, help="Do not run iperf3, even if both machines have it.")
 @click.option(

@@ -108,7 +108,7 @@ class HostHub:
             self._raise_failure()
             hit("host.before-step")
             self._hear_coder()  # the leases depend on who holds the newest replica
-            self._handle(inputs.StepBegun(head_start_s=head_start_s))
+            self._handle(inputs.StepBegun(head_start_s=head_start_s), time.monotonic())
             hit("host.dealt")
 
     def take(self, count: int, busy: Callable[[], bool]) -> tuple[tuple[int, ...], act.CommonBatch | None]:
@@ -135,16 +135,16 @@ class HostHub:
                     if take.idle:
                         # At most the time that was meant: beyond that, this machine slept.
                         waited_s = min(patience_s, time.monotonic() - now)
-                        self._handle(inputs.HostWaited(seconds=waited_s))
+                        self._handle(inputs.HostWaited(seconds=waited_s), time.monotonic())
             # Without the lock: `busy` reports what was computed, and that takes the lock.
             computing = busy() if take.ask_device else None
 
     def launched(self, positions: tuple[int, ...], sizes: Sequence[int]) -> None:
         """The host's device was given these samples; `sizes` are its ranks' parts."""
-        self._handle(inputs.HostLaunched(positions=positions, sizes=tuple(sizes)))
+        self._report(inputs.HostLaunched(positions=positions, sizes=tuple(sizes)))
 
     def computed(self, samples: int, seconds: float) -> None:
-        self._handle(inputs.HostComputed(samples=samples, seconds=seconds))
+        self._report(inputs.HostComputed(samples=samples, seconds=seconds))
 
     def pack_common(self, batch: Any) -> inputs.Packed:
         """A copy of the common batch, as the guests that are checked get it."""
@@ -156,13 +156,13 @@ class HostHub:
 
     def check_computed(self, positions: tuple[int, ...], reference: Reference, batch: inputs.Packed) -> None:
         """The host's gradient of the common batch: guests' are compared with it."""
-        self._handle(inputs.CommonComputed(positions=positions, batch=batch, reference=reference))
+        self._report(inputs.CommonComputed(positions=positions, batch=batch, reference=reference))
 
     def end_step(self) -> act.StepResult:
         """Close a full step and add the contributions to the gradients."""
         with self._lock:
             hit("host.before-end-step")
-            result = self._handle(inputs.StepFilled())
+            result = self._handle(inputs.StepFilled(), time.monotonic())
         self._coder.collect()
         assert isinstance(result, act.StepResult)
         return result
@@ -172,7 +172,7 @@ class HostHub:
 
         `applied`: whether the step's whole gradient was applied.
         """
-        self._handle(inputs.GradientKnown(step=step, norm=norm, samples=samples, applied=applied))
+        self._report(inputs.GradientKnown(step=step, norm=norm, samples=samples, applied=applied))
 
     def updating(self) -> AbstractContextManager[None]:
         """Put this around the optimizer's step, which changes the weights."""
@@ -203,7 +203,7 @@ class HostHub:
         if reason == "failed" and self._thread.is_alive() and self.members():  # else there are no messages to show
             self._parts.recorder.fault("the host's training failed")
         with self._lock:
-            self._handle(inputs.HostClosing(reason=reason))
+            self._handle(inputs.HostClosing(reason=reason), time.monotonic())
             self._stop = True
         self._socket.wake()
         if self._thread.is_alive():
@@ -259,14 +259,14 @@ class HostHub:
         try:
             message, payload = FROM_GUEST.read(frames)
         except VersionError as error:
-            self._handle(inputs.OtherProtocolArrived(guest=guest, theirs=error.theirs, address=address))
+            self._report(inputs.OtherProtocolArrived(guest=guest, theirs=error.theirs, address=address))
             return
         except (UnknownKindError, MalformedError) as error:
             why = str(error)
-            self._handle(inputs.UnreadableArrived(guest=guest, kind=error.kind, why=why, address=address))
+            self._report(inputs.UnreadableArrived(guest=guest, kind=error.kind, why=why, address=address))
             return
         except WireError as error:
-            self._handle(inputs.UnreadableArrived(guest=guest, why=str(error), address=address))
+            self._report(inputs.UnreadableArrived(guest=guest, why=str(error), address=address))
             return
         nbytes = sum(map(len, payload))
         with self._lock:
@@ -285,9 +285,9 @@ class HostHub:
         while self._outbox:
             peer, frames = self._outbox.popleft()
             if not self._socket.send(peer, frames):
-                self._handle(inputs.PeerUnreachable(guest=peer[:-1].hex()))
+                self._report(inputs.PeerUnreachable(guest=peer[:-1].hex()))
         for peer, waiting_bytes in self._socket.overfull():
-            self._handle(inputs.PeerNotReading(guest=peer[:-1].hex(), waiting_bytes=waiting_bytes))
+            self._report(inputs.PeerNotReading(guest=peer[:-1].hex(), waiting_bytes=waiting_bytes))
 
     def _name_of(self, guest: str) -> str:
         member = self._protocol.members.get(guest)
@@ -300,24 +300,27 @@ class HostHub:
             if isinstance(result, Failed):
                 raise result.error
             if not isinstance(result, inputs.ContributionDecoded):
-                self._handle(result)
+                self._handle(result, time.monotonic())
                 continue
             hit("host.before-count")
-            self._handle(result)
+            self._handle(result, time.monotonic())
             hit("host.counted")
 
     # -- actions ----------------------------------------------------------------------------------------
 
-    def _handle(self, happened: inputs.Input, now: float | None = None) -> act.Take | act.StepResult | None:
-        """Report this to the protocol and perform what it asks for. Returns its reply, if it has one."""
+    def _report(self, happened: inputs.Input) -> None:
         with self._lock:
-            reply = None
-            for action in self._protocol.handle(happened, time.monotonic() if now is None else now):
-                if isinstance(action, act.Reply):
-                    reply = action.value
-                else:
-                    self._perform(action)
-            return reply
+            self._handle(happened, time.monotonic())
+
+    def _handle(self, happened: inputs.Input, now: float) -> act.Take | act.StepResult | None:
+        """Report this, with the lock held, and perform what the protocol asks for. Returns its reply, if any."""
+        reply = None
+        for action in self._protocol.handle(happened, now):
+            if isinstance(action, act.Reply):
+                reply = action.value
+            else:
+                self._perform(action)
+        return reply
 
     def _perform(self, action: act.Action) -> None:
         match action:
@@ -378,9 +381,9 @@ class HostHub:
         try:
             tree, frames = pack_tree(batch)
         except LoopError as error:
-            self._handle(inputs.SamplesNotPacked(guest=action.guest, why=str(error)))
+            self._report(inputs.SamplesNotPacked(guest=action.guest, why=str(error)))
             return
-        self._handle(
+        self._report(
             inputs.SamplesPacked(
                 guest=action.guest, lease=action.lease, batch=action.batch, tree=tree, frames=tuple(frames)
             )
@@ -401,7 +404,7 @@ class HostHub:
             )
             for name, digest in self._hashes.items()
         )
-        self._handle(inputs.FixedHashed(guest=action.guest, tensors=fixed))
+        self._report(inputs.FixedHashed(guest=action.guest, tensors=fixed))
         hit("host.introduced")
 
     def _compare(self, action: act.CompareSketch) -> None:
@@ -413,5 +416,5 @@ class HostHub:
             random=action.random,
             names=self._parts.tensors.layout.tensors,
         )
-        self._handle(inputs.SketchCompared(guest=action.guest, check=action.check, verdict=verdict))
+        self._report(inputs.SketchCompared(guest=action.guest, check=action.check, verdict=verdict))
         hit("host.compared")

@@ -14,7 +14,6 @@ from potluck.errors import PotluckError
 from potluck.lab import peers
 from potluck.lab.box import Box
 from potluck.lab.meter import StageMeter
-from potluck.lab.shares import balanced_shares, equal_shares
 from potluck.lab.stage import Actor, Progress, Report, Stage
 from potluck.lab.striker import Striker
 from potluck.lab.worker_spec import RankSpec, RecipeSpec, WorkerSpec
@@ -25,6 +24,7 @@ from potluck.spec.faults import PlannedFault
 from potluck.spec.fleet import DDP, DDP_BALANCED, POTLUCK, SOLO
 from potluck.spec.outcome import Outcome, StepDone
 from potluck.spec.rig import Machine, Rig
+from potluck.spec.shares import equal_shares, whole_shares
 
 STRATEGIES = (SOLO, DDP, DDP_BALANCED, POTLUCK)
 
@@ -266,7 +266,7 @@ def _shares(rig: Rig, machines: Sequence[Machine], strategy: str) -> list[int]:
     seconds = [m.seconds_per_sample or 1.0 for m in machines]
     if strategy == DDP:
         return equal_shares(rig.workload.global_batch, len(machines))
-    return balanced_shares(rig.workload.global_batch, seconds)
+    return whole_shares(rig.workload.global_batch, seconds, least=1)
 
 
 def _step_guess_s(rig: Rig, machines: Sequence[Machine], shares: Sequence[int]) -> float:

@@ -19,10 +19,10 @@ import math
 from collections.abc import Mapping, Sequence
 
 from potluck.balance.leases import split_evenly
-from potluck.errors import ConfigError
 from potluck.plan import collectives
 from potluck.plan.memory import memory_of
 from potluck.spec import about
+from potluck.spec import shares as spec_shares
 from potluck.spec.fleet import (
     DDP,
     DDP_ACCUMULATE,
@@ -65,28 +65,13 @@ def fastest_alone_s(job: Job, fleet: Fleet) -> float:
 
 def equal_shares(job: Job, fleet: Fleet) -> dict[str, int]:
     """Equal shares; the first machines get one more if the batch does not divide evenly."""
-    small, extra = divmod(job.batch, len(fleet.machines))
-    _check_batch(job, fleet)
-    return {m.name: small + (number < extra) for number, m in enumerate(fleet.machines)}
+    return dict(zip((m.name for m in fleet.machines), spec_shares.equal_shares(job.batch, len(fleet.machines))))
 
 
 def balanced_shares(job: Job, fleet: Fleet) -> dict[str, int]:
     """Shares in proportion to the machines' speeds, in whole samples, at least one each."""
-    _check_batch(job, fleet)
-    shares = about.whole_shares(job.batch, [m.sample_s for m in fleet.machines])
-    for number, share in enumerate(shares):
-        if not share:
-            shares[number] = 1
-            shares[shares.index(max(shares))] -= 1
-    return {m.name: share for m, share in zip(fleet.machines, shares)}
-
-
-def _check_batch(job: Job, fleet: Fleet) -> None:
-    if job.batch < len(fleet.machines):
-        raise ConfigError(
-            f"a batch of {job.batch} samples cannot be shared by {len(fleet.machines)} machines",
-            hint="the batch must be at least the number of machines",
-        )
+    seconds = [m.sample_s for m in fleet.machines]
+    return dict(zip((m.name for m in fleet.machines), spec_shares.whole_shares(job.batch, seconds, least=1)))
 
 
 def solo(job: Job, fleet: Fleet) -> Prediction:

@@ -5,14 +5,14 @@ PURE. A machine without an emulated speed has an unknown speed; figures that nee
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from msgspec import Struct
 
 from potluck.spec.fleet import FP32_BYTES
 from potluck.spec.rig import Machine, Rig, Workload
+from potluck.spec.shares import whole_shares
 
 GPT_DEPTH = 2
 GPT_SEQUENCE = 128
@@ -133,20 +133,6 @@ def speeds_at(rig: Rig, step: int) -> dict[str, float] | None:
         if machine.present_at(step):
             speeds[machine.name] = 1 / seconds
     return speeds
-
-
-def whole_shares(batch: int, seconds_per_sample: Sequence[float]) -> list[int]:
-    """Whole samples for each machine, so that the last one finishes as early as possible."""
-    ideal_s = batch / math.fsum(1 / seconds for seconds in seconds_per_sample)
-    shares = [int(ideal_s / seconds * (1 - 1e-12)) for seconds in seconds_per_sample]
-    # Give each remaining sample to the machine that would finish it first.
-    queue = [((n + 1) * s, i) for i, (n, s) in enumerate(zip(shares, seconds_per_sample))]
-    heapq.heapify(queue)
-    for _ in range(batch - sum(shares)):
-        _, index = queue[0]
-        shares[index] += 1
-        heapq.heapreplace(queue, ((shares[index] + 1) * seconds_per_sample[index], index))
-    return shares
 
 
 def whole_sample_speedup(rig: Rig) -> float | None:
