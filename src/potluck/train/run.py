@@ -52,6 +52,7 @@ from potluck.train.rank_loop import (
     restore_same,
 )
 from potluck.train.resuming import restore
+from potluck.train.script_state import ScriptState
 from potluck.train.session import alone
 from potluck.train.step import Step
 from potluck.train.step_loader import DataSetLoader, StepLoader
@@ -71,6 +72,12 @@ class Run:
 
     def __init__(self, launch: RunContext) -> None:
         self._launch = launch
+        self.state: dict[str, Any] = ScriptState()
+        """The script's own values: the best loss, sums, anything like JSON, objects with a `state_dict()`.
+
+        Each checkpoint has them. What is put in before `steps` is called holds in a new run; a resumed one
+        replaces it by what was saved. Only the host's is saved.
+        """
 
     def __enter__(self) -> Self:
         return self
@@ -217,7 +224,7 @@ class Run:
         launch.device.attach(model)
         loader = self._open_loader(options, given)
         objects = {**options.saved_objects(), **loader.objects()}
-        restored = restore(launch, options, model, optimizer, objects, loader)
+        restored = restore(launch, options, model, optimizer, objects, loader, self.state)
         ledger = Ledger(loader, step=restored.step if restored is not None else 0)
         options = dataclasses.replace(options, global_batch=self._usual_batch(loader, ledger))
         statistics = batch_statistics(model)
@@ -240,6 +247,7 @@ class Run:
             least=least,
             restored=restored,
             objects=objects,
+            state=self.state,
         )
         try:
             hub = self._open_hub(parts) if launch.role == HOST else AloneHub(ledger, launch.name, least)
@@ -320,7 +328,7 @@ class Run:
         loader, nominal = reader_of(given, options.collate, options.global_batch)
         checkpoint = group.meet()["checkpoint"]
         if checkpoint is not None:
-            restore_same(Path(checkpoint), model, optimizer, objects)
+            restore_same(Path(checkpoint), model, optimizer, objects, self.state)
         micro = self._micro_batch(options, limit=nominal or LARGEST_GUEST_MICRO_BATCH)
         group.answer(about_rank(tensors, length_if_any(loader.dataset), micro.free_bytes))
         group.equalize([*tensors.trained, *tensors.fixed.values()])
