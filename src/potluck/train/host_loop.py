@@ -132,6 +132,7 @@ class HostTrainer:
         self._updating = False
         self._hook = parts.optimizer.register_step_pre_hook(self._only_ours)
         parts.launch.training_began(self._ending)
+        parts.launch.steps_done = lambda: parts.ledger.step
 
     # -- the run ----------------------------------------------------------------------------------------
 

@@ -28,14 +28,14 @@ from potluck.hub.recorder import Recorder
 from potluck.hub.tensors import ModelTensors
 from potluck.sinks import guarded
 from potluck.spec.config import RunConfig
-from potluck.spec.events import RunEvent, RunNote
+from potluck.spec.events import Logged, RunEvent, RunNote
 from potluck.spec.messages import WelcomeMessage
 from potluck.train import ranks
 from potluck.train.batch_statistics import batch_statistics, least_samples
 from potluck.train.checkpoint import Loaded
 from potluck.train.context import ALONE, GUEST, HOST, RANK, RunContext
 from potluck.train.ending import Interrupted
-from potluck.train.given import check_model, check_optimizer, check_scheduler
+from potluck.train.given import as_number, check_model, check_optimizer, check_scheduler
 from potluck.train.guest_loop import GuestParts, GuestTrainer
 from potluck.train.host_loop import HostTrainer, Parts
 from potluck.train.launch import current
@@ -120,6 +120,15 @@ class Run:
     def device(self) -> torch.device:
         """Where the model belongs on this machine."""
         return self._launch.device.torch_device
+
+    def log(self, **values: Any) -> None:
+        """Write numbers of your own into the run's log and view, such as a validation loss: run.log(val=0.31).
+
+        On the host only: elsewhere it does nothing.
+        """
+        if self.is_host:
+            numbers = {name: as_number(name, value) for name, value in values.items()}
+            self._launch.log.emit(Logged(step=self._launch.steps_done(), values=numbers))
 
     def steps(
         self,
