@@ -72,6 +72,7 @@ class Parts:
     least: Least = field(default_factory=Least)
     restored: Loaded | None = None
     objects: dict[str, Any] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
 
 
 class HostTrainer:
@@ -131,6 +132,7 @@ class HostTrainer:
         self._updating = False
         self._hook = parts.optimizer.register_step_pre_hook(self._only_ours)
         parts.launch.training_began(self._ending)
+        parts.launch.steps_done = lambda: parts.ledger.step
 
     # -- the run ----------------------------------------------------------------------------------------
 
@@ -589,6 +591,7 @@ class HostTrainer:
                 objects=p.objects,
                 finite=self._finite_at_first,
                 device_rng=self._device.rng_state(),
+                state=p.state,
                 extra={
                     "samples": p.loader.samples,
                     "global_batch": p.loader.global_batch,
