@@ -22,6 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # to the workers in their order, the slow ones (faults, lab, multiproc) before the many quick ones. Those that judge
 # time follow by themselves. Status 5: none was chosen in this part, which is an error only where both say so.
 WORKERS ?= 4
+ONE_THREAD := OMP_NUM_THREADS="$${OMP_NUM_THREADS:-1}"  # for torch in each worker: together they fill the cores
 
 # What is installed for training, and for the tests, benchmarks and checks as well. All of it is pinned in
 # constraints.txt, what builds the package included: hence no isolated build, whose tools pip chooses by itself.
@@ -30,8 +31,8 @@ TESTING  := plots,dev
 INSTALL  := $(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt
 COMPILE  := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # pip would take one core, and half a minute more
 
-# What `make quick` tests: the parts that decide.
-QUICK := tests/unit
+# What `make quick` tests: the parts that decide, which need no torch.
+QUICK := $(shell grep -LE '^(import|from) torch' tests/unit/test_*.py 2>/dev/null)
 
 # Programs that some tests need, which are skipped without.
 PACKAGES := iproute2 nftables openssh-client procps
@@ -103,7 +104,7 @@ ALONE := $(shell grep -rl --include='*.py' 'pytest\.mark\.alone' tests 2>/dev/nu
 
 test: $(TOOLS)
 	$(CHECKS)
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not alone" $(ARGS); many=$$?; \
+	@$(ONE_THREAD) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not alone" $(ARGS); many=$$?; \
 	$(BIN)/python -m pytest -m alone $(if $(ARGS),$(ARGS),$(ALONE)); lone=$$?; \
 	[ $$many = 0 ] || [ $$many = 5 ] || exit 1; \
 	[ $$lone = 0 ] || [ $$lone = 5 ] || exit 1; \
@@ -112,7 +113,7 @@ test: $(TOOLS)
 # The inner loop: what needs no second process and no network.
 quick: $(TOOLS)
 	$(CHECKS)
-	$(BIN)/python -m pytest -n 2 -m "not slow and not alone" $(QUICK) $(ARGS)
+	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 -m "not slow and not alone" $(QUICK) $(ARGS)
 
 dist: $(TOOLS)
 	rm -rf build dist

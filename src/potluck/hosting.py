@@ -201,9 +201,7 @@ def _warn_of(files: list[str], *, tell: bool) -> None:
 class HostedRun(Run):
     """A run that this script or notebook hosts. Each call of `steps` after the first is a new run."""
 
-    def __init__(
-        self, spec: RunSpec, environment: env.Environment, view: Mode, send: list[Path] | None
-    ) -> None:
+    def __init__(self, spec: RunSpec, environment: env.Environment, view: Mode, send: list[Path] | None) -> None:
         """`send`: files that go with a notebook's cells; None where guests run a script."""
         self._spec, self._environment, self._view, self._send = spec, environment, view, send
         self._cell = 0

@@ -43,7 +43,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Watched:
                 with Listening(guest.pid) as of_guest:
                     fleet.wait_for_step(host, 7)
                     host.kill()
-                    again = fleet.host(JOB, "--resume", str(fleet.folder), *PACED, arguments=words)
+                    # It waits: on a busy machine it would be through before the guest has found it again.
+                    options = ("--resume", str(fleet.folder), "--wait-for", "1", *PACED)
+                    again = fleet.host(JOB, *options, arguments=words)
                     with Listening(again.pid) as of_again:
                         again.succeeds(deadline_s=40)
                     guest.succeeds(deadline_s=40)

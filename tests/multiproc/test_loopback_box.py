@@ -253,31 +253,45 @@ def test_folders_of_dead_owners_are_removed_and_no_others(tmp_path: Path) -> Non
 
 
 BATCH, STEPS, SEQUENCE = 8, 6, 32
+IN_A_BOX = """
+import json, os, sys, time
+from pathlib import Path
+from potluck.lab.loopback import LoopbackBox
+from potluck.spec.rig import parse
+
+folder, (rig, host_words, join_words) = Path(sys.argv[1]), json.loads(sys.argv[2])
+potluck = [sys.executable, "-m", "potluck"]
+with LoopbackBox(parse(rig)) as box:
+    words = [*potluck, *host_words, "--bind", box.address("desk")]
+    host = box.start("desk", words, env=os.environ, log=folder / "host.log")
+    while not (tokens := [*folder.glob("runs/*/token")]):
+        assert host.poll() is None, (folder / "host.log").read_text()
+        time.sleep(0.05)
+    through = box.token_file("laptop", tokens[0])
+    words = [*potluck, *join_words, "--token-file", str(through)]
+    guest = box.start("laptop", words, env=os.environ, log=folder / "guest.log")
+    assert host.wait(100) == 0, (folder / "host.log").read_text()
+    assert guest.wait(20) == 0, (folder / "guest.log").read_text()
+    print(json.dumps([box.traffic("laptop"), box.traffic("desk")]))
+"""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_a_run_through_the_proxy(tmp_path: Path) -> None:
-    rig = parse({**RIG, "machine": RIG["machine"][:2]})
-    potluck = [sys.executable, "-m", "potluck"]
-    common = ["--threads", "1", "--micro-batch", "1"]
-    with LoopbackBox(rig) as box:
-        host_words = ["host", "--depth", "1", "--sequence", str(SEQUENCE), "--steps", str(STEPS)]
-        host_words += ["--batch-tokens", str(BATCH * SEQUENCE), "--set", "warmup=1", "--name", "desk"]
-        host_words += ["--bind", box.address("desk"), "--device", "paced:0.1", "--wait-for", "1"]
-        host_words += ["--runs", str(tmp_path / "runs"), "--view", "plain", "--checkpoint-every", "0", *common]
-        host = box.start("desk", [*potluck, *host_words], env=environment(), log=tmp_path / "host.log")
-        until(lambda: host.poll() is not None or [*tmp_path.glob("runs/*/token")], "token")
-        assert host.poll() is None, (tmp_path / "host.log").read_text()
-        (token,) = tmp_path.glob("runs/*/token")
-        through = box.token_file("laptop", token)
-        join = ["join", "--token-file", str(through), "--name", "laptop", "--device", "paced:0.1", *common]
-        guest = box.start("laptop", [*potluck, *join], env=environment(), log=tmp_path / "guest.log")
-        assert host.wait(100) == 0, (tmp_path / "host.log").read_text()
-        assert guest.wait(20) == 0, (tmp_path / "guest.log").read_text()
-        sent, received = box.traffic("laptop")
-        assert box.traffic("desk") == (received, sent)
-    events = [json.loads(line) for line in (token.parent / "events.jsonl").read_text().splitlines()]
+    rig = {**RIG, "machine": RIG["machine"][:2]}
+    common = ["--device", "paced:0.1", "--threads", "1", "--micro-batch", "1"]
+    host = ["host", "--depth", "1", "--sequence", str(SEQUENCE), "--steps", str(STEPS), "--name", "desk", *common]
+    host += ["--batch-tokens", str(BATCH * SEQUENCE), "--set", "warmup=1", "--wait-for", "1"]
+    host += ["--runs", str(tmp_path / "runs"), "--view", "plain", "--checkpoint-every", "0"]
+    (tmp_path / "in_a_box.py").write_text(IN_A_BOX)
+    with Processes(tmp_path) as processes:
+        words = [str(tmp_path), json.dumps([rig, host, ["join", "--name", "laptop", *common]])]
+        box = processes.python(str(tmp_path / "in_a_box.py"), *words, children=2)
+        (sent, received), desk = json.loads(box.succeeds(deadline_s=140))
+    assert desk == [received, sent]
+    (file,) = tmp_path.glob("runs/*/events.jsonl")
+    events = [json.loads(line) for line in file.read_text().splitlines()]
     steps = [event for event in events if event["event"] == "step"]
     assert [sum(step["samples"].values()) for step in steps] == [BATCH] * STEPS
     assert sum(step["samples"].get("laptop", 0) for step in steps) >= STEPS

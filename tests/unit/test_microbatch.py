@@ -215,3 +215,15 @@ def test_the_most_never_asks_for_more_memory_than_it_may(free: int, saved: int, 
     assert micro.size() <= micro.most() <= max(MOST_MICRO_BATCH, micro.size())
     if micro.most() > micro.size():
         assert micro.most() * saved / 2 <= MEMORY_PART * free * (1 + 1e-9)
+
+
+def test_short_micro_batches_are_measured_until_one_was_undisturbed() -> None:
+    """On a busy machine most are interrupted for longer than they take."""
+    micro, calls = MicroBatch(limit=32), []
+
+    def seconds(size: int) -> float:
+        calls.append(size)
+        return 0.001 + 0.00002 * size + (0.003 if len(calls) % 7 else 0.0)
+
+    search(micro, seconds)
+    assert micro.settled == 32

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -20,6 +23,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
     default_collate,
 )
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from potluck.balance.ledger import Ledger
 from potluck.errors import ConfigError, DataError
@@ -427,9 +431,12 @@ class Odd(Numbers):
 
 
 class Dies(Numbers):
-    def __getitem__(self, index: int) -> Any:
-        import os
+    def __init__(self, how: str) -> None:
+        self._how = how
 
+    def __getitem__(self, index: int) -> Any:
+        if self._how == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
         os._exit(3)
 
 
@@ -475,9 +482,19 @@ def test_the_sample_that_cannot_be_collated_is_named(dataset: Any, collate: Any,
         walk(TorchLoader(loader, epochs=1))
 
 
-def test_a_worker_that_dies() -> None:
-    with pytest.raises((DataError, RuntimeError), match="DataLoader worker"):
-        walk(TorchLoader(DataLoader(Dies(), batch_size=2, num_workers=1), epochs=1))  # type: ignore[arg-type]
+@pytest.mark.parametrize("how", ["exits", "is killed"])
+def test_a_worker_that_dies_is_told_where_its_samples_are_needed(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in the middle of what is computed meanwhile. torch looks every five seconds."""
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.1,))
+    loader = TorchLoader(DataLoader(Dies(how), batch_size=2, num_workers=1), epochs=1)  # type: ignore[arg-type]
+    loader.next_step()
+    (worker,) = psutil.Process().children()
+    deadline = time.monotonic() + 20
+    while worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
+        sum(range(1000))  # a signal would be handled here
+    with pytest.raises(DataError, match="a worker process of the loader died: DataLoader worker"):
+        loader.ready()
+    loader.close()
     assert not psutil.Process().children()
 
 

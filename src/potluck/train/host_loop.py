@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from potluck.balance.leases import Least
 from potluck.balance.ledger import Ledger
 from potluck.errors import LoopError, NonFiniteError, RunFolderError
-from potluck.hub.actions import CommonBatch
+from potluck.hub.actions import CommonBatch, StepResult
 from potluck.hub.alone import AloneHub
 from potluck.hub.host import HostHub
 from potluck.hub.parity import Reference, Sketch, sketch
@@ -29,8 +29,8 @@ from potluck.spec.events import CheckpointFailed, CheckpointSaved, RunNote
 from potluck.train import given
 from potluck.train.bad_steps import BadSteps, StepFacts
 from potluck.train.batch_statistics import BatchStatistics
-from potluck.train.beginning import MOST_BUFFER_BYTES, Beginning, Buffers
-from potluck.train.checkpoint import CheckpointWriter, Loaded, Snapshot, can_be_checked
+from potluck.train.beginning import Beginning, Buffers
+from potluck.train.checkpoint import CheckpointWriter, Loaded, Snapshot, finite_state
 from potluck.train.context import RunContext
 from potluck.train.data import cloned, to_device
 from potluck.train.ending import Ending, Interrupted
@@ -40,7 +40,7 @@ from potluck.train.options import Options
 from potluck.train.randomness import RandomState, digests, seed
 from potluck.train.ranks import RoundMark, shares
 from potluck.train.scheduling import Scheduling
-from potluck.train.step import SavedBytes, Step
+from potluck.train.step import TOTALS, SavedBytes, Step, mean_of
 from potluck.train.step_loader import StepLoader
 from potluck.train.telemetry import Telemetry
 from potluck.train.update import Collected, Update, own_norm, prepare_gradients
@@ -114,6 +114,8 @@ class HostTrainer:
         self._beginning: Beginning | None = None
         self._checkpoint_due = False
         self._comparing = False
+        self._counts_items: bool | None = None
+        """Whether the loop's body says items=…; None before the first update."""
         self._alike = contextlib.ExitStack()
         """Open while a common batch is computed: what this thread has to put back and to let go of."""
         self._loss: float | None = None
@@ -385,6 +387,7 @@ class HostTrainer:
             random = digests(self._device)
         reference = Reference(
             first=self._sketch(step, len(positions)),
+            items=step.items(),
             random=random,
             second=second,
             reseeded=common.twice or frozenset(),
@@ -408,7 +411,7 @@ class HostTrainer:
     def _sketch(self, step: Step, samples: int) -> Sketch:
         """Of the step's first micro-batch: all that has been summed so far is its gradient and its loss."""
         gradients, sizes = [p.grad for p in self._trained], [p.numel() for p in self._trained]
-        return sketch(gradients, sizes, step.loss_sum() / samples)
+        return sketch(gradients, sizes, step.mean_loss(samples))
 
     # -- the update -------------------------------------------------------------------------------------
 
@@ -433,8 +436,9 @@ class HostTrainer:
         own = own_norm(self._trained) if self._hub.members() else None
         whole = self._p.ledger.global_batch
         result = self._hub.end_step()
-        total = None if self._ranks is None else self._sum_of_ranks(step, result.guests_loss_sum, whole)
-        norm = prepare_gradients(step.number, self._trained, self._p.options, self._p.model, whole)
+        total = None if self._ranks is None else self._sum_of_ranks(step, result, whole)
+        divisor = self._divisor(step, result.guests_items, whole, total)
+        norm = prepare_gradients(step.number, self._trained, self._p.options, self._p.model, divisor)
         finite = norm.isfinite() if self._ranks is None else self._ranks.agree(norm.isfinite())
         if self._writer is not None:
             self._writer.before_update()
@@ -442,7 +446,7 @@ class HostTrainer:
             step=step,
             result=result,
             computed=computed,
-            whole=whole,
+            divisor=divisor,
             norm=norm,
             own=own,
             finite=finite,
@@ -451,13 +455,13 @@ class HostTrainer:
 
     def _leave_to_trainer(self, collected: Collected) -> None:
         """The trainer steps its optimizer next. Without gradients that changes nothing."""
-        step, whole = collected.step, collected.whole
+        step = collected.step
         if not bool(collected.finite):
             assert self._buffers is not None
             self._buffers.put_back()
             for parameter in self._trained:
                 parameter.grad = None
-        step.loss = (step.loss_sum() + collected.result.guests_loss_sum) / whole
+        step.loss = mean_of(step.loss_sum() + collected.result.guests_loss_sum, float(collected.divisor))
 
         def updated() -> None:
             self._updated(collected)
@@ -467,7 +471,7 @@ class HostTrainer:
 
     def _updated(self, collected: Collected) -> None:
         """Tell of a step whose update has been given to the device."""
-        step, result, whole = collected.step, collected.result, collected.whole
+        step, result, divisor = collected.step, collected.result, collected.divisor
         norm, own, finite, total = collected.norm, collected.own, collected.finite, collected.total
         guests_loss, samples = result.guests_loss_sum, self._own_samples
         takes_loss = self._scheduling.takes_loss
@@ -475,7 +479,8 @@ class HostTrainer:
             self._scheduling.step()
         later = self._device.to_host_later
         losses = later(torch.as_tensor(step.loss_so_far() if total is None else total).reshape(-1))
-        norms = later(torch.stack([norm.float(), (norm if own is None else own).float(), finite.float()]))
+        figures = [norm, norm if own is None else own, finite, *([divisor] if isinstance(divisor, Tensor) else [])]
+        norms = later(torch.stack([figure.float() for figure in figures]))
         if self._comparing:
             self._compare_ranks()
         every = self._p.launch.config.checkpoint_every
@@ -485,16 +490,18 @@ class HostTrainer:
 
         def updated(now: float, update_s: float) -> None:
             loss_sum = float(losses[0]) + (guests_loss if total is None else 0.0)
-            self._done, self._loss = number, loss_sum / whole
+            total_norm, ours, applied, *counted = norms.tolist()
+            count = counted[0] if isinstance(divisor, Tensor) else divisor
+            self._done, self._loss = number, mean_of(loss_sum, count)
             step.loss = self._loss
-            total_norm, ours, applied = norms.tolist()
             facts = StepFacts(
                 step=number,
                 norm=total_norm,
                 own_norm=None if own is None else ours,
                 own_loss=float(losses[0]),
                 machines=tuple(result.samples),
-                bad_ranks=[rank for rank, bad in enumerate(losses[1:].tolist()) if bad],
+                bad_ranks=[rank for rank, bad in enumerate(losses[TOTALS:].tolist()) if bad],
+                count=count,
             )
             self._judge(facts, samples, applied=bool(applied))
             self._telemetry.step_ended(
@@ -540,14 +547,33 @@ class HostTrainer:
             again = f"go on from the last good checkpoint, of step {saved}: {launch.again(launch.folder.path)}"
         return NonFiniteError(what, hint=again, step=self._done)
 
-    def _sum_of_ranks(self, step: Step, guests_loss: float, samples: int) -> Tensor:
-        """All ranks' gradients, with the guests' that are in this rank's, on every rank; the summed loss."""
+    def _divisor(self, step: Step, guests_items: float, samples: int, total: Tensor | None) -> float | Tensor:
+        """What the step's summed gradient is divided by: its samples, or its items on all machines."""
+        if step.counts_items is not None:
+            if self._counts_items not in (None, step.counts_items):
+                raise LoopError(
+                    f"step {step.number} {'counts' if step.counts_items else 'does not count'} items, unlike the "
+                    "steps before it",
+                    hint="give step.backward() items=… in every step, or in none",
+                )
+            self._counts_items = step.counts_items
+        if total is not None:
+            return step.divisor(total, samples)
+        own = step.items_so_far()
+        if own is None:  # perhaps guests computed all of it
+            return guests_items if self._counts_items else samples
+        return own + guests_items
+
+    def _sum_of_ranks(self, step: Step, guests: StepResult, samples: int) -> Tensor:
+        """All ranks' gradients, with the guests' that are in this rank's, on every rank; their summed totals."""
         assert self._ranks is not None
         every = self._p.launch.config.check_replica_every
         self._comparing = every > 0 and (step.index + 1) % every == 0
         self._ranks.update(compare=self._comparing, samples=samples)
         finite = own_norm(self._trained).isfinite()
-        return self._ranks.sum_gradients(self._trained, step.loss_so_far() + guests_loss, finite)
+        loss, items, *counts = step.totals()
+        totals = [loss + guests.guests_loss_sum, items + guests.guests_items, *counts]
+        return self._ranks.sum_gradients(self._trained, totals, finite)
 
     def _compare_ranks(self) -> None:
         assert self._ranks is not None
@@ -620,15 +646,3 @@ class HostTrainer:
     def _saved(self, step: int, path: Any, seconds: float) -> None:
         self._saved_step = step
         self._p.launch.log.emit(CheckpointSaved(step=step, path=str(path), seconds=round(seconds, 3)))
-
-
-def finite_state(model: nn.Module) -> Iterator[str]:
-    """The names in the model's state that are finite and must stay so: what is trained, and small buffers.
-
-    A mask may be made of infinities.
-    """
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    small = {name: b for name, b in model.named_buffers() if b.nbytes <= MOST_BUFFER_BYTES}
-    for name, tensor in {**trained, **small}.items():
-        if can_be_checked(tensor) and bool(tensor.detach().isfinite().all()):
-            yield name

@@ -41,9 +41,11 @@ class StepLoader(ABC):
 
     def fetch(self, positions: Sequence[int]) -> Any | None:
         """The batch of these positions of the step, on the CPU; None if the step is over."""
+        if not self._in_step(positions[0]):
+            return None  # at once: the lock may be held until worker processes have read the next step
         with self._lock:
             now, held = self._now, self._held
-            if now is None or not now.first <= positions[0] < now.first + now.count:
+            if now is None or not self._in_step(positions[0]):
                 return None
             rows = [position - now.first for position in positions]
             if held is None:
@@ -52,6 +54,10 @@ class StepLoader(ABC):
             if not held.sliced:
                 return held.part(rows)
         return held.part(rows)
+
+    def _in_step(self, position: int) -> bool:
+        now = self._now
+        return now is not None and now.first <= position < now.first + now.count
 
     def fetch_again(self, positions: Sequence[int]) -> Any:
         """The same batch, read anew from the data set."""

@@ -22,7 +22,7 @@ from potluck.train.data import Loader, length, opened
 from potluck.train.optimizer_state import Stateful
 from potluck.train.packing import Collate, HeldStep, PackStep
 from potluck.train.step_loader import DataSetLoader, StepLoader
-from potluck.train.workers import Echo, Recorded, WorkerLoader, is_stream, rebuilt, shut, worker_errors
+from potluck.train.workers import Echo, Recorded, WorkerLoader, is_stream, rebuilt, shut, unwatched, worker_errors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +191,7 @@ class TorchLoader(StepLoader):
             each.set_epoch(epoch)
         try:
             with worker_errors():
-                self._coming = iter(self._loader)
+                self._coming = unwatched(iter(self._loader))
         except TypeError as error:
             raise DataError(
                 f"the loader's sampler cannot be iterated over: {error}", hint="give a sampler with __iter__"
@@ -252,7 +252,7 @@ class TorchLoader(StepLoader):
         if not self._place.fresh and self._whole:
             # The workers' seed was drawn in an earlier epoch, not in this one.
             self._recorded.silent = True
-            iter(self._loader)
+            unwatched(iter(self._loader))
             self._recorded.silent = False
         optimizer_state.restore_rng(self._place.generators)
         states = optimizer_state.device_rng(self._place.generators)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data._utils import signal_handling
 
 from potluck.errors import DataError
 from potluck.train.data import Loader
@@ -138,7 +139,7 @@ class WorkerLoader(Loader):
             self._parts.keys += parts
             self._expected.append((list(batch), len(parts)))
         with worker_errors():
-            self._coming = iter(self._loader)
+            self._coming = unwatched(iter(self._loader))
 
     def fetch(self, keys: Sequence[Any]) -> Any:
         with self._lock:
@@ -167,6 +168,17 @@ class _Parts:
 
     def __iter__(self) -> Iterator[list[Any]]:
         return iter(list(self.keys))
+
+
+def unwatched(iterator: Any) -> Any:
+    """The same iterator, whose dead workers are noticed where they are waited for.
+
+    torch raises their end out of a signal handler, in the middle of whatever the main thread computes.
+    """
+    if getattr(iterator, "_worker_pids_set", False):
+        signal_handling._remove_worker_pids(id(iterator))  # type: ignore[attr-defined]
+        iterator._worker_pids_set = False
+    return iterator
 
 
 def shut(iterator: Any) -> None:
