@@ -1,0 +1,244 @@
+"""The Hugging Face Trainer on Potluck: the plain Trainer's weights, alone and with a guest; what is refused."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import potluck
+from potluck.errors import ConfigError, LoopError
+from potluck.train.ending import Interrupted
+from support.fleet import Fleet
+from support.processes import TestProcess
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+from transformers import Trainer as PlainTrainer  # noqa: E402
+
+from potluck.integrations.transformers import Trainer, potluck_trainer  # noqa: E402
+from support import hf_job  # noqa: E402
+
+JOB = Path(hf_job.__file__)
+INTERRUPTED = 130
+pytestmark = pytest.mark.timeout(120)
+
+
+def in_parts(*given: Any, **keywords: Any) -> Any:
+    """Potluck's Trainer in micro-batches of 3, so that what they weigh matters."""
+    return Trainer(*given, run=potluck.start(device="cpu", threads=1, micro_batch=3), **keywords)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return hf_job.trained(PlainTrainer, tmp_path_factory.mktemp("plain"))
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def figures(trainer: Any) -> list[dict[str, float]]:
+    kept = ("loss", "grad_norm", "learning_rate", "epoch", "step")
+    return [{k: round(v, 5) for k, v in entry.items() if k in kept} for entry in trainer.state.log_history]
+
+
+def test_alone_it_is_the_plain_trainer(plain: Any, tmp_path: Path) -> None:
+    ours = hf_job.trained(in_parts, tmp_path)
+    assert_same(hf_job.weights(ours), hf_job.weights(plain))
+    assert figures(ours) == figures(plain)
+
+
+class Leaves(transformers.TrainerCallback):  # type: ignore[misc]
+    """Ends the guest in the middle of the training."""
+
+    def __init__(self, guest: TestProcess, fleet: Fleet) -> None:
+        self.guest, self.fleet = guest, fleet
+        self.gone_after = 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **ignored: Any) -> None:
+        if not self.gone_after and state.global_step >= 10 and self.fleet.steps_with("ann"):
+            self.gone_after = state.global_step
+            self.guest.interrupt()
+            self.guest.wait(20)
+
+
+def test_a_guest_that_comes_and_goes_changes_nothing(plain: Any, tmp_path: Path) -> None:
+    with Fleet(tmp_path / "fleet") as fleet:
+        run = potluck.start(
+            host=True,
+            bind="127.0.0.1",
+            wait_for=1,
+            codec="none",
+            runs=fleet.runs,
+            script=JOB,
+            view="quiet",
+            device="paced:0.02",
+            threads=1,
+            micro_batch=2,
+        )
+        guest = fleet.guest("ann", "--device", "paced:0.02", "--micro-batch", "3")
+        leaves = Leaves(guest, fleet)
+
+        def hosted(*given: Any, **keywords: Any) -> Any:
+            return Trainer(*given, run=run, callbacks=[leaves], **keywords)
+
+        ours = hf_job.trained(hosted, tmp_path)
+        steps, helped = fleet.steps(), fleet.steps_with("ann")
+        assert guest.returncode == INTERRUPTED, guest.tails()
+        assert not list(fleet.folder.glob("checkpoints/*")), "the Trainer saves, Potluck does not"
+    assert_same(hf_job.weights(ours), hf_job.weights(plain))
+    assert figures(ours) == figures(plain)
+    assert [sum(e["samples"].values()) for e in steps] == ([8] * 5 + [4]) * 3 + [8] * 2
+    assert len(helped) > 5
+    assert max(helped) <= leaves.gone_after < len(steps)
+
+
+def test_it_resumes_from_its_own_checkpoint(plain: Any, tmp_path: Path) -> None:
+    hf_job.trained(in_parts, tmp_path, save_strategy="steps", save_steps=8)
+    checkpoint = str(tmp_path / "checkpoint-8")
+    ours = hf_job.trained(in_parts, tmp_path / "again", resume=checkpoint, dataloader_num_workers=1)
+    assert_same(hf_job.weights(ours), hf_job.weights(plain))
+    assert ours.state.global_step == plain.state.global_step
+
+
+def test_lora_adapters(tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="peft is not installed")
+    plain = hf_job.trained(PlainTrainer, tmp_path / "plain", lora=True, max_steps=8)
+    ours = hf_job.trained(in_parts, tmp_path, lora=True, max_steps=8)
+    found = hf_job.weights(ours)
+    assert_same(found, hf_job.weights(plain))
+    assert found
+    assert all("lora" in name for name in found)
+
+
+# -- a model that takes no items --------------------------------------------------------------------------------
+
+
+class Line(nn.Module):
+    """Its loss is the mean over the samples; it takes no number of items."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": ((self.layer(x).squeeze(-1) - labels) ** 2).mean()}
+
+
+def line_data() -> list[dict[str, Any]]:
+    points = torch.randn(44, 3, generator=torch.Generator().manual_seed(2))
+    return [{"x": x, "labels": float(x.sum())} for x in points]
+
+
+def line(kind: Any, out: Path, *callbacks: Any, **changed: Any) -> Any:
+    return kind(
+        model=Line(),
+        args=hf_job.arguments(out, **{"gradient_accumulation_steps": 1, "max_steps": 8, **changed}),
+        train_dataset=line_data,
+        callbacks=list(callbacks),
+    )
+
+
+def plain_line(**given: Any) -> Any:
+    return PlainTrainer(**{**given, "train_dataset": given["train_dataset"]()})
+
+
+def test_a_model_without_items_has_the_mean_over_samples(tmp_path: Path) -> None:
+    ours, plain = line(in_parts, tmp_path), line(plain_line, tmp_path)
+    ours.train()
+    plain.train()
+    assert_same(hf_job.weights(ours), hf_job.weights(plain))
+
+
+def test_a_step_that_is_not_finite_is_left_out(tmp_path: Path) -> None:
+    class Spoils(Trainer):  # type: ignore[misc]
+        def compute_loss(self, *given: Any, **keywords: Any) -> Any:
+            loss = super().compute_loss(*given, **keywords)
+            return loss * float("nan") if self.state.global_step == 3 else loss
+
+    seen: list[Tensor] = []
+
+    class Looks(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *ignored: Any, model: Any, **also: Any) -> None:
+            seen.append(model.layer.weight.detach().clone())
+
+    trainer = line(Spoils, tmp_path, Looks())
+    trainer.train()
+    assert torch.equal(seen[2], seen[3])
+    assert not torch.equal(seen[3], seen[4])
+    assert bool(seen[-1].isfinite().all())
+
+
+def test_ctrl_c_ends_it_after_the_step_with_a_checkpoint(tmp_path: Path) -> None:
+    run = potluck.start(device="cpu", threads=1)
+
+    class Asks(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, args: Any, state: Any, control: Any, **ignored: Any) -> None:
+            if state.global_step == 3:
+                run._launch.request_stop()
+
+    trainer = line(functools.partial(Trainer, run=run), tmp_path, Asks())
+    with pytest.raises(Interrupted):
+        trainer.train()
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]
+
+
+# -- what is refused --------------------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "FSDP": ({"fsdp": "full_shard"}, "holds the whole model"),
+    "DeepSpeed": ({"deepspeed": {"zero_optimization": {}}}, "holds the whole model"),
+    "tensor": ({"parallelism_config": object()}, "holds the whole model"),
+    "DataParallel": ({"_n_gpu": 2}, "CUDA_VISIBLE_DEVICES=0"),
+    "fp16": ({"fp16": True}, "bf16=True"),
+    "auto_find_batch_size": ({"auto_find_batch_size": True}, "measures how many"),
+    "activation_offloading": ({"activation_offloading": True}, "gradient_checkpointing"),
+    "include_num_input_tokens_seen": ({"include_num_input_tokens_seen": "all"}, "padding differs"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_arguments_that_are_refused(what: str, tmp_path: Path) -> None:
+    changed, instead = REFUSED[what]
+    args = hf_job.arguments(tmp_path)
+    for name, value in changed.items():
+        setattr(args, name, value)
+    with pytest.raises(ConfigError, match=what) as refused:
+        Trainer(model=Line(), args=args)
+    assert instead in (refused.value.hint or "")
+
+
+def test_other_launchers_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers.TrainingArguments, "world_size", 2)
+    with pytest.raises(ConfigError, match="torchrun or accelerate launch") as refused:
+        Trainer(model=Line(), args=hf_job.arguments(tmp_path))
+    assert "potluck host" in (refused.value.hint or "")
+
+
+def test_trainers_that_generate_are_refused() -> None:
+    class GRPOTrainer(PlainTrainer):  # type: ignore[misc]
+        def _generate_and_score_completions(self) -> None: ...
+
+    with pytest.raises(LoopError, match="GRPOTrainer generates text inside its steps"):
+        potluck_trainer(GRPOTrainer)
+    assert issubclass(potluck_trainer(transformers.Seq2SeqTrainer), Trainer)
+
+
+def test_what_is_no_trainer_is_refused() -> None:
+    with pytest.raises(ConfigError, match="Line is not a Hugging Face Trainer"):
+        potluck_trainer(Line)
+
+
+def test_another_device_than_potluck_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = potluck.start(device="cpu", threads=1)
+    monkeypatch.setattr(type(run), "device", torch.device("cuda"))
+    with pytest.raises(ConfigError, match="computes on cpu, and Potluck on cuda"):
+        Trainer(model=Line(), args=hf_job.arguments(tmp_path), run=run)
