@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from support.processes import TestProcess
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
+import tokenizers  # noqa: E402
 from transformers import Trainer as PlainTrainer  # noqa: E402
 
 from potluck.integrations.transformers import Trainer, potluck_trainer  # noqa: E402
@@ -118,6 +120,33 @@ def test_lora_adapters(tmp_path: Path) -> None:
     assert all("lora" in name for name in found)
 
 
+def test_the_sft_trainer_of_trl(tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl", reason="trl is not installed")
+    words = {f"w{number}": number for number in range(hf_job.WORDS)}
+    splitter = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    splitter.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    texts = [{"text": " ".join(f"w{n}" for n in sample["input_ids"])} for sample in hf_job.data()]
+
+    def trained(kind: Any, **keywords: Any) -> Any:
+        own = {"max_length": 24, "bf16": False, "gradient_checkpointing": False}
+        given = hf_job.settings(tmp_path, max_steps=8, learning_rate=0.01, **own)
+        trainer = kind(
+            model=hf_job.model(),
+            args=trl.SFTConfig(**given),
+            train_dataset=pytest.importorskip("datasets").Dataset.from_list(texts),
+            processing_class=transformers.PreTrainedTokenizerFast(
+                tokenizer_object=splitter, pad_token="w0", eos_token="w1", unk_token="w0"
+            ),
+            **keywords,
+        )
+        trainer.train()
+        return trainer
+
+    run = potluck.start(device="cpu", threads=1, micro_batch=3)
+    ours, plain = trained(potluck_trainer(trl.SFTTrainer), run=run), trained(trl.SFTTrainer)
+    assert_same(hf_job.weights(ours), hf_job.weights(plain))
+
+
 # -- a model that takes no items --------------------------------------------------------------------------------
 
 
@@ -158,6 +187,44 @@ def test_a_model_without_items_has_the_mean_over_samples(tmp_path: Path) -> None
     assert_same(hf_job.weights(ours), hf_job.weights(plain))
 
 
+class Stream(torch.utils.data.IterableDataset[dict[str, Any]]):
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        yield from line_data()
+
+
+def test_a_stream(tmp_path: Path) -> None:
+    found = []
+    for kind in (PlainTrainer, in_parts):
+        trainer = kind(
+            model=Line(), args=hf_job.arguments(tmp_path, gradient_accumulation_steps=1), train_dataset=Stream()
+        )
+        trainer.train()
+        found.append(hf_job.weights(trainer))
+    assert_same(*found)
+
+
+class Guest:
+    """As much of a run on a guest as the Trainer asks for before it trains."""
+
+    is_guest, device = True, torch.device("cpu")
+
+
+def test_on_a_guest_it_reports_saves_and_reads_nothing(tmp_path: Path) -> None:
+    def data() -> Any:
+        raise AssertionError("a guest opened the data set")
+
+    args = hf_job.arguments(
+        tmp_path / "out", eval_strategy="steps", save_strategy="steps", push_to_hub=True, disable_tqdm=False
+    )
+    args.report_to = ["wandb"]  # which is not installed
+    trainer = Trainer(model=Line(), args=args, train_dataset=data, callbacks=[Leaves], run=Guest())  # type: ignore[arg-type]
+    assert trainer.args.report_to == []
+    assert not any(isinstance(callback, Leaves) for callback in trainer.callback_handler.callbacks)
+    assert trainer.train_dataset is None
+    assert not (tmp_path / "out").exists()
+    assert args.report_to == ["wandb"], "the script's own arguments stay as they were"
+
+
 def test_a_step_that_is_not_finite_is_left_out(tmp_path: Path) -> None:
     class Spoils(Trainer):  # type: ignore[misc]
         def compute_loss(self, *given: Any, **keywords: Any) -> Any:
@@ -191,6 +258,21 @@ def test_ctrl_c_ends_it_after_the_step_with_a_checkpoint(tmp_path: Path) -> None
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]
 
 
+def test_a_resumed_run_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    began: list[int] = []
+
+    class Begins(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, args: Any, state: Any, control: Any, **ignored: Any) -> None:
+            began.append(state.global_step)
+
+    for resumed, steps in ((False, 4), (True, 6)):
+        run = potluck.start(device="cpu", threads=1)
+        run._launch.resume = resumed
+        kind = functools.partial(Trainer, run=run)
+        line(kind, tmp_path, Begins(), max_steps=steps, save_strategy="steps", save_steps=2).train()
+    assert began == [0, 4]
+
+
 # -- what is refused --------------------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -199,7 +281,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "tensor": ({"parallelism_config": object()}, "holds the whole model"),
     "DataParallel": ({"_n_gpu": 2}, "CUDA_VISIBLE_DEVICES=0"),
     "fp16": ({"fp16": True}, "bf16=True"),
-    "auto_find_batch_size": ({"auto_find_batch_size": True}, "measures how many"),
+    "auto_find_batch_size": ({"auto_find_batch_size": True}, "measures what fits"),
     "activation_offloading": ({"activation_offloading": True}, "gradient_checkpointing"),
     "include_num_input_tokens_seen": ({"include_num_input_tokens_seen": "all"}, "padding differs"),
 }

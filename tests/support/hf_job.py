@@ -63,6 +63,10 @@ def model(*, lora: bool = False) -> Any:
 
 
 def arguments(out: Path, **changed: Any) -> TrainingArguments:
+    return TrainingArguments(**settings(out, **changed))
+
+
+def settings(out: Path, **changed: Any) -> dict[str, Any]:
     given: dict[str, Any] = {
         "output_dir": str(out),
         "per_device_train_batch_size": 4,
@@ -79,7 +83,7 @@ def arguments(out: Path, **changed: Any) -> TrainingArguments:
         "disable_tqdm": True,
         "use_cpu": True,
     }
-    return TrainingArguments(**{**given, **changed})
+    return {**given, **changed}
 
 
 def trained(kind: Any, out: Path, *, lora: bool = False, resume: Any = None, **changed: Any) -> Any:

@@ -19,7 +19,7 @@ import torch
 
 from potluck.errors import ConfigError, LoopError, MissingModuleError
 from potluck.hosting import start
-from potluck.train.data import opened
+from potluck.train.data import makes_data, opened
 from potluck.train.ending import Interrupted
 from potluck.train.pushed import PushedLoader, Samples
 from potluck.train.run import Run
@@ -62,8 +62,8 @@ class Trainer(PlainTrainer):  # type: ignore[misc]
         keywords = {name: self._arguments(each) for name, each in keywords.items()}
         data = keywords.get("train_dataset")
         if self._run.is_guest:
-            keywords |= {"callbacks": None, "train_dataset": None if callable(data) else data}
-        elif data is not None:
+            keywords |= {"callbacks": None, "train_dataset": None if makes_data(data) else data}
+        elif makes_data(data):
             keywords["train_dataset"] = opened(data)
         super().__init__(*given, **keywords)
         refuse_accelerator(self.accelerator)
@@ -109,7 +109,15 @@ class Trainer(PlainTrainer):  # type: ignore[misc]
         """The Trainer's own loader, which gives samples as they are. It comes first in a training."""
         if self._run.is_guest:
             self._help()
-        loader = super().get_train_dataloader()
+        config = self.accelerator.dataloader_config
+        dispatched, config.dispatch_batches = (
+            config.dispatch_batches,
+            False,
+        )  # else a stream's batches must be tensors
+        try:
+            loader = super().get_train_dataloader()
+        finally:
+            config.dispatch_batches = dispatched
         base = getattr(loader, "base_dataloader", loader)  # Accelerate's loaders have a loader inside
         self._collate, base.collate_fn = base.collate_fn, Samples
         return loader
@@ -207,27 +215,16 @@ def refuse_trainer(base: type[Any]) -> None:
 
 def refuse_arguments(args: Any) -> None:
     """Other ways to use several devices, and what changes a step while it is computed."""
+    whole = "take it out: every machine holds the whole model"
     refused = (
-        (args.fsdp, "FSDP", "take fsdp out: every machine holds the whole model"),
-        (args.deepspeed, "DeepSpeed", "take deepspeed out: every machine holds the whole model"),
-        (
-            getattr(args, "parallelism_config", None),
-            "tensor, context or sequence parallelism",
-            "take parallelism_config out: every machine holds the whole model",
-        ),
+        (args.fsdp, "FSDP", whole),
+        (args.deepspeed, "DeepSpeed", whole),
+        (getattr(args, "parallelism_config", None), "tensor, context or sequence parallelism", whole),
         (args.n_gpu > 1, "DataParallel over several GPUs", "let the process see one GPU: CUDA_VISIBLE_DEVICES=0"),
         (args.world_size > 1, "torchrun or accelerate launch", ONE_PROCESS),
         (args.fp16, "fp16 with a GradScaler", "use bf16=True: it has the range of float32 and needs no scaling"),
-        (
-            args.auto_find_batch_size,
-            "auto_find_batch_size",
-            "take it out: Potluck measures how many samples each machine computes at once",
-        ),
-        (
-            getattr(args, "activation_offloading", False),
-            "activation_offloading",
-            "use gradient_checkpointing=True",
-        ),
+        (args.auto_find_batch_size, "auto_find_batch_size", "take it out: each machine measures what fits"),
+        (getattr(args, "activation_offloading", False), "activation_offloading", "use gradient_checkpointing=True"),
         (
             getattr(args, "include_num_input_tokens_seen", "no") not in ("no", False),
             "include_num_input_tokens_seen",
