@@ -72,6 +72,7 @@ class Parts:
     least: Least = field(default_factory=Least)
     restored: Loaded | None = None
     objects: dict[str, Any] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
 
 
 class HostTrainer:
@@ -134,6 +135,7 @@ class HostTrainer:
             parts.optimizer, hub.updating, over=lambda: self._ending.over, by_trainer=parts.options.by_trainer
         )
         parts.launch.training_began(self._ending)
+        parts.launch.steps_done = lambda: parts.ledger.step
 
     # -- the run ----------------------------------------------------------------------------------------
 
@@ -625,6 +627,7 @@ class HostTrainer:
                 objects=p.objects,
                 finite=self._finite_at_first,
                 device_rng=self._device.rng_state(),
+                state=p.state,
                 extra={
                     "samples": p.loader.samples,
                     "global_batch": p.loader.global_batch,

@@ -168,7 +168,13 @@ def about_rank(tensors: ModelTensors, samples: int | None, free_bytes: int | Non
     return {"model": model, "samples": samples, "free_bytes": free_bytes}
 
 
-def restore_same(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, objects: dict[str, Any]) -> None:
+def restore_same(
+    path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    objects: dict[str, Any],
+    state: dict[str, Any],
+) -> None:
     """Go on from the checkpoint that rank 0 has loaded."""
     loaded = load_latest(path.parent)
     if loaded is None or loaded.path.resolve() != path:
@@ -176,7 +182,7 @@ def restore_same(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer,
             f"rank 0 goes on from {path}, which this rank cannot read",
             hint="all ranks of a host must see the same run folder",
         )
-    loaded.restore(model, optimizer, objects)
+    loaded.restore(model, optimizer, objects, state)
 
 
 def refuse_synchronized(model: nn.Module) -> None:
