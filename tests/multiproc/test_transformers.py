@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -15,19 +16,39 @@ import potluck
 from potluck.errors import ConfigError, LoopError
 from potluck.train.ending import Interrupted
 from support.fleet import Fleet
-from support.processes import TestProcess
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+if TYPE_CHECKING:
+    import tokenizers
+    import transformers
+    from transformers import Trainer as PlainTrainer
 
-import tokenizers  # noqa: E402
-from transformers import Trainer as PlainTrainer  # noqa: E402
+    from potluck.integrations.transformers import Trainer, potluck_trainer
+    from support import hf_job
 
-from potluck.integrations.transformers import Trainer, potluck_trainer  # noqa: E402
-from support import hf_job  # noqa: E402
-
-JOB = Path(hf_job.__file__)
+JOB = Path(__file__).parents[1] / "support" / "hf_job.py"
 INTERRUPTED = 130
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def libraries() -> None:
+    """Imported for these tests only: it takes seconds, and every worker of pytest looks at this file."""
+    global PlainTrainer, Trainer, hf_job, potluck_trainer, tokenizers, transformers
+    import tokenizers
+    import transformers
+    from transformers import Trainer as PlainTrainer
+
+    from potluck.integrations.transformers import Trainer, potluck_trainer
+    from support import hf_job
+
+
+def callback(**events: Any) -> Any:
+    """A callback of the Trainer that hears these events."""
+    methods = {name: staticmethod(function) for name, function in events.items()}
+    return type("Callback", (transformers.TrainerCallback,), methods)()
 
 
 def in_parts(*given: Any, **keywords: Any) -> Any:
@@ -57,20 +78,6 @@ def test_alone_it_is_the_plain_trainer(plain: Any, tmp_path: Path) -> None:
     assert figures(ours) == figures(plain)
 
 
-class Leaves(transformers.TrainerCallback):  # type: ignore[misc]
-    """Ends the guest in the middle of the training."""
-
-    def __init__(self, guest: TestProcess, fleet: Fleet) -> None:
-        self.guest, self.fleet = guest, fleet
-        self.gone_after = 0
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **ignored: Any) -> None:
-        if not self.gone_after and state.global_step >= 10 and self.fleet.steps_with("ann"):
-            self.gone_after = state.global_step
-            self.guest.interrupt()
-            self.guest.wait(20)
-
-
 def test_a_guest_that_comes_and_goes_changes_nothing(plain: Any, tmp_path: Path) -> None:
     with Fleet(tmp_path / "fleet") as fleet:
         run = potluck.start(
@@ -86,10 +93,17 @@ def test_a_guest_that_comes_and_goes_changes_nothing(plain: Any, tmp_path: Path)
             micro_batch=2,
         )
         guest = fleet.guest("ann", "--device", "paced:0.02", "--micro-batch", "3")
-        leaves = Leaves(guest, fleet)
+        gone_after = 0
+
+        def leaves(args: Any, state: Any, control: Any, **ignored: Any) -> None:
+            nonlocal gone_after
+            if not gone_after and state.global_step >= 10 and fleet.steps_with("ann"):
+                gone_after = state.global_step
+                guest.interrupt()
+                guest.wait(20)
 
         def hosted(*given: Any, **keywords: Any) -> Any:
-            return Trainer(*given, run=run, callbacks=[leaves], **keywords)
+            return Trainer(*given, run=run, callbacks=[callback(on_step_end=leaves)], **keywords)
 
         ours = hf_job.trained(hosted, tmp_path)
         steps, helped = fleet.steps(), fleet.steps_with("ann")
@@ -99,7 +113,7 @@ def test_a_guest_that_comes_and_goes_changes_nothing(plain: Any, tmp_path: Path)
     assert figures(ours) == figures(plain)
     assert [sum(e["samples"].values()) for e in steps] == ([8] * 5 + [4]) * 3 + [8] * 2
     assert len(helped) > 5
-    assert max(helped) <= leaves.gone_after < len(steps)
+    assert max(helped) <= gone_after < len(steps)
 
 
 def test_it_resumes_from_its_own_checkpoint(plain: Any, tmp_path: Path) -> None:
@@ -216,10 +230,11 @@ def test_on_a_guest_it_reports_saves_and_reads_nothing(tmp_path: Path) -> None:
     args = hf_job.arguments(
         tmp_path / "out", eval_strategy="steps", save_strategy="steps", push_to_hub=True, disable_tqdm=False
     )
+    ours = callback()
     args.report_to = ["wandb"]  # which is not installed
-    trainer = Trainer(model=Line(), args=args, train_dataset=data, callbacks=[Leaves], run=Guest())  # type: ignore[arg-type]
+    trainer = Trainer(model=Line(), args=args, train_dataset=data, callbacks=[ours], run=Guest())  # type: ignore[arg-type]
     assert trainer.args.report_to == []
-    assert not any(isinstance(callback, Leaves) for callback in trainer.callback_handler.callbacks)
+    assert ours not in trainer.callback_handler.callbacks
     assert trainer.train_dataset is None
     assert not (tmp_path / "out").exists()
     assert args.report_to == ["wandb"], "the script's own arguments stay as they were"
@@ -233,11 +248,10 @@ def test_a_step_that_is_not_finite_is_left_out(tmp_path: Path) -> None:
 
     seen: list[Tensor] = []
 
-    class Looks(transformers.TrainerCallback):  # type: ignore[misc]
-        def on_step_end(self, *ignored: Any, model: Any, **also: Any) -> None:
-            seen.append(model.layer.weight.detach().clone())
+    def looks(*ignored: Any, model: Any, **also: Any) -> None:
+        seen.append(model.layer.weight.detach().clone())
 
-    trainer = line(Spoils, tmp_path, Looks())
+    trainer = line(Spoils, tmp_path, callback(on_step_end=looks))
     trainer.train()
     assert torch.equal(seen[2], seen[3])
     assert not torch.equal(seen[3], seen[4])
@@ -247,12 +261,11 @@ def test_a_step_that_is_not_finite_is_left_out(tmp_path: Path) -> None:
 def test_ctrl_c_ends_it_after_the_step_with_a_checkpoint(tmp_path: Path) -> None:
     run = potluck.start(device="cpu", threads=1)
 
-    class Asks(transformers.TrainerCallback):  # type: ignore[misc]
-        def on_step_begin(self, args: Any, state: Any, control: Any, **ignored: Any) -> None:
-            if state.global_step == 3:
-                run._launch.request_stop()
+    def asks(args: Any, state: Any, control: Any, **ignored: Any) -> None:
+        if state.global_step == 3:
+            run._launch.request_stop()
 
-    trainer = line(functools.partial(Trainer, run=run), tmp_path, Asks())
+    trainer = line(functools.partial(Trainer, run=run), tmp_path, callback(on_step_begin=asks))
     with pytest.raises(Interrupted):
         trainer.train()
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]
@@ -261,15 +274,16 @@ def test_ctrl_c_ends_it_after_the_step_with_a_checkpoint(tmp_path: Path) -> None
 def test_a_resumed_run_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
     began: list[int] = []
 
-    class Begins(transformers.TrainerCallback):  # type: ignore[misc]
-        def on_train_begin(self, args: Any, state: Any, control: Any, **ignored: Any) -> None:
-            began.append(state.global_step)
+    def begins(args: Any, state: Any, control: Any, **ignored: Any) -> None:
+        began.append(state.global_step)
 
     for resumed, steps in ((False, 4), (True, 6)):
         run = potluck.start(device="cpu", threads=1)
         run._launch.resume = resumed
         kind = functools.partial(Trainer, run=run)
-        line(kind, tmp_path, Begins(), max_steps=steps, save_strategy="steps", save_steps=2).train()
+        line(
+            kind, tmp_path, callback(on_train_begin=begins), max_steps=steps, save_strategy="steps", save_steps=2
+        ).train()
     assert began == [0, 4]
 
 

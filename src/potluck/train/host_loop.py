@@ -430,7 +430,7 @@ class HostTrainer:
 
     def _collect(self, step: Step) -> Collected:
         """End the step with everybody: its mean gradient is in `.grad`."""
-        computed = time.monotonic()
+        at = time.monotonic()
         if self._ranks is not None:
             self._finish()
         given.check_frozen(self._frozen)
@@ -445,14 +445,7 @@ class HostTrainer:
         if self._writer is not None:
             self._writer.before_update()
         return Collected(
-            step=step,
-            result=result,
-            computed=computed,
-            divisor=divisor,
-            norm=norm,
-            own=own,
-            finite=finite,
-            total=total,
+            step=step, result=result, at=at, divisor=divisor, norm=norm, own=own, finite=finite, total=total
         )
 
     def _leave_to_trainer(self, collected: Collected) -> None:
@@ -511,7 +504,7 @@ class HostTrainer:
             )
 
         step.loss_when_known(self._flight.finish)
-        self._flight.follows(collected.computed, updated)
+        self._flight.follows(collected.at, updated)
         if not self._device.ahead or self._ranks is not None or takes_loss:
             self._flight.finish()
             if takes_loss:

@@ -95,7 +95,7 @@ class Collected:
 
     step: Step
     result: StepResult
-    computed: float
+    at: float
     """When this machine's own samples were computed (monotonic)."""
     divisor: float | Tensor
     """The samples or items that the gradient is the mean of."""
