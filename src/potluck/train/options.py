@@ -48,6 +48,8 @@ class Options:
     """More objects to save in checkpoints, by name; they need state_dict() and load_state_dict()."""
     tokens_per_sample: int | None = None
     """Tokens per sample; the view then shows tokens/s."""
+    by_trainer: bool = False
+    """A trainer clips the gradient, makes the update and saves: see `integrations`. No keyword of `run.steps`."""
 
     @property
     def usual_batch(self) -> int:

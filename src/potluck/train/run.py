@@ -43,6 +43,7 @@ from potluck.train.microbatch import MicroBatch
 from potluck.train.optimizer_state import Stateful
 from potluck.train.options import Options, make_options
 from potluck.train.packing import Collate
+from potluck.train.pushed import PushedLoader
 from potluck.train.rank_loop import (
     RankParts,
     RankTrainer,
@@ -115,6 +116,16 @@ class Run:
     def is_host(self) -> bool:
         """True in the process that owns the weights: the host's, or the only one."""
         return self._launch.role in (HOST, ALONE)
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether this run goes on in the folder of an earlier one."""
+        return self._launch.resume
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether the person has asked for an end (Ctrl-C)."""
+        return self._launch.stop_requested()
 
     @property
     def device(self) -> torch.device:
@@ -191,6 +202,7 @@ class Run:
             before_update=before_update,
             also_save=also_save or {},
             tokens_per_sample=tokens_per_sample,
+            by_trainer=isinstance(loader, PushedLoader),
         )
         check_model(model)
         if self._launch.ranks is not None:
@@ -233,8 +245,12 @@ class Run:
         launch.device.attach(model)
         loader = self._open_loader(options, given)
         objects = {**options.saved_objects(), **loader.objects()}
-        restored = restore(launch, options, model, optimizer, objects, loader, self.state)
-        ledger = Ledger(loader, step=restored.step if restored is not None else 0)
+        if isinstance(loader, PushedLoader):
+            restored, first = None, loader.first_step
+        else:
+            restored = restore(launch, options, model, optimizer, objects, loader, self.state)
+            first = restored.step if restored is not None else 0
+        ledger = Ledger(loader, step=first)
         options = dataclasses.replace(options, global_batch=self._usual_batch(loader, ledger))
         statistics = batch_statistics(model)
         least = least_samples(statistics, options.usual_batch)
@@ -269,6 +285,8 @@ class Run:
 
     def _open_loader(self, options: Options, given: Any) -> StepLoader:
         launch = self._launch
+        if isinstance(given, PushedLoader):
+            return given
 
         def note(text: str) -> None:
             launch.log.emit(RunNote(text=text))
