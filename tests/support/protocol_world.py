@@ -171,6 +171,7 @@ class World:
                 guest=done.guest,
                 lease=done.lease,
                 loss_sum=done.loss_sum,
+                items=done.items,
                 why_not=why_not,
                 wrong_norm=wrong_norm,
             )

@@ -135,6 +135,7 @@ def news() -> list[RunEvent]:
         ev.LogGap(lines=3),
         ev.FlightRecorded(machine="tower", path="runs/x/flight-tower-1.jsonl", first=True),
         statistics(),
+        ev.Logged(step=3, values={"accuracy": 0.93, "broken": None}),
         ev.RunNote(text="a word to the reader"),
     ]
 

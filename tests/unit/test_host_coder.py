@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from potluck.codec import get
+from potluck.hub.actions import Decode
 from potluck.hub.feed import NOTHING, Item, TensorPart
 from potluck.hub.guest import Work
 from potluck.hub.host_coder import Failed
@@ -220,7 +221,7 @@ def contribute(pair: Pair, lease: int, values: list[Tensor | None]) -> dict[int,
 
 
 def decode(pair: Pair, lease: int, pieces: dict[int, Any]) -> str | None:
-    pair.coder.decode("guest", lease, pieces, 1.5, 4)
+    pair.coder.decode(Decode(guest="guest", lease=lease, pieces=pieces, loss_sum=1.5, count=4))
     pair.until(lambda: bool(pair.decoded))
     done = pair.decoded.pop()
     assert (done.guest, done.lease, done.loss_sum) == ("guest", lease, 1.5)
@@ -361,7 +362,7 @@ def test_a_contribution_goes_before_coding_and_coding_before_newcomers() -> None
     pair.coder.code_change()
     pair.coder.ask("probe", Item("whole", 0, 4), None)
     pieces = {p.index: bytes(get("int4").nbytes(p.count)) for p in pair.tensors.layout.pieces}
-    pair.coder.decode("guest", 1, pieces, 0.0, 4)
+    pair.coder.decode(Decode(guest="guest", lease=1, pieces=pieces, loss_sum=0.0, count=4))
     pair.coder.start()
     try:
         deadline = time.monotonic() + DEADLINE_S
@@ -394,7 +395,7 @@ def test_the_hosts_device_need_not_be_the_guests() -> None:
 def test_a_fault_of_the_coder_is_said_and_not_swallowed() -> None:
     """A thread that dies without a word would leave the host waiting for a contribution for good."""
     with Pair("int4").running() as pair:
-        pair.coder.decode("guest", 1, {}, 0.0, 4)
+        pair.coder.decode(Decode(guest="guest", lease=1, pieces={}, loss_sum=0.0, count=4))
         deadline = time.monotonic() + DEADLINE_S
         while not pair.coder.results:
             assert time.monotonic() < deadline

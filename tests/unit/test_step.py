@@ -63,6 +63,60 @@ def test_unequal_micro_batches_sum_to_the_same_gradient(
     assert loop.step.index == 7
 
 
+@pytest.mark.parametrize("cut", [(6,), (1, 5), (2, 2, 2), (4, 1, 1)])
+@pytest.mark.parametrize("loss_is", ["mean", "sum"])
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_items_weigh_in_place_of_samples(
+    cut: tuple[int, ...], loss_is: str, weight: nn.Parameter, *, as_tensor: bool
+) -> None:
+    """A loss over as many items as the batch's values say; a mean over none is NaN, and weighs nothing."""
+    loop = Loop(*cut, loss_is=loss_is)
+    per_value = torch.tensor([0.0, 3.0, 0.0, 0.0, 5.0, 1.0])
+    done, expected = 0, 0.0
+    for batch in loop.step:
+        counts = per_value[done : done + len(batch)]
+        done += len(batch)
+        summed = (counts * (weight * batch) ** 2).sum()
+        expected += float((counts * 2 * 2.0 * batch**2).sum())
+        items = counts.sum() if as_tensor else float(counts.sum())
+        loop.step.backward(summed / counts.sum() if loss_is == "mean" else summed, items=items)
+    assert weight.grad is not None
+    assert weight.grad.item() == pytest.approx(expected)
+    assert loop.step.items() == 9.0
+    assert loop.step.counts_items
+    assert loop.step.mean_loss(samples=1000) == pytest.approx(loop.step.loss_sum() / 9)
+    assert loop.samples == list(cut), "what was computed is still counted in samples"
+
+
+def test_a_count_on_a_device_that_queues_is_not_read(weight: nn.Parameter) -> None:
+    """A tensor elsewhere than on the CPU stays there: the meta device would refuse to be read."""
+    loop = Loop(1)
+    weight = nn.Parameter(torch.ones((), device="meta"))
+    for _ in loop.step:
+        loop.step.backward(weight * 2.0, items=torch.ones((), dtype=torch.int64, device="meta"))
+    assert isinstance(loop.step.items_so_far(), Tensor)
+    assert weight.grad is not None
+
+
+@pytest.mark.parametrize("first", [3, None])
+def test_items_for_some_batches_only_are_named(first: int | None, weight: nn.Parameter) -> None:
+    loop = Loop(2, 2)
+    batches = iter(loop.step)
+    next(batches)
+    loop.step.backward(weight * 1.0, items=first)
+    next(batches)
+    with pytest.raises(LoopError, match="with items=… for some batches of a step, and without for others"):
+        loop.step.backward(weight * 1.0, items=None if first else 3)
+
+
+@pytest.mark.parametrize("wrong", [-1, float("nan"), float("inf"), "many", torch.ones(3)])
+def test_what_is_no_number_of_items_is_named(wrong: Any, weight: nn.Parameter) -> None:
+    loop = Loop(2)
+    next(iter(loop.step))
+    with pytest.raises(LoopError, match="as items: it takes a number of 0 or more"):
+        loop.step.backward(weight * 1.0, items=wrong)
+
+
 def test_the_loss_can_be_of_low_precision_and_one_dimension(weight: nn.Parameter) -> None:
     loop = Loop(3)
     for _ in loop.step:

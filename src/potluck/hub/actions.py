@@ -65,6 +65,7 @@ class Decode(Struct, frozen=True, kw_only=True):
     pieces: dict[int, Any]
     loss_sum: float
     count: int
+    items: float = 0.0
 
 
 class CompareSketch(Struct, frozen=True, kw_only=True):
@@ -76,6 +77,7 @@ class CompareSketch(Struct, frozen=True, kw_only=True):
     """The host's own; None where it is no longer kept."""
     sketch: Any
     loss: float
+    items: float | None = None
     random: Mapping[str, str] = {}
     """Digests of the guest's random generators after it."""
 
@@ -150,6 +152,8 @@ class StepResult(Struct, frozen=True, kw_only=True):
     micro_batches: dict[str, tuple[int, ...]] = {}
     """The sizes of every machine's micro-batches that were counted."""
     guests_loss_sum: float = 0.0
+    guests_items: float = 0.0
+    """What `backward(loss, items=…)` counted there; 0 where samples count."""
 
 
 class Reply(Struct, frozen=True, kw_only=True):

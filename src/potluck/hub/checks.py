@@ -142,10 +142,16 @@ class Checks:
             raise WireError("a gradient sketch that nobody asked for")
         check, member.check = member.check, None
         loss = math.nan if answer.loss is None else answer.loss
-        own = self._references.get(check)
+        member.counts_items = answer.items is not None
         return [
             CompareSketch(
-                guest=member.id, check=check, reference=own, sketch=sketch, loss=loss, random=answer.random
+                guest=member.id,
+                check=check,
+                reference=self._references.get(check),
+                sketch=sketch,
+                loss=loss,
+                items=answer.items,
+                random=answer.random,
             )
         ]
 

@@ -40,6 +40,7 @@ from potluck.hub.tensors import (
 from potluck.hub.work import Arrivals, Work
 from potluck.spec.layout import fingerprint_to_json
 from potluck.spec.messages import (
+    MOST_ITEMS,
     ByeMessage,
     ChangeMessage,
     CheckMessage,
@@ -221,7 +222,9 @@ class GuestHub:
             self._to_code.extend((work, index, computed) for index in fresh)
             self._changed.notify_all()
 
-    def finish(self, work: Work, *, count: int, loss_sum: float, compute_s: float) -> None:
+    def finish(
+        self, work: Work, *, count: int, loss_sum: float, compute_s: float, items: float | None = None
+    ) -> None:
         """The gradient is complete: code what is left of it, and say so."""
         with self._changed:
             self.code(work, range(len(self._have)))
@@ -230,12 +233,13 @@ class GuestHub:
             if work.over:
                 self._tell_stopped(work, count, compute_s)
                 return
-            finite = self._finite and math.isfinite(loss_sum)
+            finite = self._finite and math.isfinite(loss_sum) and 0.0 <= (items or 0.0) <= MOST_ITEMS
         usual, most = self._at_once()
         done = DoneMessage(
             lease=work.id,
             count=count,
             loss_sum=loss_sum if finite else 0.0,
+            items=items if finite else None,
             compute_s=compute_s,
             finite=finite,
             receive_s=self._arrivals.seconds(work.step, len(self._have)),
@@ -247,7 +251,14 @@ class GuestHub:
         hit("guest.finished")
 
     def send_sketch(
-        self, work: Work, *, values: memoryview, loss: float, compute_s: float, random: Mapping[str, str]
+        self,
+        work: Work,
+        *,
+        values: memoryview,
+        loss: float,
+        compute_s: float,
+        random: Mapping[str, str],
+        items: float | None = None,
     ) -> None:
         """The gradient of a common batch, and digests of the random generators after it."""
         usual, most = self._at_once()
@@ -255,6 +266,7 @@ class GuestHub:
             check=work.id,
             count=sum(work.sizes),
             loss=loss if math.isfinite(loss) else None,
+            items=items if items is not None and 0.0 <= items <= MOST_ITEMS else None,
             compute_s=compute_s,
             random=dict(random),
             micro_batch=usual,

@@ -334,7 +334,7 @@ class HostHub:
                 self._parts.recorder.event(action.event)
                 self._parts.emit(action.event)
             case act.Decode():
-                self._coder.decode(action.guest, action.lease, action.pieces, action.loss_sum, action.count)
+                self._coder.decode(action)
             case act.CodeChange():
                 self._coder.code_change()
             case act.HashReplica():
@@ -413,6 +413,7 @@ class HostHub:
             action.reference,
             action.sketch,
             action.loss,
+            items=action.items,
             random=action.random,
             names=self._parts.tensors.layout.tensors,
         )

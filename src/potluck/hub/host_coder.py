@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from potluck.codec import Codec, add_decoded, encode_change, rehearse
 from potluck.device import Device, Mark
 from potluck.errors import WireError
 from potluck.failpoints import hit
+from potluck.hub.actions import Decode
 from potluck.hub.feed import NOTHING, Item, PieceState, TensorPart
 from potluck.hub.hashes import PieceHashes
 from potluck.hub.inputs import ContributionDecoded, Input, PartRead, PieceCoded, ReplicaHashed
@@ -70,7 +70,7 @@ class HostCoder:
         # A device that queues work does not order the two threads' work; these marks do.
         self._weights_there = self._sum_there = self._sum_read = Mark()
         self._changed = threading.Condition()
-        self._contributions: deque[tuple[str, int, dict[int, Any], float, int]] = deque()
+        self._contributions: deque[Decode] = deque()
         self._requests: deque[tuple[str, Item, TensorPart | None]] = deque()
         self._to_code: deque[int] = deque()
         self._hashing: PieceHashes | None = None
@@ -135,9 +135,9 @@ class HostCoder:
             self._requests.append((guest, item, part))
             self._changed.notify()
 
-    def decode(self, guest: str, lease: int, pieces: dict[int, Any], loss_sum: float, count: int) -> None:
+    def decode(self, contribution: Decode) -> None:
         with self._changed:
-            self._contributions.append((guest, lease, pieces, loss_sum, count))
+            self._contributions.append(contribution)
             self._changed.notify()
 
     def forget(self, guest: str) -> None:
@@ -188,7 +188,7 @@ class HostCoder:
             request = self._requests.popleft() if free and hashed is None and self._requests else None
         with torch.no_grad():
             if contribution is not None:
-                self._add(*contribution)
+                self._add(contribution)
             elif piece is not None:
                 self._code(piece)
             elif hashed is not None:
@@ -272,18 +272,18 @@ class HostCoder:
         version = self.versions[item.index]
         self.results.append(PartRead(guest=guest, item=item, version=version, payload=payload))
 
-    def _add(self, guest: str, lease: int, pieces: dict[int, Any], loss_sum: float, count: int) -> None:
+    def _add(self, given: Decode) -> None:
         """Add all of a contribution or nothing: check every piece first."""
         why_not = wrong = None
         hit("host.before-decode")
         try:
-            payloads = [from_bytes(pieces[p.index]) for p in self._layout.pieces]
+            payloads = [from_bytes(given.pieces[p.index]) for p in self._layout.pieces]
             for piece, payload in zip(self._layout.pieces, payloads):
                 if payload.numel() != self._up.nbytes(piece.count):
                     raise WireError(f"piece {piece.index} has {payload.numel()} bytes")
-            wrong = self._wrong_norm(payloads, count)
+            wrong = self._wrong_norm(payloads, given.count)
             if wrong is not None:
-                raise WireError(NOT_FINITE if math.isinf(wrong) else self._too_large(wrong, count))
+                raise WireError(NOT_FINITE if math.isinf(wrong) else self._too_large(wrong, given.count))
             if self._sum is None:
                 self._sum = torch.empty(self._layout.count, device=self._device.torch_device)
             self._sum_up(payloads, self._sum)
@@ -292,7 +292,14 @@ class HostCoder:
             why_not = str(error)
         hit("host.decoded")
         self.results.append(
-            ContributionDecoded(guest=guest, lease=lease, loss_sum=loss_sum, why_not=why_not, wrong_norm=wrong)
+            ContributionDecoded(
+                guest=given.guest,
+                lease=given.lease,
+                loss_sum=given.loss_sum,
+                items=given.items,
+                why_not=why_not,
+                wrong_norm=wrong,
+            )
         )
 
     def _wrong_norm(self, payloads: list[Tensor], count: int) -> float | None:

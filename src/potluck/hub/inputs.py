@@ -102,6 +102,7 @@ class ContributionDecoded(_Input, frozen=True, kw_only=True):
     guest: str
     lease: int
     loss_sum: float
+    items: float = 0.0
     why_not: str | None = None
     wrong_norm: float | None = None
     """Its norm, where that is why it must not count: an upper bound, or infinite where it is not finite."""

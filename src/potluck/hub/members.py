@@ -82,6 +82,8 @@ class Member:
     """Random generators that drew other numbers there; not None: it is compared with the host's spread."""
     by_spread: bool = False
     """It was let in by the host's spread, and everybody was told."""
+    counts_items: bool = False
+    """Whether it counted items in its last parity check: then it does in every contribution."""
     # A wrong speed is corrected within the step (leases are large and cut short), so the newest counts most.
     rate: Estimate = field(default_factory=lambda: Estimate(weight=0.7, jumps=True))
     overhead: Estimate = field(default_factory=lambda: Estimate(doubts=True))

@@ -77,6 +77,8 @@ class Reference:
     """The host's own result for a common batch."""
 
     first: Sketch
+    items: float | None = None
+    """What `backward(loss, items=…)` counted in the first; None where samples count."""
     random: Mapping[str, str] = field(default_factory=dict)
     """A digest of each random generator's state after it."""
     second: Sketch | None = None
@@ -109,6 +111,7 @@ def judge(
     received: memoryview | bytes,
     loss: float,
     *,
+    items: float | None = None,
     random: Mapping[str, str],
     names: Sequence[TensorSpec],
 ) -> Verdict:
@@ -119,9 +122,14 @@ def judge(
     """
     if host is None:
         return Verdict(cosine=0.0, void="its gradient came steps after the host's")
+    if host.items == 0.0:
+        return Verdict(cosine=0.0, void="the common batch had no items")
     if not host.finite:
         return Verdict(cosine=0.0, void="the host's own gradient was not finite")
     first = host.first
+    if (items is None) != (host.items is None):
+        how = "without" if items is None else "with"
+        return Verdict(cosine=0.0, why_not=f"its loop calls step.backward() {how} items=…, unlike the host's")
     if len(received) != first.values.nbytes:
         sizes = f"its sketch has {len(received)} bytes, the host's {first.values.nbytes}"
         return Verdict(cosine=0.0, why_not=sizes)
@@ -130,9 +138,11 @@ def judge(
         return Verdict(cosine=0.0, why_not="it is not finite (NaN or infinity)")
     guest = Sketch(values=values, tensors=first.tensors, loss=loss)
     cosine, why_not = compare(first, guest, STRICT, names)
+    unmatched = frozenset(name for name, digest in host.random.items() if random.get(name) != digest)
+    if items != host.items and not unmatched:  # random masks give random counts
+        return Verdict(cosine=cosine, why_not=f"it counted {items:g} items where the host counted {host.items:g}")
     if why_not is None:
         return Verdict(cosine=cosine)
-    unmatched = frozenset(name for name, digest in host.random.items() if random.get(name) != digest)
     if host.second is None or not unmatched <= host.reseeded:
         return Verdict(cosine=cosine, why_not=why_not, unmatched=unmatched, again=True)
     spread = _cosine(first.gradient, host.second.gradient)

@@ -349,8 +349,17 @@ class HostProtocol:
             return actions + self.stepping.drop(member, reason=why_not, now=now)
         if not done.finite:
             return actions + self._wrong(member, "its gradient or its loss is not finite", math.inf, now)
-        pieces = member.lease.pieces
-        decode = Decode(guest=member.id, lease=lease, pieces=pieces, loss_sum=done.loss_sum, count=count)
+        if (done.items is not None) != member.counts_items:
+            how = "without items, unlike" if member.counts_items else "with items, unlike"
+            return actions + self.stepping.drop(member, reason=f"it came {how} in its parity check", now=now)
+        decode = Decode(
+            guest=member.id,
+            lease=lease,
+            pieces=member.lease.pieces,
+            loss_sum=done.loss_sum,
+            count=count,
+            items=done.items or 0.0,
+        )
         return [*actions, decode]
 
     def _wrong(self, member: Member, reason: str, norm: float, now: float) -> list[Action]:
@@ -390,7 +399,7 @@ class HostProtocol:
         elif event.why_not is not None:
             actions = self.stepping.drop(member, reason=event.why_not, now=now)
         else:
-            actions = self.stepping.counted(member, event.loss_sum)
+            actions = self.stepping.counted(member, event.loss_sum, event.items)
         if member.leaving is not None:
             actions += self._remove(member, *member.leaving)
         return actions

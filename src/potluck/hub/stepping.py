@@ -81,7 +81,7 @@ class Stepping:
         self._taken_back = 0
         self._sizes: dict[str, tuple[int, ...]] = {}
         self._predicted: float | None = None
-        self._guests_loss_sum = 0.0
+        self._guests_loss_sum = self._guests_items = 0.0
 
     # -- begin and end ----------------------------------------------------------------------------------
 
@@ -98,7 +98,7 @@ class Stepping:
         self._wait_s, self._dropped, self._taken_back = 0.0, 0, 0
         self._sizes = {}
         self._predicted = None
-        self._guests_loss_sum = 0.0
+        self._guests_loss_sum = self._guests_items = 0.0
         self._head_start_s = head_start_s
         seconds = self.host_sample_s
         if not seconds:
@@ -168,6 +168,7 @@ class Stepping:
             predicted_s=self._predicted,
             micro_batches=self._sizes,
             guests_loss_sum=self._guests_loss_sum,
+            guests_items=self._guests_items,
         )
 
     def _candidates(self) -> list[Member]:
@@ -443,7 +444,7 @@ class Stepping:
         self._taken_back += back
         return back, [Send(guest=member.id, message=RevokeMessage(lease=own.id)), Wake()]
 
-    def counted(self, member: Member, loss_sum: float = 0.0) -> list[Action]:
+    def counted(self, member: Member, loss_sum: float = 0.0, items: float = 0.0) -> list[Action]:
         """The decoded contribution is in the sum: count its samples."""
         own = member.lease
         assert own is not None
@@ -451,6 +452,7 @@ class Stepping:
             raise AssertionError(f"lease {own.id} was decoded but is not open")
         member.lease = None
         self._guests_loss_sum += loss_sum
+        self._guests_items += items
         ends = itertools.accumulate(own.sizes)
         self._computed(member.name, [size for size, end in zip(own.sizes, ends) if end <= own.count])
         member.samples += own.count

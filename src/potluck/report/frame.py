@@ -9,7 +9,7 @@ from rich.cells import cell_len
 from potluck.report.curve import sparkline
 from potluck.report.line import Line
 from potluck.report.machine_table import machine_table
-from potluck.report.messages import eta_text, loss_text, wire_text
+from potluck.report.messages import eta_text, loss_text, values_text, wire_text
 from potluck.report.state import Notice, RunState
 from potluck.report.text import clean
 from potluck.spec.events import RunEnded, RunStarted, StepEnded
@@ -72,6 +72,8 @@ def _progress(state: RunState, width: int, elapsed_s: float, since_step_s: float
     if step is None:
         return [Line(f"waiting for the first step, {eta_text(elapsed_s)}")]
     lines = [_step_line(state, step, width, elapsed_s, since_step_s), _loss_line(state, step, width)]
+    if state.logged:
+        lines.append(_labelled("logged").add(clean(values_text(state.logged), width - 8)))
     lines.append(_speed_line(step, state.end, width))
     wire = _wire_line(step)
     if wire is not None and wire.width <= width:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -103,6 +104,8 @@ def _about_run(event: ev.RunEvent, with_step: bool) -> tuple[Level, str] | None:
         case ev.StatisticsMeasured():
             enough = event.effective_batch >= min(ENOUGH_FOR_STATISTICS, event.global_batch)
             return "info" if enough else "warn", _statistics(event)
+        case ev.Logged():
+            return "info", f"step {event.step}: {values_text(event.values)}"
         case ev.RunNote():
             return "info", clean(event.text)
         case _:
@@ -116,6 +119,16 @@ def steps_text(event: ev.StepEnded) -> str:
 
 def loss_text(loss: float | None) -> str:
     return "–" if loss is None else f"{loss:.4f}" if abs(loss) < 1000 else f"{loss:.3e}"
+
+
+def values_text(values: Mapping[str, float | None]) -> str:
+    """'accuracy 0.9312  best 12'."""
+    return "  ".join(f"{clean(name, 40)} {_value_text(value)}" for name, value in values.items())
+
+
+def _value_text(value: float | None) -> str:
+    small = value is not None and 0 < abs(value) < 0.001  # a learning rate
+    return f"{value:.3g}" if small or (value is not None and value == int(value)) else loss_text(value)
 
 
 def eta_text(seconds: float) -> str:

@@ -14,6 +14,7 @@ from potluck.spec.events import (
     GuestLost,
     GuestRefused,
     GuestSitsOut,
+    Logged,
     MachineFigures,
     RunEnded,
     RunEvent,
@@ -84,6 +85,8 @@ class RunState:
         self.step: StepEnded | None = None
         self.end: RunEnded | None = None
         self.losses = History()
+        self.logged: dict[str, float | None] = {}
+        """The newest of each value that the script logs."""
         self.not_applied = 0
         """Steps whose update was not made."""
         self.machines: list[MachineRow] = []
@@ -117,6 +120,8 @@ class RunState:
                 if event.loss is not None:
                     self.losses.append(event.loss)
                 self.machines = [_row(machine) for machine in event.machines]
+            case Logged():
+                self.logged = {**self.logged, **event.values}
             case RunEnded():
                 self.end = event
                 self.machines = [replace(m, state="done") if m.state == "computing" else m for m in self.machines]

@@ -12,7 +12,7 @@ from typing import Literal, TextIO
 from potluck.report.messages import describe, end_text, eta_text, loss_text, steps_text
 from potluck.report.repeats import Repeats
 from potluck.report.text import Output, clean, writes_utf8
-from potluck.spec.events import MachineFigures, RunEnded, RunEvent, RunNote, RunStarted, StepEnded, to_json
+from potluck.spec.events import Logged, MachineFigures, RunEnded, RunEvent, RunNote, RunStarted, StepEnded, to_json
 from potluck.train.events import View
 from potluck.units import count_text, factor_text, rate_text, seconds_text
 
@@ -123,7 +123,7 @@ class PlainView:
         message = describe(event)
         if message is None:
             return []
-        mark = "! " if message.level in ("warn", "bad") else "" if isinstance(event, RunNote) else "* "
+        mark = "! " if message.level in ("warn", "bad") else "" if isinstance(event, RunNote | Logged) else "* "
         if message.level == "warn" and message.about[1]:
             return [*self._repeats.due(), *self._repeats.add(message.about[:2], mark, message.text)]
         return [mark + message.text]

@@ -428,6 +428,15 @@ class StatisticsMeasured(_Event, frozen=True, kw_only=True, tag="batch_statistic
     """Global batch ÷ micro-batches of the step."""
 
 
+class Logged(_Event, frozen=True, kw_only=True, tag="logged"):
+    """The script called `run.log(name=value)`."""
+
+    step: Natural
+    """Steps finished."""
+    values: dict[str, float | None]
+    """The values by name; null if one is not finite."""
+
+
 class RunNote(_Event, frozen=True, kw_only=True, tag="note"):
     """Something a person may want to know, such as different versions."""
 
@@ -506,6 +515,7 @@ RunEvent = (
     | LogGap
     | LogFailed
     | StatisticsMeasured
+    | Logged
     | RunNote
     | Delivered
     | HostPreparing

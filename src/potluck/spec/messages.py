@@ -39,6 +39,9 @@ Positive = Annotated[int, Meta(ge=1, le=LARGEST)]
 Whole = Annotated[int, Meta(ge=-LARGEST, le=LARGEST)]
 Seconds = Annotated[float, Meta(ge=0.0, le=LONGEST_S)]
 HostSeconds = Annotated[float, Meta(ge=0.0, le=float(LARGEST))]
+MOST_ITEMS = 1e15
+"""Items of one contribution; float64 counts them exactly up to there."""
+Items = Annotated[float, Meta(ge=0.0, le=MOST_ITEMS)]
 Sizes = Annotated[tuple[Positive, ...], Meta(min_length=1, max_length=MOST_SIZES)]
 Short = Annotated[str, Meta(max_length=200)]
 Long = Annotated[str, Meta(max_length=4096)]
@@ -272,6 +275,8 @@ class SketchMessage(Message, frozen=True, kw_only=True):
     """Samples it computed."""
     loss: float | None
     """The mean loss; null if it is not finite."""
+    items: Items | None = None
+    """As in `done`."""
     compute_s: Seconds
     """Time to compute them."""
     random: Annotated[dict[Short, Short], Meta(max_length=16)] = {}
@@ -409,6 +414,8 @@ class DoneMessage(Message, frozen=True, kw_only=True):
     """Samples in the sum."""
     loss_sum: float
     """Their summed loss; 0 if it is not finite."""
+    items: Items | None = None
+    """What `backward(loss, items=…)` counted in them; null where samples count."""
     compute_s: Seconds
     """Time to compute them."""
     finite: bool

@@ -27,6 +27,8 @@ class StepFacts:
     """Who contributed."""
     bad_ranks: Sequence[int] = ()
     """The host's ranks whose part was not finite; rank 0's has the guests' in it."""
+    count: float = 1.0
+    """The samples or items that the gradient is the mean of."""
 
 
 class BadSteps:
@@ -62,6 +64,8 @@ class BadSteps:
 
     def _cause(self, facts: StepFacts) -> tuple[str | None, str]:
         """The machine whose part it was, None where it was no single one's; and what was the matter."""
+        if not facts.count:
+            return None, "there was nothing to take the mean of: items=0 for every batch of the step"
         own = facts.norm if facts.own_norm is None else facts.own_norm
         others = [rank for rank in facts.bad_ranks if rank or not math.isfinite(own)]
         if facts.bad_ranks and others:

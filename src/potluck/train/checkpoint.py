@@ -28,7 +28,7 @@ from potluck.codec.tensors import all_finite
 from potluck.durable import sync
 from potluck.errors import CheckpointError, NonFiniteError, RunFolderError
 from potluck.failpoints import hit
-from potluck.train import checkpoint_folder, optimizer_state
+from potluck.train import checkpoint_folder, optimizer_state, script_state
 from potluck.train.optimizer_state import Stateful
 
 SHARD_BYTES = 256_000_000
@@ -67,6 +67,9 @@ class Snapshot:
     device_rng: Mapping[str, Tensor] = field(default_factory=dict)
     """States of the devices' random generators; Python's, numpy's and torch's own are always kept."""
 
+    state: Mapping[str, Any] = field(default_factory=dict)
+    """The script's own values, `run.state`."""
+
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Anything JSON can say."""
 
@@ -87,14 +90,25 @@ class Loaded:
 
     manifest: dict[str, Any] = field(repr=False)
 
-    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer, objects: Mapping[str, Stateful]) -> None:
-        """Put everything back, the random generators last; what does not fit is found before that."""
+    def restore(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        objects: Mapping[str, Stateful],
+        state: dict[str, Any] | None = None,
+    ) -> None:
+        """Put everything back, the random generators last; what does not fit is found before that.
+
+        `state`: the script's own, whose values are replaced by those that were saved.
+        """
         saved = self.manifest
         self._compare(saved["weights"]["tensors"], _describe(model.state_dict()), "the model's {}")
         self._compare(saved["optimizer"]["parts"], _parts(optimizer, model), "the optimizer's {}")
         self._compare(
             dict.fromkeys(saved["objects"], "present"), dict.fromkeys(objects, "present"), "the object {}"
         )
+        if state is not None:
+            self._check_state(state)
         weights, tree, states = self._read()
         model.load_state_dict(weights, strict=True)
         try:
@@ -106,7 +120,35 @@ class Loaded:
                 target.load_state_dict(states[name])
             except _NOT_AS_WRITTEN as error:
                 raise self._misfit(f"the object {name} cannot take its state ({error!r})") from error
+        if state is not None:
+            self._restore_state(state)
         self.restore_rng()
+
+    @property
+    def _own_state(self) -> Mapping[str, Any]:
+        own: Mapping[str, Any] = self.manifest.get("state", {"values": {}, "objects": {}})
+        return own  # a checkpoint of an older version has none
+
+    def _check_state(self, state: dict[str, Any]) -> None:
+        try:
+            why = script_state.misfit(state, self._own_state)
+        except _NOT_AS_WRITTEN as error:
+            raise self._forged(error) from error
+        if why:
+            raise self._misfit(why)
+
+    def _restore_state(self, state: dict[str, Any]) -> None:
+        saved = self._own_state
+        tensors = {name: tensor.clone() for name, tensor in self._tensors("objects").items()}
+        try:
+            state.update(optimizer_state.unflatten(saved["values"], tensors))
+        except _NOT_AS_WRITTEN as error:
+            raise self._forged(error) from error
+        for key, each in saved["objects"].items():
+            try:
+                state[key].load_state_dict(optimizer_state.unflatten(each, tensors))
+            except (*_NOT_AS_WRITTEN, RuntimeError) as error:  # a module's says in words what differs
+                raise self._misfit(f"run.state[{key!r}] cannot take its state ({error})") from error
 
     def _read(self) -> tuple[dict[str, Any], Any, dict[str, Any]]:
         """The states of the model, the optimizer and the objects."""
@@ -356,6 +398,7 @@ def _capture(snapshot: Snapshot) -> _Image:
     rest = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
     moments: dict[str, Tensor] = {}
     others: dict[str, Tensor] = {}
+    plain, stateful = script_state.split(snapshot.state)
     entries = {
         "weights": {
             "tensors": described,
@@ -368,6 +411,15 @@ def _capture(snapshot: Snapshot) -> _Image:
         "objects": {
             name: optimizer_state.flatten(each.state_dict(), name, others, of=f"the object {name!r}")
             for name, each in snapshot.objects.items()
+        },
+        "state": {
+            "values": {
+                key: optimizer_state.flatten(value, key, others, of=script_state.OF) for key, value in plain.items()
+            },
+            "objects": {
+                key: optimizer_state.flatten(each.state_dict(), key, others, of=f"{script_state.OF}[{key!r}]")
+                for key, each in stateful.items()
+            },
         },
         "rng": optimizer_state.capture_rng(snapshot.device_rng),
         "extra": optimizer_state.flatten(dict(snapshot.extra), "", None, of="extra"),

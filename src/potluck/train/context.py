@@ -65,6 +65,8 @@ class RunContext:
     again: Callable[[Path], str] = lambda folder: f"--resume {shlex.quote(str(folder))}"
     """How to resume the run in this folder, in words."""
 
+    steps_done: Callable[[], int] = lambda: 0
+    """How many steps of the training are finished."""
     began: bool = False
     """Whether the script has reached its training loop."""
     failure: str = ""

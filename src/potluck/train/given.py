@@ -6,6 +6,7 @@ Owns these checks. It knows torch's classes, and nothing of how a step goes.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -89,6 +90,20 @@ def check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
             f"the scheduler's step() needs {', '.join(wanted)}, which Potluck cannot know",
             hint="call its step(…) yourself after each step, and save it with also_save={'scheduler': …}",
         )
+
+
+def as_number(name: str, value: Any) -> float | None:
+    """What run.log() was given: a number, or a tensor or array of one value; None if it is not finite."""
+    try:
+        if isinstance(value, str | bytes):
+            raise TypeError(value)
+        number = float(value)
+        return number if math.isfinite(number) else None
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise LoopError(
+            f"run.log() was given a {type(value).__name__} as {name}",
+            hint="it takes numbers: run.log(accuracy=0.93)",
+        ) from None
 
 
 def check_saved(objects: Iterable[Any]) -> None:

@@ -20,10 +20,10 @@ IN_FLIGHT = 3
 
 
 def add_up(
-    trained: Sequence[nn.Parameter], loss: Tensor | float, *, finite: Tensor, sums: Any, control: Any
+    trained: Sequence[nn.Parameter], totals: Sequence[Tensor | float], *, finite: Tensor, sums: Any, control: Any
 ) -> Tensor:
-    """Every rank's gradients become the ranks' sum; also, [1 + ranks] on the device, the sum of their losses and a
-    1 for each rank whose own gradient was not `finite`, a bool on the device.
+    """Every rank's gradients become the ranks' sum; also, [totals + ranks] on the device, the sums of their
+    `totals` and a 1 for each rank whose own gradient was not `finite`, a bool on the device.
 
     `control` is a group for what is on the CPU: which parameters were used. One that only some ranks used gets
     zeros on the others; one that nobody used stays without a gradient, as on one machine.
@@ -37,9 +37,10 @@ def add_up(
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         gradients.append(parameter.grad)
-    total = torch.zeros(1 + dist.get_world_size(sums), dtype=torch.float64, device=trained[0].device)
-    total[0] += loss.detach() if isinstance(loss, Tensor) else loss
-    total[1 + dist.get_rank(sums)] = ~finite
+    total = torch.zeros(len(totals) + dist.get_world_size(sums), dtype=torch.float64, device=trained[0].device)
+    for place, value in enumerate(totals):
+        total[place] += value.detach() if isinstance(value, Tensor) else value
+    total[len(totals) + dist.get_rank(sums)] = ~finite
     under_way: deque[tuple[Any, Tensor, list[Tensor]]] = deque()
     under_way.append((dist.all_reduce(total, group=sums, async_op=True), total, [total]))
     for bucket in _buckets(gradients):

@@ -144,8 +144,8 @@ class GuestTrainer:
 
     def _deliver(self, step: Step, work: Work, count: int) -> None:
         loss_sum = step.loss_sum()
-        step.loss = loss = loss_sum / count
-        self._hub.finish(work, count=count, loss_sum=loss_sum, compute_s=self._compute_s)
+        step.loss = loss = step.mean_loss(count)
+        self._hub.finish(work, count=count, loss_sum=loss_sum, items=step.items(), compute_s=self._compute_s)
         self._samples += count
         self._seconds += self._compute_s
         self._p.launch.log.emit(
@@ -222,13 +222,15 @@ class GuestTrainer:
             own.restore()
         self._overlap.conclude(self._p.model)
         trained = self._p.tensors.trained
-        loss = step.loss_sum() / size
+        loss, items = step.mean_loss(size), step.items()
         result = sketch([p.grad for p in trained], [p.numel() for p in trained], loss)
         self._zero_gradients()
         yield from self._compute(step, work, batch, size, last=False)
         if not work.over:
             values = memoryview(result.values.view("u1"))  # type: ignore[arg-type]
-            self._hub.send_sketch(work, values=values, loss=loss, compute_s=self._last_s, random=random)
+            self._hub.send_sketch(
+                work, values=values, loss=loss, items=items, compute_s=self._last_s, random=random
+            )
 
     def _zero_gradients(self) -> None:
         for parameter in self._p.tensors.trained:

@@ -21,7 +21,7 @@ from potluck.balance.leases import Least
 from potluck.balance.ledger import Ledger
 from potluck.errors import LoopError, NonFiniteError, RunFolderError
 from potluck.failpoints import hit
-from potluck.hub.actions import CommonBatch
+from potluck.hub.actions import CommonBatch, StepResult
 from potluck.hub.alone import AloneHub
 from potluck.hub.host import HostHub
 from potluck.hub.parity import Reference, Sketch, sketch
@@ -41,7 +41,7 @@ from potluck.train.options import Options
 from potluck.train.randomness import RandomState, digests, seed
 from potluck.train.ranks import RoundMark, shares
 from potluck.train.scheduling import Scheduling
-from potluck.train.step import SavedBytes, Step
+from potluck.train.step import TOTALS, SavedBytes, Step, mean_of
 from potluck.train.step_loader import StepLoader
 from potluck.train.telemetry import Telemetry
 from potluck.train.update import Update, own_norm, prepare_gradients
@@ -72,6 +72,7 @@ class Parts:
     least: Least = field(default_factory=Least)
     restored: Loaded | None = None
     objects: dict[str, Any] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
 
 
 class HostTrainer:
@@ -112,6 +113,8 @@ class HostTrainer:
         self._beginning: Beginning | None = None
         self._checkpoint_due = False
         self._comparing = False
+        self._counts_items: bool | None = None
+        """Whether the loop's body says items=…; None before the first update."""
         self._alike = contextlib.ExitStack()
         """Open while a common batch is computed: what this thread has to put back and to let go of."""
         self._loss: float | None = None
@@ -129,6 +132,7 @@ class HostTrainer:
         self._updating = False
         self._hook = parts.optimizer.register_step_pre_hook(self._only_ours)
         parts.launch.training_began(self._ending)
+        parts.launch.steps_done = lambda: parts.ledger.step
 
     # -- the run ----------------------------------------------------------------------------------------
 
@@ -377,6 +381,7 @@ class HostTrainer:
             random = digests(self._device)
         reference = Reference(
             first=self._sketch(step, len(positions)),
+            items=step.items(),
             random=random,
             second=second,
             reseeded=common.twice or frozenset(),
@@ -400,7 +405,7 @@ class HostTrainer:
     def _sketch(self, step: Step, samples: int) -> Sketch:
         """Of the step's first micro-batch: all that has been summed so far is its gradient and its loss."""
         gradients, sizes = [p.grad for p in self._trained], [p.numel() for p in self._trained]
-        return sketch(gradients, sizes, step.loss_sum() / samples)
+        return sketch(gradients, sizes, step.mean_loss(samples))
 
     # -- the update -------------------------------------------------------------------------------------
 
@@ -416,8 +421,9 @@ class HostTrainer:
         result = self._hub.end_step()
         guests_loss = result.guests_loss_sum
         options, samples = self._p.options, self._own_samples
-        total = None if self._ranks is None else self._sum_of_ranks(step, guests_loss, whole)
-        norm = prepare_gradients(step.number, self._trained, options, self._p.model, whole)
+        total = None if self._ranks is None else self._sum_of_ranks(step, result, whole)
+        divisor = self._divisor(step, result.guests_items, whole, total)
+        norm = prepare_gradients(step.number, self._trained, options, self._p.model, divisor)
         finite = norm.isfinite() if self._ranks is None else self._ranks.agree(norm.isfinite())
         if self._writer is not None:
             self._writer.before_update()
@@ -433,7 +439,8 @@ class HostTrainer:
             self._scheduling.step()
         later = self._device.to_host_later
         losses = later(torch.as_tensor(step.loss_so_far() if total is None else total).reshape(-1))
-        norms = later(torch.stack([norm.float(), (norm if own is None else own).float(), finite.float()]))
+        figures = [norm, norm if own is None else own, finite, *([divisor] if isinstance(divisor, Tensor) else [])]
+        norms = later(torch.stack([figure.float() for figure in figures]))
         if self._comparing:
             self._compare_ranks()
         every = self._p.launch.config.checkpoint_every
@@ -443,16 +450,18 @@ class HostTrainer:
 
         def updated(now: float, update_s: float) -> None:
             loss_sum = float(losses[0]) + (guests_loss if total is None else 0.0)
-            self._done, self._loss = number, loss_sum / whole
+            total_norm, ours, applied, *counted = norms.tolist()
+            count = counted[0] if isinstance(divisor, Tensor) else divisor
+            self._done, self._loss = number, mean_of(loss_sum, count)
             step.loss = self._loss
-            total_norm, ours, applied = norms.tolist()
             facts = StepFacts(
                 step=number,
                 norm=total_norm,
                 own_norm=None if own is None else ours,
                 own_loss=float(losses[0]),
                 machines=tuple(result.samples),
-                bad_ranks=[rank for rank, bad in enumerate(losses[1:].tolist()) if bad],
+                bad_ranks=[rank for rank, bad in enumerate(losses[TOTALS:].tolist()) if bad],
+                count=count,
             )
             self._judge(facts, samples, applied=bool(applied))
             self._telemetry.step_ended(
@@ -496,14 +505,33 @@ class HostTrainer:
             again = f"go on from the last good checkpoint, of step {saved}: {launch.again(launch.folder.path)}"
         return NonFiniteError(what, hint=again, step=self._done)
 
-    def _sum_of_ranks(self, step: Step, guests_loss: float, samples: int) -> Tensor:
-        """All ranks' gradients, with the guests' that are in this rank's, on every rank; the summed loss."""
+    def _divisor(self, step: Step, guests_items: float, samples: int, total: Tensor | None) -> float | Tensor:
+        """What the step's summed gradient is divided by: its samples, or its items on all machines."""
+        if step.counts_items is not None:
+            if self._counts_items not in (None, step.counts_items):
+                raise LoopError(
+                    f"step {step.number} {'counts' if step.counts_items else 'does not count'} items, unlike the "
+                    "steps before it",
+                    hint="give step.backward() items=… in every step, or in none",
+                )
+            self._counts_items = step.counts_items
+        if total is not None:
+            return step.divisor(total, samples)
+        own = step.items_so_far()
+        if own is None:  # perhaps guests computed all of it
+            return guests_items if self._counts_items else samples
+        return own + guests_items
+
+    def _sum_of_ranks(self, step: Step, guests: StepResult, samples: int) -> Tensor:
+        """All ranks' gradients, with the guests' that are in this rank's, on every rank; their summed totals."""
         assert self._ranks is not None
         every = self._p.launch.config.check_replica_every
         self._comparing = every > 0 and (step.index + 1) % every == 0
         self._ranks.update(compare=self._comparing, samples=samples)
         finite = own_norm(self._trained).isfinite()
-        return self._ranks.sum_gradients(self._trained, step.loss_so_far() + guests_loss, finite)
+        loss, items, *counts = step.totals()
+        totals = [loss + guests.guests_loss_sum, items + guests.guests_items, *counts]
+        return self._ranks.sum_gradients(self._trained, totals, finite)
 
     def _compare_ranks(self) -> None:
         assert self._ranks is not None
@@ -563,6 +591,7 @@ class HostTrainer:
                 objects=p.objects,
                 finite=self._finite_at_first,
                 device_rng=self._device.rng_state(),
+                state=p.state,
                 extra={
                     "samples": p.loader.samples,
                     "global_batch": p.loader.global_batch,

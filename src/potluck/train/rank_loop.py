@@ -31,7 +31,7 @@ from potluck.train.flight import Flight
 from potluck.train.options import Options
 from potluck.train.ranks import RankDone, Ranks
 from potluck.train.scheduling import Scheduling
-from potluck.train.step import Step
+from potluck.train.step import Step, mean_of
 from potluck.train.update import Update, own_norm, prepare_gradients
 
 LAST_WORDS_S = 2.0
@@ -144,10 +144,11 @@ class RankTrainer:
         """The gradient is the same on every rank, and so are weights and optimizer: then they stay so."""
         options = self._p.options
         finite = own_norm(self._trained).isfinite()
-        total = self._ranks.sum_gradients(self._trained, step.loss_so_far(), finite)
-        norm = prepare_gradients(step.number, self._trained, options, self._p.model, samples)
+        total = self._ranks.sum_gradients(self._trained, step.totals(), finite)
+        divisor = step.divisor(total, samples)
+        norm = prepare_gradients(step.number, self._trained, options, self._p.model, divisor)
         self._step_update.make(self._ranks.agree(norm.isfinite()), buffers)
-        step.loss = float(total[0]) / samples
+        step.loss = mean_of(float(total[0]), divisor)
         self._scheduling.step(step.loss)
         if compare:
             self._ranks.show_weights(self._trained)
@@ -167,7 +168,13 @@ def about_rank(tensors: ModelTensors, samples: int | None, free_bytes: int | Non
     return {"model": model, "samples": samples, "free_bytes": free_bytes}
 
 
-def restore_same(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, objects: dict[str, Any]) -> None:
+def restore_same(
+    path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    objects: dict[str, Any],
+    state: dict[str, Any],
+) -> None:
     """Go on from the checkpoint that rank 0 has loaded."""
     loaded = load_latest(path.parent)
     if loaded is None or loaded.path.resolve() != path:
@@ -175,7 +182,7 @@ def restore_same(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer,
             f"rank 0 goes on from {path}, which this rank cannot read",
             hint="all ranks of a host must see the same run folder",
         )
-    loaded.restore(model, optimizer, objects)
+    loaded.restore(model, optimizer, objects, state)
 
 
 def refuse_synchronized(model: nn.Module) -> None:

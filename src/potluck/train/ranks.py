@@ -252,13 +252,15 @@ class Ranks:
                 if values.data_ptr() != tensor.data_ptr():
                     tensor.copy_(values)
 
-    def sum_gradients(self, trained: Sequence[nn.Parameter], loss: Tensor | float, finite: Tensor) -> Tensor:
-        """Add up the ranks' gradients in place, and their losses. What no rank used stays without a gradient.
+    def sum_gradients(
+        self, trained: Sequence[nn.Parameter], totals: Sequence[Tensor | float], finite: Tensor
+    ) -> Tensor:
+        """Add up the ranks' gradients in place, and their `totals`. What no rank used stays without a gradient.
 
-        The summed loss, and for each rank whether its own gradient was not `finite`: see `add_up`.
+        The sums of `totals`, and for each rank whether its own gradient was not `finite`: see `add_up`.
         """
         with self._together():
-            return gradient_sum.add_up(trained, loss, finite=finite, sums=self._sums, control=self._control)
+            return gradient_sum.add_up(trained, totals, finite=finite, sums=self._sums, control=self._control)
 
     def agree(self, finite: Tensor) -> Tensor:
         """Whether it is so on every rank, a bool on the device: all make an update, or none does."""

@@ -28,6 +28,7 @@ def restore(
     optimizer: torch.optim.Optimizer,
     objects: dict[str, Any],
     loader: StepLoader,
+    state: dict[str, Any],
 ) -> Loaded | None:
     """Load the newest readable checkpoint of a run that is resumed; the model and optimizer continue from it."""
     if not launch.resume or launch.folder is None:
@@ -50,7 +51,7 @@ def restore(
                 f"the run was started with {what.format(then, here)}",
                 hint=f"a resumed run resumes at exactly the next sample: {keep}, or start a new run",
             )
-    loaded.restore(model, optimizer, objects)
+    loaded.restore(model, optimizer, objects, state)
     launch.device.set_rng_state(dict(loaded.device_rng))
     loader.resume(loaded.step, loaded.extra.get("data", {}))
     return loaded

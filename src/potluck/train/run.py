@@ -28,14 +28,14 @@ from potluck.hub.recorder import Recorder
 from potluck.hub.tensors import ModelTensors
 from potluck.sinks import guarded
 from potluck.spec.config import RunConfig
-from potluck.spec.events import RunEvent, RunNote
+from potluck.spec.events import Logged, RunEvent, RunNote
 from potluck.spec.messages import WelcomeMessage
 from potluck.train import ranks
 from potluck.train.batch_statistics import batch_statistics, least_samples
 from potluck.train.checkpoint import Loaded
 from potluck.train.context import ALONE, GUEST, HOST, RANK, RunContext
 from potluck.train.ending import Interrupted
-from potluck.train.given import check_model, check_optimizer, check_scheduler
+from potluck.train.given import as_number, check_model, check_optimizer, check_scheduler
 from potluck.train.guest_loop import GuestParts, GuestTrainer
 from potluck.train.host_loop import HostTrainer, Parts
 from potluck.train.launch import current
@@ -52,6 +52,7 @@ from potluck.train.rank_loop import (
     restore_same,
 )
 from potluck.train.resuming import restore
+from potluck.train.script_state import ScriptState
 from potluck.train.session import alone
 from potluck.train.step import Step
 from potluck.train.step_loader import DataSetLoader, StepLoader
@@ -71,6 +72,12 @@ class Run:
 
     def __init__(self, launch: RunContext) -> None:
         self._launch = launch
+        self.state: dict[str, Any] = ScriptState()
+        """The script's own values: the best loss, sums, anything like JSON, objects with a `state_dict()`.
+
+        Each checkpoint has them. What is put in before `steps` is called holds in a new run; a resumed one
+        replaces it by what was saved. Only the host's is saved.
+        """
 
     def __enter__(self) -> Self:
         return self
@@ -113,6 +120,15 @@ class Run:
     def device(self) -> torch.device:
         """Where the model belongs on this machine."""
         return self._launch.device.torch_device
+
+    def log(self, **values: Any) -> None:
+        """Write numbers of your own into the run's log and view, such as a validation loss: run.log(val=0.31).
+
+        On the host only: elsewhere it does nothing.
+        """
+        if self.is_host:
+            numbers = {name: as_number(name, value) for name, value in values.items()}
+            self._launch.log.emit(Logged(step=self._launch.steps_done(), values=numbers))
 
     def steps(
         self,
@@ -217,7 +233,7 @@ class Run:
         launch.device.attach(model)
         loader = self._open_loader(options, given)
         objects = {**options.saved_objects(), **loader.objects()}
-        restored = restore(launch, options, model, optimizer, objects, loader)
+        restored = restore(launch, options, model, optimizer, objects, loader, self.state)
         ledger = Ledger(loader, step=restored.step if restored is not None else 0)
         options = dataclasses.replace(options, global_batch=self._usual_batch(loader, ledger))
         statistics = batch_statistics(model)
@@ -240,6 +256,7 @@ class Run:
             least=least,
             restored=restored,
             objects=objects,
+            state=self.state,
         )
         try:
             hub = self._open_hub(parts) if launch.role == HOST else AloneHub(ledger, launch.name, least)
@@ -320,7 +337,7 @@ class Run:
         loader, nominal = reader_of(given, options.collate, options.global_batch)
         checkpoint = group.meet()["checkpoint"]
         if checkpoint is not None:
-            restore_same(Path(checkpoint), model, optimizer, objects)
+            restore_same(Path(checkpoint), model, optimizer, objects, self.state)
         micro = self._micro_batch(options, limit=nominal or LARGEST_GUEST_MICRO_BATCH)
         group.answer(about_rank(tensors, length_if_any(loader.dataset), micro.free_bytes))
         group.equalize([*tensors.trained, *tensors.fixed.values()])

@@ -6,6 +6,7 @@ follows it is the trainer's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,8 @@ from potluck.errors import LoopError
 from potluck.train.given import NO_SCALER
 
 FIRST_SCALE = 2.0**16
+TOTALS = 4
+"""How many figures `Step.totals` has."""
 
 
 @dataclass(slots=True)
@@ -60,6 +63,9 @@ class Step:
         self._mean = loss_is == "mean"
         self._current: Current | None = None
         self._loss_sum: Tensor | float = 0.0
+        self._items: Tensor | float = 0.0
+        self.counts_items: bool | None = None
+        """Whether backward was given items; None before the first one."""
         self._started = False
         self._trained, self._sends = trained, sends
         self._marks: list[tuple[int, int] | None] = []
@@ -76,8 +82,12 @@ class Step:
         yield from self._batches(self)
         self.finished = True
 
-    def backward(self, loss: Tensor) -> None:
-        """Add this micro-batch's gradient to the step's, weighted by its samples."""
+    def backward(self, loss: Tensor, items: float | Tensor | None = None) -> None:
+        """Add this micro-batch's gradient to the step's, weighted by its samples, or by its `items`.
+
+        `items`: how many tokens, pixels or pairs the loss is the mean of. The step's gradient is then the mean over
+        the items of all its micro-batches on all machines. A count that lies on a GPU is not waited for.
+        """
         current = self._current
         if current is None:
             raise LoopError(
@@ -100,13 +110,52 @@ class Step:
         first = self.index == 0 and isinstance(self._loss_sum, float)
         if first and _is_scaled(loss):  # once: on a GPU this waits
             raise LoopError("the loss was scaled by a GradScaler", hint=NO_SCALER, step=self.number)
-        total = loss * current.samples if self._mean else loss
         self._check_gradients()
-        total.backward()
-        self._mark_gradients()
-        self._loss_sum = self._loss_sum + total.detach().float()
+        weight = self._weight(items, current.samples)
+        if isinstance(weight, Tensor) or weight or not self._mean:
+            total = loss * weight if self._mean else loss
+            if isinstance(weight, Tensor) and self._mean:
+                total = torch.where(weight > 0, total, 0.0)
+            total.backward()
+            self._mark_gradients()
+            self._loss_sum = self._loss_sum + total.detach().float()
+        # else: a mean over nothing weighs nothing, and is NaN
         current.done = True
         self._after(current.samples)
+
+    def _weight(self, items: float | Tensor | None, samples: int) -> float | Tensor:
+        """What a mean is multiplied by: the samples, or the items, which are then counted."""
+        counts = items is not None
+        if self.counts_items is not None and self.counts_items != counts:
+            raise LoopError(
+                "step.backward() was called with items=… for some batches of a step, and without for others",
+                hint="give items=… for every batch, 0 where there are none, or for no batch",
+                step=self.number,
+            )
+        if items is None:
+            self.counts_items = False
+            return samples
+        if isinstance(items, Tensor) and items.numel() == 1 and items.device.type != "cpu":
+            count: float | Tensor = items.detach().reshape(())
+        else:
+            count = self._number(items)
+        self.counts_items = True
+        self._items = self._items + count
+        return count
+
+    def _number(self, items: Any) -> float:
+        try:
+            count = float(items)
+        except (TypeError, ValueError, RuntimeError):
+            count = math.nan
+        if not 0 <= count < math.inf:
+            shown = f"{items!r}" if isinstance(items, int | float) else f"a {type(items).__name__}"
+            raise LoopError(
+                f"step.backward() was given {shown} as items: it takes a number of 0 or more",
+                hint="items=n where the loss is the mean of n tokens, pixels or pairs",
+                step=self.number,
+            )
+        return count
 
     @property
     def ends_epoch(self) -> bool:
@@ -120,7 +169,7 @@ class Step:
 
     @property
     def loss(self) -> float | None:
-        """After the step: the mean loss over all its samples (on a guest: over its own).
+        """After the step: the mean loss over all its samples, or items (on a guest: over its own).
 
         A GPU may still be computing it: reading it then waits.
         """
@@ -168,15 +217,50 @@ class Step:
         self._current = None
 
     def loss_sum(self) -> float:
-        """The summed loss of this machine's samples (waits for the device)."""
+        """The summed loss of this machine's samples or items (waits for the device)."""
         return float(self._loss_sum)
 
     def loss_so_far(self) -> Tensor | float:
         """The same, still on the device."""
         return self._loss_sum
 
+    def items_so_far(self) -> Tensor | float | None:
+        """This machine's items, still on the device; None where samples count."""
+        return self._items if self.counts_items else None
+
+    def items(self) -> float | None:
+        """The same, read (waits for the device)."""
+        return float(self._items) if self.counts_items else None
+
+    def mean_loss(self, samples: int) -> float:
+        """Over this machine's `samples`, or their items."""
+        items = self.items()
+        return mean_of(self.loss_sum(), samples if items is None else items)
+
+    def totals(self) -> list[Tensor | float]:
+        """What the host's ranks add up: loss, items, and a 1 where items were counted, or where samples were."""
+        return [self._loss_sum, self._items, float(self.counts_items is True), float(self.counts_items is False)]
+
+    def divisor(self, totals: Tensor, samples: int) -> float:
+        """What the ranks' summed gradient is divided by, from their summed `totals`. Waits where items count."""
+        if self.counts_items is False:
+            return samples
+        _, items, with_items, without = totals[:TOTALS].tolist()
+        if with_items and without:
+            raise LoopError(
+                "step.backward() was called with items=… on some ranks, and without on others",
+                hint="give items=… for every batch, 0 where there are none, or for no batch",
+                step=self.number,
+            )
+        return float(items) if with_items else samples
+
     def reset_loss(self) -> None:
-        self._loss_sum = 0.0
+        self._loss_sum = self._items = 0.0
+
+
+def mean_of(total: float, count: float) -> float:
+    """NaN where there is nothing to take the mean of."""
+    return total / count if count else math.nan
 
 
 def _marks(parameters: Sequence[nn.Parameter]) -> list[tuple[int, int] | None]:

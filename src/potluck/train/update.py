@@ -41,19 +41,23 @@ def own_norm(trained: Sequence[nn.Parameter]) -> Tensor:
 
 
 def prepare_gradients(
-    number: int, trained: list[nn.Parameter], options: Options, model: nn.Module, samples: int
+    number: int, trained: list[nn.Parameter], options: Options, model: nn.Module, divisor: float | Tensor
 ) -> Tensor:
-    """From the sum over the step's `samples` to what the optimizer takes: the mean, as the user wants it, clipped.
+    """From the sum over the step's samples or items to what the optimizer takes: the mean, as the user wants it,
+    clipped.
 
-    The norm that it had before it was clipped, on the device.
+    The norm that it had before it was clipped, on the device; NaN where there was nothing to sum. `divisor`: how
+    many samples or items there were.
     """
+    if not isinstance(divisor, Tensor) and not divisor:
+        return torch.full((), torch.nan, device=trained[0].device)
     gradients = [p.grad for p in trained if p.grad is not None]
     if not gradients:
         raise LoopError(
             f"step {number} ended without any gradient",
             hint="Potluck clears and steps: take optimizer.zero_grad() and optimizer.step() out of the loop",
         )
-    torch._foreach_mul_(gradients, 1.0 / samples)
+    torch._foreach_mul_(gradients, 1.0 / divisor)
     if options.before_update is not None:
         options.before_update(model)
         gradients = [p.grad for p in trained if p.grad is not None]
