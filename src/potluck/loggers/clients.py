@@ -86,13 +86,13 @@ class WandbClient:
             settings=wandb.Settings(console="off", silent=True),
         )
         # An own step: W&B drops what comes for an earlier step than its last, as after a resume.
-        run.define_metric("*", step_metric="step")
+        run.define_metric("*", step_metric="train/step")
         if run.offline:
             return f"offline; upload with: wandb sync {shlex.quote(str(Path(run.dir).parent))}"
         return str(run.url)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log({"step": step, **values})
+        self._run.log({"train/step": step, **values})
 
     def close(self) -> None:
         self._run.finish()

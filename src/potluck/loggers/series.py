@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from potluck.spec.events import RunStarted, StepEnded
+from potluck.spec.events import Logged, RunStarted, StepEnded
 from potluck.spec.manifest import Manifest
 
 _SIZES = ("steps", "global_batch", "parameters", "trained_parameters", "tokens_per_sample")
@@ -24,12 +24,18 @@ def params_of(manifest: Manifest, started: RunStarted) -> dict[str, Any]:
         f"{room}{name}": value if isinstance(value, str | int | float) else str(value)
         for room, table in tables.items()
         for name, value in table.items()
-        if value is not None
+        if value not in (None, ())
     }
 
 
-def scalars_of(event: StepEnded) -> dict[str, float]:
-    """A step's figures; what is not known is left out. A machine's share is that of the step's samples."""
+def scalars_of(event: StepEnded | Logged) -> dict[str, float]:
+    """A step's figures, or what the script logged; a value that is not known or not finite is left out."""
+    values = event.values if isinstance(event, Logged) else _of_step(event)
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _of_step(event: StepEnded) -> dict[str, float | None]:
+    """A machine's share is that of the step's samples, its rate is in samples per second."""
     whole = sum(event.samples.values())
     values: dict[str, float | None] = {
         "train/loss": event.loss,
@@ -41,4 +47,4 @@ def scalars_of(event: StepEnded) -> dict[str, float]:
     for machine in event.machines:
         values[f"share/{machine.name}"] = machine.samples / whole if whole else None
         values[f"rate/{machine.name}"] = machine.rate
-    return {name: value for name, value in values.items() if value is not None}
+    return values

@@ -12,7 +12,7 @@ from potluck.loggers.clients import Client, MlflowClient, TensorBoardClient, Tra
 from potluck.loggers.series import params_of, scalars_of
 from potluck.sinks import guarded
 from potluck.spec.config import LoggerName
-from potluck.spec.events import RunEvent, RunStarted, StepEnded
+from potluck.spec.events import Logged, RunEvent, RunStarted, StepEnded
 from potluck.spec.manifest import Manifest
 
 CLIENTS: Mapping[LoggerName, type[TensorBoardClient | WandbClient | MlflowClient | TrackioClient]] = {
@@ -64,7 +64,7 @@ class LoggerThread:
         self._thread.start()
 
     def event(self, event: RunEvent) -> None:
-        if not isinstance(event, RunStarted | StepEnded):
+        if not isinstance(event, RunStarted | StepEnded | Logged):
             return
         if self._waiting.qsize() < self._most:
             self._waiting.put(event)
@@ -75,22 +75,39 @@ class LoggerThread:
         """Write what waits, within `patience_s`."""
         self._waiting.put(None)
         self._thread.join(patience_s)
+        names = ", ".join(self._clients)
         if self._thread.is_alive():
-            names = ", ".join(self._clients)
             self._note(f"{names}: not finished after {patience_s:.0f} s; the last values may be missing there")
         elif self._lost:
-            self._note(f"{self._lost} steps are missing in {', '.join(self._clients)}: it was too slow for the run")
+            self._note(
+                f"{self._lost} values are missing in {names}: it was too slow for the run"
+            )
 
     def _write(self) -> None:
+        early: list[RunEvent] | None = []
+        """What the script logged before its training; None once that has begun."""
         while (event := self._waiting.get()) is not None:
             if isinstance(event, RunStarted):
-                params = params_of(self._manifest, event)
-                for name, client in self._clients.items():
-                    if where := client.begin(params, event.resumed_from or 0):
-                        self._note(f"{name}: {where}")
-            elif isinstance(event, StepEnded):
-                values = scalars_of(event)
-                for client in self._clients.values():
-                    client.scalars(event.step, values)
-        for client in self._clients.values():
-            client.close()
+                self._begin(event)
+                for each in early or ():
+                    self._scalars(each)
+                early = None
+            elif early is not None:
+                early.append(event)
+            else:
+                self._scalars(event)
+        if early is None:
+            for client in self._clients.values():
+                client.close()
+
+    def _begin(self, event: RunStarted) -> None:
+        params = params_of(self._manifest, event)
+        for name, client in self._clients.items():
+            if where := client.begin(params, event.resumed_from or 0):
+                self._note(f"{name}: {where}")
+
+    def _scalars(self, event: RunEvent) -> None:
+        assert isinstance(event, StepEnded | Logged)
+        if values := scalars_of(event):
+            for client in self._clients.values():
+                client.scalars(event.step, values)

@@ -54,4 +54,4 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     guest_bound: Annotated[float, Meta(ge=0)] = 1000.0
     """Largest norm per sample of a guest's gradient that counts, as a multiple of the host's own; 0: no limit."""
     log: tuple[LoggerName, ...] = ()
-    """Loggers that the host writes the run's series to: tensorboard, wandb, mlflow, trackio."""
+    """Loggers that the host writes the run's series to."""
