@@ -8,7 +8,7 @@
     │   ├── RunFolderError     a run folder that is missing, damaged or not writable
     │   ├── LoopError          the training loop used in a way that cannot work
     │   ├── CollectiveError    a collective of torch.distributed that cannot work (also a RuntimeError)
-    │   ├── MissingModuleError this machine lacks modules that the host's script imports
+    │   ├── MissingModuleError this machine lacks what the script imports, or a logger
     │   └── ScriptError        the user's script raised an exception of its own: exit status 1
     ├── NetworkError           a machine or a link: exit status 3
     │   ├── PortTakenError     the port is held by another process (a user's choice: exit status 2)

@@ -22,6 +22,7 @@ from potluck.errors import ConfigError, LoopError
 from potluck.fleet import cells
 from potluck.fleet.local import LocalGuests
 from potluck.fleet.script import Script, imports_of, not_sent, read_script, with_files
+from potluck.loggers.writing import loggers
 from potluck.report.notices import to_stderr
 from potluck.report.view import Mode, make_view
 from potluck.spec.config import RunConfig
@@ -56,6 +57,7 @@ def start(
     codec: str | None = None,
     checkpoint_every: int | None = None,
     max_bad_steps: int | None = None,
+    log: str | Sequence[str] | None = None,
     runs: AnyPath | None = None,
     resume: AnyPath | None = None,
     script: AnyPath | None = None,
@@ -86,6 +88,7 @@ def start(
         codec: compression: "none", "fp16", "bf16", "int8", "int4" (default) or "topk:RATIO".
         checkpoint_every: save a checkpoint every N steps (default 50; 0: only at the end).
         max_bad_steps: stop after N steps in a row with a NaN or infinite gradient (default 5; 0: never).
+        log: loggers to write the run's series to, such as ("tensorboard",); also "wandb", "mlflow", "trackio".
         runs: folder for run folders (default: runs).
         resume: resume this run, given by its folder or id, at exactly the next sample. The same token works.
         script: the file that guests run (default: this script; in a notebook, the cells that were run).
@@ -96,6 +99,7 @@ def start(
         threads: number of CPU threads (default: physical cores).
         micro_batch: samples computed at once on this machine (default: found by measuring).
     """
+    log = (log,) if isinstance(log, str) else log
     given = {key: value for key, value in locals().items() if key in _SETTINGS and value is not None}
     if current() is not None:
         return run.start()
@@ -239,8 +243,8 @@ class HostedRun(Run):
     # -- a session --------------------------------------------------------------------------------------
 
     def _open(self, spec: RunSpec) -> None:
-        view = make_view(self._view)
-        self._session = Session(spec, self._environment, view, guests=LocalGuests, signals=False)
+        listener, view = loggers(spec.config.log), make_view(self._view)
+        self._session = Session(spec, self._environment, view, guests=LocalGuests, listener=listener, signals=False)
         self._session.__enter__()
         self._launch, self._left = self._session.context, False
         self._session.on_close(_at_the_end(self.close))

@@ -23,7 +23,8 @@ import potluck
 
 runs, end = sys.argv[1:]
 run = potluck.start(
-    host=True, bind="127.0.0.1", device="cpu", threads=1, wait_for=1, wait_s=60, view="plain", runs=runs
+    host=True, bind="127.0.0.1", device="cpu", threads=1, wait_for=1, wait_s=60, view="plain", runs=runs,
+    log=("tensorboard",),
 )
 model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -71,6 +72,9 @@ def test_to_the_end_of_its_loop(fleet: Fleet) -> None:
     assert fleet.events("guest_joined", "ann")
     assert last_event(fleet) == ("run_end", "finished")
     assert not port_is_open(fleet.port)
+    (series,) = fleet.runs.parent.rglob("events.out.*")  # only the host writes
+    assert series.parent == fleet.folder / "tensorboard"
+    assert b"share/ann" in series.read_bytes()
 
 
 def test_an_exception_in_the_loop(fleet: Fleet) -> None:

@@ -38,7 +38,7 @@ LAYERS = (
     ("hub", "dist"),
     ("train",),
     ("doctor",),
-    ("report", "lab", "fleet", "probe"),
+    ("report", "lab", "fleet", "probe", "loggers"),
     ("cli", "hosting"),
     ("integrations",),
     ("__init__", "__main__"),

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import click
 import msgspec
 
 from potluck import checked
 from potluck.errors import ConfigError
-from potluck.spec.config import RunConfig
+from potluck.spec.config import LoggerName, RunConfig
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 RECIPE_FLAGS = ("depth", "sequence", "batch_tokens", "steps", "lr", "data", "seed")
-RUN_FLAGS = ("device", "threads", "name", "micro_batch", "codec", "checkpoint_every", "max_bad_steps")
+RUN_FLAGS = ("device", "threads", "name", "micro_batch", "codec", "checkpoint_every", "max_bad_steps", "log")
 HOST_FLAGS = ("bind", "port", "wait_for", "wait_s")
 
 
@@ -69,6 +69,13 @@ _SHARED: dict[str, Callable[[Any], Any]] = {
         "--max-bad-steps",
         type=click.IntRange(0),
         help="Stop after N steps in a row with a NaN or infinite gradient (default 5; 0: never).",
+    ),
+    "log": click.option(
+        "--log",
+        multiple=True,
+        type=click.Choice(get_args(LoggerName)),
+        callback=lambda context, option, names: names or None,
+        help="Also write loss, speed and the machines' shares to this logger. May be repeated.",
     ),
     "runs": click.option("--runs", type=click.Path(path_type=Path), help="Folder for run folders (default: runs)."),
     "resume": click.option(

@@ -15,6 +15,7 @@ import click
 from potluck.cli._app import Settings
 from potluck.fleet.life import reader_watched
 from potluck.fleet.local import LocalGuests
+from potluck.loggers.writing import loggers
 from potluck.report.view import make_view
 from potluck.train.context import RANK
 from potluck.train.launch import launched
@@ -24,7 +25,8 @@ from potluck.train.session import RunSpec, Session
 @contextmanager
 def session(settings: Settings, spec: RunSpec, view: Any) -> Iterator[Session]:
     """Open a run for the script or recipe that is run inside; `view` is the mode that was asked for."""
-    opened = Session(spec, settings.environment, make_view(view), guests=LocalGuests)
+    listener = loggers(spec.config.log)
+    opened = Session(spec, settings.environment, make_view(view), guests=LocalGuests, listener=listener)
     with opened, launched(opened.context):
         if opened.context.role == RANK:
             with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):

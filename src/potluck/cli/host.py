@@ -41,6 +41,7 @@ def host(
       potluck host my_train.py              train with your own loop (see the README)
       potluck host my_train.py --send model.py -- --epochs 3
       potluck host --wait-for 2             start as soon as two guests are ready
+      potluck host --log tensorboard        see it with: tensorboard --logdir runs
       potluck host --resume runs/ID         resume; the same token still works
 
     \b

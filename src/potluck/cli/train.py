@@ -46,6 +46,7 @@ def train(settings: Settings, /, recipe: str, **flags: Any) -> None:
       potluck train --depth 6 --steps 500  a larger model, more steps
       potluck train --data mytexts/        train on your own text
       potluck train cnn                    a small CNN on handwritten digits
+      potluck train --log tensorboard      see it with: tensorboard --logdir runs
       potluck train --resume runs/ID       resume a run
     """
     from potluck.train.context import ALONE, HOST

@@ -8,6 +8,8 @@ from msgspec import Meta, Struct
 
 from potluck.checked import Natural, Positive
 
+LoggerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+
 MOST_GUESTS = 64
 """The most guests that one host admits."""
 MEMORY_PART = 0.5
@@ -51,3 +53,5 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Stop after this many steps in a row with a NaN or infinite gradient; 0: never."""
     guest_bound: Annotated[float, Meta(ge=0)] = 1000.0
     """Largest norm per sample of a guest's gradient that counts, as a multiple of the host's own; 0: no limit."""
+    log: tuple[LoggerName, ...] = ()
+    """Loggers that the host writes the run's series to."""

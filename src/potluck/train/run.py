@@ -180,7 +180,7 @@ class Run:
             data: "sent": the host sends samples with the leases. "local": each guest has the data set itself.
             seed: random seed for the order of a data set's samples. A DataLoader has its own order.
             micro_batch: samples computed at once, on every machine without its own setting; measured if not given.
-            loss_is: whether step.backward is given the "mean" or the "sum" over the samples of the batch.
+            loss_is: whether step.backward is given the "mean" or the "sum" over its samples (or items).
             before_update: called with the model once its gradients are complete, before clipping and the update.
             also_save: more objects to save in checkpoints, by name; with state_dict() and load_state_dict().
             tokens_per_sample: shows tokens/s and, on known GPUs, their utilisation.

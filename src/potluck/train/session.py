@@ -39,6 +39,10 @@ from potluck.wire.keys import HostKeys, load_keys, new_keys, save_keys
 from potluck.wire.token import LOOPBACK, Token, checked_bind, encode, local_addresses
 from potluck.wire.transport import HostSocket
 
+Listener = Callable[[Path, Manifest, Callable[[str], None]], View]
+"""Opens something that is told of all events, such as a logger. It is given the run's folder, its manifest, and a
+function that shows a sentence. That must not be called from inside `event`, which runs under the log's lock."""
+
 
 class GuestProcesses(Protocol):
     """Guests on this machine: started together, ended together."""
@@ -88,9 +92,12 @@ class Session:
         view: View,
         *,
         guests: Callable[[Path], GuestProcesses] | None = None,
+        listener: Listener | None = None,
         signals: bool = True,
     ) -> None:
         """`guests` is given the run's folder; needed where `spec.guests` is not 0.
+
+        `listener`: opened on rank 0 only.
 
         `signals`: handle them for as long as the session is open. Otherwise, see `signals()`.
         """
@@ -98,6 +105,8 @@ class Session:
         self._environment = environment
         self._view = guarded(view, "the view")
         self._make_guests = guests
+        self._open_listener = listener
+        self._listener: View | None = None
         self._all_signals = signals
         self._closing = ExitStack()
         self.closed = False
@@ -189,6 +198,7 @@ class Session:
         stack.callback(guarded(self._add_machines, "the list of machines in manifest.json"), folder)
         stack.callback(log.close)
         stack.callback(self._view.close)
+        stack.callback(self._close_listener)
         guests = self._make_guests(folder.path) if self._make_guests is not None else None
         if guests is not None:
             # Where the run itself fails its guests end with a status too, which is no second fault.
@@ -197,7 +207,11 @@ class Session:
             context.admission = admission = _admission(stack, spec, folder, log)
             stack.push(lambda kind, error, trace: send_away(context, error))
             admission.waiting.start()
-        folder.write_manifest(_manifest(context, spec))
+        manifest = _manifest(context, spec)
+        folder.write_manifest(manifest)
+        if self._open_listener is not None:
+            opened = self._open_listener(folder.path, manifest, lambda text: log.emit(RunNote(text=text)))
+            self._listener = guarded(opened, "a logger")
         if spec.guests:
             assert guests is not None and context.admission is not None
             threads = max(1, usable_cores() // (1 + spec.guests))
@@ -214,6 +228,8 @@ class Session:
         if isinstance(event, GuestJoined):
             self._joined[event.machine] = MachineEntry(name=event.machine, role="guest", device=event.device)
         self._view.event(event)
+        if self._listener is not None:
+            self._listener.event(event)
 
     # -- while it runs ----------------------------------------------------------------------------------
 
@@ -253,6 +269,10 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.context.end_training("finished" if error is None else "failed")
+
+    def _close_listener(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
 
     def _add_machines(self, folder: RunFolder) -> None:
         if not self._joined:

@@ -1,0 +1,239 @@
+"""The loggers themselves: one class for each library, which alone imports it, behind one small interface."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shlex
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+PROJECT = "potluck"
+"""Name of the project or experiment, where a library wants one. The run's name is that of its folder."""
+
+
+class Client(Protocol):
+    """Writes one run. All methods are called by one thread, in this order; any may fail and may block."""
+
+    @staticmethod
+    def import_library() -> None:
+        """Import what the others need; raises if that is not installed."""
+
+    def begin(self, params: Mapping[str, Any], step: int) -> str:
+        """The training begins after `step` steps; a resumed run has begun before. Says where to look, in words."""
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Values after `step` steps. Several calls may be about one step."""
+
+    def close(self) -> None:
+        """Write what is still in memory."""
+
+
+class TensorBoardClient:
+    """Event files in the run folder."""
+
+    @staticmethod
+    def import_library() -> None:
+        import torch.utils.tensorboard  # noqa: F401
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "tensorboard"
+
+    def begin(self, params: Mapping[str, Any], step: int) -> str:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # Steps after the checkpoint are made again: the first points of these are hidden.
+        purge = {"purge_step": step + 1} if step else {}
+        self._writer: Any = SummaryWriter(str(self._path), flush_secs=10, **purge)
+        rows = "".join(f"| {name} | {str(value).replace('|', '&#124;')} |\n" for name, value in params.items())
+        self._writer.add_text("parameters", f"| parameter | value |\n|---|---|\n{rows}", step)
+        return f"tensorboard --logdir {shlex.quote(str(self._path))}"
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        # One record for a step, where add_scalar() makes one for each value and takes several times as long. The
+        # training needs the interpreter, too.
+        made = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._writer.file_writer.add_summary(Summary(value=made), step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbClient:
+    """A run on the W&B server; without a login, files in the run folder that `wandb sync` uploads."""
+
+    @staticmethod
+    def import_library() -> None:
+        import wandb  # noqa: F401
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def begin(self, params: Mapping[str, Any], step: int) -> str:
+        import wandb
+
+        self._run = run = wandb.init(
+            project=wandb.setup().settings.project or PROJECT,
+            id=re.sub(r"[^\w-]", "-", self._folder.name),
+            name=self._folder.name,
+            dir=str(self._folder),
+            config=dict(params),
+            mode=_wandb_mode(wandb),
+            resume="allow",
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        # An own step: W&B drops what comes for an earlier step than its last, as after a resume.
+        run.define_metric("*", step_metric="train/step")
+        if run.offline:
+            return f"offline; upload with: wandb sync {shlex.quote(str(Path(run.dir).parent))}"
+        return str(run.url)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({"train/step": step, **values})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _wandb_mode(wandb: Any) -> str | None:
+    """Offline without a login, so that nobody is asked for one. WANDB_MODE decides where it is set."""
+    if wandb.setup().settings.mode != "online":
+        return None
+    try:
+        there = wandb.login(prompt=False, verify=False)
+    except TypeError:  # before `prompt` was added
+        there = bool(wandb.api.api_key)
+    return "online" if there else "offline"
+
+
+_MLFLOW_MOST = 1000
+"""Values in one call, at most."""
+
+
+class MlflowClient:
+    """A run in MLflow's tracking store; without one that is set, an SQLite file in the run folder."""
+
+    @staticmethod
+    def import_library() -> None:
+        import mlflow
+
+        if not mlflow.is_tracking_uri_set():
+            import sqlalchemy  # noqa: F401  (mlflow-skinny has none: enough only where a server is set)
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def begin(self, params: Mapping[str, Any], step: int) -> str:
+        import mlflow
+        from mlflow.entities import Metric, Param
+        from mlflow.tracking import MlflowClient as Tracking
+
+        file = self._folder.resolve() / "mlflow.db"
+        uri = mlflow.get_tracking_uri() if mlflow.is_tracking_uri_set() else f"sqlite:///{file.as_posix()}"
+        self._waiting: list[Metric] = []
+        self._sent_s = time.monotonic()
+        logging.getLogger("mlflow.store.db").setLevel(logging.WARNING)  # the steps that make a new file
+        self._tracking = Tracking(tracking_uri=uri)
+        known = self._tracking.get_experiment_by_name(PROJECT)
+        # Nothing is stored there: without a place in the run folder an empty one would be made here.
+        place = (self._folder.resolve() / "mlflow-artifacts").as_uri() if file.as_posix() in uri else None
+        experiment = known.experiment_id if known else self._tracking.create_experiment(PROJECT, place)
+        self._id = self._run_of(experiment)
+        if not step:  # MLflow refuses another value
+            entries = [Param(_mlflow_name(name), str(value)[:500]) for name, value in params.items()]
+            self._tracking.log_batch(self._id, params=entries)
+        return f"mlflow ui --backend-store-uri {shlex.quote(uri)}" if "://" in uri and uri[:4] != "http" else uri
+
+    def _run_of(self, experiment: str) -> str:
+        """The run of this folder: a resumed one is continued."""
+        name = self._folder.name
+        wanted = f"tags.`mlflow.runName` = '{name}'" if "'" not in name else ""
+        found = self._tracking.search_runs([experiment], wanted, max_results=1) if wanted else []
+        run = found[0] if found else self._tracking.create_run(experiment, run_name=name)
+        self._tracking.update_run(run.info.run_id, status="RUNNING")
+        return str(run.info.run_id)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        now_ms = int(time.time() * 1000)
+        self._waiting += [Metric(_mlflow_name(name), value, now_ms, step) for name, value in values.items()]
+        # A call takes 50 ms with SQLite, however much it writes.
+        if time.monotonic() - self._sent_s > 1.0 or len(self._waiting) > _MLFLOW_MOST // 2:
+            self._send()
+
+    def _send(self) -> None:
+        entries, self._waiting = self._waiting, []
+        for begin in range(0, len(entries), _MLFLOW_MOST):
+            self._tracking.log_batch(self._id, metrics=entries[begin : begin + _MLFLOW_MOST])
+        self._sent_s = time.monotonic()
+
+    def close(self) -> None:
+        self._send()
+        self._tracking.set_terminated(self._id)
+
+
+def _mlflow_name(name: str) -> str:
+    """A name with the characters that MLflow takes; a machine's name may have others."""
+    return re.sub(r"[^\w\-. /]", "_", name, flags=re.ASCII)
+
+
+class TrackioClient:
+    """A run in Trackio's own store on this machine, where its dashboard looks."""
+
+    @staticmethod
+    def import_library() -> None:
+        import trackio  # noqa: F401
+
+    def __init__(self, folder: Path) -> None:
+        self._name = folder.name
+
+    def begin(self, params: Mapping[str, Any], step: int) -> str:
+        import trackio
+
+        with _silenced():
+            self._run = trackio.init(
+                project=PROJECT, name=self._name, config=dict(params), resume="allow", embed=False
+            )
+        return f"trackio show --project {PROJECT}"
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        import trackio
+
+        with _silenced():
+            trackio.finish()
+
+
+@contextmanager
+def _silenced() -> Iterator[None]:
+    """Inside, what this thread prints is dropped: Trackio prints to stdout, where `--json` has its events."""
+    before = sys.stdout
+    sys.stdout = mute = _Mute(before)
+    try:
+        yield
+    finally:
+        if sys.stdout is mute:
+            sys.stdout = before
+
+
+class _Mute:
+    """A stream as it was, for all threads but this one."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self._thread = stream, threading.get_ident()
+
+    def write(self, text: str) -> int:
+        return len(text) if threading.get_ident() == self._thread else self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
