@@ -21,9 +21,9 @@ BRIEF_S, BRIEF_TRIALS = 0.01, 8
 """A micro-batch shorter than this is measured so often: on a busy machine other programs take as long a turn. With
 two trials of 1 ms, a model of 4 ms a step settled at 2 samples instead of 32, and a step took 25 ms."""
 SHORT_S, CLEARLY_WORSE = 0.02, 2.0
-"""A micro-batch shorter than this is doubled unless that makes a sample take so many times as long: nothing is gained
-by cutting it finer, and samples of unequal length mislead any number of trials. A model with batches of 32 sentences
-settled at 4, and its loop took 2.4 to 6.9 times as long as a plain one."""
+"""A micro-batch shorter than this is doubled unless that makes a sample take so many times as long. Nothing is
+gained by cutting it finer, and samples of unequal length mislead any number of trials: a model with batches of 32
+sentences settled at 4, and its loop took 2.4 to 6.9 times as long as a plain one."""
 MISSES = 8
 """After so many micro-batches in a row of another size (half, or larger) the search ends."""
 FIRST_OF_MANY = 8
