@@ -32,6 +32,7 @@ from potluck.spec.manifest import MachineEntry, Manifest, RecipeEntry
 from potluck.spec.messages import Source
 from potluck.train import ranks
 from potluck.train.context import ALONE, HOST, RANK, Admission, RunContext
+from potluck.train.ending import Interrupted
 from potluck.train.events import EventLog, View
 from potluck.train.folder import RunFolder, new_folder, open_folder
 from potluck.train.telemetry import versions
@@ -259,6 +260,8 @@ class Session:
             note = RunNote(text="stopping: saving first (once more Ctrl-C to stop at once)")
             # In a thread: the signal may have come while this very thread holds the view's lock.
             threading.Thread(target=self._view.event, args=(note,), daemon=True).start()
+            if self.context.waits_here:
+                raise Interrupted  # nothing of the step has been computed, and its samples may never come
 
         with _handled(on_signal):
             yield
