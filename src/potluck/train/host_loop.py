@@ -117,15 +117,13 @@ class HostTrainer:
         self._place: dict[str, Any] | None = None  # where in the data the next step begins, while it is awaited
         self._checkpoint_due = False
         self._comparing = False
-        self._counts_items: bool | None = None
-        """Whether the loop's body says items=…; None before the first update."""
+        self._counts_items: bool | None = None  # whether the body says items=…; None before the first update
         self._alike = contextlib.ExitStack()
         """Open while a common batch is computed: what this thread has to put back and to let go of."""
         self._loss: float | None = None
         self._first = self._done = parts.ledger.step
         """The last step that is finished: in the update the ledger has closed one that may still fail."""
-        self._returned = time.monotonic()
-        """When the script was given the last step back."""
+        self._returned = time.monotonic()  # when the script was given the last step back
         self._outside = self._returned, self._returned
         self._interrupted = False
         self._saved_step = parts.restored.step if parts.restored is not None else None
@@ -203,8 +201,10 @@ class HostTrainer:
 
     def _left(self) -> None:
         """Save what is whole now: what the script does next with the weights is not the run's affair."""
+        if self._ending.over:
+            return
         self._flight.finish()
-        if self._writer is not None and not self._ending.over:
+        if self._writer is not None:
             try:
                 self._checkpoint(wait=True)
             except (RunFolderError, NonFiniteError) as error:

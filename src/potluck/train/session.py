@@ -111,6 +111,7 @@ class Session:
         self._all_signals = signals
         self._closing = ExitStack()
         self.closed = False
+        self._owner = os.getpid()
         self._lock = threading.RLock()
         self._joined: dict[str, MachineEntry] = {}
 
@@ -141,6 +142,8 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if os.getpid() != self._owner:
+            return  # in a forked child: the run is its parent's
         with self._lock:  # whoever comes second waits, and finds nothing to do
             self.closed = True
             self._closing.__exit__(kind, error, trace)
