@@ -32,7 +32,7 @@ def hosted(tmp_path: Path) -> Iterator[Callable[..., HostedRun]]:
     """Start a run that this process hosts; closed at the end, and nothing in Python is changed by it."""
     script = tmp_path / "job.py"
     script.write_text("import potluck\n")
-    before = sys.excepthook
+    before = sys.excepthook, threading.excepthook
     opened: list[HostedRun] = []
 
     def begin(**more: Any) -> HostedRun:
@@ -45,7 +45,7 @@ def hosted(tmp_path: Path) -> Iterator[Callable[..., HostedRun]]:
     yield begin
     for run in opened:
         run.close()
-    assert sys.excepthook is before
+    assert (sys.excepthook, threading.excepthook) == before
 
 
 def trained(run: potluck.Run, at: Callable[[int], Any] = lambda index: None, steps: int | None = 2) -> None:
@@ -122,6 +122,31 @@ def test_an_exception_that_ends_the_script_fails_the_run(
         sys.excepthook(type(error), error, error.__traceback__)  # as Python does
     assert ends(run._session.folder.path) == [("failed", 1)]
     assert "ValueError: boom" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize(("whose", "end"), [("the loop's", "failed"), ("another", "finished")])
+def test_an_exception_that_ends_the_loops_thread_fails_the_run(
+    hosted: Callable[..., HostedRun], whose: str, end: str
+) -> None:
+    def fail(index: int = 0) -> None:
+        raise ValueError("boom")
+
+    def fail_elsewhere(index: int) -> bool:
+        in_thread(fail)
+        return True
+
+    run = hosted()
+    in_thread(trained, run, fail if whose == "the loop's" else fail_elsewhere)
+    run.close()
+    assert ends(run._session.folder.path) == [(end, 1)]
+
+
+def in_thread(call: Callable[..., Any], *given: Any) -> None:
+    thread = threading.Thread(target=call, args=given)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
