@@ -137,8 +137,11 @@ def test_threads_are_set_and_shown() -> None:
     assert device.label.endswith(", 1 thread")
 
 
-def test_threads_default_to_the_cores_and_not_to_what_was_set_before() -> None:
-    torch.set_num_threads(1)  # as a launcher does by OMP_NUM_THREADS=1
+def test_threads_default_to_what_torch_has_and_never_to_more_than_the_cores() -> None:
+    torch.set_num_threads(1)  # by the user's script, or by OMP_NUM_THREADS=1
+    pick("cpu")
+    assert torch.get_num_threads() == 1
+    torch.set_num_threads(limits.usable_cores() + 1)  # of a machine of which this process has a part
     pick("cpu")
     assert torch.get_num_threads() == limits.usable_cores()
 

@@ -227,3 +227,16 @@ def test_short_micro_batches_are_measured_until_one_was_undisturbed() -> None:
 
     search(micro, seconds)
     assert micro.settled == 32
+
+
+def test_samples_of_unequal_length_do_not_end_the_search_early() -> None:
+    """A short batch right after a long one looks as if the smaller size were the faster one."""
+    micro, calls = MicroBatch(limit=32), []
+
+    def seconds(size: int) -> float:
+        calls.append(size)
+        length = 1.0 if size <= 4 else 1.8  # the first batches were short ones
+        return (0.001 + 0.0001 * size) * length
+
+    search(micro, seconds)
+    assert micro.settled == 32

@@ -42,12 +42,13 @@ def pick(name: str | None = None, *, threads: int | None = None) -> Device:
     """The device to compute on; also sets torch's CPU threads, and traces where POTLUCK_TRACE says so.
 
     `name`: None or "auto" (CUDA, then MPS, then the CPU), "cpu", "cuda", "cuda:1", "mps", "paced:0.15"
-    (seconds a sample, on the CPU), "paced:0.6,9=0.3" (0.6, and 0.3 from step 9 on). `threads`: None for one on
-    each physical core this process may use, whatever OMP_NUM_THREADS says, since launchers set that to 1.
+    (seconds a sample, on the CPU), "paced:0.6,9=0.3" (0.6, and 0.3 from step 9 on). `threads`: None for what torch
+    has now (the script or OMP_NUM_THREADS may have set it), but no more than one on each core this process may use.
     """
     if threads is not None and threads < 1:
         raise ConfigError(f"{threads} threads cannot compute", hint="use --threads 1 or more")
-    torch.set_num_threads(usable_cores() if threads is None else threads)
+    # torch counts the cores of the machine, not of this process's share of it.
+    torch.set_num_threads(min(torch.get_num_threads(), usable_cores()) if threads is None else threads)
     device = _pick_best() if name is None or name == "auto" else _make(name)
     trace = env.read().trace
     if trace is not None:

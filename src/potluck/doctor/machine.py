@@ -47,7 +47,7 @@ def threads(case: Case, facts: Facts) -> Iterator[Finding | Fine]:
                 machine=facts.name,
                 what=f"{variable}={value}, but this process may keep {cpu.usable} cores busy",
                 how=f"the variable is set here; {cpu.physical} physical cores, {cpu.logical} logical ones",
-                breaks="plain PyTorch and torchrun compute with the wrong number of threads; Potluck sets its own",
+                breaks="PyTorch computes with the wrong number of threads, in Potluck too unless --threads is given",
                 fix=f"export {variable}={cpu.usable}",
                 pains=(25,),
             )
