@@ -7,6 +7,7 @@ import functools
 import multiprocessing
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -210,6 +211,8 @@ class HostedRun(Run):
         self._spec, self._environment, self._view, self._send = spec, environment, view, send
         self._cell = 0
         self._left = False
+        self._thread: threading.Thread | None = None
+        """In which the loop runs."""
         self._open(spec)
         super().__init__(self._session.context)
         if self._launch.role != RANK:
@@ -219,7 +222,7 @@ class HostedRun(Run):
     def steps(self, *given: Any, **keywords: Any) -> Iterator[Step]:  # type: ignore[override]
         if self._launch.began or self._session.closed:
             self._reopen()
-        session = self._session
+        session, self._thread = self._session, threading.current_thread()
         try:
             self._send_cells()
             with session.signals():
@@ -247,7 +250,7 @@ class HostedRun(Run):
         self._session = Session(spec, self._environment, view, guests=LocalGuests, listener=listener, signals=False)
         self._session.__enter__()
         self._launch, self._left = self._session.context, False
-        self._session.on_close(_at_the_end(self.close))
+        self._session.on_close(_at_the_end(self.close, lambda thread: thread is self._thread))
         if (shell := cells.shell()) is not None:
             shell.events.register("post_run_cell", self._after_cell)
             self._session.on_close(lambda: shell.events.unregister("post_run_cell", self._after_cell))
@@ -315,21 +318,33 @@ class HostedRun(Run):
             self.close(error)
 
 
-def _at_the_end(close: Callable[[BaseException | None], None]) -> Callable[[], None]:
-    """Close at the end of the script, with the exception that ended it, if any; the result takes this back."""
-    before = sys.excepthook
+def _at_the_end(
+    close: Callable[[BaseException | None], None], loops_in: Callable[[threading.Thread | None], bool]
+) -> Callable[[], None]:
+    """Close at the end of the script, with the exception that ended it, if any; the result takes this back.
+
+    The end of a thread is one too where `loops_in` says that the loop runs in it.
+    """
+    before, before_in_thread = sys.excepthook, threading.excepthook
 
     def failed(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         close(error)
         before(kind, error, trace)
 
+    def failed_in_thread(args: threading.ExceptHookArgs) -> None:
+        if loops_in(args.thread) and args.exc_value is not None and not isinstance(args.exc_value, SystemExit):
+            close(args.exc_value)
+        before_in_thread(args)
+
     ended = functools.partial(close, None)
-    sys.excepthook = failed
+    sys.excepthook, threading.excepthook = failed, failed_in_thread
     atexit.register(ended)
 
     def forget() -> None:
         atexit.unregister(ended)
         if sys.excepthook is failed:
             sys.excepthook = before
+        if threading.excepthook is failed_in_thread:
+            threading.excepthook = before_in_thread
 
     return forget

@@ -46,6 +46,28 @@ def test_guests_run_the_same_text() -> None:
     assert run(cells.as_script([(1, "quote = 'ends with\"'"), (2, 'z = quote + "\\n" + """x"""')]))["z"]
 
 
+@pytest.mark.parametrize(
+    ("typed", "sent"),
+    [
+        ("for i in x:\n    y = i\n    if y:\n        !ls\n", "for i in x:\n    y = i\n    if y:\n        pass\n"),
+        ("def f():\n    files = !ls é\n    %who\n    return 1\n", "def f():\n    pass\n    pass\n    return 1\n"),
+        ("if a:\n    b()\nelif get_ipython():\n    c()\nd = 1\n", "if a:\n    b()\npass\nd = 1\n"),
+        ("class A:\n    @get_ipython().on\n    def f(self):\n        !ls\n", "class A:\n    pass\n"),
+        ("try:\n    x = 1\nexcept E:\n    !ls\n", "try:\n    x = 1\nexcept E:\n    pass\n"),
+        ("é = 'é'; get_ipython().magic('é'); z = 1\n", "é = 'é'; pass; z = 1\n"),
+    ],
+)
+def test_a_magic_inside_a_statement_takes_nothing_else_with_it(typed: str, sent: str) -> None:
+    assert cells.plain_python(typed) == sent
+
+
+def test_guests_compile_a_cell_as_the_notebook_did() -> None:
+    seen = "class A:\n    x: int\n{} = A.__annotations__['x']\n"
+    future = "from __future__ import annotations\n"
+    found = run(cells.as_script([(1, seen.format("a")), (2, future), (3, seen.format("b"))]))
+    assert (found["a"], found["b"]) == (int, "int"), "from the cell with the import on, and not before it"
+
+
 def test_what_the_cells_import_is_seen(tmp_path: Any) -> None:
     (tmp_path / "layers.py").touch()
     found = cells.cells_of(["", "import layers\n!ls", "from zmq import green"])

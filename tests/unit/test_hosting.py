@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import re
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -30,7 +32,7 @@ def hosted(tmp_path: Path) -> Iterator[Callable[..., HostedRun]]:
     """Start a run that this process hosts; closed at the end, and nothing in Python is changed by it."""
     script = tmp_path / "job.py"
     script.write_text("import potluck\n")
-    before = sys.excepthook
+    before = sys.excepthook, threading.excepthook
     opened: list[HostedRun] = []
 
     def begin(**more: Any) -> HostedRun:
@@ -43,7 +45,7 @@ def hosted(tmp_path: Path) -> Iterator[Callable[..., HostedRun]]:
     yield begin
     for run in opened:
         run.close()
-    assert sys.excepthook is before
+    assert (sys.excepthook, threading.excepthook) == before
 
 
 def trained(run: potluck.Run, at: Callable[[int], Any] = lambda index: None, steps: int | None = 2) -> None:
@@ -120,6 +122,54 @@ def test_an_exception_that_ends_the_script_fails_the_run(
         sys.excepthook(type(error), error, error.__traceback__)  # as Python does
     assert ends(run._session.folder.path) == [("failed", 1)]
     assert "ValueError: boom" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize(("whose", "end"), [("the loop's", "failed"), ("another", "finished")])
+def test_an_exception_that_ends_the_loops_thread_fails_the_run(
+    hosted: Callable[..., HostedRun], whose: str, end: str
+) -> None:
+    def fail(index: int = 0) -> None:
+        raise ValueError("boom")
+
+    def fail_elsewhere(index: int) -> bool:
+        in_thread(fail)
+        return True
+
+    run = hosted()
+    in_thread(trained, run, fail if whose == "the loop's" else fail_elsewhere)
+    run.close()
+    assert ends(run._session.folder.path) == [(end, 1)]
+
+
+def in_thread(call: Callable[..., Any], *given: Any) -> None:
+    thread = threading.Thread(target=call, args=given)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_process_that_the_loop_forks_leaves_the_run_to_its_parent(hosted: Callable[..., HostedRun]) -> None:
+    run = hosted(micro_batch=2)
+    model = nn.Linear(2, 1)
+    steps = run.steps(model, torch.optim.SGD(model.parameters(), lr=0.1), SAMPLES, global_batch=4, steps=2)
+    folder = run._session.folder
+    for step in steps:
+        for batch in step:
+            step.backward(model(batch).mean())
+        if (child := os.fork()) == 0:
+            signal.alarm(20)
+            steps.close()  # type: ignore[attr-defined]
+            sys.excepthook(ValueError, ValueError("boom"), None)
+            run.close()
+            run._launch.end_training("failed")
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert ends(folder.path) == []
+        assert not list(folder.checkpoints.iterdir())
+    assert ends(folder.path) == [("finished", 2)]
 
 
 def test_one_that_never_trains_leaves_no_folder(hosted: Callable[..., HostedRun], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 import potluck
 from potluck.env import Environment
@@ -128,6 +130,80 @@ def test_the_first_signal_stops_the_training_in_order(tmp_path: Path) -> None:
             trained(opened, at=lambda step: os.kill(os.getpid(), signal.SIGINT), steps=10)
     assert view.ends == [("interrupted", 1)]
     assert list(opened.folder.checkpoints.glob("step-00000001"))
+
+
+class Stalling(IterableDataset[Any]):
+    """A stream that asks for an end, and gives nothing more until it comes."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from SAMPLES[:6]
+        torch.rand(1)
+        ask_and_hang()
+
+
+class StallingSampler(Sampler[list[int]]):
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from ([0, 1], [2, 3], [4, 5])
+        ask_and_hang()
+
+
+class StallingWorker(Dataset[Any]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 6:
+            time.sleep(0.3)  # by then the steps before it are done, unless the machine is very busy
+            ask_and_hang(os.getppid())
+        return SAMPLES[index]
+
+
+def ask_and_hang(whom: int | None = None) -> None:
+    os.kill(whom or os.getpid(), signal.SIGINT)
+    for _ in range(2000):
+        time.sleep(0.01)
+
+
+@posix
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize("streamed", [True, False], ids=["stream", "sampler"])
+def test_the_first_signal_stops_a_training_that_waits_for_samples(tmp_path: Path, streamed: bool) -> None:
+    stream = DataLoader(Stalling(), batch_size=2)
+    loader = stream if streamed else DataLoader(SAMPLES, batch_sampler=StallingSampler())  # type: ignore[arg-type]
+    view, model = Seen(), nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    numbers: list[Any] = []
+    began = time.monotonic()
+    with session(tmp_path, view, role=ALONE) as opened, pytest.raises(Interrupted):  # noqa: PT012
+        for step in Run(opened.context).steps(model, optimizer, loader, epochs=1, micro_batch=2):
+            for batch in step:
+                step.backward(model(batch).mean())
+            numbers.append(torch.get_rng_state())
+    assert time.monotonic() - began < 15, "it waited for the samples"
+    assert view.ends == [("interrupted", 3)]
+    assert torch.equal(torch.get_rng_state(), numbers[-1]), "what was drawn for samples that never came is undone"
+    found = json.loads((opened.folder.checkpoints / "step-00000003" / "manifest.json").read_text())
+    assert '"position": 6' in json.dumps(found), "the next sample is the one that did not come"
+
+
+@posix
+@pytest.mark.usefixtures("handlers")
+def test_the_first_signal_stops_a_training_that_waits_for_a_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)  # so long torch waits for one
+    loader = DataLoader(StallingWorker(), batch_size=2, num_workers=1)
+    view, model = Seen(), nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    began = time.monotonic()
+    with session(tmp_path, view, role=ALONE) as opened, pytest.raises(Interrupted):  # noqa: PT012
+        for step in Run(opened.context).steps(model, optimizer, loader, epochs=1, micro_batch=2):
+            for batch in step:
+                step.backward(model(batch).mean())
+    assert time.monotonic() - began < 15, "it waited for the samples"
+    (end,) = view.ends
+    assert end[0] == "interrupted"
+    assert (opened.folder.checkpoints / f"step-{end[1]:08}").exists()
 
 
 @posix

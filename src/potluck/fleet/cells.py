@@ -5,10 +5,13 @@ there too; only the cell with the loop must run.
 """
 
 from __future__ import annotations
+import __future__
 
 import ast
 import builtins
+import functools
 import linecache
+import operator
 import sys
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -20,6 +23,10 @@ NOT_SENT = "# potluck: host only"
 """A cell that begins with this line is not sent to guests."""
 _WRAPPING = ("time", "timeit", "capture", "prun")
 """Cell magics whose cell is Python all the same."""
+_FUTURE = functools.reduce(
+    operator.or_, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
+)
+"""What `from __future__ import …` sets, as IPython does for all cells after it."""
 
 Cell = tuple[int, str]
 """Its number in the notebook (In [3]), and its source."""
@@ -58,13 +65,38 @@ def plain_python(source: str) -> str:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):
         return ""  # it did not run in the notebook either
-    lines = text.splitlines(keepends=True)
+    lines = text.split("\n")  # as Python counts them
     for node in reversed(tree.body):
         if (body := _wrapped(node)) is not None:
             return plain_python(body)
-        if any(isinstance(part, ast.Name) and part.id == "get_ipython" for part in ast.walk(node)):
-            lines[node.lineno - 1 : node.end_lineno] = []
-    return "".join(lines)
+        for asking in reversed(_asking_ipython(node)):
+            _pass_instead(lines, asking, remove=asking is node)
+    return "\n".join(lines)
+
+
+def _asking_ipython(node: ast.stmt) -> list[ast.stmt]:
+    """The innermost statements in which IPython is called, in the order of the text."""
+    found: list[ast.stmt] = []
+    parts = list(ast.iter_child_nodes(node))
+    while parts:
+        part = parts.pop(0)
+        if isinstance(part, ast.stmt):
+            found += _asking_ipython(part)
+        elif isinstance(part, ast.Name) and part.id == "get_ipython":
+            return [node]
+        else:
+            parts[:0] = ast.iter_child_nodes(part)
+    return found
+
+
+def _pass_instead(lines: list[str], node: ast.stmt, *, remove: bool) -> None:
+    """Put `pass` in the statement's place; with `remove`, nothing where it has its lines to itself."""
+    decorators = getattr(node, "decorator_list", [])
+    first, last = min(part.lineno for part in (node, *decorators)) - 1, (node.end_lineno or node.lineno) - 1
+    before = lines[first].encode()[: node.col_offset].decode()  # Python counts bytes
+    after = lines[last].encode()[node.end_col_offset :].decode()
+    alone = remove and not before.strip() and not after.strip()
+    lines[first : last + 1] = [] if alone else [f"{before}pass{after}"]
 
 
 def _wrapped(node: ast.stmt) -> str | None:
@@ -110,10 +142,12 @@ def replay(namespace: dict[str, Any], cells: Sequence[Cell]) -> None:
     if not hasattr(builtins, "display"):
         namespace.setdefault("display", lambda *shown, **more: None)  # IPython has one everywhere
     failed: list[tuple[int, Exception]] = []
+    flags = 0
     for number, source in cells:
         file = f"In [{number}]"
         linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-        code = compile(source, file, "exec")
+        code = compile(source, file, "exec", flags, dont_inherit=True)
+        flags |= code.co_flags & _FUTURE
         try:
             exec(code, namespace)
         except Exception as error:

@@ -38,9 +38,10 @@ class Buffers:
 class Beginning:
     """Taken when a step begins; `undo` puts everything back."""
 
-    def __init__(self, device: Device, buffers: Buffers) -> None:
+    def __init__(self, device: Device, buffers: Buffers | None = None) -> None:
         self._random, self._buffers = RandomState(device), buffers
 
     def undo(self) -> None:
         self._random.restore()
-        self._buffers.put_back()
+        if self._buffers is not None:
+            self._buffers.put_back()

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import shlex
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from potluck.hub.link import GuestLink
 from potluck.hub.waiting import WaitingRoom
 from potluck.spec.config import RunConfig
 from potluck.spec.messages import Source, WelcomeMessage
-from potluck.train.ending import Ending
+from potluck.train.ending import Ending, Interrupted
 from potluck.train.events import EventLog
 from potluck.train.folder import RunFolder
 from potluck.train.ranks import Ranks
@@ -73,6 +74,8 @@ class RunContext:
     """On a guest: why its script failed, for the person at the host; set before the training is ended."""
     _stop: threading.Event = field(default_factory=threading.Event)
     _ending: Ending | None = None
+    _waiting: int | None = None
+    """The thread of a loop that waits for samples."""
 
     def request_stop(self) -> None:
         """The person asked for an end (Ctrl-C). The loop looks between micro-batches. From any thread."""
@@ -80,6 +83,31 @@ class RunContext:
 
     def stop_requested(self) -> bool:
         return self._stop.is_set()
+
+    @contextmanager
+    def waiting(self, stop: Callable[[], None] | None) -> Iterator[None]:
+        """Inside, the loop waits for samples, and a stop need not wait for them: `stop` is called at once.
+
+        A signal raises Interrupted here, where this is the main thread. Without `stop`, nothing changes.
+        """
+        if stop is None:
+            yield
+            return
+        try:
+            self._waiting = threading.get_ident()
+            if self.stop_requested():
+                raise Interrupted
+            yield
+        except Interrupted:
+            stop()
+            raise
+        finally:
+            self._waiting = None
+
+    @property
+    def waits_here(self) -> bool:
+        """Whether this thread's loop waits for samples."""
+        return self._waiting == threading.get_ident()
 
     def training_began(self, ending: Ending) -> None:
         """A loop tells how it is ended."""

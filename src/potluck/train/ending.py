@@ -6,6 +6,7 @@ before anybody knows why. Whoever opened the training does know, a moment later.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 
@@ -25,32 +26,43 @@ class GuestDone(BaseException):
 
 
 class Ending:
-    """Any thread may end it."""
+    """Any thread may end it. In a forked child it does nothing: the training is its parent's."""
 
     def __init__(self, end: Callable[[str], None]) -> None:
         """`end` is called once, with the reason."""
         self._do = end
+        self._owner = os.getpid()
         self._lock = threading.RLock()
         self._timer: threading.Timer | None = None
         self._soon = ""
         self._then: list[Callable[[], None]] = []
         self._failure: PotluckError | None = None
         """What the end raised where nobody could hear it."""
-        self.over = False
-        """Whether the end has begun."""
+        self._over = False
         self.done = False
         """Whether everything has been saved and told, or has failed."""
 
+    @property
+    def over(self) -> bool:
+        """Whether the end has begun, or is another process's affair."""
+        return self._over or self._elsewhere
+
+    @property
+    def _elsewhere(self) -> bool:
+        return os.getpid() != self._owner  # and the lock may be held there by a thread that is not here
+
     def now(self, reason: str) -> None:
         """Only the first call does anything; others wait until it is done, and hear what it failed with."""
+        if self._elsewhere:
+            return
         try:
             with self._lock:
-                if self.over:
+                if self._over:
                     failure, self._failure = self._failure, None
                     if failure is not None:
                         raise failure
                     return
-                self.over = True
+                self._over = True
                 if self._timer is not None:
                     self._timer.cancel()
                 try:
@@ -68,6 +80,8 @@ class Ending:
 
     def then(self, call: Callable[[], None]) -> None:
         """Call this when the end is done, in the thread that made it; at once if it is done already."""
+        if self._elsewhere:
+            return
         with self._lock:
             if not self.done:
                 self._then.append(call)
@@ -76,8 +90,10 @@ class Ending:
 
     def soon(self, reason: str) -> None:
         """In a moment, with this reason if nobody has another one by then."""
+        if self._elsewhere:
+            return
         with self._lock:
-            if self.over or self._timer is not None:
+            if self._over or self._timer is not None:
                 return
             self._soon = reason
             self._timer = threading.Timer(WHY_S, self._alone, (reason,))

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -110,20 +111,19 @@ class HostTrainer:
         self._bad = BadSteps(parts.launch.name, most=parts.launch.config.max_bad_steps)
         self._finite_at_first = frozenset(finite_state(parts.model))
         self._buffers: Buffers | None = None
-        self._own_samples = 0
-        """What this process itself has computed of the step."""
+        self._own_samples = 0  # what this process itself has computed of the step
         self._beginning: Beginning | None = None
+        self._waiting = partial(parts.launch.waiting, self._stop_if_asked if parts.loader.waits else None)
+        self._place: dict[str, Any] | None = None  # where in the data the next step begins, while it is awaited
         self._checkpoint_due = False
         self._comparing = False
-        self._counts_items: bool | None = None
-        """Whether the loop's body says items=…; None before the first update."""
+        self._counts_items: bool | None = None  # whether the body says items=…; None before the first update
         self._alike = contextlib.ExitStack()
         """Open while a common batch is computed: what this thread has to put back and to let go of."""
         self._loss: float | None = None
         self._first = self._done = parts.ledger.step
         """The last step that is finished: in the update the ledger has closed one that may still fail."""
-        self._returned = time.monotonic()
-        """When the script was given the last step back."""
+        self._returned = time.monotonic()  # when the script was given the last step back
         self._outside = self._returned, self._returned
         self._interrupted = False
         self._saved_step = parts.restored.step if parts.restored is not None else None
@@ -174,14 +174,18 @@ class HostTrainer:
             )
         options, ledger, loader = self._p.options, self._p.ledger, self._p.loader
         before = time.monotonic()
-        enough = options.steps is not None and ledger.step >= options.steps
-        samples = None if enough else ledger.prepare()
+        samples = None
+        if not (enough := options.steps is not None and ledger.step >= options.steps):
+            if self._writer is not None and loader.waits:
+                self._beginning, self._place = Beginning(self._device), loader.state(ledger.step)
+            with self._waiting():
+                samples = ledger.prepare()
+            self._place = None
         self._returned += time.monotonic() - before  # a stream may have to be waited for: not the script's time
         if samples is None:
             if ledger.step == self._first:
                 limit = f"steps is {options.steps}" if enough else f"epochs is {options.epochs}"
-                text = f"nothing left to do: {ledger.step} steps are done, {limit}"
-                self._p.launch.log.emit(RunNote(text=text))
+                self._p.launch.log.emit(RunNote(text=f"nothing left to do: {ledger.step} steps are done, {limit}"))
             return None
         # A batch sampler may give larger batches than any so far.
         self._p.micro.limit = max(self._p.micro.limit, -(-samples.count // self._width))
@@ -197,8 +201,10 @@ class HostTrainer:
 
     def _left(self) -> None:
         """Save what is whole now: what the script does next with the weights is not the run's affair."""
+        if self._ending.over:
+            return
         self._flight.finish()
-        if self._writer is not None and not self._ending.over:
+        if self._writer is not None:
             try:
                 self._checkpoint(wait=True)
             except (RunFolderError, NonFiniteError) as error:
@@ -225,11 +231,11 @@ class HostTrainer:
             reason = "failed"
             raise
         finally:
-            self._p.loader.close()
-            self._hooks.close()
-            sys.setswitchinterval(self._turn_s)
-            self._hub.close(reason)
-            self._telemetry.ended(self._done, self._loss, reason)
+            with contextlib.closing(self._p.loader):  # last: workers that hang are waited for
+                self._hooks.close()
+                sys.setswitchinterval(self._turn_s)
+                self._hub.close(reason)
+                self._telemetry.ended(self._done, self._loss, reason)
 
     def _save_last(self, reason: str) -> None:
         """What the run ends with. Until now a save that failed could be tried again: this one cannot."""
@@ -264,7 +270,8 @@ class HostTrainer:
         self._buffers, self._own_samples = Buffers(self._p.model), 0
         if self._writer is not None:
             self._beginning = Beginning(self._device, self._buffers)
-        self._p.loader.ready()
+        with self._waiting():
+            self._p.loader.ready()
         self._device.at_step(step.index + 1)
         if self._ranks is not None:
             self._ranks.begin_step(step.index, step.epoch or 0, ends_epoch=step.ends_epoch)
@@ -626,7 +633,7 @@ class HostTrainer:
                     "global_batch": p.loader.global_batch,
                     "seed": p.options.seed,
                     "micro_batch": p.micro.settled,
-                    "data": p.loader.state(step),
+                    "data": p.loader.state(step) if self._place is None else self._place,
                 },
             )
         )
@@ -636,8 +643,7 @@ class HostTrainer:
 
     def _not_saved(self, step: int, error: RunFolderError) -> None:
         """The disk is full, or gone: the run goes on, and the next interval is the next attempt."""
-        again = not self._saving_last
-        self._p.launch.log.emit(CheckpointFailed(step=step, reason=error.what, again=again))
+        self._p.launch.log.emit(CheckpointFailed(step=step, reason=error.what, again=not self._saving_last))
 
     def _saved(self, step: int, path: Any, seconds: float) -> None:
         self._saved_step = step

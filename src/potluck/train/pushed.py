@@ -36,6 +36,7 @@ class PushedLoader(StepLoader):
     """Gives the samples that were pushed last as the next step."""
 
     samples = None
+    waits = False
 
     def __init__(
         self, collate: Collate, *, global_batch: int, first_step: int = 0, steps: int | None = None

@@ -32,6 +32,7 @@ from potluck.spec.manifest import MachineEntry, Manifest, RecipeEntry
 from potluck.spec.messages import Source
 from potluck.train import ranks
 from potluck.train.context import ALONE, HOST, RANK, Admission, RunContext
+from potluck.train.ending import Interrupted
 from potluck.train.events import EventLog, View
 from potluck.train.folder import RunFolder, new_folder, open_folder
 from potluck.train.telemetry import versions
@@ -110,6 +111,7 @@ class Session:
         self._all_signals = signals
         self._closing = ExitStack()
         self.closed = False
+        self._owner = os.getpid()
         self._lock = threading.RLock()
         self._joined: dict[str, MachineEntry] = {}
 
@@ -140,6 +142,8 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if os.getpid() != self._owner:
+            return  # in a forked child: the run is its parent's
         with self._lock:  # whoever comes second waits, and finds nothing to do
             self.closed = True
             self._closing.__exit__(kind, error, trace)
@@ -259,6 +263,8 @@ class Session:
             note = RunNote(text="stopping: saving first (once more Ctrl-C to stop at once)")
             # In a thread: the signal may have come while this very thread holds the view's lock.
             threading.Thread(target=self._view.event, args=(note,), daemon=True).start()
+            if self.context.waits_here:
+                raise Interrupted  # nothing of the step has been computed, and its samples may never come
 
         with _handled(on_signal):
             yield

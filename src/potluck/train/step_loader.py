@@ -25,6 +25,8 @@ class StepLoader(ABC):
     """Samples in the data set, if it says."""
     global_batch: int | None
     """Samples in a step; the last one of an epoch may have fewer, and a batch sampler decides for itself."""
+    waits = True
+    """Whether somebody else's code is waited for in `next_step` and `ready`."""
 
     def __init__(self, reader: Loader | None) -> None:
         self._reader = reader
@@ -110,6 +112,7 @@ class DataSetLoader(StepLoader):
 
     samples: int
     global_batch: int
+    waits = False
 
     def __init__(
         self, dataset: Any, collate: Collate | None, *, global_batch: int, seed: int, epochs: int | None = None
