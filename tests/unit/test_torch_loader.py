@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -28,6 +30,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from potluck.balance.ledger import Ledger
 from potluck.errors import ConfigError, DataError
 from potluck.train.optimizer_state import capture_rng, restore_rng
+from potluck.train.packing import HeldStep, packed_samples, unpacked_samples
 from potluck.train.torch_loader import TorchLoader, open_steps, reader_of
 
 SAMPLES = 23
@@ -397,6 +400,63 @@ def test_a_part_of_a_step_is_not_copied() -> None:
     parts = [loader.fetch(rows)["drawn"] for rows in ([0, 1], [2, 3, 4])]
     loader.close()
     assert parts[0].untyped_storage().data_ptr() == parts[1].untyped_storage().data_ptr()
+
+
+def greedy(samples: list[dict[str, Any]]) -> Any:
+    """A collate function that changes what it is given."""
+    labels = [sample.pop("label") for sample in samples]
+    tensors = [sample["x"].div_(10) for sample in samples]
+    arrays = [torch.from_numpy(sample["more"][0].__imul__(2)) for sample in samples]
+    odd = [sample["odd"].append(1) or len(sample["odd"]) for sample in samples]
+    return torch.tensor(labels), torch.stack(tensors), torch.stack(arrays), odd, 1 / (4 - max(labels))
+
+
+class Greedy:
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"label": index, "x": torch.full((2,), 30.0), "more": (np.ones(2),), "odd": deque([1])}
+
+
+class GreedyStream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return (Greedy()[index] for index in range(5))
+
+
+@pytest.mark.parametrize(("dataset", "workers"), [(Greedy(), 1), (GreedyStream(), 0)])
+def test_a_collate_function_may_change_its_samples(dataset: Any, workers: int) -> None:
+    """A part is collated again where the lease on it was taken back."""
+    loader = TorchLoader(DataLoader(dataset, batch_size=4, collate_fn=greedy, num_workers=workers))
+    loader.next_step()
+    loader.ready()
+    for rows in ([0, 1], [0, 1], [1, 2]):
+        labels, tensors, arrays, odd, _ = loader.fetch(rows)
+        assert labels.tolist() == rows
+        assert tensors.tolist() == [[3.0, 3.0]] * 2
+        assert arrays.tolist() == [[2.0, 2.0]] * 2
+        assert odd == [2, 2]
+    loader.close()
+
+
+def test_the_sample_is_named_though_the_collate_function_changed_it() -> None:
+    loader = TorchLoader(DataLoader(GreedyStream(), batch_size=5, collate_fn=greedy))
+    loader.next_step()
+    loader.fetch([0, 1])
+    with pytest.raises(DataError, match="fails on sample number 1 of its batch: ZeroDivisionError"):
+        loader.fetch([3, 4])
+
+
+def test_a_sample_that_cannot_be_copied_is_given_as_it_is() -> None:
+    locks = [threading.Lock(), threading.Lock()]
+    held = HeldStep.of(locks, list)
+    assert held.part([1, 0]) == locks[::-1]
+
+
+def test_arrays_of_another_byte_order_travel_as_they_are() -> None:
+    array = np.arange(3, dtype=np.dtype(np.int32).newbyteorder("S"))
+    (got,) = unpacked_samples(packed_samples([{"x": array}]))
+    assert got["x"].tolist() == [0, 1, 2]
 
 
 # -- by index -----------------------------------------------------------------------------------------------
