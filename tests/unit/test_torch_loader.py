@@ -55,6 +55,13 @@ class Grouped:
         yield from groups
 
 
+class Eager:
+    """A batch sampler that draws when its iteration begins, not when its first batch is asked for."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([part.tolist() for part in torch.randperm(SAMPLES).split(5)])
+
+
 class Rotated:
     """A sampler whose order depends on the epoch that it was told."""
 
@@ -142,6 +149,7 @@ LOADERS: dict[str, Any] = {
         **more,
     ),
     "grouped": lambda **more: DataLoader(Numbers(), batch_sampler=Grouped(), **more),  # type: ignore[arg-type]
+    "eager": lambda **more: DataLoader(Numbers(), batch_sampler=Eager(), **more),  # type: ignore[arg-type]
     "stream": lambda **more: DataLoader(Count(), batch_size=5, **more),
     "own collate": lambda **more: DataLoader(
         Numbers(),  # type: ignore[arg-type]
