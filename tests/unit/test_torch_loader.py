@@ -245,6 +245,56 @@ def test_a_run_resumes_at_exactly_the_next_sample(kind: str, workers: int) -> No
         assert before + indices(steps_of(second)) == whole, stop
 
 
+class Lazy:
+    """A batch sampler that draws each batch when it is asked for it."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for _ in range(6):
+            yield [random.randrange(SAMPLES), int(torch.randint(SAMPLES, ()))]
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("looks", [False, True])
+def test_a_sampler_that_draws_each_batch_resumes_at_the_next_one(looks: bool, again: bool) -> None:
+    """Not at the one after it, and no batch twice.
+
+    `looks`: the loop asks whether the epoch ends, which reads a batch ahead; `again`: the last step is repeated.
+    """
+
+    def some(loader: TorchLoader, count: int) -> list[Any]:
+        taken = []
+        for _ in range(count):
+            step = loader.next_step()
+            assert step is not None
+            taken.append(step.keys)
+            if looks:
+                loader.ends_epoch()
+        return taken
+
+    def opened() -> TorchLoader:
+        return TorchLoader(DataLoader(Numbers(), batch_sampler=Lazy()))  # type: ignore[arg-type]
+
+    seeded()
+    whole = some(opened(), 14)
+    for stop in range(1, 9):
+        seeded()
+        first = opened()
+        assert some(first, stop) == whole[:stop]
+        state, drawn = first.state(stop - again), capture_rng({})
+        random.seed(7)
+        second = opened()
+        restore_rng(drawn)
+        second.resume(stop - again, state)
+        assert capture_rng({}) == drawn
+        if again:
+            step = second.next_step()
+            assert step is not None
+            assert step.keys == whole[stop - 1]
+            if looks:
+                second.ends_epoch()
+        assert some(second, 14 - stop) == whole[stop:], stop
+
+
 def test_a_step_that_was_given_but_not_computed_is_given_again() -> None:
     first = TorchLoader(LOADERS["shuffled"](), epochs=1)
     seeded()
@@ -349,6 +399,79 @@ def test_a_stream_without_a_state_is_read_again_and_says_so(workers: int) -> Non
     second.resume(3, state)
     assert [batch["index"].tolist() for batch in steps_of(second)] == whole[3:]
     assert "the 3 batches before this one are read again" in notes[0]
+
+
+class OneDict(Stateful):
+    """A stream that keeps its place in a dict, and gives away that dict itself."""
+
+    def __init__(self) -> None:
+        self.place = {"at": 0}
+
+    def __iter__(self) -> Iterator[int]:
+        while self.place["at"] < SAMPLES:
+            self.place["at"] += 1
+            yield self.place["at"] - 1
+        self.place["at"] = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.place
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = dict(state)
+
+
+class FromStart(Stateful):
+    """A stream that begins anew each time, except after its state was put back."""
+
+    def __init__(self) -> None:
+        self.at = self.begin = 0
+
+    def __iter__(self) -> Iterator[int]:
+        begin, self.begin = self.begin, 0
+        for self.at in range(begin + 1, SAMPLES + 1):
+            yield self.at - 1
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.begin = state["at"]
+
+
+@pytest.mark.parametrize("looks", [False, True])
+@pytest.mark.parametrize("batch", [4, SAMPLES // 2, SAMPLES])
+@pytest.mark.parametrize("kind", [Stateful, OneDict, FromStart])
+def test_a_stream_with_a_state_resumes_at_every_step(kind: Any, batch: int, looks: bool) -> None:
+    """Also at the end of an epoch, where the stream may have gone back to its start; and in a step's middle."""
+
+    def opened() -> TorchLoader:
+        return TorchLoader(DataLoader(kind(), batch_size=batch), epochs=2)
+
+    def some(loader: TorchLoader, count: int) -> list[Any]:
+        taken: list[Any] = []
+        while len(taken) < count and (step := loader.next_step()) is not None:
+            positions = range(step.first, step.first + step.count)
+            taken.append((step.epoch, loader.fetch(positions).tolist(), random.random(), torch.rand(1).item()))
+            if looks:
+                loader.ends_epoch()
+        return taken
+
+    def resumed(loader: TorchLoader, step: int) -> TorchLoader:
+        state, saved, drawn = loader.state(step), loader.objects()["loader"].state_dict(), capture_rng({})
+        second = opened()
+        second.objects()["loader"].load_state_dict(saved)
+        restore_rng(drawn)
+        second.resume(step, state)
+        return second
+
+    seeded()
+    whole = some(opened(), 99)
+    assert [sample for _, samples, *_ in whole for sample in samples] == [*range(SAMPLES)] * 2
+    for stop in range(1, len(whole) + 1):
+        seeded()
+        first = opened()
+        assert some(first, stop) == whole[:stop]
+        assert some(resumed(first, stop), 99) == whole[stop:], stop
+        twice = resumed(resumed(first, stop - 1), stop - 1)
+        twice.next_step()
+        assert [each[:2] for each in some(resumed(twice, stop - 1), 99)] == [each[:2] for each in whole[stop - 1 :]]
 
 
 def test_a_stream_that_is_given_as_it_is() -> None:
