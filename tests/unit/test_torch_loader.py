@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -28,6 +30,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from potluck.balance.ledger import Ledger
 from potluck.errors import ConfigError, DataError
 from potluck.train.optimizer_state import capture_rng, restore_rng
+from potluck.train.packing import HeldStep, packed_samples, unpacked_samples
 from potluck.train.torch_loader import TorchLoader, open_steps, reader_of
 
 SAMPLES = 23
@@ -50,6 +53,13 @@ class Grouped:
         groups = [[0, 1, 2, 3, 4, 5, 6], [7, 8], [9], [10, 11, 12, 13]]
         random.shuffle(groups)
         yield from groups
+
+
+class Eager:
+    """A batch sampler that draws when its iteration begins, not when its first batch is asked for."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([part.tolist() for part in torch.randperm(SAMPLES).split(5)])
 
 
 class Rotated:
@@ -139,6 +149,7 @@ LOADERS: dict[str, Any] = {
         **more,
     ),
     "grouped": lambda **more: DataLoader(Numbers(), batch_sampler=Grouped(), **more),  # type: ignore[arg-type]
+    "eager": lambda **more: DataLoader(Numbers(), batch_sampler=Eager(), **more),  # type: ignore[arg-type]
     "stream": lambda **more: DataLoader(Count(), batch_size=5, **more),
     "own collate": lambda **more: DataLoader(
         Numbers(),  # type: ignore[arg-type]
@@ -232,6 +243,56 @@ def test_a_run_resumes_at_exactly_the_next_sample(kind: str, workers: int) -> No
         second.resume(stop, state)
         assert capture_rng({}) == drawn
         assert before + indices(steps_of(second)) == whole, stop
+
+
+class Lazy:
+    """A batch sampler that draws each batch when it is asked for it."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for _ in range(6):
+            yield [random.randrange(SAMPLES), int(torch.randint(SAMPLES, ()))]
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("looks", [False, True])
+def test_a_sampler_that_draws_each_batch_resumes_at_the_next_one(looks: bool, again: bool) -> None:
+    """Not at the one after it, and no batch twice.
+
+    `looks`: the loop asks whether the epoch ends, which reads a batch ahead; `again`: the last step is repeated.
+    """
+
+    def some(loader: TorchLoader, count: int) -> list[Any]:
+        taken = []
+        for _ in range(count):
+            step = loader.next_step()
+            assert step is not None
+            taken.append(step.keys)
+            if looks:
+                loader.ends_epoch()
+        return taken
+
+    def opened() -> TorchLoader:
+        return TorchLoader(DataLoader(Numbers(), batch_sampler=Lazy()))  # type: ignore[arg-type]
+
+    seeded()
+    whole = some(opened(), 14)
+    for stop in range(1, 9):
+        seeded()
+        first = opened()
+        assert some(first, stop) == whole[:stop]
+        state, drawn = first.state(stop - again), capture_rng({})
+        random.seed(7)
+        second = opened()
+        restore_rng(drawn)
+        second.resume(stop - again, state)
+        assert capture_rng({}) == drawn
+        if again:
+            step = second.next_step()
+            assert step is not None
+            assert step.keys == whole[stop - 1]
+            if looks:
+                second.ends_epoch()
+        assert some(second, 14 - stop) == whole[stop:], stop
 
 
 def test_a_step_that_was_given_but_not_computed_is_given_again() -> None:
@@ -340,6 +401,79 @@ def test_a_stream_without_a_state_is_read_again_and_says_so(workers: int) -> Non
     assert "the 3 batches before this one are read again" in notes[0]
 
 
+class OneDict(Stateful):
+    """A stream that keeps its place in a dict, and gives away that dict itself."""
+
+    def __init__(self) -> None:
+        self.place = {"at": 0}
+
+    def __iter__(self) -> Iterator[int]:
+        while self.place["at"] < SAMPLES:
+            self.place["at"] += 1
+            yield self.place["at"] - 1
+        self.place["at"] = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.place
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = dict(state)
+
+
+class FromStart(Stateful):
+    """A stream that begins anew each time, except after its state was put back."""
+
+    def __init__(self) -> None:
+        self.at = self.begin = 0
+
+    def __iter__(self) -> Iterator[int]:
+        begin, self.begin = self.begin, 0
+        for self.at in range(begin + 1, SAMPLES + 1):
+            yield self.at - 1
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.begin = state["at"]
+
+
+@pytest.mark.parametrize("looks", [False, True])
+@pytest.mark.parametrize("batch", [4, SAMPLES // 2, SAMPLES])
+@pytest.mark.parametrize("kind", [Stateful, OneDict, FromStart])
+def test_a_stream_with_a_state_resumes_at_every_step(kind: Any, batch: int, looks: bool) -> None:
+    """Also at the end of an epoch, where the stream may have gone back to its start; and in a step's middle."""
+
+    def opened() -> TorchLoader:
+        return TorchLoader(DataLoader(kind(), batch_size=batch), epochs=2)
+
+    def some(loader: TorchLoader, count: int) -> list[Any]:
+        taken: list[Any] = []
+        while len(taken) < count and (step := loader.next_step()) is not None:
+            positions = range(step.first, step.first + step.count)
+            taken.append((step.epoch, loader.fetch(positions).tolist(), random.random(), torch.rand(1).item()))
+            if looks:
+                loader.ends_epoch()
+        return taken
+
+    def resumed(loader: TorchLoader, step: int) -> TorchLoader:
+        state, saved, drawn = loader.state(step), loader.objects()["loader"].state_dict(), capture_rng({})
+        second = opened()
+        second.objects()["loader"].load_state_dict(saved)
+        restore_rng(drawn)
+        second.resume(step, state)
+        return second
+
+    seeded()
+    whole = some(opened(), 99)
+    assert [sample for _, samples, *_ in whole for sample in samples] == [*range(SAMPLES)] * 2
+    for stop in range(1, len(whole) + 1):
+        seeded()
+        first = opened()
+        assert some(first, stop) == whole[:stop]
+        assert some(resumed(first, stop), 99) == whole[stop:], stop
+        twice = resumed(resumed(first, stop - 1), stop - 1)
+        twice.next_step()
+        assert [each[:2] for each in some(resumed(twice, stop - 1), 99)] == [each[:2] for each in whole[stop - 1 :]]
+
+
 def test_a_stream_that_is_given_as_it_is() -> None:
     loader = open_steps(Count, global_batch=4)
     step = loader.next_step()
@@ -397,6 +531,63 @@ def test_a_part_of_a_step_is_not_copied() -> None:
     parts = [loader.fetch(rows)["drawn"] for rows in ([0, 1], [2, 3, 4])]
     loader.close()
     assert parts[0].untyped_storage().data_ptr() == parts[1].untyped_storage().data_ptr()
+
+
+def greedy(samples: list[dict[str, Any]]) -> Any:
+    """A collate function that changes what it is given."""
+    labels = [sample.pop("label") for sample in samples]
+    tensors = [sample["x"].div_(10) for sample in samples]
+    arrays = [torch.from_numpy(sample["more"][0].__imul__(2)) for sample in samples]
+    odd = [sample["odd"].append(1) or len(sample["odd"]) for sample in samples]
+    return torch.tensor(labels), torch.stack(tensors), torch.stack(arrays), odd, 1 / (4 - max(labels))
+
+
+class Greedy:
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"label": index, "x": torch.full((2,), 30.0), "more": (np.ones(2),), "odd": deque([1])}
+
+
+class GreedyStream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return (Greedy()[index] for index in range(5))
+
+
+@pytest.mark.parametrize(("dataset", "workers"), [(Greedy(), 1), (GreedyStream(), 0)])
+def test_a_collate_function_may_change_its_samples(dataset: Any, workers: int) -> None:
+    """A part is collated again where the lease on it was taken back."""
+    loader = TorchLoader(DataLoader(dataset, batch_size=4, collate_fn=greedy, num_workers=workers))
+    loader.next_step()
+    loader.ready()
+    for rows in ([0, 1], [0, 1], [1, 2]):
+        labels, tensors, arrays, odd, _ = loader.fetch(rows)
+        assert labels.tolist() == rows
+        assert tensors.tolist() == [[3.0, 3.0]] * 2
+        assert arrays.tolist() == [[2.0, 2.0]] * 2
+        assert odd == [2, 2]
+    loader.close()
+
+
+def test_the_sample_is_named_though_the_collate_function_changed_it() -> None:
+    loader = TorchLoader(DataLoader(GreedyStream(), batch_size=5, collate_fn=greedy))
+    loader.next_step()
+    loader.fetch([0, 1])
+    with pytest.raises(DataError, match="fails on sample number 1 of its batch: ZeroDivisionError"):
+        loader.fetch([3, 4])
+
+
+def test_a_sample_that_cannot_be_copied_is_given_as_it_is() -> None:
+    locks = [threading.Lock(), threading.Lock()]
+    held = HeldStep.of(locks, list)
+    assert held.part([1, 0]) == locks[::-1]
+
+
+def test_arrays_of_another_byte_order_travel_as_they_are() -> None:
+    array = np.arange(3, dtype=np.dtype(np.int32).newbyteorder("S"))
+    (got,) = unpacked_samples(packed_samples([{"x": array}]))
+    assert got["x"].tolist() == [0, 1, 2]
 
 
 # -- by index -----------------------------------------------------------------------------------------------

@@ -108,13 +108,16 @@ class HeldStep:
             in_a_row = list(rows) == list(range(first, first + count))
             return _sliced(self._form, self._content, slice(first, first + count) if in_a_row else list(rows))
         keys = None if self._keys is None else [self._keys[row] for row in rows]
-        return collated([self._content[row] for row in rows], self._collate, keys)
+        return collated([self._content[row] for row in rows], self._collate, keys, kept=True)
 
 
-def collated(samples: list[Any], collate: Collate, keys: Sequence[Any] | None) -> Any:
-    """The batch of these samples; a failure names the sample."""
+def collated(samples: list[Any], collate: Collate, keys: Sequence[Any] | None, *, kept: bool = False) -> Any:
+    """The batch of these samples; a failure names the sample.
+
+    `kept`: they may be collated again, so the collate function, which may change them, gets copies.
+    """
     try:
-        return collate(samples)
+        return collate(_mapped(samples, _copied) if kept else samples)
     except Exception as error:
         raise cannot_collate(culprit(samples, collate), keys, f"{type(error).__name__}: {error}") from error
 
@@ -141,7 +144,7 @@ def cannot_collate(at: Sequence[int], keys: Sequence[Any] | None, told: str) -> 
 
 def _collates(samples: list[Any], collate: Collate) -> bool:
     try:
-        collate(samples)
+        collate(_mapped(samples, _copied))
     except Exception:
         return False
     return True
@@ -228,7 +231,7 @@ def _plain(leaf: Any) -> Tensor | None:
     if isinstance(leaf, np.ndarray):
         try:
             return torch.from_numpy(np.ascontiguousarray(leaf).reshape(leaf.shape))
-        except TypeError:
+        except (TypeError, ValueError):  # ValueError: of another byte order
             return None
     if type(leaf) is not Tensor or leaf.device.type != "cpu" or leaf.layout is not torch.strided:
         return None
@@ -241,6 +244,16 @@ def _shared(nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
     storage = torch.UntypedStorage._new_shared(nbytes)
     return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def _copied(leaf: Any) -> Any:
+    """Its own bytes alone: a deep copy of a tensor would copy all the memory that it shares with other samples."""
+    if isinstance(leaf, Tensor):
+        return leaf.clone()
+    try:
+        return copy.deepcopy(leaf)
+    except Exception:  # what cannot be copied is given as it is
+        return leaf
 
 
 def _mapped(tree: Any, function: Callable[[Any], Any]) -> Any:

@@ -6,6 +6,8 @@ differs from the user's only in what its workers do with the samples: the order 
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping
@@ -40,6 +42,10 @@ class DataPlace:
     """The random generators when the epoch began; None if it has not."""
     fresh: bool = True
     """Whether the epoch began with new workers, whose seed was drawn from the loader's generator."""
+    drawn: int = 0
+    """Batches after it that the sampler had given already, without worker processes."""
+    ended: bool = False
+    """Whether the stream's epoch ended with the batch before it, and its state is one of after the end."""
     stream: Any = None
     """What the stream says of its own place, if it does."""
 
@@ -114,9 +120,9 @@ class TorchLoader(StepLoader):
                 return self._take(given)
 
     def _take(self, given: Any) -> StepSamples:
-        before, keys, after = self._before, None, None
+        before, keys, after, ended = self._before, None, None, False
         if self._stream:
-            given, after = given
+            given, after, ended = given
             self._held = HeldStep(given, self._collate, None)
             count = self._held.count
         else:
@@ -128,6 +134,7 @@ class TorchLoader(StepLoader):
             done=before.done + 1,
             position=before.position + count,
             digest=self._hash.hexdigest(),
+            ended=ended,
             stream=after,
         )
         self._now = StepSamples(first=before.position, count=count, keys=keys, epoch=before.epoch)
@@ -171,14 +178,18 @@ class TorchLoader(StepLoader):
         """The next batch of this epoch: its indices, or the samples of a stream."""
         assert self._coming is not None
         if self._ahead:
-            return self._ahead.pop()
+            return self._ahead.pop(0)
         if self._whole and self._recorded.given:
             return self._recorded.given.popleft()
         with worker_errors():
             given = next(self._coming)
         if not self._stream:
             return given
-        return given, (self._states.state_dict() if self._states is not None else None)
+        if self._states is None:
+            return given, None, False
+        # A loader with a state says in it that the data set has ended; a data set may be at its start again.
+        fetcher = None if hasattr(self._loader, "state_dict") else getattr(self._coming, "_dataset_fetcher", None)
+        return given, copy.deepcopy(self._states.state_dict()), bool(getattr(fetcher, "ended", False))
 
     # -- epochs -----------------------------------------------------------------------------------------
 
@@ -199,6 +210,12 @@ class TorchLoader(StepLoader):
 
     def _end_epoch(self) -> None:
         place = self._place
+        if not place.done and place.ended:
+            # Its state was put back, and was that of its end: it begins now.
+            assert place.generators is not None
+            self._restore_generators(place.generators)
+            self._coming, self._place = None, replace(place, ended=False, stream=None)
+            return
         if not place.done:
             if place.epoch:
                 raise DataError(
@@ -213,7 +230,11 @@ class TorchLoader(StepLoader):
         if not self._loader.persistent_workers:
             shut(self._coming)
         self._coming = None
-        self._place = replace(place, epoch=place.epoch + 1, done=0, digest="", generators=None, stream=None)
+        self._place = self._after_epoch(replace(place, ended=False, stream=None))
+
+    @staticmethod
+    def _after_epoch(place: DataPlace) -> DataPlace:
+        return replace(place, epoch=place.epoch + 1, done=0, digest="", generators=None)
 
     def _told_epochs(self) -> list[Any]:
         """What wants to know the epoch's number: the samplers, and the data set of a stream."""
@@ -227,6 +248,9 @@ class TorchLoader(StepLoader):
 
     def state(self, step: int) -> dict[str, Any]:
         place = self._before if self._now is not None and step == self._number else self._place
+        place = replace(place, drawn=(place is not self._place) + len(self._ahead))
+        if place.ended and place.done:
+            place = self._after_epoch(place)
         self.saved_stream = place.stream
         return {f.name: getattr(place, f.name) for f in fields(place) if f.name != "stream"}
 
@@ -245,8 +269,10 @@ class TorchLoader(StepLoader):
                 hint="a resumed run resumes at exactly the next sample: give it what it had, or start a new run",
             )
         self._number = step - 1
-        self._place = DataPlace(**saved)
+        self._place = DataPlace(**saved, stream=self.saved_stream)
         if self._place.generators is None:
+            if self._states is not None and self.saved_stream is not None:
+                self._states.load_state_dict(self.saved_stream)
             return
         done, own = self._place.done, optimizer_state.capture_rng({})
         if not self._place.fresh and self._whole:
@@ -254,22 +280,26 @@ class TorchLoader(StepLoader):
             self._recorded.silent = True
             unwatched(iter(self._loader))
             self._recorded.silent = False
-        optimizer_state.restore_rng(self._place.generators)
-        states = optimizer_state.device_rng(self._place.generators)
-        for generator, state in zip(self._generators(), states.values(), strict=False):
-            generator.set_state(state)
+        self._restore_generators(self._place.generators)
         if self._stream:
             self._resume_stream(done)
         else:
             self._recorded.skip = self._skip
             self._begin_epoch()
             if not self._whole:
-                self.ends_epoch()  # the sampler draws its random numbers now
+                self._read_ahead(self._place.drawn)
         optimizer_state.restore_rng(own)
+
+    def _read_ahead(self, count: int) -> None:
+        """The sampler draws the random numbers that it had drawn, and no more."""
+        self._recorded.leave_out()
+        for _ in range(count):
+            with contextlib.suppress(StopIteration), worker_errors():
+                self._ahead.append(next(self._coming))  # type: ignore[arg-type]
 
     def _skip(self, batches: Iterator[Any]) -> None:
         done = sum(1 for batch in itertools.islice(batches, self._place.done) if self._count(batch))
-        if done < self._place.done or self._hash.hexdigest() != self._place.digest:
+        if done < self._place.done or (done and self._hash.hexdigest() != self._place.digest):
             raise DataError(
                 f"the loader's sampler gives other samples than before: batch {self._place.done} of epoch "
                 f"{self._place.epoch + 1} cannot be found again",
@@ -312,6 +342,12 @@ class TorchLoader(StepLoader):
     def _generator_states(self) -> dict[str, Any]:
         own = {str(number): generator.get_state() for number, generator in enumerate(self._generators())}
         return optimizer_state.capture_rng(own)
+
+    def _restore_generators(self, saved: dict[str, Any]) -> None:
+        optimizer_state.restore_rng(saved)
+        states = optimizer_state.device_rng(saved)
+        for generator, state in zip(self._generators(), states.values(), strict=False):
+            generator.set_state(state)
 
     def close(self) -> None:
         super().close()

@@ -86,15 +86,23 @@ class Recorded:
         self.given: deque[list[Any]] = deque()
         self.silent = False
         """Whether it gives nothing, and does not ask the sampler."""
+        self._batches: Iterator[Any] = iter(())
 
     def __iter__(self) -> Iterator[list[Any]]:
+        # At once, as torch does: a sampler may draw its random numbers here.
         self.given.clear()
-        if self.silent:
-            return
-        batches = iter(self._sampler)
+        self._batches = iter(()) if self.silent else iter(self._sampler)
+        return self._recording(self._batches)
+
+    def leave_out(self) -> None:
+        """Skip now, not when the first batch is asked for."""
         skip, self.skip = self.skip, None
         if skip is not None:
-            skip(batches)
+            skip(self._batches)
+
+    def _recording(self, batches: Iterator[Any]) -> Iterator[list[Any]]:
+        if not self.silent:
+            self.leave_out()
         for batch in batches:
             keys = list(batch)
             if not keys:
