@@ -79,9 +79,7 @@ class LoggerThread:
         if self._thread.is_alive():
             self._note(f"{names}: not finished after {patience_s:.0f} s; the last values may be missing there")
         elif self._lost:
-            self._note(
-                f"{self._lost} values are missing in {names}: it was too slow for the run"
-            )
+            self._note(f"{self._lost} values are missing in {names}: it was too slow for the run")
 
     def _write(self) -> None:
         early: list[RunEvent] | None = []
