@@ -187,7 +187,7 @@ def with_guest(guests: int) -> float:
     """Samples a second of the run's second half."""
     with tempfile.TemporaryDirectory() as scratch:
         runs, words = Path(scratch), [sys.executable, "-m", "potluck"]
-        environment = {**os.environ, "POTLUCK_BENCH_DATA": "job", "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "BENCH_DATA": "job", "OMP_NUM_THREADS": "1"}
         common = ["--threads", "1", "--view", "quiet", "--micro-batch", "4"]
         bound = ["--bind", "127.0.0.1", "--wait-for", str(guests), "--runs", str(runs), "--name", "host"]
         host = subprocess.Popen(
@@ -251,7 +251,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if os.environ.get("POTLUCK_BENCH_DATA") == "job":
+    if os.environ.get("BENCH_DATA") == "job":
         job()
     else:
         main()

@@ -22,6 +22,7 @@ PARTS = {
     "parity": ["parity.py"],
     "finite": ["finite.py"],
     "tax": ["tax.py", "--plain"],
+    "alone": ["alone.py"],
     "desk": ["desk.py"],
 }
 

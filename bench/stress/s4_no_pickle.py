@@ -62,8 +62,10 @@ def control(folder: Path) -> None:
 def train_and_resume(folder: Path) -> int:
     """`potluck train` with its local guest; again, resumed; and its report."""
     with Fleet(folder) as fleet:
-        fleet.train("--steps", "6", "--view", "plain", "--checkpoint-every", "2").succeeds(DEADLINE_S)
-        fleet.train("--resume", str(fleet.folder), "--steps", "10", "--view", "plain").succeeds(DEADLINE_S)
+        fleet.train("--steps", "6", "--view", "plain", "--checkpoint-every", "2", guests=1).succeeds(DEADLINE_S)
+        fleet.train("--resume", str(fleet.folder), "--steps", "10", "--view", "plain", guests=1).succeeds(
+            DEADLINE_S
+        )
         fleet.potluck("report", str(fleet.folder), name="report").succeeds(DEADLINE_S)
     return 5
 

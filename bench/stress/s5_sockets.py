@@ -54,15 +54,15 @@ def attempt(number: int, folder: Path, chance: random.Random) -> None:
 
 def train(folder: Path) -> None:
     with Fleet(folder) as fleet:
-        look("train", fleet.train("--steps", "6", "--view", "plain"), {"127.0.0.1"})
-        resumed = fleet.train("--resume", str(fleet.folder), "--steps", "8", "--view", "plain")
+        look("train", fleet.train("--steps", "6", "--view", "plain", guests=1), {"127.0.0.1"})
+        resumed = fleet.train("--resume", str(fleet.folder), "--steps", "8", "--view", "plain", guests=1)
         look("train --resume", resumed, {"127.0.0.1"})
         look("report", fleet.potluck("report", str(fleet.folder), name="report"), set())
 
 
 def alone(folder: Path) -> None:
     with Fleet(folder) as fleet:
-        look("train --guests 0", fleet.train("--guests", "0", "--steps", "4", "--view", "plain"), set())
+        look("train --guests 0", fleet.train("--steps", "4", "--view", "plain", guests=0), set())
         look("python script.py", fleet.python(str(JOB), "--steps", "20"), set())
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from potluck.device import pick
+from potluck.spec.config import RunConfig
+from potluck.spec.events import StepNotApplied
+from potluck.train.context import ALONE, RunContext
+from potluck.train.events import EventLog
+from potluck.train.run import Run
+from potluck.train.step import Step
 from support import fake_device
 
 fake_device.install()
@@ -192,3 +200,46 @@ def test_models_can_be_copied_and_their_states_loaded() -> None:
     assert other.norm.weight.sum().item() == 16
     other.load_state_dict({name: value.cpu() for name, value in model.state_dict().items()})
     assert other.norm.weight.sum().item() == 32
+
+
+def test_counts_that_lie_on_the_device_weigh_and_divide_there() -> None:
+    """`items=` as a tensor: of two steps the first has 28 items, the second none and is not applied."""
+    seen: list[Any] = []
+    device = pick("fake", threads=1)
+    log = EventLog(None, seen.append)
+    config = RunConfig(checkpoint_every=0, micro_batch=3)
+    run = Run(RunContext(role=ALONE, config=config, device=device, name="here", log=log))
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    model.to(FAKE)
+    points = [torch.tensor([float(i)]) for i in range(8)]
+    losses = []
+    for step in run.steps(model, torch.optim.SGD(model.parameters(), lr=0.01), points, global_batch=8, steps=2):
+        for x in step:
+            items = x.sum() * (step.index == 0)
+            loss = (x * model(x).square()).sum() / x.sum()
+            step.backward(loss, items=items)
+            assert isinstance(step.items_so_far(), Tensor)
+        losses.append(step.loss)
+    assert losses[0] == pytest.approx(sum(i**3 for i in range(8)) / 28)
+    assert math.isnan(losses[1] or 0.0)
+    assert model.weight.item() == pytest.approx(1 - 0.01 * sum(2 * i**3 for i in range(8)) / 28)
+    (event,) = [e for e in seen if isinstance(e, StepNotApplied)]
+    assert "items=0 for every batch" in event.reason
+
+
+def test_a_mean_over_nothing_leaves_no_trace_there() -> None:
+    """Without labels cross_entropy is NaN. Its count is not read, and still its gradient is none."""
+    weights = nn.Parameter(torch.ones(4, 3).to(FAKE))
+
+    def one_batch(step: Step) -> Iterator[int]:
+        step.hand_out(4)
+        yield 0
+
+    step = Step(0, one_batch, lambda samples: None, "mean", [weights])
+    for _ in step:
+        labels = torch.full((4,), -100).to(FAKE)
+        step.backward(F.cross_entropy(weights, labels), items=(labels != -100).sum())
+    assert weights.grad is not None
+    assert weights.grad.to("cpu").tolist() == torch.zeros(4, 3).tolist()
+    assert (step.loss_sum(), step.items()) == (0.0, 0.0)

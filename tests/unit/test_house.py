@@ -40,6 +40,7 @@ LAYERS = (
     ("doctor",),
     ("report", "lab", "fleet", "probe", "loggers"),
     ("cli", "hosting"),
+    ("integrations",),
     ("__init__", "__main__"),
 )
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}

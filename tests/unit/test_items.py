@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,7 +25,9 @@ SAMPLES = [torch.tensor([float(i)]) for i in range(8)]
 
 def launched(seen: list[Any] | None = None) -> RunContext:
     log = EventLog(None, seen.append if seen is not None else None)
-    return RunContext(role=ALONE, config=RunConfig(checkpoint_every=0), device=pick("cpu"), name="here", log=log)
+    return RunContext(
+        role=ALONE, config=RunConfig(checkpoint_every=0), device=pick("cpu", threads=1), name="here", log=log
+    )
 
 
 def line() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -32,6 +35,15 @@ def line() -> tuple[nn.Module, torch.optim.Optimizer]:
     nn.init.ones_(model.weight)
     nn.init.zeros_(model.bias)
     return model, torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Two would wait for each other longer than they compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("micro_batch", [1, 3, 8])

@@ -20,7 +20,8 @@ from potluck.hub.alone import AloneHub
 from potluck.hub.inputs import Packed
 from potluck.hub.parity import Reference
 from potluck.train import run as runs
-from potluck.train.data import Loader
+from potluck.train import torch_loader
+from potluck.train.step_loader import DataSetLoader
 from potluck.wire.tree import pack_tree, unpack_tree
 
 STEPS, BATCH, CHECKED = 6, 8, (1, 2, 4)
@@ -214,16 +215,18 @@ def test_others_read_after_the_common_batch_or_when_the_run_ends_in_it(
     checked: list[Table], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reading draws random numbers here: nobody else does while the common batch is computed."""
-    loaders: list[Loader] = []
+    loaders: list[DataSetLoader] = []
 
-    class Watched(Loader):
-        def __init__(self, dataset: Any, collate: Any) -> None:
-            super().__init__(dataset, collate)
+    class Watched(DataSetLoader):
+        def __init__(self, *given: Any, **keywords: Any) -> None:
+            super().__init__(*given, **keywords)
             loaders.append(self)
 
-    monkeypatch.setattr(runs, "Loader", Watched)
+    monkeypatch.setattr(torch_loader, "DataSetLoader", Watched)
     has_read = threading.Event()
-    reader = threading.Thread(target=lambda: (loaders[0].fetch([1]), has_read.set()), daemon=True)
+    reader = threading.Thread(
+        target=lambda: (loaders[0].fetch([BATCH * step.index + 1]), has_read.set()), daemon=True
+    )
     model = nn.Linear(6, 3)
     optimizer, run = torch.optim.SGD(model.parameters(), lr=0.1), potluck.start()
     steps = run.steps(model, optimizer, Data(), global_batch=BATCH, steps=STEPS, micro_batch=2)

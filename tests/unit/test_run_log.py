@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,23 @@ from support import sample_events as sample
 def started(file: Path, role: str = ALONE) -> Run:
     log = EventLog(file)
     return Run(
-        RunContext(role=role, config=RunConfig(checkpoint_every=0), device=pick("cpu"), name="here", log=log)
+        RunContext(
+            role=role, config=RunConfig(checkpoint_every=0), device=pick("cpu", threads=1), name="here", log=log
+        )
     )
 
 
 def logged(file: Path) -> list[tuple[int, dict[str, float | None]]]:
     return [(event.step, event.values) for event in events_in(file) if isinstance(event, Logged)]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Two would wait for each other longer than they compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def test_a_value_belongs_to_the_steps_that_are_finished(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ def started(folder: Path, *, resume: bool = False, every: int = 2) -> Run:
     context = RunContext(
         role=ALONE,
         config=RunConfig(checkpoint_every=every),
-        device=pick("cpu"),
+        device=pick("cpu", threads=1),
         name="here",
         log=EventLog(run_folder.events),
         folder=run_folder,
@@ -62,6 +63,15 @@ class Average:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.value.copy_(state["value"])
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Two would wait for each other longer than they compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def test_what_was_counted_goes_on_where_it_was(tmp_path: Path) -> None:

@@ -92,8 +92,8 @@ class StepEnded(_Event, frozen=True, kw_only=True, tag="step"):
     steps: Natural | None
     """Steps in total; null in an endless run."""
     loss: float | None
-    """Mean over all samples of the step; for a guest's samples, the loss that the guest reported. Null if it is not
-    finite."""
+    """Mean over all samples (or items) of the step; for a guest's samples, the loss that the guest reported. Null
+    if it is not finite."""
     applied: bool
     """Whether the update was made: false if the gradient was not finite (`step_not_applied`)."""
     step_s: float

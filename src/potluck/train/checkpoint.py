@@ -14,7 +14,7 @@ import contextlib
 import struct
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from potluck.durable import sync
 from potluck.errors import CheckpointError, NonFiniteError, RunFolderError
 from potluck.failpoints import hit
 from potluck.train import checkpoint_folder, optimizer_state, script_state
+from potluck.train.beginning import MOST_BUFFER_BYTES
 from potluck.train.optimizer_state import Stateful
 
 SHARD_BYTES = 256_000_000
@@ -387,6 +388,18 @@ class _Image:
 def can_be_checked(tensor: Tensor) -> bool:
     """Whether there is such a thing as a value that is not finite, and torch can find it."""
     return tensor.is_floating_point() and tensor.itemsize > 1
+
+
+def finite_state(model: nn.Module) -> Iterator[str]:
+    """The names in the model's state that are finite and must stay so: what is trained, and small buffers.
+
+    A mask may be made of infinities.
+    """
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    small = {name: b for name, b in model.named_buffers() if b.nbytes <= MOST_BUFFER_BYTES}
+    for name, tensor in {**trained, **small}.items():
+        if can_be_checked(tensor) and bool(tensor.detach().isfinite().all()):
+            yield name
 
 
 def _capture(snapshot: Snapshot) -> _Image:

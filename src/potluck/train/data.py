@@ -28,11 +28,15 @@ def epoch_order(samples: int, seed: int) -> Callable[[int], Sequence[int]]:
     return order
 
 
+def makes_data(given: Any) -> bool:
+    """Whether it is a function that returns a data set or a loader."""
+    # A class is a function that returns a data set, though it has the data set's attributes.
+    return isinstance(given, type) or (callable(given) and not hasattr(given, "__getitem__"))
+
+
 def opened(given: Any) -> Any:
     """The data set or the loader itself, where a function that makes one was given."""
-    # A class is a function that returns a data set, though it has the data set's attributes.
-    makes_one = isinstance(given, type) or (callable(given) and not hasattr(given, "__getitem__"))
-    return given() if makes_one else given
+    return given() if makes_data(given) else given
 
 
 class Loader:

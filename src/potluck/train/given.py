@@ -20,7 +20,10 @@ NO_SCALER = (
     "take the GradScaler out and use torch.autocast(run.device.type, dtype=torch.bfloat16): bf16 has the range of "
     "float32, so its gradients do not underflow and need no scaling"
 )
-ONE_OPTIMIZER = "put all parameters into one, as groups: torch.optim.AdamW([{'params': …, 'lr': …}, {'params': …}])"
+ONE_OPTIMIZER = (
+    "put all parameters into one, as groups: torch.optim.AdamW([{'params': …, 'lr': …}, {'params': …}]); "
+    "optimizers that take turns (a GAN) need a plain loop on one machine"
+)
 
 
 def check_model(model: Any) -> None:

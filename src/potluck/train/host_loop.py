@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from potluck.balance.leases import Least
 from potluck.balance.ledger import Ledger
 from potluck.errors import LoopError, NonFiniteError, RunFolderError
-from potluck.failpoints import hit
 from potluck.hub.actions import CommonBatch, StepResult
 from potluck.hub.alone import AloneHub
 from potluck.hub.host import HostHub
@@ -30,8 +29,8 @@ from potluck.spec.events import CheckpointFailed, CheckpointSaved, RunNote
 from potluck.train import given
 from potluck.train.bad_steps import BadSteps, StepFacts
 from potluck.train.batch_statistics import BatchStatistics
-from potluck.train.beginning import MOST_BUFFER_BYTES, Beginning, Buffers
-from potluck.train.checkpoint import CheckpointWriter, Loaded, Snapshot, can_be_checked
+from potluck.train.beginning import Beginning, Buffers
+from potluck.train.checkpoint import CheckpointWriter, Loaded, Snapshot, finite_state
 from potluck.train.context import RunContext
 from potluck.train.data import cloned, to_device
 from potluck.train.ending import Ending, Interrupted
@@ -44,7 +43,8 @@ from potluck.train.scheduling import Scheduling
 from potluck.train.step import TOTALS, SavedBytes, Step, mean_of
 from potluck.train.step_loader import StepLoader
 from potluck.train.telemetry import Telemetry
-from potluck.train.update import Update, own_norm, prepare_gradients
+from potluck.train.update import Collected, Update, own_norm, prepare_gradients
+from potluck.train.update_hooks import UpdateHooks
 
 TURN_S = 0.0002
 """How long Python's other threads may keep the one that feeds a device which queues its work. At Python's own 5 ms
@@ -91,7 +91,7 @@ class HostTrainer:
         before = parts.launch.log.sync
         self._writer = (
             CheckpointWriter(folder.checkpoints, on_saved=self._saved, on_failed=self._not_saved, before=before)
-            if folder
+            if folder and not parts.options.by_trainer
             else None
         )
         total = parts.loader.total_steps(parts.options.steps)
@@ -104,7 +104,9 @@ class HostTrainer:
         self._measuring = True
         """Whether the micro-batch under way is timed by itself, and not as one of several in flight."""
         self._scheduling = Scheduling(parts.options.scheduler)
-        self._step_update = Update(parts.optimizer, queues=bool(self._device.ahead))
+        self._step_update = Update(
+            parts.optimizer, queues=bool(self._device.ahead) and not parts.options.by_trainer
+        )
         self._bad = BadSteps(parts.launch.name, most=parts.launch.config.max_bad_steps)
         self._finite_at_first = frozenset(finite_state(parts.model))
         self._buffers: Buffers | None = None
@@ -129,8 +131,9 @@ class HostTrainer:
         self._last_save_failed: RunFolderError | NonFiniteError | None = None
         """Set where the loop was left and what it ended with could not be saved."""
         self._ending = Ending(self._end)
-        self._updating = False
-        self._hook = parts.optimizer.register_step_pre_hook(self._only_ours)
+        self._hooks = UpdateHooks(
+            parts.optimizer, hub.updating, over=lambda: self._ending.over, by_trainer=parts.options.by_trainer
+        )
         parts.launch.training_began(self._ending)
         parts.launch.steps_done = lambda: parts.ledger.step
 
@@ -164,6 +167,11 @@ class HostTrainer:
 
     def _next_step(self) -> Step | None:
         """None where there is nothing left to do."""
+        if self._hooks.waiting:
+            raise LoopError(
+                f"the trainer did not step its optimizer after step {self._p.ledger.step}",
+                hint="update the weights once a step, with the optimizer that the trainer was given",
+            )
         options, ledger, loader = self._p.options, self._p.ledger, self._p.loader
         before = time.monotonic()
         enough = options.steps is not None and ledger.step >= options.steps
@@ -200,7 +208,7 @@ class HostTrainer:
     def _end(self, reason: str) -> None:
         """Save, send everybody home and close the log's last line."""
         self._alike.close()  # where the loop's body failed in a common batch, somebody may still wait to read
-        if self._interrupted:
+        if self._interrupted or (self._p.options.by_trainer and self._p.launch.stop_requested()):
             reason = "interrupted"
         try:
             try:
@@ -218,7 +226,7 @@ class HostTrainer:
             raise
         finally:
             self._p.loader.close()
-            self._hook.remove()  # it keeps model and optimizer alive
+            self._hooks.close()
             sys.setswitchinterval(self._turn_s)
             self._hub.close(reason)
             self._telemetry.ended(self._done, self._loss, reason)
@@ -411,7 +419,18 @@ class HostTrainer:
 
     def _update(self, step: Step) -> None:
         """The weights' update, behind what the device has been given; what it came to is told when it is done."""
-        computed = time.monotonic()
+        collected = self._collect(step)
+        if self._p.options.by_trainer:
+            self._leave_to_trainer(collected)
+            return
+        with self._hooks.update():
+            assert self._buffers is not None
+            self._step_update.make(collected.finite, self._buffers)
+        self._updated(collected)
+
+    def _collect(self, step: Step) -> Collected:
+        """End the step with everybody: its mean gradient is in `.grad`."""
+        at = time.monotonic()
         if self._ranks is not None:
             self._finish()
         given.check_frozen(self._frozen)
@@ -419,21 +438,37 @@ class HostTrainer:
         own = own_norm(self._trained) if self._hub.members() else None
         whole = self._p.ledger.global_batch
         result = self._hub.end_step()
-        guests_loss = result.guests_loss_sum
-        options, samples = self._p.options, self._own_samples
         total = None if self._ranks is None else self._sum_of_ranks(step, result, whole)
         divisor = self._divisor(step, result.guests_items, whole, total)
-        norm = prepare_gradients(step.number, self._trained, options, self._p.model, divisor)
+        norm = prepare_gradients(step.number, self._trained, self._p.options, self._p.model, divisor)
         finite = norm.isfinite() if self._ranks is None else self._ranks.agree(norm.isfinite())
         if self._writer is not None:
             self._writer.before_update()
-        with self._hub.updating():
-            hit("host.before-update")
-            self._updating = True
+        return Collected(
+            step=step, result=result, at=at, divisor=divisor, norm=norm, own=own, finite=finite, total=total
+        )
+
+    def _leave_to_trainer(self, collected: Collected) -> None:
+        """The trainer steps its optimizer next. Without gradients that changes nothing."""
+        step = collected.step
+        if not bool(collected.finite):
             assert self._buffers is not None
-            self._step_update.make(finite, self._buffers)
-            self._updating = False
-            hit("host.updated")
+            self._buffers.put_back()
+            for parameter in self._trained:
+                parameter.grad = None
+        step.loss = mean_of(step.loss_sum() + collected.result.guests_loss_sum, float(collected.divisor))
+
+        def updated() -> None:
+            self._updated(collected)
+            self._returned = time.monotonic()
+
+        self._hooks.leave_to_trainer(updated)
+
+    def _updated(self, collected: Collected) -> None:
+        """Tell of a step whose update has been given to the device."""
+        step, result, divisor = collected.step, collected.result, collected.divisor
+        norm, own, finite, total = collected.norm, collected.own, collected.finite, collected.total
+        guests_loss, samples = result.guests_loss_sum, self._own_samples
         takes_loss = self._scheduling.takes_loss
         if not takes_loss:
             self._scheduling.step()
@@ -469,7 +504,7 @@ class HostTrainer:
             )
 
         step.loss_when_known(self._flight.finish)
-        self._flight.follows(computed, updated)
+        self._flight.follows(collected.at, updated)
         if not self._device.ahead or self._ranks is not None or takes_loss:
             self._flight.finish()
             if takes_loss:
@@ -497,7 +532,9 @@ class HostTrainer:
             with contextlib.suppress(Exception):  # of one error it is told, and this one ends the run
                 self._writer.wait()
         launch, saved = self._p.launch, self._saved_step
-        if launch.folder is None:
+        if self._p.options.by_trainer:
+            again = "go on from one of the trainer's own checkpoints, with a smaller learning rate"
+        elif launch.folder is None:
             again = "a script started with plain python keeps no checkpoints, one started by potluck host does"
         elif saved is None:
             again = "nothing was saved yet: start it again, with a smaller learning rate or with clip_norm"
@@ -538,19 +575,11 @@ class HostTrainer:
         names = [t.name for t in self._p.tensors.fingerprint if t.role == "trained"]
         self._ranks.compare_weights(names, self._trained, self._p.ledger.step)
 
-    def _only_ours(self, *ignored: Any) -> None:
-        if not self._updating and not self._ending.over:
-            if given.called_by_scaler():
-                raise LoopError("scaler.step() was called in the loop", hint=given.NO_SCALER)
-            raise LoopError(
-                "optimizer.step() was called in the loop; Potluck makes the update itself when the step is full",
-                hint="take optimizer.step() and optimizer.zero_grad() out of the loop",
-            )
-
     # -- stopping and saving ----------------------------------------------------------------------------
 
     def _stop_if_asked(self) -> None:
-        if self._p.launch.stop_requested():
+        # A trainer saves by itself: it ends after the step.
+        if self._p.launch.stop_requested() and not self._p.options.by_trainer:
             # The step under way is abandoned: a resumed run begins it again, from the same random numbers.
             if self._ranks is not None:
                 self._finish()
@@ -613,15 +642,3 @@ class HostTrainer:
     def _saved(self, step: int, path: Any, seconds: float) -> None:
         self._saved_step = step
         self._p.launch.log.emit(CheckpointSaved(step=step, path=str(path), seconds=round(seconds, 3)))
-
-
-def finite_state(model: nn.Module) -> Iterator[str]:
-    """The names in the model's state that are finite and must stay so: what is trained, and small buffers.
-
-    A mask may be made of infinities.
-    """
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    small = {name: b for name, b in model.named_buffers() if b.nbytes <= MOST_BUFFER_BYTES}
-    for name, tensor in {**trained, **small}.items():
-        if can_be_checked(tensor) and bool(tensor.detach().isfinite().all()):
-            yield name

@@ -41,13 +41,15 @@ class Options:
     micro_batch: int | None = None
     """Samples computed at once, on every machine without its own setting; found by measuring if not given."""
     loss_is: str = "mean"
-    """Whether the loss given to step.backward is the "mean" or the "sum" over the samples of the batch."""
+    """Whether the loss given to step.backward is the "mean" or the "sum" over its samples (or items)."""
     before_update: Callable[[nn.Module], None] | None = None
     """Called with the model once its gradients are complete, before clipping and the update (host, all ranks)."""
     also_save: Mapping[str, Stateful] = field(default_factory=dict)
     """More objects to save in checkpoints, by name; they need state_dict() and load_state_dict()."""
     tokens_per_sample: int | None = None
     """Tokens per sample; the view then shows tokens/s."""
+    by_trainer: bool = False
+    """A trainer clips the gradient, makes the update and saves: see `integrations`. No keyword of `run.steps`."""
 
     @property
     def usual_batch(self) -> int:

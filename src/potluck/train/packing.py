@@ -89,6 +89,13 @@ class HeldStep:
         else:
             self._content = unpacked_samples(packed)
 
+    @classmethod
+    def of(cls, samples: list[Any], collate: Collate) -> HeldStep:
+        """Of samples that are here already."""
+        held = cls([SAMPLES, len(samples), _Forms([]), torch.empty(0, dtype=torch.uint8)], collate, None)
+        held._content = samples
+        return held
+
     @property
     def sliced(self) -> bool:
         """Whether a part is a slice, which runs no code of the user's."""

@@ -43,6 +43,7 @@ from potluck.train.microbatch import MicroBatch
 from potluck.train.optimizer_state import Stateful
 from potluck.train.options import Options, make_options
 from potluck.train.packing import Collate
+from potluck.train.pushed import PushedLoader
 from potluck.train.rank_loop import (
     RankParts,
     RankTrainer,
@@ -117,6 +118,16 @@ class Run:
         return self._launch.role in (HOST, ALONE)
 
     @property
+    def is_resumed(self) -> bool:
+        """Whether this run goes on in the folder of an earlier one."""
+        return self._launch.resume
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether the person has asked for an end (Ctrl-C)."""
+        return self._launch.stop_requested()
+
+    @property
     def device(self) -> torch.device:
         """Where the model belongs on this machine."""
         return self._launch.device.torch_device
@@ -169,7 +180,7 @@ class Run:
             data: "sent": the host sends samples with the leases. "local": each guest has the data set itself.
             seed: random seed for the order of a data set's samples. A DataLoader has its own order.
             micro_batch: samples computed at once, on every machine without its own setting; measured if not given.
-            loss_is: whether step.backward is given the "mean" or the "sum" over the samples of the batch.
+            loss_is: whether step.backward is given the "mean" or the "sum" over its samples (or items).
             before_update: called with the model once its gradients are complete, before clipping and the update.
             also_save: more objects to save in checkpoints, by name; with state_dict() and load_state_dict().
             tokens_per_sample: shows tokens/s and, on known GPUs, their utilisation.
@@ -191,6 +202,7 @@ class Run:
             before_update=before_update,
             also_save=also_save or {},
             tokens_per_sample=tokens_per_sample,
+            by_trainer=isinstance(loader, PushedLoader),
         )
         check_model(model)
         if self._launch.ranks is not None:
@@ -233,8 +245,12 @@ class Run:
         launch.device.attach(model)
         loader = self._open_loader(options, given)
         objects = {**options.saved_objects(), **loader.objects()}
-        restored = restore(launch, options, model, optimizer, objects, loader, self.state)
-        ledger = Ledger(loader, step=restored.step if restored is not None else 0)
+        if isinstance(loader, PushedLoader):
+            restored, first = None, loader.first_step
+        else:
+            restored = restore(launch, options, model, optimizer, objects, loader, self.state)
+            first = restored.step if restored is not None else 0
+        ledger = Ledger(loader, step=first)
         options = dataclasses.replace(options, global_batch=self._usual_batch(loader, ledger))
         statistics = batch_statistics(model)
         least = least_samples(statistics, options.usual_batch)
@@ -269,6 +285,8 @@ class Run:
 
     def _open_loader(self, options: Options, given: Any) -> StepLoader:
         launch = self._launch
+        if isinstance(given, PushedLoader):
+            return given
 
         def note(text: str) -> None:
             launch.log.emit(RunNote(text=text))

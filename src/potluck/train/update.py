@@ -10,13 +10,16 @@ queues its work decides by itself, and nobody waits for it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from potluck.errors import LoopError
+from potluck.hub.actions import StepResult
 from potluck.train.beginning import Buffers
 from potluck.train.options import Options
+from potluck.train.step import Step
 
 TOLD = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 """These heed `found_inf`, as torch's GradScaler uses it; what is derived from them may not."""
@@ -84,6 +87,24 @@ def fuse(optimizer: torch.optim.Optimizer) -> None:
     for parameter, state in optimizer.state.items():  # of a run that goes on; torch kept the count on the CPU
         if isinstance(state.get("step"), Tensor):
             state["step"] = state["step"].to(parameter.device, torch.float32)
+
+
+@dataclass(slots=True, kw_only=True)
+class Collected:
+    """A step whose gradients are complete and whose update is still to be made."""
+
+    step: Step
+    result: StepResult
+    at: float
+    """When this machine's own samples were computed (monotonic)."""
+    divisor: float | Tensor
+    """The samples or items that the gradient is the mean of."""
+    norm: Tensor
+    own: Tensor | None
+    """The norm of this machine's own part, where there are guests."""
+    finite: Tensor
+    total: Tensor | None
+    """The summed loss of all ranks, where there are several."""
 
 
 class Update:

@@ -1,0 +1,300 @@
+"""The recipes of docs/guides/your-own-loop.md: each is run as it stands there, and beside it a plain loop.
+
+Alone on the CPU: what guests change is tested elsewhere.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from potluck.device import pick
+from potluck.spec.config import RunConfig
+from potluck.spec.events import Logged, RunEnded
+from potluck.train.context import ALONE, RunContext
+from potluck.train.events import EventLog, events_in
+from potluck.train.folder import RunFolder
+from potluck.train.run import Run
+
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "your-own-loop.md"
+EPOCHS, SAMPLES, BATCH = 4, 64, 16
+
+
+def recipe(title: str) -> str:
+    """The code below this heading."""
+    (code,) = re.findall(rf"^### {re.escape(title)}\n.*?```python\n(.*?)```", GUIDE.read_text("utf-8"), re.M | re.S)
+    return str(code)
+
+
+class Bits:
+    """A training in the making: what a recipe finds when it begins."""
+
+    def __init__(self, folder: Path, *, resume: bool = False) -> None:
+        numbers = torch.Generator().manual_seed(1)
+        points = torch.randn(SAMPLES, 6, generator=numbers)
+        labels = (points @ torch.randn(6, 3, generator=numbers)).argmax(1)
+        self.dataset = list(zip(points, labels))
+        self.validation = DataLoader(self.dataset[: SAMPLES // 4], batch_size=8)
+        self.loader = DataLoader(self.dataset, batch_size=BATCH)
+        torch.manual_seed(2)
+        self.model: Any = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
+        self.folder, self.resume = folder, resume
+        self.use(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+    def use(self, kind: Callable[..., torch.optim.Optimizer], **settings: Any) -> None:
+        self.optimizer = kind(self.model.parameters(), **settings)
+
+    def run(self, micro_batch: int | None = BATCH) -> Run:
+        self.folder.mkdir(exist_ok=True)
+        folder = RunFolder(self.folder)
+        context = RunContext(
+            role=ALONE,
+            config=RunConfig(checkpoint_every=0, micro_batch=micro_batch),
+            device=pick("cpu", threads=1),
+            name="here",
+            log=EventLog(folder.events),
+            folder=folder,
+            resume=self.resume,
+        )
+        return Run(context)
+
+    def follow(self, title: str, *, code: str | None = None, micro_batch: int | None = BATCH) -> dict[str, Any]:
+        """Run the recipe; the names that it leaves."""
+        names = {name: getattr(self, name) for name in ("model", "optimizer", "loader", "dataset", "validation")}
+        names |= {"run": self.run(micro_batch), "torch": torch, "F": F, "math": math, "safetensors": safetensors}
+        names |= {"DataLoader": DataLoader}
+        exec(compile(code or recipe(title), f"{GUIDE.name}: {title}", "exec"), names)
+        self.loader = names["loader"]
+        return names
+
+    def batches(self, epochs: int = EPOCHS) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """For the plain loop: the epoch's number and a batch."""
+        for epoch in range(epochs):
+            for x, y in self.loader:
+                yield epoch, x, y
+
+    def update(self, x: Tensor, y: Tensor) -> float:
+        """A plain step."""
+        self.optimizer.zero_grad()
+        loss = F.cross_entropy(self.model(x), y)
+        loss.backward()
+        self.optimizer.step()
+        return loss.item()
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Two would wait for each other longer than they compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Bits:
+    return Bits(tmp_path / "run")
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Bits:
+    return Bits(tmp_path / "plain")
+
+
+def assert_same(ours: nn.Module, theirs: nn.Module) -> None:
+    expected = theirs.state_dict()
+    assert ours.state_dict().keys() == expected.keys()
+    for name, tensor in ours.state_dict().items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("worse_after", [2, 0])
+def test_validation_best_weights_early_stop(
+    here: Bits, plain: Bits, worse_after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a rate that is far too large from some epoch on, validation gets worse and the loop is left."""
+    monkeypatch.chdir(tmp_path)
+    for each in (here, plain):
+        each.model.append(nn.BatchNorm1d(3))
+        each.use(torch.optim.SGD, lr=0.1)
+    left = worse_after + 3
+    code = recipe("Validation, the best weights, early stopping")
+    worse = f"loss = loss if step.epoch < {worse_after or 99} else 1e9 + step.epoch\n        model.train()"
+    names = here.follow("Validation", code=code.replace("model.train()", worse, 1).replace("epochs=50", "epochs=7"))
+    names["run"].close()  # a loop that was left ends in a moment
+    seen = events_in(here.folder / "events.jsonl")
+    values = [event.values["validation"] for event in seen if isinstance(event, Logged)]
+    (end,) = [event for event in seen if isinstance(event, RunEnded)]
+    epochs = left if worse_after else 7
+    assert (len(values), end.reason, end.step) == (epochs, "finished", epochs * len(plain.loader))
+    best, expected = math.inf, []
+    kept: dict[str, Tensor] = {}
+    for number, (epoch, x, y) in enumerate(plain.batches(epochs)):
+        plain.update(x, y)
+        if number % len(plain.loader) == len(plain.loader) - 1:
+            plain.model.eval()
+            with torch.no_grad():
+                loss = sum(F.cross_entropy(plain.model(x), y).item() for x, y in plain.validation)
+            plain.model.train()
+            expected.append(loss if epoch < (worse_after or 99) else 1e9 + epoch)
+            if expected[-1] < best:
+                best, kept = expected[-1], copy.deepcopy(plain.model.state_dict())
+    assert values == pytest.approx(expected, rel=1e-5)
+    assert_same(here.model, plain.model)
+    saved = safetensors.torch.load_file("best.safetensors")
+    assert all(torch.allclose(saved[name], tensor, atol=1e-6) for name, tensor in kept.items())
+
+
+@pytest.mark.parametrize("each", ["step", "epoch"])
+def test_schedulers(here: Bits, plain: Bits, each: str) -> None:
+    here.follow(f"A scheduler for each {each}")
+    schedulers = torch.optim.lr_scheduler
+    scheduler: Any
+    if each == "step":
+        per_epoch = len(plain.loader)
+        scheduler = schedulers.OneCycleLR(plain.optimizer, max_lr=0.1, epochs=EPOCHS, steps_per_epoch=per_epoch)
+    else:
+        scheduler = schedulers.StepLR(plain.optimizer, step_size=2, gamma=0.1)
+    for number, (_, x, y) in enumerate(plain.batches(), 1):
+        plain.update(x, y)
+        if each == "step" or number % len(plain.loader) == 0:
+            scheduler.step()
+    assert_same(here.model, plain.model)
+    assert here.optimizer.param_groups[0]["lr"] == plain.optimizer.param_groups[0]["lr"] != 0.1
+
+
+def test_reduce_on_plateau_over_a_loss_of_ones_own(here: Bits) -> None:
+    code = recipe("A scheduler for each epoch")
+    code = code.replace("StepLR(optimizer, step_size=2, gamma=0.1)", "ReduceLROnPlateau(optimizer, patience=0)")
+    here.follow("plateau", code=code.replace("scheduler.step()", "scheduler.step(float(step.epoch))"))
+    assert here.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.1**3), "worse in three of four epochs"
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_an_average_of_the_weights(here: Bits, plain: Bits, *, stopped: bool) -> None:
+    title = "An average of the weights (EMA)"
+    if stopped:
+        here.follow(title, code=recipe(title).replace("epochs=4", "epochs=2"))
+        here = Bits(here.folder, resume=True)
+    found = here.follow(title)["average"]
+    swa = torch.optim.swa_utils
+    expected = swa.AveragedModel(plain.model, multi_avg_fn=swa.get_ema_multi_avg_fn(0.9))
+    for _, x, y in plain.batches():
+        plain.update(x, y)
+        expected.update_parameters(plain.model)
+    assert_same(here.model, plain.model)
+    assert_same(found, expected)
+
+
+def test_gradient_accumulation(here: Bits, plain: Bits) -> None:
+    here.follow("Gradient accumulation", micro_batch=None)
+    plain.loader = DataLoader(plain.dataset, batch_size=8)
+    for number, (_, x, y) in enumerate(plain.batches(), 1):
+        (F.cross_entropy(plain.model(x), y) / 4).backward()
+        if number % 4 == 0:
+            plain.optimizer.step()
+            plain.optimizer.zero_grad()
+    assert_same(here.model, plain.model)
+
+
+def test_bf16_autocast(here: Bits, plain: Bits) -> None:
+    here.follow("bf16 autocast")
+    for _, x, y in plain.batches():
+        plain.optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = F.cross_entropy(plain.model(x), y)
+        loss.backward()
+        plain.optimizer.step()
+    for ours, theirs in zip(here.model.parameters(), plain.model.parameters()):
+        assert ours.dtype == torch.float32
+        assert (ours - theirs).norm() < 0.01 * theirs.norm(), "bf16 rounds the loss, not the weights"
+
+
+def test_torch_compile(here: Bits, plain: Bits, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the backend that needs no compiler."""
+    monkeypatch.setattr(nn.Module, "compile", functools.partialmethod(nn.Module.compile, backend="eager"))
+    here.follow("torch.compile")
+    assert here.model._compiled_call_impl is not None
+    for _, x, y in plain.batches():
+        plain.update(x, y)
+    assert_same(here.model, plain.model)
+
+
+class Words(nn.Module):
+    """With a body to freeze, a head to tie, and a part that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(3, 5)
+        self.body = nn.Linear(6, 5)
+        self.bias = nn.Parameter(torch.zeros(5))
+        self.head = nn.Linear(5, 3)
+        self.unused = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.embedding(x[:, 0].gt(0).long())
+        return self.head(torch.tanh(self.body(x) + self.bias) + first)
+
+
+def test_frozen_unused_and_tied_parameters_in_groups(here: Bits, plain: Bits) -> None:
+    for each in (here, plain):
+        torch.manual_seed(4)
+        each.model = Words()
+        each.use(torch.optim.SGD, lr=0.0)
+    before = copy.deepcopy(plain.model.state_dict())
+    title = "Frozen, unused and tied parameters, several groups"
+    names = here.follow(title)
+    made = {name: getattr(plain, name) for name in ("model", "optimizer", "loader")} | {"torch": torch}
+    exec(recipe(title).split("for step in")[0], made)
+    plain.optimizer = made["optimizer"]
+    for _, x, y in plain.batches():
+        plain.update(x, y)
+    assert_same(here.model, plain.model)
+    assert here.model.head.weight is here.model.embedding.weight
+    assert torch.equal(here.model.body.weight, before["body.weight"])
+    assert torch.equal(here.model.unused.weight, before["unused.weight"])
+    assert not torch.equal(here.model.embedding.weight, before["embedding.weight"])
+    assert [group["lr"] for group in names["optimizer"].param_groups] == [0.001, 0.01]
+
+
+@pytest.mark.parametrize("at_once", [16, 8, 2])
+def test_running_statistics_are_those_of_a_loop_with_the_same_micro_batches(
+    here: Bits, plain: Bits, at_once: int
+) -> None:
+    """Of the whole batch at once: those of a plain loop. Otherwise of one that accumulates."""
+    for each in (here, plain):
+        each.model.insert(1, nn.BatchNorm1d(12))
+        each.use(torch.optim.SGD, lr=0.1)
+    for step in here.run(at_once).steps(here.model, here.optimizer, here.loader, epochs=EPOCHS):
+        for x, y in step:
+            step.backward(F.cross_entropy(here.model(x), y))
+    for _, x, y in plain.batches():
+        plain.optimizer.zero_grad()
+        for part, labels in zip(x.split(at_once), y.split(at_once)):
+            (F.cross_entropy(plain.model(part), labels) * len(part) / len(x)).backward()
+        plain.optimizer.step()
+    assert_same(here.model, plain.model)
+    assert int(here.model[1].num_batches_tracked) == EPOCHS * SAMPLES // at_once
+
+
+def test_a_step_that_is_not_applied_leaves_no_trace_in_them(here: Bits) -> None:
+    here.model.insert(1, nn.BatchNorm1d(12))
+    here.use(torch.optim.SGD, lr=0.1)
+    counts = []
+    for step in here.run().steps(here.model, here.optimizer, here.loader, epochs=1):
+        for x, y in step:
+            step.backward(F.cross_entropy(here.model(x), y) * (math.nan if step.index == 1 else 1.0))
+        counts.append(int(here.model[1].num_batches_tracked))
+    assert counts == [1, 1, 2, 3]
