@@ -142,19 +142,16 @@ class MlflowClient:
         self._tracking = Tracking(tracking_uri=uri)
         known = self._tracking.get_experiment_by_name(PROJECT)
         experiment = known.experiment_id if known else self._tracking.create_experiment(PROJECT)
-        self._id = self._run_of(experiment)
-        if not step:  # MLflow refuses another value
-            entries = [Param(_mlflow_name(name), str(value)[:500]) for name, value in params.items()]
-            self._tracking.log_batch(self._id, params=entries)
-        return f"mlflow ui --backend-store-uri {shlex.quote(uri)}" if "://" in uri and uri[:4] != "http" else uri
-
-    def _run_of(self, experiment: str) -> str:
-        """The run of this folder: a resumed one is continued."""
         name = self._folder.name
         found = self._tracking.search_runs([experiment], f"tags.`mlflow.runName` = '{name}'", max_results=1)
         run = found[0] if found else self._tracking.create_run(experiment, run_name=name)
-        self._tracking.update_run(run.info.run_id, status="RUNNING")
-        return str(run.info.run_id)
+        self._id = run.info.run_id
+        if found:  # the run is resumed; MLflow refuses other values of its parameters
+            self._tracking.update_run(self._id, status="RUNNING")
+        else:
+            entries = [Param(_mlflow_name(name), str(value)[:500]) for name, value in params.items()]
+            self._tracking.log_batch(self._id, params=entries)
+        return f"mlflow ui --backend-store-uri {shlex.quote(uri)}" if "://" in uri and uri[:4] != "http" else uri
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         from mlflow.entities import Metric
