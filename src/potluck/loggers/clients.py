@@ -6,10 +6,9 @@ import logging
 import re
 import shlex
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -142,23 +141,17 @@ class MlflowClient:
         logging.getLogger("mlflow.store.db").setLevel(logging.WARNING)  # the steps that make a new file
         self._tracking = Tracking(tracking_uri=uri)
         known = self._tracking.get_experiment_by_name(PROJECT)
-        # Nothing is stored there: without a place in the run folder an empty one would be made here.
-        place = (self._folder.resolve() / "mlflow-artifacts").as_uri() if file.as_posix() in uri else None
-        experiment = known.experiment_id if known else self._tracking.create_experiment(PROJECT, place)
-        self._id = self._run_of(experiment)
-        if not step:  # MLflow refuses another value
+        experiment = known.experiment_id if known else self._tracking.create_experiment(PROJECT)
+        name = self._folder.name
+        found = self._tracking.search_runs([experiment], f"tags.`mlflow.runName` = '{name}'", max_results=1)
+        run = found[0] if found else self._tracking.create_run(experiment, run_name=name)
+        self._id = run.info.run_id
+        if found:  # the run is resumed; MLflow refuses other values of its parameters
+            self._tracking.update_run(self._id, status="RUNNING")
+        else:
             entries = [Param(_mlflow_name(name), str(value)[:500]) for name, value in params.items()]
             self._tracking.log_batch(self._id, params=entries)
         return f"mlflow ui --backend-store-uri {shlex.quote(uri)}" if "://" in uri and uri[:4] != "http" else uri
-
-    def _run_of(self, experiment: str) -> str:
-        """The run of this folder: a resumed one is continued."""
-        name = self._folder.name
-        wanted = f"tags.`mlflow.runName` = '{name}'" if "'" not in name else ""
-        found = self._tracking.search_runs([experiment], wanted, max_results=1) if wanted else []
-        run = found[0] if found else self._tracking.create_run(experiment, run_name=name)
-        self._tracking.update_run(run.info.run_id, status="RUNNING")
-        return str(run.info.run_id)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         from mlflow.entities import Metric
@@ -198,10 +191,8 @@ class TrackioClient:
     def begin(self, params: Mapping[str, Any], step: int) -> str:
         import trackio
 
-        with _silenced():
-            self._run = trackio.init(
-                project=PROJECT, name=self._name, config=dict(params), resume="allow", embed=False
-            )
+        with redirect_stdout(sys.stderr):  # it prints, and stdout may have the events of --json
+            self._run = trackio.init(PROJECT, self._name, config=dict(params), resume="allow", embed=False)
         return f"trackio show --project {PROJECT}"
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
@@ -210,30 +201,5 @@ class TrackioClient:
     def close(self) -> None:
         import trackio
 
-        with _silenced():
+        with redirect_stdout(sys.stderr):
             trackio.finish()
-
-
-@contextmanager
-def _silenced() -> Iterator[None]:
-    """Inside, what this thread prints is dropped: Trackio prints to stdout, where `--json` has its events."""
-    before = sys.stdout
-    sys.stdout = mute = _Mute(before)
-    try:
-        yield
-    finally:
-        if sys.stdout is mute:
-            sys.stdout = before
-
-
-class _Mute:
-    """A stream as it was, for all threads but this one."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream, self._thread = stream, threading.get_ident()
-
-    def write(self, text: str) -> int:
-        return len(text) if threading.get_ident() == self._thread else self._stream.write(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
