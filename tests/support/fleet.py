@@ -14,8 +14,10 @@ from __future__ import annotations
 import json
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import psutil
@@ -37,8 +39,15 @@ class Fleet(Processes):
     def __init__(self, folder: Path, *, fork: bool = True) -> None:
         super().__init__(folder, fork=fork)
         self.runs = folder / "runs"
-        self.temporary = folder / "tmp"
-        self.temporary.mkdir(parents=True)
+        # Outside of `folder`, whose name may be too long for the sockets of torch's worker processes.
+        self._temporary = tempfile.TemporaryDirectory(prefix="fleet-", ignore_cleanup_errors=True)
+        self.temporary = Path(self._temporary.name)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        self._temporary.cleanup()
 
     # -- starting ----------------------------------------------------------------------------------------
 

@@ -58,6 +58,7 @@ def training(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> tuple[GuestTrainer, A
         tensors=SimpleNamespace(trained=[], layout=None),
         options=SimpleNamespace(loss_is="mean"),
         micro=None,
+        loader=None,
     )
     return GuestTrainer(parts), launch  # type: ignore[arg-type]
 

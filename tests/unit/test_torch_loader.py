@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing as mp
 import os
 import random
 import signal
@@ -363,6 +364,11 @@ def test_a_leases_samples_are_gone_with_their_step() -> None:
     assert ledger.global_batch == 5
 
 
+def worker_processes() -> list[psutil.Process]:
+    """The worker processes of loaders: other tests of this process may have left it a server of processes."""
+    return [child for child in psutil.Process().children() if child.pid in {p.pid for p in mp.active_children()}]
+
+
 # -- streams ------------------------------------------------------------------------------------------------
 
 
@@ -605,7 +611,7 @@ def test_samples_by_their_indices(workers: int) -> None:
     assert reader.fetch([3])["index"].tolist() == [3]
     reader.close()
     assert batch == 5
-    assert not psutil.Process().children()
+    assert not worker_processes()
 
 
 # -- what cannot be ------------------------------------------------------------------------------------------
@@ -679,14 +685,14 @@ def test_a_worker_that_dies_is_told_where_its_samples_are_needed(how: str, monke
     monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.1,))
     loader = TorchLoader(DataLoader(Dies(how), batch_size=2, num_workers=1), epochs=1)  # type: ignore[arg-type]
     loader.next_step()
-    (worker,) = psutil.Process().children()
+    (worker,) = worker_processes()
     deadline = time.monotonic() + 20
     while worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
         sum(range(1000))  # a signal would be handled here
     with pytest.raises(DataError, match="a worker process of the loader died: DataLoader worker"):
         loader.ready()
     loader.close()
-    assert not psutil.Process().children()
+    assert not worker_processes()
 
 
 @pytest.mark.parametrize(
@@ -731,6 +737,6 @@ def test_no_worker_outlives_the_loader(persistent: bool) -> None:
     loader = TorchLoader(LOADERS["shuffled"](num_workers=2, persistent_workers=persistent))
     loader.next_step()
     loader.ready()
-    assert len(psutil.Process().children()) == 2
+    assert len(worker_processes()) == 2
     loader.close()
-    assert not psutil.Process().children()
+    assert not worker_processes()

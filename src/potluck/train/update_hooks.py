@@ -45,11 +45,16 @@ class UpdateHooks:
     @contextmanager
     def update(self) -> Iterator[None]:
         """Inside, the loop makes the update itself."""
-        with self._changing():
-            hit("host.before-update")
+        with self._made():
             self._ours = True
             yield
             self._ours = False
+
+    @contextmanager
+    def _made(self) -> Iterator[None]:
+        with self._changing():
+            hit("host.before-update")
+            yield
             hit("host.updated")
 
     def leave_to_trainer(self, then: Callable[[], None]) -> None:
@@ -66,8 +71,7 @@ class UpdateHooks:
         if self._ours or self._over():
             return
         if self._then is not None:
-            self._inside.enter_context(self._changing())
-            hit("host.before-update")
+            self._inside.enter_context(self._made())
             return
         if given.called_by_scaler():
             raise LoopError("scaler.step() was called in the loop", hint=given.NO_SCALER)
@@ -86,5 +90,4 @@ class UpdateHooks:
         self._inside.close()
         if then is None or self._over():
             return
-        hit("host.updated")
         then()
