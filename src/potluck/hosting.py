@@ -250,6 +250,7 @@ class HostedRun(Run):
         self._session = Session(spec, self._environment, view, guests=LocalGuests, listener=listener, signals=False)
         self._session.__enter__()
         self._launch, self._left = self._session.context, False
+        self._launch.interruption = KeyboardInterrupt  # Python then ends with the status of Ctrl-C
         self._session.on_close(_at_the_end(self.close, lambda thread: thread is self._thread))
         if (shell := cells.shell()) is not None:
             shell.events.register("post_run_cell", self._after_cell)

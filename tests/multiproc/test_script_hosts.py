@@ -98,7 +98,7 @@ def test_ctrl_c_in_the_loop(fleet: Fleet) -> None:
     host, ann = begun(fleet, "never")
     fleet.wait_for_step(host, 3)
     host.signal(signal.SIGINT)
-    host.wait(DEADLINE_S)
+    assert host.wait(DEADLINE_S) == -signal.SIGINT, "as any Python script that is interrupted: 130 in a shell"
     ann.succeeds(DEADLINE_S)
     assert "the run is over: interrupted" in ann.stdout()
     assert f"go on with: potluck.start(host=True, resume='{fleet.folder}')" in host.stderr()

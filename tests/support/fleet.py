@@ -38,6 +38,7 @@ class Fleet(Processes):
 
     def __init__(self, folder: Path, *, fork: bool = True) -> None:
         super().__init__(folder, fork=fork)
+        folder.mkdir(parents=True, exist_ok=True)
         self.runs = folder / "runs"
         # Outside of `folder`, whose name may be too long for the sockets of torch's worker processes.
         self._temporary = tempfile.TemporaryDirectory(prefix="fleet-", ignore_cleanup_errors=True)

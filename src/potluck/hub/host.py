@@ -94,7 +94,7 @@ class HostHub:
             ready = len(self._protocol.synced())
             who = ", ".join(f"{m.name} is {m.state}" for m in self._protocol.members.values())
         raise GuestsMissingError(
-            f"{ready} of {count} guests were ready after {timeout_s:.0f} s ({who or 'nobody came'})",
+            f"{ready} of {count} guests were ready after {timeout_s:.0f} s ({who or 'nobody is there now'})",
             hint="type the join command on the other machines, or start with --wait-for 0",
         )
 

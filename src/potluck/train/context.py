@@ -70,6 +70,8 @@ class RunContext:
     """How many steps of the training are finished."""
     began: bool = False
     """Whether the script has reached its training loop."""
+    interruption: type[KeyboardInterrupt] = Interrupted
+    """What a training that is asked to stop raises in the script."""
     failure: str = ""
     """On a guest: why its script failed, for the person at the host; set before the training is ended."""
     _stop: threading.Event = field(default_factory=threading.Event)

@@ -34,7 +34,7 @@ from potluck.train.beginning import Beginning, Buffers
 from potluck.train.checkpoint import CheckpointWriter, Loaded, Snapshot, finite_state
 from potluck.train.context import RunContext
 from potluck.train.data import cloned, to_device
-from potluck.train.ending import Ending, Interrupted
+from potluck.train.ending import Ending
 from potluck.train.flight import Flight
 from potluck.train.microbatch import MicroBatch
 from potluck.train.options import Options
@@ -595,7 +595,7 @@ class HostTrainer:
             if self._beginning is not None:
                 self._beginning.undo()
             self._interrupted = True
-            raise Interrupted
+            raise self._p.launch.interruption
 
     @contextlib.contextmanager
     def _saving(self) -> Iterator[None]:
