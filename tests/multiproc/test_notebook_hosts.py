@@ -117,7 +117,7 @@ def last():
 """.replace("RUNS", repr(others))
         kernel.run(loop)
         token = kernel.says("print(run.token)")
-        assert kernel.fails("train(2, interrupt)") == "Interrupted"
+        assert kernel.fails("train(2, interrupt)") == "KeyboardInterrupt"
         assert kernel.says("print(last())") == "('run_end', 'interrupted', 3, ['step-00000003'], False, [])\n"
         # The cell is run again: a new run, which the same line joins.
         assert kernel.fails("train(1, fail)") == "ValueError"
