@@ -43,12 +43,17 @@ class Fleet(Processes):
         # Outside of `folder`, whose name may be too long for the sockets of torch's worker processes.
         self._temporary = tempfile.TemporaryDirectory(prefix="fleet-", ignore_cleanup_errors=True)
         self.temporary = Path(self._temporary.name)
+        self._left_at_end: list[str] | None = None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         super().__exit__(kind, error, trace)
+        self._left_at_end = self._left()
         self._temporary.cleanup()
+
+    def _left(self) -> list[str]:
+        return [p.name for p in self.temporary.iterdir() if not p.name.startswith(("torchinductor", "flight-"))]
 
     # -- starting ----------------------------------------------------------------------------------------
 
@@ -157,7 +162,7 @@ class Fleet(Processes):
         """No port is open and no temporary file lies about."""
         assert not port_is_open(self.port), f"something still listens on {self.port}"
         # torch keeps a folder of its own there, for code it compiles; a guest's record of a fault is meant to stay.
-        left = [p.name for p in self.temporary.iterdir() if not p.name.startswith(("torchinductor", "flight-"))]
+        left = self._left() if self._left_at_end is None else self._left_at_end
         assert not left, f"temporary files: {left}"
 
 
