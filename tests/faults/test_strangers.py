@@ -198,6 +198,7 @@ def test_a_guest_whose_connection_has_the_number_of_a_stranger_who_left_is_no_st
         assert watch._spoke == {}
 
 
+@pytest.mark.alone
 def test_a_guest_that_was_crowded_out_is_not_told_for_certain_that_its_token_is_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
