@@ -74,7 +74,6 @@ def test_ctrl_c_ends_every_rank(tmp_path: Path) -> None:
         assert bench.stderr().split() == ["interrupted"]  # once, not by every rank
 
 
-@pytest.mark.alone  # on a busy machine a rank may hear of another one's end before its own
 def test_a_reader_that_has_seen_enough_ends_every_rank_without_a_word(tmp_path: Path) -> None:
     """However late the process that started them hears of it: a rank that ended by itself would be reported."""
     sizes = ",".join(str(4 * (1000 + n)) for n in range(2000))  # a line at a time, for longer than the test takes

@@ -15,7 +15,7 @@ import click
 
 from potluck import checked
 from potluck.cli._app import INTERRUPTED, LazyGroup, Verb
-from potluck.errors import ScriptError, UserError
+from potluck.errors import RankGoneError, ScriptError, UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -217,6 +217,11 @@ def _unfit(name: str) -> str:
 # -- ranks ----------------------------------------------------------------------------------------------
 
 
+OWN_END_S = 1.0
+"""A rank that finds another one gone waits this long: as a rule the process that started both ends it now, and
+reports the cause."""
+
+
 def is_rank() -> bool:
     """Whether this process was started as one of several ranks, by torchrun or by us."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
@@ -258,6 +263,10 @@ def joined(names: list[str], parent: int | None) -> Iterator[tuple[dict[str, Any
             except BrokenPipeError:
                 if parent is not None and reader_is_gone():
                     time.sleep(GRACE_S)
+                raise
+            except RankGoneError:
+                if parent is not None:
+                    time.sleep(OWN_END_S)
                 raise
             # Not where something failed: to leave in order would be to wait for those who do not come.
             dist.barrier()
