@@ -215,12 +215,12 @@ class HostedRun(Run):
         """In which the loop runs."""
         self._open(spec)
         super().__init__(self._session.context)
-        if self._launch.role != RANK:
+        if self._context.role != RANK:
             self._tell_join_line()
 
     @functools.wraps(Run.steps)
     def steps(self, *given: Any, **keywords: Any) -> Iterator[Step]:  # type: ignore[override]
-        if self._launch.began or self._session.closed:
+        if self._context.began or self._session.closed:
             self._reopen()
         session, self._thread = self._session, threading.current_thread()
         try:
@@ -235,11 +235,11 @@ class HostedRun(Run):
     @property
     def is_training(self) -> bool:
         """Whether its loop has been entered and not left."""
-        return self._launch.training and not self._left and not self._session.closed
+        return self._context.training and not self._left and not self._session.closed
 
     def close(self, error: BaseException | None = None) -> None:
         """End the run: the training, if one is under way, then guests, port, view and run folder."""
-        if error is None and not self._launch.began:
+        if error is None and not self._context.began:
             error = LoopError("ended without reaching run.steps()")  # its folder is not kept
         self._session.close(error)
 
@@ -249,8 +249,8 @@ class HostedRun(Run):
         listener, view = loggers(spec.config.log), make_view(self._view)
         self._session = Session(spec, self._environment, view, guests=LocalGuests, listener=listener, signals=False)
         self._session.__enter__()
-        self._launch, self._left = self._session.context, False
-        self._launch.interruption = KeyboardInterrupt  # Python then ends with the status of Ctrl-C
+        self._context, self._left = self._session.context, False
+        self._context.interruption = KeyboardInterrupt  # Python then ends with the status of Ctrl-C
         self._session.on_close(_at_the_end(self.close, lambda thread: thread is self._thread))
         if (shell := cells.shell()) is not None:
             shell.events.register("post_run_cell", self._after_cell)
@@ -258,15 +258,15 @@ class HostedRun(Run):
 
     def _reopen(self) -> None:
         """A new run with the keys and port of the last one: the same join line works."""
-        admission = self._launch.admission
-        self._launch.finish_training()
+        admission = self._context.admission
+        self._context.finish_training()
         self.close()
         spec = replace(self._spec, resume=None)
         if admission is not None:
             config = msgspec.structs.replace(spec.config, port=admission.socket.port)
             spec = replace(spec, keys=admission.keys, config=config)
         self._open(spec)
-        if self._launch.role != RANK and not spec.guests and self._view != "quiet":
+        if self._context.role != RANK and not spec.guests and self._view != "quiet":
             self._say("a new run; the same line as before joins it")
 
     def _living(self, session: Session, steps: Iterator[Step]) -> Iterator[Step]:
@@ -303,7 +303,7 @@ class HostedRun(Run):
         if shell is None:
             return
         self._cell = shell.execution_count
-        if self._send is not None and self._launch.admission is not None:
+        if self._send is not None and self._context.admission is not None:
             found = cells.cells_of(shell.history_manager.input_hist_raw[: self._cell + 1], _loops)
             script = with_files(cells.as_script(found), self._send, Path.cwd())
             python = replace(script, contents=(cells.as_python(found), *script.contents[1:]))
@@ -315,7 +315,7 @@ class HostedRun(Run):
     def _after_cell(self, result: Any) -> None:
         """A cell has ended: a loop that it left has ended, and if the cell failed, so has its training."""
         error = result.error_before_exec or result.error_in_exec
-        if self._left or (error is not None and self._launch.began and result.execution_count == self._cell):
+        if self._left or (error is not None and self._context.began and result.execution_count == self._cell):
             self.close(error)
 
 

@@ -34,11 +34,11 @@ def launched(folder: Path | None = None, *, resume: bool = False) -> RunContext:
     )
 
 
-def trained(model: Any, optimizer: Any, launch: RunContext | None = None, **keywords: Any) -> list[float]:
+def trained(model: Any, optimizer: Any, context: RunContext | None = None, **keywords: Any) -> list[float]:
     """Train; the learning rate after each step."""
     rates = []
     keywords = {"global_batch": 4, "micro_batch": 4, "steps": 3, **keywords}
-    for step in Run(launch or launched()).steps(model, optimizer, SAMPLES, **keywords):
+    for step in Run(context or launched()).steps(model, optimizer, SAMPLES, **keywords):
         for batch in step:
             step.backward(model(batch).square().mean())
         rates.append(optimizer.param_groups[0]["lr"])
@@ -129,10 +129,10 @@ def test_a_layer_that_is_unfrozen_during_the_training_is_named() -> None:
 
 
 def test_a_guest_needs_no_optimizer() -> None:
-    launch = launched()
-    launch.role = GUEST
+    context = launched()
+    context.role = GUEST
     with pytest.raises(AssertionError):  # it gets as far as its link, which this one has not
-        Run(launch).steps(nn.Linear(2, 1), None, SAMPLES, global_batch=4)  # type: ignore[arg-type]
+        Run(context).steps(nn.Linear(2, 1), None, SAMPLES, global_batch=4)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("scale", "words"), [(2.0**16, "the loss was scaled"), (8.0, r"scaler\.step\(\) was")])
@@ -185,10 +185,10 @@ def test_its_state_is_saved_and_goes_on(tmp_path: Path) -> None:
     found = []
     for steps in (3, 8):
         model, optimizer, scheduler = make()
-        launch = launched(folder, resume=steps == 8)
+        context = launched(folder, resume=steps == 8)
         keywords = {"scheduler": scheduler, "steps": steps, "global_batch": 8, "micro_batch": 8}
-        found += trained(model, optimizer, launch, **keywords)
-        launch.log.close()
+        found += trained(model, optimizer, context, **keywords)
+        context.log.close()
     assert found == expected
 
 
@@ -266,9 +266,9 @@ def test_a_run_alone_says_what_deserves_a_look(capsys: pytest.CaptureFixture[str
 def test_a_batch_that_is_larger_than_the_data_set_is_told(tmp_path: Path) -> None:
     folder = new_folder(tmp_path, "x").path
     model = nn.Linear(2, 1)
-    launch = launched(folder)
-    assert len(trained(model, sgd(model), launch, global_batch=20)) == 3
-    launch.log.close()
+    context = launched(folder)
+    assert len(trained(model, sgd(model), context, global_batch=20)) == 3
+    context.log.close()
     (note,) = [e.text for e in read_events(folder) if isinstance(e, RunNote)]
     assert note.startswith("a step of 20 samples is more than the data set has (8)")
 

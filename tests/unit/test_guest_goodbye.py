@@ -50,9 +50,9 @@ class Hub:
 def training(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> tuple[GuestTrainer, Any]:
     monkeypatch.setattr(guest_loop, "Overlap", lambda *ignored: SimpleNamespace(remove=lambda: None))
     device: Any = SimpleNamespace(attach=lambda model: None)
-    launch = RunContext(role=GUEST, config=RunConfig(), device=device, name="here", log=EventLog(None))
+    context = RunContext(role=GUEST, config=RunConfig(), device=device, name="here", log=EventLog(None))
     parts = SimpleNamespace(
-        launch=launch,
+        context=context,
         hub=hub,
         model=nn.Linear(1, 1),
         tensors=SimpleNamespace(trained=[], layout=None),
@@ -60,12 +60,12 @@ def training(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> tuple[GuestTrainer, A
         micro=None,
         loader=None,
     )
-    return GuestTrainer(parts), launch  # type: ignore[arg-type]
+    return GuestTrainer(parts), context  # type: ignore[arg-type]
 
 
 def test_whoever_opened_the_training_says_why_the_loop_was_left(monkeypatch: pytest.MonkeyPatch) -> None:
     hub = Hub()
-    trainer, launch = training(hub, monkeypatch)
+    trainer, context = training(hub, monkeypatch)
 
     def script() -> None:
         for _ in trainer.steps():
@@ -75,9 +75,9 @@ def test_whoever_opened_the_training_says_why_the_loop_was_left(monkeypatch: pyt
     with pytest.raises(ValueError, match="a bug"):
         script()
     assert hub.goodbyes == []
-    launch.failure = "its script failed with ValueError: a bug"
-    launch.end_training(launch.failure)
-    launch.end_training("left")
+    context.failure = "its script failed with ValueError: a bug"
+    context.end_training(context.failure)
+    context.end_training("left")
     assert hub.goodbyes == [("its script failed with ValueError: a bug", True)]
 
 

@@ -64,8 +64,8 @@ def ends(folder: Path) -> list[tuple[str, int]]:
 
 
 def port_of(run: HostedRun) -> int:
-    assert run._launch.admission is not None
-    return run._launch.admission.socket.port
+    assert run._context.admission is not None
+    return run._context.admission.socket.port
 
 
 def test_the_run_ends_with_its_loop_and_a_second_loop_is_a_new_run(
@@ -164,7 +164,7 @@ def test_a_process_that_the_loop_forks_leaves_the_run_to_its_parent(hosted: Call
             steps.close()  # type: ignore[attr-defined]
             sys.excepthook(ValueError, ValueError("boom"), None)
             run.close()
-            run._launch.end_training("failed")
+            run._context.end_training("failed")
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
         assert ends(folder.path) == []
@@ -212,7 +212,7 @@ def test_a_run_is_resumed_by_its_id(hosted: Callable[..., HostedRun]) -> None:
     folder = run._session.folder
     again = hosted(resume=folder.id)
     assert again.token == run.token
-    assert again._launch.config.codec == "int8"
+    assert again._context.config.codec == "int8"
     trained(again, steps=3)
     assert ends(folder.path) == [("finished", 2), ("finished", 3)]
 

@@ -241,6 +241,6 @@ def test_others_read_after_the_common_batch_or_when_the_run_ends_in_it(
         break
     reader.start()
     assert not has_read.wait(0.1), "somebody read while the common batch was computed"
-    run._launch.end_training("failed")  # as the command line does where a script has failed
+    run._context.end_training("failed")  # as the command line does where a script has failed
     reader.join(10)
     assert has_read.is_set()

@@ -269,7 +269,7 @@ def test_a_handler_that_somebody_set_meanwhile_stays(tmp_path: Path) -> None:
 def test_how_the_process_was_started_is_set_for_a_while(tmp_path: Path) -> None:
     with session(tmp_path, role=ALONE) as opened:
         with launched(opened.context):
-            assert potluck.start()._launch is opened.context
+            assert potluck.start()._context is opened.context
             started = current()
             assert started is not None
             with pytest.raises(AttributeError):

@@ -30,11 +30,11 @@ def table(events: list[Any]) -> tuple[Telemetry, Member, StepResult]:
     )
     device = SimpleNamespace(peak_flops=None, label="cpu")
     log = SimpleNamespace(emit=events.append)
-    launch: Any = SimpleNamespace(role=HOST, name="tower", device=device, log=log, folder=None)
+    context: Any = SimpleNamespace(role=HOST, name="tower", device=device, log=log, folder=None)
     options: Any = SimpleNamespace(usual_batch=8, tokens_per_sample=None)
     hub: Any = SimpleNamespace(members=lambda: [guest], host_sample_s=lambda: 0.1, traffic=lambda: (0, 0))
     result = StepResult(samples={"tower": 8}, predicted_s=None, wait_s=0.0, dropped_samples=0, taken_back_samples=0)
-    return Telemetry(launch, options, hub, total_steps=9), guest, result
+    return Telemetry(context, options, hub, total_steps=9), guest, result
 
 
 def test_no_speed_up_is_claimed_before_a_guest_has_contributed() -> None:

@@ -33,7 +33,7 @@ from potluck.train.step import SavedBytes, Step
 class GuestParts:
     """What a guest computes with."""
 
-    launch: RunContext
+    context: RunContext
     options: Options
     model: nn.Module
     tensors: ModelTensors
@@ -48,7 +48,7 @@ class GuestTrainer:
 
     def __init__(self, parts: GuestParts) -> None:
         self._p = parts
-        self._hub, self._device = parts.hub, parts.launch.device
+        self._hub, self._device = parts.hub, parts.context.device
         self._device.attach(parts.model)
         self._overlap = Overlap(parts.model, parts.tensors.trained, parts.tensors.layout)
         self._work: Work | None = None
@@ -59,10 +59,10 @@ class GuestTrainer:
         self._samples = 0
         self._seconds = 0.0
         self._ending = Ending(self._end)
-        parts.launch.training_began(self._ending)
+        parts.context.training_began(self._ending)
 
     def steps(self) -> Iterator[Step]:
-        log = self._p.launch.log
+        log = self._p.context.log
         self._hub.note = lambda text: log.emit(RunNote(text=text))
         self._hub.open(lambda: (self._p.micro.size(), self._p.micro.most()))
         step: Step | None = None
@@ -97,8 +97,8 @@ class GuestTrainer:
         self._overlap.remove()
         if self._p.loader is not None:
             self._p.loader.close()
-        self._hub.close(reason, failed=bool(self._p.launch.failure))
-        self._p.launch.log.emit(GuestEnded(samples=self._samples, compute_s=round(self._seconds, 3)))
+        self._hub.close(reason, failed=bool(self._p.context.failure))
+        self._p.context.log.emit(GuestEnded(samples=self._samples, compute_s=round(self._seconds, 3)))
 
     def _batches(self, step: Step) -> Iterator[Any]:
         work = self._work
@@ -148,7 +148,7 @@ class GuestTrainer:
         self._hub.finish(work, count=count, loss_sum=loss_sum, items=step.items(), compute_s=self._compute_s)
         self._samples += count
         self._seconds += self._compute_s
-        self._p.launch.log.emit(
+        self._p.context.log.emit(
             Delivered(
                 step=work.step + 1,
                 samples=count,

@@ -61,7 +61,7 @@ not waited for. Guests stand idle for as long: it is what Python needs between t
 class Parts:
     """What is trained, and with what."""
 
-    launch: RunContext
+    context: RunContext
     options: Options
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -81,24 +81,24 @@ class HostTrainer:
 
     def __init__(self, parts: Parts, hub: HostHub | AloneHub) -> None:
         self._p, self._hub = parts, hub
-        self._device = parts.launch.device
+        self._device = parts.context.device
         self._turn_s = sys.getswitchinterval()
         if self._device.ahead:
             sys.setswitchinterval(TURN_S)
         self._trained = parts.tensors.trained
         self._frozen = {n: t for n, t in parts.tensors.fixed.items() if isinstance(t, nn.Parameter)}
-        folder = parts.launch.folder
+        folder = parts.context.folder
         # The log goes to the disk first: after a power cut it tells of every step up to the checkpoint.
-        before = parts.launch.log.sync
+        before = parts.context.log.sync
         self._writer = (
             CheckpointWriter(folder.checkpoints, on_saved=self._saved, on_failed=self._not_saved, before=before)
             if folder and not parts.options.by_trainer
             else None
         )
         total = parts.loader.total_steps(parts.options.steps)
-        self._telemetry = Telemetry(parts.launch, parts.options, hub, parts.statistics, total_steps=total)
+        self._telemetry = Telemetry(parts.context, parts.options, hub, parts.statistics, total_steps=total)
         self._saved_bytes: SavedBytes | None = None
-        self._ranks = ranks = parts.launch.ranks
+        self._ranks = ranks = parts.context.ranks
         self._width = 1 if ranks is None else ranks.world
         mark = None if ranks is None else lambda: RoundMark(self._device.mark(), ranks)
         self._flight = Flight(self._device, self._computed, mark)
@@ -108,12 +108,12 @@ class HostTrainer:
         self._step_update = Update(
             parts.optimizer, queues=bool(self._device.ahead) and not parts.options.by_trainer
         )
-        self._bad = BadSteps(parts.launch.name, most=parts.launch.config.max_bad_steps)
+        self._bad = BadSteps(parts.context.name, most=parts.context.config.max_bad_steps)
         self._finite_at_first = frozenset(finite_state(parts.model))
         self._buffers: Buffers | None = None
         self._own_samples = 0  # what this process itself has computed of the step
         self._beginning: Beginning | None = None
-        self._waiting = partial(parts.launch.waiting, self._stop_if_asked if parts.loader.waits else None)
+        self._waiting = partial(parts.context.waiting, self._stop_if_asked if parts.loader.waits else None)
         self._place: dict[str, Any] | None = None  # where in the data the next step begins, while it is awaited
         self._checkpoint_due = False
         self._comparing = False
@@ -134,8 +134,8 @@ class HostTrainer:
         self._hooks = UpdateHooks(
             parts.optimizer, hub.updating, over=lambda: self._ending.over, by_trainer=parts.options.by_trainer
         )
-        parts.launch.training_began(self._ending)
-        parts.launch.steps_done = lambda: parts.ledger.step
+        parts.context.training_began(self._ending)
+        parts.context.steps_done = lambda: parts.ledger.step
 
     # -- the run ----------------------------------------------------------------------------------------
 
@@ -185,7 +185,7 @@ class HostTrainer:
         if samples is None:
             if ledger.step == self._first:
                 limit = f"steps is {options.steps}" if enough else f"epochs is {options.epochs}"
-                self._p.launch.log.emit(RunNote(text=f"nothing left to do: {ledger.step} steps are done, {limit}"))
+                self._p.context.log.emit(RunNote(text=f"nothing left to do: {ledger.step} steps are done, {limit}"))
             return None
         # A batch sampler may give larger batches than any so far.
         self._p.micro.limit = max(self._p.micro.limit, -(-samples.count // self._width))
@@ -214,7 +214,7 @@ class HostTrainer:
     def _end(self, reason: str) -> None:
         """Save, send everybody home and close the log's last line."""
         self._alike.close()  # where the loop's body failed in a common batch, somebody may still wait to read
-        if self._interrupted or (self._p.options.by_trainer and self._p.launch.stop_requested()):
+        if self._interrupted or (self._p.options.by_trainer and self._p.context.stop_requested()):
             reason = "interrupted"
         try:
             try:
@@ -485,7 +485,7 @@ class HostTrainer:
         norms = later(torch.stack([figure.float() for figure in figures]))
         if self._comparing:
             self._compare_ranks()
-        every = self._p.launch.config.checkpoint_every
+        every = self._p.context.config.checkpoint_every
         if self._writer is not None and every > 0 and self._p.ledger.step % every == 0:
             self._checkpoint_due = True
         number, outside = self._p.ledger.step, self._outside
@@ -523,7 +523,7 @@ class HostTrainer:
         if applied:
             self._bad.good()
         else:
-            self._p.launch.log.emit(self._bad.bad(facts))
+            self._p.context.log.emit(self._bad.bad(facts))
         if facts.own_norm is not None:
             # Who found no finite loss in samples of which this machine finds none either was not wrong.
             norm = facts.own_norm if math.isfinite(facts.own_loss) else math.nan
@@ -538,15 +538,15 @@ class HostTrainer:
         if self._writer is not None:
             with contextlib.suppress(Exception):  # of one error it is told, and this one ends the run
                 self._writer.wait()
-        launch, saved = self._p.launch, self._saved_step
+        context, saved = self._p.context, self._saved_step
         if self._p.options.by_trainer:
             again = "go on from one of the trainer's own checkpoints, with a smaller learning rate"
-        elif launch.folder is None:
+        elif context.folder is None:
             again = "a script started with plain python keeps no checkpoints, one started by potluck host does"
         elif saved is None:
             again = "nothing was saved yet: start it again, with a smaller learning rate or with clip_norm"
         else:
-            again = f"go on from the last good checkpoint, of step {saved}: {launch.again(launch.folder.path)}"
+            again = f"go on from the last good checkpoint, of step {saved}: {context.again(context.folder.path)}"
         return NonFiniteError(what, hint=again, step=self._done)
 
     def _divisor(self, step: Step, guests_items: float, samples: int, total: Tensor | None) -> float | Tensor:
@@ -569,7 +569,7 @@ class HostTrainer:
     def _sum_of_ranks(self, step: Step, guests: StepResult, samples: int) -> Tensor:
         """All ranks' gradients, with the guests' that are in this rank's, on every rank; their summed totals."""
         assert self._ranks is not None
-        every = self._p.launch.config.check_replica_every
+        every = self._p.context.config.check_replica_every
         self._comparing = every > 0 and (step.index + 1) % every == 0
         self._ranks.update(compare=self._comparing, samples=samples)
         finite = own_norm(self._trained).isfinite()
@@ -586,7 +586,7 @@ class HostTrainer:
 
     def _stop_if_asked(self) -> None:
         # A trainer saves by itself: it ends after the step.
-        if self._p.launch.stop_requested() and not self._p.options.by_trainer:
+        if self._p.context.stop_requested() and not self._p.options.by_trainer:
             # The step under way is abandoned: a resumed run begins it again, from the same random numbers.
             if self._ranks is not None:
                 self._finish()
@@ -595,7 +595,7 @@ class HostTrainer:
             if self._beginning is not None:
                 self._beginning.undo()
             self._interrupted = True
-            raise self._p.launch.interruption
+            raise self._p.context.interruption
 
     @contextlib.contextmanager
     def _saving(self) -> Iterator[None]:
@@ -643,8 +643,8 @@ class HostTrainer:
 
     def _not_saved(self, step: int, error: RunFolderError) -> None:
         """The disk is full, or gone: the run goes on, and the next interval is the next attempt."""
-        self._p.launch.log.emit(CheckpointFailed(step=step, reason=error.what, again=not self._saving_last))
+        self._p.context.log.emit(CheckpointFailed(step=step, reason=error.what, again=not self._saving_last))
 
     def _saved(self, step: int, path: Any, seconds: float) -> None:
         self._saved_step = step
-        self._p.launch.log.emit(CheckpointSaved(step=step, path=str(path), seconds=round(seconds, 3)))
+        self._p.context.log.emit(CheckpointSaved(step=step, path=str(path), seconds=round(seconds, 3)))

@@ -41,7 +41,7 @@ LAST_WORDS_S = 2.0
 class RankParts:
     """What is trained here, and with what."""
 
-    launch: RunContext
+    context: RunContext
     options: Options
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -54,7 +54,7 @@ class RankTrainer:
 
     def __init__(self, parts: RankParts, ranks: Ranks) -> None:
         self._p, self._ranks = parts, ranks
-        self._device = parts.launch.device
+        self._device = parts.context.device
         self._trained = parts.tensors.trained
         self._flight = Flight(self._device, lambda samples, seconds: ranks.done())
         self._scheduling = Scheduling(parts.options.scheduler)

@@ -22,7 +22,7 @@ from potluck.train.step_loader import StepLoader
 
 
 def restore(
-    launch: RunContext,
+    context: RunContext,
     options: Options,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -31,15 +31,15 @@ def restore(
     state: dict[str, Any],
 ) -> Loaded | None:
     """Load the newest readable checkpoint of a run that is resumed; the model and optimizer continue from it."""
-    if not launch.resume or launch.folder is None:
+    if not context.resume or context.folder is None:
         return None
-    checkpoint_folder.tidy(launch.folder.checkpoints)
-    loaded = load_latest(launch.folder.checkpoints)
+    checkpoint_folder.tidy(context.folder.checkpoints)
+    loaded = load_latest(context.folder.checkpoints)
     if loaded is None:
-        _without_checkpoint(launch, launch.folder)
+        _without_checkpoint(context, context.folder)
         return None
     for path, reason in loaded.skipped:
-        launch.log.emit(CheckpointDamaged(path=str(path), reason=reason, resumed_from=loaded.step))
+        context.log.emit(CheckpointDamaged(path=str(path), reason=reason, resumed_from=loaded.step))
     compared = (
         ("global_batch", loader.global_batch, "global_batch {}, now it is {}", "keep global_batch as it was"),
         ("seed", options.seed, "seed {}, now it is {}", "keep seed as it was"),
@@ -52,12 +52,12 @@ def restore(
                 hint=f"a resumed run resumes at exactly the next sample: {keep}, or start a new run",
             )
     loaded.restore(model, optimizer, objects, state)
-    launch.device.set_rng_state(dict(loaded.device_rng))
+    context.device.set_rng_state(dict(loaded.device_rng))
     loader.resume(loaded.step, loaded.extra.get("data", {}))
     return loaded
 
 
-def _without_checkpoint(launch: RunContext, folder: RunFolder) -> None:
+def _without_checkpoint(context: RunContext, folder: RunFolder) -> None:
     """A run that saved nothing begins again, and says so; one whose checkpoints are missing does not."""
     steps = saved = 0
     for event in events_in(folder.events):
@@ -72,4 +72,4 @@ def _without_checkpoint(launch: RunContext, folder: RunFolder) -> None:
             hint="bring the folder back, with all that was in it, or start a new run",
         )
     again = f"; the {steps} steps that were computed are computed again" if steps else ""
-    launch.log.emit(RunNote(text=f"there is no checkpoint yet: begins again at step 1{again}"))
+    context.log.emit(RunNote(text=f"there is no checkpoint yet: begins again at step 1{again}"))

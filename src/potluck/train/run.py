@@ -71,8 +71,8 @@ MOST_TOGETHER = 256
 class Run:
     """One training, seen from this machine."""
 
-    def __init__(self, launch: RunContext) -> None:
-        self._launch = launch
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
         self.state: dict[str, Any] = ScriptState()
         """The script's own values: the best loss, sums, anything like JSON, objects with a `state_dict()`.
 
@@ -91,12 +91,12 @@ class Run:
     def close(self, error: BaseException | None = None) -> None:
         """End the training, if one is under way: finished, or failed with `error`. The script's end does it too."""
         if self.is_host:
-            self._launch.end_training("finished" if error is None else "failed")
+            self._context.end_training("finished" if error is None else "failed")
 
     @property
     def token(self) -> str | None:
         """On a host: the secret that guests join with."""
-        return self._launch.admission.token if self._launch.admission is not None else None
+        return self._context.admission.token if self._context.admission is not None else None
 
     @property
     def join_line(self) -> str | None:
@@ -106,31 +106,31 @@ class Run:
     @property
     def role(self) -> str:
         """ "alone", "host" or "guest"; "rank" in the host's processes under torchrun other than rank 0."""
-        return self._launch.role
+        return self._context.role
 
     @property
     def is_guest(self) -> bool:
-        return self._launch.role == GUEST
+        return self._context.role == GUEST
 
     @property
     def is_host(self) -> bool:
         """True in the process that owns the weights: the host's, or the only one."""
-        return self._launch.role in (HOST, ALONE)
+        return self._context.role in (HOST, ALONE)
 
     @property
     def is_resumed(self) -> bool:
         """Whether this run goes on in the folder of an earlier one."""
-        return self._launch.resume
+        return self._context.resume
 
     @property
     def stop_requested(self) -> bool:
         """Whether the person has asked for an end (Ctrl-C)."""
-        return self._launch.stop_requested()
+        return self._context.stop_requested()
 
     @property
     def device(self) -> torch.device:
         """Where the model belongs on this machine."""
-        return self._launch.device.torch_device
+        return self._context.device.torch_device
 
     def log(self, **values: Any) -> None:
         """Write numbers of your own into the run's log and view, such as a validation loss: run.log(val=0.31).
@@ -139,7 +139,7 @@ class Run:
         """
         if self.is_host:
             numbers = {name: as_number(name, value) for name, value in values.items()}
-            self._launch.log.emit(Logged(step=self._launch.steps_done(), values=numbers))
+            self._context.log.emit(Logged(step=self._context.steps_done(), values=numbers))
 
     def steps(
         self,
@@ -205,9 +205,9 @@ class Run:
             by_trainer=isinstance(loader, PushedLoader),
         )
         check_model(model)
-        if self._launch.ranks is not None:
+        if self._context.ranks is not None:
             refuse_wrapped(model)
-            if self._launch.role == HOST:
+            if self._context.role == HOST:
                 refuse_synchronized(model)
         tensors = ModelTensors(model)
         if not self.is_guest:  # there it is never stepped
@@ -215,21 +215,21 @@ class Run:
             check_scheduler(options.scheduler, optimizer)
         if self.is_guest:
             return self._guest(options, model, loader, tensors)
-        if self._launch.role == RANK:
+        if self._context.role == RANK:
             return self._rank(options, model, optimizer, loader, tensors)
         return self._host(options, model, optimizer, loader, tensors)
 
     def _begin(self) -> None:
-        launch = self._launch
-        if launch.began:
-            if launch.role != ALONE or launch.folder is not None or launch.ranks is not None:
+        context = self._context
+        if context.began:
+            if context.role != ALONE or context.folder is not None or context.ranks is not None:
                 raise LoopError(
                     "run.steps() was called twice in one run",
                     hint="a run has one training loop; to train several times in one program, start it with plain "
                     "python and host from it with run = potluck.start(host=True)",
                 )
-            launch.finish_training()  # a loop that was left by an error may still be open
-        launch.began = True
+            context.finish_training()  # a loop that was left by an error may still be open
+        context.began = True
 
     # -- host and alone ---------------------------------------------------------------------------------
 
@@ -241,26 +241,26 @@ class Run:
         given: Any,
         tensors: ModelTensors,
     ) -> Iterator[Step]:
-        launch = self._launch
-        launch.device.attach(model)
+        context = self._context
+        context.device.attach(model)
         loader = self._open_loader(options, given)
         objects = {**options.saved_objects(), **loader.objects()}
         if isinstance(loader, PushedLoader):
             restored, first = None, loader.first_step
         else:
-            restored = restore(launch, options, model, optimizer, objects, loader, self.state)
+            restored = restore(context, options, model, optimizer, objects, loader, self.state)
             first = restored.step if restored is not None else 0
         ledger = Ledger(loader, step=first)
         options = dataclasses.replace(options, global_batch=self._usual_batch(loader, ledger))
         statistics = batch_statistics(model)
         least = least_samples(statistics, options.usual_batch)
         micro = self._micro_batch(options, limit=options.usual_batch, statistics=statistics is not None)
-        if launch.ranks is not None:
-            self._meet_ranks(launch.ranks, restored, loader, tensors, micro)
+        if context.ranks is not None:
+            self._meet_ranks(context.ranks, restored, loader, tensors, micro)
         if restored is not None:
             micro.settled = restored.extra.get("micro_batch")
         parts = Parts(
-            launch=launch,
+            context=context,
             options=options,
             model=model,
             optimizer=optimizer,
@@ -275,21 +275,21 @@ class Run:
             state=self.state,
         )
         try:
-            hub = self._open_hub(parts) if launch.role == HOST else AloneHub(ledger, launch.name, least)
+            hub = self._open_hub(parts) if context.role == HOST else AloneHub(ledger, context.name, least)
         except BaseException:
             loader.close()
-            if launch.ranks is not None:
-                launch.ranks.end()
+            if context.ranks is not None:
+                context.ranks.end()
             raise
         return HostTrainer(parts, hub).steps()
 
     def _open_loader(self, options: Options, given: Any) -> StepLoader:
-        launch = self._launch
+        context = self._context
         if isinstance(given, PushedLoader):
             return given
 
         def note(text: str) -> None:
-            launch.log.emit(RunNote(text=text))
+            context.log.emit(RunNote(text=text))
 
         loader = open_steps(
             given,
@@ -297,7 +297,7 @@ class Run:
             collate=options.collate,
             seed=options.seed,
             epochs=options.epochs,
-            by_index=launch.ranks is not None,
+            by_index=context.ranks is not None,
             note=note,
         )
         if options.data == "local":
@@ -347,10 +347,10 @@ class Run:
         given: Any,
         tensors: ModelTensors,
     ) -> Iterator[Step]:
-        launch = self._launch
-        group = launch.ranks
+        context = self._context
+        group = context.ranks
         assert group is not None
-        launch.device.attach(model)
+        context.device.attach(model)
         objects = options.saved_objects()
         loader, nominal = reader_of(given, options.collate, options.global_batch)
         checkpoint = group.meet()["checkpoint"]
@@ -360,35 +360,35 @@ class Run:
         group.answer(about_rank(tensors, length_if_any(loader.dataset), micro.free_bytes))
         group.equalize([*tensors.trained, *tensors.fixed.values()])
         parts = RankParts(
-            launch=launch, options=options, model=model, optimizer=optimizer, loader=loader, tensors=tensors
+            context=context, options=options, model=model, optimizer=optimizer, loader=loader, tensors=tensors
         )
         return RankTrainer(parts, group).steps()
 
     def _open_hub(self, parts: Parts) -> HostHub:
-        launch, tensors, admission = self._launch, parts.tensors, self._launch.admission
+        context, tensors, admission = self._context, parts.tensors, self._context.admission
         assert admission is not None
-        up, down = codecs.get(launch.config.codec), codecs.get(down_codec(launch.config))
+        up, down = codecs.get(context.config.codec), codecs.get(down_codec(context.config))
         coder = HostCoder(
             tensors,
             down=down,
             up=up,
-            device=launch.device,
+            device=context.device,
             notify=admission.socket.wake,
-            replica_on_host=replica_on_host(launch),
+            replica_on_host=replica_on_host(context),
         )
         coder.version = parts.ledger.step
         terms = HostTerms(
-            name=launch.name,
+            name=context.name,
             versions={**versions(), "protocol": str(PROTOCOL)},
             fingerprint=tensors.fingerprint,
             piece_bytes=tuple(up.nbytes(p.count) for p in tensors.layout.pieces),
             local_data=parts.options.data == "local",
-            codec=launch.config.codec,
-            guest_bound=launch.config.guest_bound,
-            check_replica_every=launch.config.check_replica_every,
+            codec=context.config.codec,
+            guest_bound=context.config.guest_bound,
+            check_replica_every=context.config.check_replica_every,
             least=parts.least,
         )
-        folder = launch.folder.path if launch.folder is not None else None
+        folder = context.folder.path if context.folder is not None else None
         hub = HostHub(
             HubParts(
                 socket=admission.socket,
@@ -397,15 +397,17 @@ class Run:
                 tensors=tensors,
                 welcome=self._welcome,
                 fetch=parts.loader.fetch,
-                emit=launch.log.emit,
+                emit=context.log.emit,
                 early=admission.waiting.hand_over(),
-                recorder=guarded(Recorder(launch.name, folder, started=launch.log.started), "the flight recorder"),
+                recorder=guarded(
+                    Recorder(context.name, folder, started=context.log.started), "the flight recorder"
+                ),
             )
         )
         hub.start()
-        if launch.config.wait_for:
+        if context.config.wait_for:
             try:
-                config, stop = launch.config, launch.stop_requested
+                config, stop = context.config, context.stop_requested
                 if not hub.wait_for_guests(config.wait_for, config.wait_s, stop):
                     raise Interrupted
             except BaseException as error:
@@ -414,14 +416,14 @@ class Run:
         return hub
 
     def _welcome(self, name: str) -> tuple[WelcomeMessage, tuple[bytes, ...]]:
-        launch, admission = self._launch, self._launch.admission
+        context, admission = self._context, self._context.admission
         assert admission is not None and admission.source is not None
         welcome = WelcomeMessage(
             name=name,
-            host=launch.name,
-            run=launch.folder.id if launch.folder else "",
-            codec=launch.config.codec,
-            codec_down=down_codec(launch.config),
+            host=context.name,
+            run=context.folder.id if context.folder else "",
+            codec=context.config.codec,
+            codec_down=down_codec(context.config),
             versions=versions(),
             source=admission.source,
         )
@@ -430,23 +432,23 @@ class Run:
     # -- guest ------------------------------------------------------------------------------------------
 
     def _guest(self, options: Options, model: nn.Module, given: Any, tensors: ModelTensors) -> Iterator[Step]:
-        launch = self._launch
-        assert launch.link is not None and launch.welcome is not None
-        welcome = launch.welcome.message
+        context = self._context
+        assert context.link is not None and context.welcome is not None
+        welcome = context.welcome.message
         together = batch_statistics(model) is not None
         reader, nominal = None, options.global_batch or batch_of(given)
         if options.data == "local":
             reader, nominal = reader_of(given, options.collate, options.global_batch)
         limit = nominal or MOST_TOGETHER if together else LARGEST_GUEST_MICRO_BATCH
         hub = GuestHub(
-            launch.link,
+            context.link,
             tensors,
             down=codecs.get(welcome.codec_down),
             up=codecs.get(welcome.codec),
-            device=launch.device,
+            device=context.device,
         )
         parts = GuestParts(
-            launch=launch,
+            context=context,
             options=options,
             model=model,
             tensors=tensors,
@@ -458,18 +460,18 @@ class Run:
 
     def _micro_batch(self, options: Options, *, limit: int, statistics: bool = False) -> MicroBatch:
         return MicroBatch(
-            fixed=self._launch.config.micro_batch or options.micro_batch,
+            fixed=self._context.config.micro_batch or options.micro_batch,
             limit=limit,
-            free_bytes=self._launch.device.memory().free_bytes,
+            free_bytes=self._context.device.memory().free_bytes,
             statistics=statistics,
         )
 
 
-def replica_on_host(launch: RunContext) -> bool:
+def replica_on_host(context: RunContext) -> bool:
     """Whether the replica is kept in host memory: where that is not the device's own, unless told otherwise."""
-    if launch.config.replica == "auto":
-        return launch.device.torch_device.type == "cuda"
-    return launch.config.replica == "host"
+    if context.config.replica == "auto":
+        return context.device.torch_device.type == "cuda"
+    return context.config.replica == "host"
 
 
 def down_codec(config: RunConfig) -> str:

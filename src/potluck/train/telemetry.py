@@ -35,7 +35,7 @@ class Telemetry:
 
     def __init__(
         self,
-        launch: RunContext,
+        context: RunContext,
         options: Options,
         hub: HostHub | AloneHub,
         statistics: BatchStatistics | None = None,
@@ -43,7 +43,7 @@ class Telemetry:
         total_steps: int | None = None,
     ) -> None:
         """`total_steps`: how many there will be in all, if that is known."""
-        self._launch, self._options, self._hub = launch, options, hub
+        self._context, self._options, self._hub = context, options, hub
         self._total_steps = total_steps
         self._statistics = StatisticsNotice(statistics, options.usual_batch)
         self._started = self._last_end = time.monotonic()
@@ -63,30 +63,30 @@ class Telemetry:
     def started(self, step: int, tensors: ModelTensors) -> None:
         self._first_step = step
         self._started = self._last_end = time.monotonic()
-        options, launch = self._options, self._launch
+        options, context = self._options, self._context
         if options.tokens_per_sample:
             # A product and a sum for each weight: in the forward, for the input's gradient, and for a trained
             # weight's own. What attention adds is not counted.
             trained = tensors.layout.count
             frozen = sum(t.count for t in tensors.fingerprint if t.role == "frozen")
             self._flops_per_sample = options.tokens_per_sample * (6.0 * trained + 4.0 * frozen)
-        self._launch.log.emit(
+        self._context.log.emit(
             RunStarted(
-                clock_s=launch.log.started,
-                run_id=launch.folder.id if launch.folder else "",
-                folder=str(launch.folder.path) if launch.folder else "",
-                recipe=launch.what,
-                machine=launch.name,
-                device=launch.device.label,
+                clock_s=context.log.started,
+                run_id=context.folder.id if context.folder else "",
+                folder=str(context.folder.path) if context.folder else "",
+                recipe=context.what,
+                machine=context.name,
+                device=context.device.label,
                 steps=self._total_steps,
                 global_batch=options.usual_batch,
                 parameters=sum(t.count for t in tensors.fingerprint if t.role != "buffer"),
                 trained_parameters=tensors.layout.count,
-                codec=launch.config.codec,
-                micro_batch=launch.config.micro_batch or options.micro_batch,
+                codec=context.config.codec,
+                micro_batch=context.config.micro_batch or options.micro_batch,
                 tokens_per_sample=options.tokens_per_sample,
                 resumed_from=step or None,
-                join=launch.role != ALONE,
+                join=context.role != ALONE,
             )
         )
 
@@ -123,7 +123,7 @@ class Telemetry:
         self._gain.add(speedup, step_s)
         self._steps_s += step_s
         up, down = self._hub.traffic()
-        self._launch.log.emit(
+        self._context.log.emit(
             StepEnded(
                 step=step,
                 steps=self._total_steps,
@@ -150,7 +150,7 @@ class Telemetry:
         self._host_busy_s = 0.0
         news = self._statistics.after_step(step, result.micro_batches)
         if news is not None:
-            self._launch.log.emit(news)
+            self._context.log.emit(news)
 
     def _eta_s(self, step: int, mean_s: float) -> float | None:
         """The steps left at the pace of the last ones, plus the script's mean time between steps."""
@@ -160,7 +160,7 @@ class Telemetry:
 
     def ended(self, step: int, loss: float | None, reason: str) -> None:
         seconds = time.monotonic() - self._started
-        self._launch.log.emit(
+        self._context.log.emit(
             RunEnded(
                 step=step,
                 loss=msgspec.UNSET if loss is None else _finite(loss),
@@ -169,22 +169,22 @@ class Telemetry:
                 samples_per_s=self._samples / max(self._steps_s, 1e-9),
                 speedup=self._gain.value,
                 reason=reason,
-                folder=str(self._launch.folder.path) if self._launch.folder else "",
+                folder=str(self._context.folder.path) if self._context.folder else "",
             )
         )
 
     def _mfu(self, result: StepResult, step_s: float) -> float | None:
         """Share of this machine's peak FLOP/s that its own samples used; None if the peak is not known."""
-        peak = self._launch.device.peak_flops
+        peak = self._context.device.peak_flops
         if peak is None or self._flops_per_sample is None or step_s <= 0:
             return None
-        return result.samples.get(self._launch.name, 0) * self._flops_per_sample / step_s / peak
+        return result.samples.get(self._context.name, 0) * self._flops_per_sample / step_s / peak
 
     def _times_alone(self, mean_s: float) -> float | None:
         """Speed-up over this machine alone, computed from its measured rate."""
         sample_s = self._hub.host_sample_s()
         # Before a guest has contributed, the figure would only show noise in this machine's own speed.
-        if self._launch.role == ALONE or not sample_s or not any(m.samples for m in self._hub.members()):
+        if self._context.role == ALONE or not sample_s or not any(m.samples for m in self._hub.members()):
             return None
         update_s = sum(u for _, u, _ in self._recent) / len(self._recent)
         samples = sum(n for _, _, n in self._recent) / len(self._recent)
@@ -192,12 +192,12 @@ class Telemetry:
 
     def _machines(self, result: StepResult, step_s: float) -> tuple[MachineFigures, ...]:
         sample_s = self._hub.host_sample_s()
-        micro_batch, micro_batches = _micro_batches(self._launch.name, result)
+        micro_batch, micro_batches = _micro_batches(self._context.name, result)
         host = MachineFigures(
-            name=self._launch.name,
+            name=self._context.name,
             role="host",
-            device=self._launch.device.label,
-            samples=result.samples.get(self._launch.name, 0),
+            device=self._context.device.label,
+            samples=result.samples.get(self._context.name, 0),
             micro_batch=micro_batch,
             micro_batches=micro_batches,
             rate=1 / sample_s if sample_s else None,
