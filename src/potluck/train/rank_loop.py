@@ -28,8 +28,9 @@ from potluck.train.checkpoint import load_latest
 from potluck.train.context import RunContext
 from potluck.train.data import Loader, to_device
 from potluck.train.flight import Flight
+from potluck.train.optimizer_state import Stateful
 from potluck.train.options import Options
-from potluck.train.ranks import RankDone, Ranks
+from potluck.train.ranks import RankDone, RankReady, Ranks
 from potluck.train.scheduling import Scheduling
 from potluck.train.step import Step, mean_of
 from potluck.train.update import Update, own_norm, prepare_gradients
@@ -162,17 +163,16 @@ def seed(base: int, step: int, rank: int) -> None:
     np.random.seed(number)
 
 
-def about_rank(tensors: ModelTensors, samples: int | None, free_bytes: int | None) -> dict[str, Any]:
-    """What rank 0 wants to know of every rank before the first step."""
+def about_rank(tensors: ModelTensors, samples: int | None, free_bytes: int | None) -> RankReady:
     model = hashlib.blake2b(repr(tensors.fingerprint).encode(), digest_size=8).hexdigest()
-    return {"model": model, "samples": samples, "free_bytes": free_bytes}
+    return RankReady(model=model, samples=samples, free_bytes=free_bytes)
 
 
 def restore_same(
     path: Path,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    objects: dict[str, Any],
+    objects: dict[str, Stateful],
     state: dict[str, Any],
 ) -> None:
     """Go on from the checkpoint that rank 0 has loaded."""
