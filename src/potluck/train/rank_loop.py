@@ -32,7 +32,7 @@ from potluck.train.optimizer_state import Stateful
 from potluck.train.options import Options
 from potluck.train.ranks import RankDone, RankReady, Ranks
 from potluck.train.scheduling import Scheduling
-from potluck.train.step import Step, mean_of
+from potluck.train.step import Step, StepRules, mean_of
 from potluck.train.update import Update, own_norm, prepare_gradients
 
 LAST_WORDS_S = 2.0
@@ -57,6 +57,12 @@ class RankTrainer:
         self._p, self._ranks = parts, ranks
         self._device = parts.context.device
         self._trained = parts.tensors.trained
+        self._rules = StepRules(
+            batches=self._batches,
+            after_backward=self._after_backward,
+            loss_is=parts.options.loss_is,
+            trained=self._trained,
+        )
         self._flight = Flight(self._device, lambda samples, seconds: ranks.done())
         self._scheduling = Scheduling(parts.options.scheduler)
         self._step_update = Update(parts.optimizer, queues=bool(self._device.ahead))
@@ -66,14 +72,10 @@ class RankTrainer:
         step: Step | None = None
         try:
             while (order := self._ranks.order()).what != orders.END:
-                loss_is = self._p.options.loss_is
                 epoch, ends = order.samples
                 step = Step(
                     order.number,
-                    self._batches,
-                    self._after_backward,
-                    loss_is,
-                    self._trained,
+                    self._rules,
                     epoch=epoch,
                     ends_epoch=lambda ends=ends: bool(ends),  # type: ignore[misc]
                 )
