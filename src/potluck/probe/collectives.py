@@ -155,7 +155,7 @@ def short(*, seconds: float = 5.0, link_bytes_per_s: float | None = None) -> lis
         if guessed_s * (_WARM_UP + _LEAST_SHORT) > left_s:
             break
         repeats = int(min(_MOST_SHORT, max(_LEAST_SHORT, share_s / guessed_s))) if guessed_s > 0 else _LEAST_SHORT
-        groups = {name: dist.group.WORLD}
+        groups = {str(name): dist.group.WORLD}
         rows += measure(groups, "all_reduce", [size], repeats=repeats, link_bytes_per_s=link_bytes_per_s)
         # Two barriers and the check of every element come on top: some such time again.
         left_s -= 2 * rows[-1].time_s * (_WARM_UP + repeats)
