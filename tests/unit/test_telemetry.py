@@ -13,6 +13,7 @@ from potluck.hub.feed import Feed
 from potluck.hub.members import Member
 from potluck.report.summary import summarize
 from potluck.train.context import HOST
+from potluck.train.gain import AloneRate
 from potluck.train.telemetry import Telemetry
 
 
@@ -74,3 +75,35 @@ def test_the_runs_speed_and_speed_up_are_those_of_the_report() -> None:
     assert events[-1].speedup == pytest.approx(summary.speedup, rel=1e-3)
     assert events[-1].samples_per_s == pytest.approx(summary.samples_per_s, rel=1e-3)
     assert events[-1].speedup != pytest.approx(events[-2].speedup, rel=1e-3), "the last steps are not the run"
+
+
+def test_alone_is_what_the_best_size_gives() -> None:
+    """While sizes are tried, and in what guests leave over, the host's small micro-batches are no measure."""
+    events: list[Any] = []
+    telemetry, guest, result = table(events)
+    guest.samples = 3
+    start = time.monotonic()
+    for size, sample_s in ((2, 0.2), (2, 0.2), (4, 0.1), (8, 0.05), (8, 0.05), (1, 0.3)):
+        telemetry.computed(size, size * sample_s)
+    telemetry.step_ended(1, 1.0, result, 0.0, start + 0.4, applied=True, outside=(start, start))
+    assert events[0].speedup == pytest.approx(1.0, rel=0.01)  # 8 samples of 0.05 s in 0.4 s
+    assert events[0].machines[0].rate == pytest.approx(20.0)
+
+
+def test_a_few_samples_that_went_fast_are_not_the_speed_alone() -> None:
+    alone = AloneRate()
+    for _ in range(10):
+        alone.add(16, 1.6)
+    alone.add(2, 0.02)
+    assert alone.sample_s == pytest.approx(0.1)
+    alone.add(8, 0.78)  # hardly faster, and smaller: noise
+    assert alone.sample_s == pytest.approx(0.1)
+
+
+def test_the_speed_alone_is_that_of_the_last_steps() -> None:
+    alone = AloneRate()
+    assert alone.sample_s is None
+    for sample_s in [0.1] * 20 + [0.4] * 9:
+        alone.step_ended()
+        alone.add(16, 16 * sample_s)
+    assert alone.sample_s == pytest.approx(0.4)
