@@ -15,7 +15,7 @@ SAME = 1.03
 class AloneRate:
     """Seconds that a sample takes this machine at the best of the sizes that it computes at once.
 
-    In the search for that size, and in what guests leave over, micro-batches are small: alone none of them would be.
+    In the search for that size, and in what guests leave over, micro-batches are small. Alone they would not be.
     """
 
     def __init__(self) -> None:
