@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from potluck.errors import LoopError
-from potluck.train.step import SavedBytes, Step
+from potluck.train.step import SavedBytes, Step, StepRules
 
 
 class Loop:
@@ -20,7 +20,8 @@ class Loop:
         self.sizes = sizes
         self.samples: list[int] = []
         self.completed = False
-        self.step = Step(7, self.batches, self.samples.append, loss_is)
+        rules = StepRules(batches=self.batches, after_backward=self.samples.append, loss_is=loss_is)
+        self.step = Step(7, rules)
 
     def batches(self, step: Step) -> Iterator[Any]:
         for size in self.sizes:

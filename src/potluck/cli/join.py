@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import click
 
@@ -14,6 +14,18 @@ from potluck.errors import TokenError
 
 if TYPE_CHECKING:
     from potluck.wire.token import Token
+
+
+class JoinFlags(TypedDict):
+    device: str | None
+    threads: int | None
+    name: str | None
+    micro_batch: int | None
+    script: Path | None
+    wait_s: float
+    give_up_s: float
+    runs: Path | None
+    view: str
 
 
 @click.command()
@@ -50,7 +62,14 @@ if TYPE_CHECKING:
 @click.option("--parent", type=int, hidden=True, help="End when this process is gone.")
 @shared("view")
 @click.pass_obj
-def join(settings: Settings, /, token: str | None, token_file: Path | None, **flags: Any) -> int:
+def join(
+    settings: Settings,
+    /,
+    token: str | None,
+    token_file: Path | None,
+    parent: int | None,
+    **flags: Unpack[JoinFlags],
+) -> int:
     """Join a run with this machine. TOKEN is the text that the host printed.
 
     The host's script runs on this machine: join only runs of people you trust. Without TOKEN, the token is read
@@ -65,7 +84,7 @@ def join(settings: Settings, /, token: str | None, token_file: Path | None, **fl
     from potluck.wire.token import decode
 
     # Before anything slow: whatever this process waits for, it must not outlive who started it.
-    with leased(flags["parent"]):
+    with leased(parent):
         decoded = decode(_find_token(token, token_file, settings))
         return _serve(settings, decoded, flags)
 
@@ -89,7 +108,7 @@ def _find_token(token: str | None, token_file: Path | None, settings: Settings) 
     raise TokenError("no token was given", hint="type the command that the host printed: potluck join TOKEN")
 
 
-def _serve(settings: Settings, token: Token, flags: dict[str, Any]) -> int:
+def _serve(settings: Settings, token: Token, flags: JoinFlags) -> int:
     """Connect, build the host's model and compute until the run is over; returns the exit status."""
     from potluck.device import pick
     from potluck.fleet.received import run_work

@@ -26,7 +26,7 @@ from potluck.train.ending import Ending, GuestDone
 from potluck.train.microbatch import MicroBatch
 from potluck.train.options import Options
 from potluck.train.randomness import RandomState, digests, seed
-from potluck.train.step import SavedBytes, Step
+from potluck.train.step import SavedBytes, Step, StepRules
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,18 +65,18 @@ class GuestTrainer:
         log = self._p.context.log
         self._hub.note = lambda text: log.emit(RunNote(text=text))
         self._hub.open(lambda: (self._p.micro.size(), self._p.micro.most()))
+        rules = StepRules(
+            batches=self._batches,
+            after_backward=self._after_backward,
+            loss_is=self._p.options.loss_is,
+            trained=self._p.tensors.trained,
+            sends=True,
+        )
         step: Step | None = None
         try:
             while True:
                 self._work = self._hub.next_work()
-                step = Step(
-                    self._work.step,
-                    self._batches,
-                    self._after_backward,
-                    self._p.options.loss_is,
-                    self._p.tensors.trained,
-                    sends=True,
-                )
+                step = Step(self._work.step, rules)
                 yield step
                 if not step.finished:
                     raise LoopError(

@@ -37,11 +37,12 @@ from potluck.train.data import cloned, to_device
 from potluck.train.ending import Ending
 from potluck.train.flight import Flight
 from potluck.train.microbatch import MicroBatch
+from potluck.train.optimizer_state import Stateful
 from potluck.train.options import Options
 from potluck.train.randomness import RandomState, digests, seed
 from potluck.train.ranks import RoundMark, shares
 from potluck.train.scheduling import Scheduling
-from potluck.train.step import TOTALS, SavedBytes, Step, mean_of
+from potluck.train.step import TOTALS, SavedBytes, Step, StepRules, mean_of
 from potluck.train.step_loader import StepLoader
 from potluck.train.telemetry import Telemetry
 from potluck.train.update import Collected, Divisor, Update, own_norm, prepare_gradients
@@ -72,7 +73,7 @@ class Parts:
     statistics: BatchStatistics | None = None
     least: Least = field(default_factory=Least)
     restored: Loaded | None = None
-    objects: dict[str, Any] = field(default_factory=dict)
+    objects: dict[str, Stateful] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
 
 
@@ -86,6 +87,12 @@ class HostTrainer:
         if self._device.ahead:
             sys.setswitchinterval(TURN_S)
         self._trained = parts.tensors.trained
+        self._rules = StepRules(
+            batches=self._batches,
+            after_backward=self._after_backward,
+            loss_is=parts.options.loss_is,
+            trained=self._trained,
+        )
         self._frozen = {n: t for n, t in parts.tensors.fixed.items() if isinstance(t, nn.Parameter)}
         folder = parts.context.folder
         # The log goes to the disk first: after a power cut it tells of every step up to the checkpoint.
@@ -189,15 +196,7 @@ class HostTrainer:
             return None
         # A batch sampler may give larger batches than any so far.
         self._p.micro.limit = max(self._p.micro.limit, -(-samples.count // self._width))
-        return Step(
-            ledger.step,
-            self._batches,
-            self._after_backward,
-            options.loss_is,
-            self._trained,
-            epoch=samples.epoch,
-            ends_epoch=loader.ends_epoch,
-        )
+        return Step(ledger.step, self._rules, epoch=samples.epoch, ends_epoch=loader.ends_epoch)
 
     def _left(self) -> None:
         """Save what is whole now: what the script does next with the weights is not the run's affair."""

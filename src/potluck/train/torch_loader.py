@@ -21,7 +21,7 @@ from potluck.balance.ledger import StepSamples
 from potluck.errors import ConfigError, DataError, PotluckError
 from potluck.train import optimizer_state
 from potluck.train.data import Loader, length, opened
-from potluck.train.optimizer_state import Stateful
+from potluck.train.optimizer_state import RngState, Stateful
 from potluck.train.packing import Collate, HeldStep, PackStep, in_words
 from potluck.train.step_loader import DataSetLoader, StepLoader
 from potluck.train.workers import Echo, Recorded, WorkerLoader, is_stream, rebuilt, shut, unwatched, worker_errors
@@ -38,7 +38,7 @@ class DataPlace:
     """Samples of the run before it."""
     digest: str = ""
     """Of the indices of the epoch's batches before it."""
-    generators: dict[str, Any] | None = None
+    generators: RngState | None = None
     """The random generators when the epoch began; None if it has not."""
     fresh: bool = True
     """Whether the epoch began with new workers, whose seed was drawn from the loader's generator."""
@@ -349,11 +349,11 @@ class TorchLoader(StepLoader):
         own = {id(g): g for g in found if isinstance(g, torch.Generator) and g is not torch.default_generator}
         return list(own.values())
 
-    def _generator_states(self) -> dict[str, Any]:
+    def _generator_states(self) -> RngState:
         own = {str(number): generator.get_state() for number, generator in enumerate(self._generators())}
         return optimizer_state.capture_rng(own)
 
-    def _restore_generators(self, saved: dict[str, Any]) -> None:
+    def _restore_generators(self, saved: RngState) -> None:
         optimizer_state.restore_rng(saved)
         states = optimizer_state.device_rng(saved)
         for generator, state in zip(self._generators(), states.values(), strict=False):
