@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from potluck.hub.actions import StepResult
 from potluck.hub.feed import Feed
 from potluck.hub.members import Member
 from potluck.report.summary import summarize
+from potluck.spec.events import StepEnded
 from potluck.train.context import HOST
 from potluck.train.gain import AloneRate
+from potluck.train.run import start
 from potluck.train.telemetry import Telemetry
 
 
@@ -107,3 +113,28 @@ def test_the_speed_alone_is_that_of_the_last_steps() -> None:
         alone.step_ended()
         alone.add(16, 16 * sample_s)
     assert alone.sample_s == pytest.approx(0.4)
+
+
+class Slow(IterableDataset[Any]):
+    """Ten milliseconds a sample."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(24):
+            time.sleep(0.01)
+            yield torch.ones(2)
+
+
+def test_what_a_stream_takes_to_read_is_the_steps_time_also_where_the_script_asks_for_the_epochs_end() -> None:
+    """To know it the next batch is read, after the step: that is not what the script does between steps."""
+    events: list[Any] = []
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ended = []
+    for step in start(events.append).steps(model, optimizer, DataLoader(Slow(), batch_size=4), epochs=1):
+        for batch in step:
+            step.backward(model(batch).mean())
+        ended.append(step.ends_epoch)
+    assert ended == [False] * 5 + [True]
+    steps = [event for event in events if isinstance(event, StepEnded)]
+    assert sum(step.step_s for step in steps) >= 0.23
+    assert events[-1].samples_per_s <= 24 / 0.23

@@ -52,11 +52,6 @@ TURN_S = 0.0002
 """How long Python's other threads may keep the one that feeds a device which queues its work. At Python's own 5 ms
 a GPU ran dry while contributions came: an H200 with 8 guests lost 33 % of its speed, with this 25 %."""
 
-LEAD, LONGEST_LEAD_S = 0.8, 0.1
-"""Of a micro-batch, and at most so long: by so much guests should be done before a host whose device queues its
-work. Then the next step is there before the device has nothing left to do, and what comes late within that time is
-not waited for. Guests stand idle for as long: it is what Python needs between two steps, and some more."""
-
 
 @dataclass(slots=True, kw_only=True)
 class Parts:
@@ -196,7 +191,14 @@ class HostTrainer:
             return None
         # A batch sampler may give larger batches than any so far.
         self._p.micro.limit = max(self._p.micro.limit, -(-samples.count // self._width))
-        return Step(ledger.step, self._rules, epoch=samples.epoch, ends_epoch=loader.ends_epoch)
+        return Step(ledger.step, self._rules, epoch=samples.epoch, ends_epoch=self._ends_epoch)
+
+    def _ends_epoch(self) -> bool:
+        before = time.monotonic()
+        try:
+            return self._p.loader.ends_epoch()
+        finally:
+            self._returned += time.monotonic() - before  # it may have read a batch: not the script's time
 
     def _left(self) -> None:
         """Save what is whole now: what the script does next with the weights is not the run's affair."""
@@ -314,8 +316,7 @@ class HostTrainer:
         """
         if not self._device.ahead or self._ranks is not None:
             return 0.0
-        sample_s = self._hub.host_sample_s() or 0.0
-        return self._flight.behind_s(sample_s) - min(LEAD * self._p.micro.size() * sample_s, LONGEST_LEAD_S)
+        return self._flight.ahead_of_s(self._p.micro.size(), self._hub.host_sample_s() or 0.0)
 
     def _busy(self) -> bool:
         """Whether this machine's own device still computes what it was given."""

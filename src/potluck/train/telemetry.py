@@ -85,6 +85,7 @@ class Telemetry:
                 tokens_per_sample=options.tokens_per_sample,
                 resumed_from=step or None,
                 join=context.role != ALONE,
+                epochs=options.epochs,
             )
         )
 
