@@ -236,9 +236,7 @@ def test_a_mean_over_nothing_leaves_no_trace_there() -> None:
         step.hand_out(4)
         yield 0
 
-    rules = StepRules(
-        batches=one_batch, after_backward=lambda samples: None, loss_is="mean", trained=[weights]
-    )
+    rules = StepRules(batches=one_batch, after_backward=lambda samples: None, loss_is="mean", trained=[weights])
     step = Step(0, rules)
     for _ in step:
         labels = torch.full((4,), -100).to(FAKE)

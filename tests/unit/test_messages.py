@@ -12,6 +12,7 @@ import pytest
 from potluck.errors import RefusedError, WireError
 from potluck.hub.link import GuestLink
 from potluck.report.guest_view import GuestView
+from potluck.spec import events as ev
 from potluck.spec import messages
 from potluck.spec.messages import (
     LARGEST,
@@ -282,3 +283,12 @@ def test_a_guest_ends_with_a_clear_error_when_the_host_sends_what_cannot_be_read
 
 def test_what_a_host_says_of_itself_is_cleaned_too() -> None:
     assert RefuseMessage(reason="a\nb").reason == "a b"
+
+
+def test_a_guest_says_what_it_brought_without_what_did_not_count(capsys: pytest.CaptureFixture[str]) -> None:
+    view = GuestView("plain")
+    view.event(ev.Delivered(step=3, samples=8, loss=1.0, compute_s=0.1, total_samples=24))
+    view.event(ev.GuestEnded(samples=16, compute_s=0.3, dropped=8))
+    view.ended("the run is over: finished")
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.endswith("this machine brought 16 samples (8 more came too late or did not count)")

@@ -264,3 +264,17 @@ class TestRepeats:
         lines = self.run((0.0, late()), (9.0, late(step=3)), (20.0, sample.step(1)), (99.0, sample.not_applied()))
         assert [line[:5] for line in lines] == ["! lap", "! lap", "step ", "! ste"]
         assert "step 3" in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("steps", "epochs", "said"),
+    [
+        (None, None, "steps without end of 32 samples"),
+        (None, 1, "1 epoch in steps of 32 samples"),
+        (None, 3, "3 epochs in steps of 32 samples"),
+        (12, 3, "12 steps of 32 samples"),
+    ],
+)
+def test_a_stream_that_is_read_for_some_epochs_has_an_end(steps: int | None, epochs: int | None, said: str) -> None:
+    line, *_ = shown(sample.run_start(steps=steps, epochs=epochs))
+    assert f", {said}, " in line

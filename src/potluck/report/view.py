@@ -130,7 +130,8 @@ class PlainView:
 
 
 def _start_lines(event: RunStarted) -> list[str]:
-    steps = f"{event.steps} steps" if event.steps else "steps without end"
+    epochs = f"{event.epochs} epoch{'s' if event.epochs != 1 else ''} in steps" if event.epochs else None
+    steps = f"{event.steps} steps" if event.steps else epochs or "steps without end"
     facts = [
         clean(event.recipe) or "training",
         f"{count_text(event.parameters)} parameters",

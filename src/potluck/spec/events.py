@@ -40,7 +40,7 @@ class RunStarted(_Event, frozen=True, kw_only=True, tag="run_start"):
     device: str
     """Device of the host."""
     steps: Natural | None
-    """Steps in total; null in an endless run."""
+    """Steps in total; null in an endless run, and where a stream does not say its length."""
     global_batch: Natural
     """Samples in a step."""
     parameters: Natural
@@ -57,6 +57,8 @@ class RunStarted(_Event, frozen=True, kw_only=True, tag="run_start"):
     """Steps that were finished before; null in a new run."""
     join: bool
     """Whether guests can join."""
+    epochs: Positive | None = None
+    """Epochs in total; absent without `epochs=`."""
 
 
 class MachineFigures(Struct, frozen=True, kw_only=True):
@@ -112,7 +114,8 @@ class StepEnded(_Event, frozen=True, kw_only=True, tag="step"):
     known."""
     speedup: float | None
     """Speed-up over the host alone: `(global_batch · host's seconds per sample + update) ÷ step`, over the last 8
-    steps. Null without guests, and until a guest has contributed."""
+    steps. The seconds per sample are those of the host's micro-batches of the fastest size. Null without guests,
+    and until a guest has contributed."""
     predicted_s: float | None
     """Compute time of this step that the quotas expected."""
     eta_s: float | None
@@ -427,7 +430,7 @@ class Delivered(_Event, frozen=True, kw_only=True, tag="delivered"):
     compute_s: float
     """Seconds of computing."""
     total_samples: Natural
-    """Samples of all contributions so far."""
+    """Samples of all contributions so far, without those that the host has said did not count."""
 
 
 class HostPreparing(_Event, frozen=True, kw_only=True, tag="host_preparing"):
@@ -452,9 +455,11 @@ class GuestEnded(_Event, frozen=True, kw_only=True, tag="guest_end"):
     """The guest's part is over."""
 
     samples: Natural
-    """Samples of all contributions."""
+    """Samples of all contributions, without those that did not count."""
     compute_s: float
     """Seconds of computing."""
+    dropped: Natural = 0
+    """Samples of contributions that did not count; absent if there were none."""
 
 
 RunEvent = (

@@ -467,6 +467,8 @@ class Run:
             limit=limit,
             free_bytes=self._context.device.memory().free_bytes,
             statistics=statistics,
+            # Elsewhere too large a size, tried after hours, could end the run: there is no memory to spare.
+            reviews=self._context.device.torch_device.type == "cpu",
         )
 
 

@@ -18,11 +18,11 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from potluck.balance.ledger import StepSamples
-from potluck.errors import ConfigError, DataError
+from potluck.errors import ConfigError, DataError, PotluckError
 from potluck.train import optimizer_state
 from potluck.train.data import Loader, length, opened
 from potluck.train.optimizer_state import RngState, Stateful
-from potluck.train.packing import Collate, HeldStep, PackStep
+from potluck.train.packing import Collate, HeldStep, PackStep, in_words
 from potluck.train.step_loader import DataSetLoader, StepLoader
 from potluck.train.workers import Echo, Recorded, WorkerLoader, is_stream, rebuilt, shut, unwatched, worker_errors
 
@@ -181,8 +181,18 @@ class TorchLoader(StepLoader):
             return self._ahead.pop(0)
         if self._whole and self._recorded.given:
             return self._recorded.given.popleft()
-        with worker_errors():
-            given = next(self._coming)
+        try:
+            with worker_errors():
+                given = next(self._coming)
+        except Exception as error:
+            if not self._stream or isinstance(error, StopIteration | PotluckError):
+                raise
+            place = self._before
+            raise DataError(
+                f"the stream fails after sample {place.position}, in batch {place.done + 1} of epoch "
+                f"{place.epoch + 1}: {in_words(error)}",
+                hint="correct its data, or leave out what it cannot read; --debug shows where it failed",
+            ) from error
         if not self._stream:
             return given
         if self._states is None:
