@@ -1,8 +1,8 @@
-"""Real sshd processes for tests: each is a machine with its own port, user and home, in its own network namespace if asked.
+"""Real sshd processes for tests: each is a machine with its own port, user, host key and home.
 
     with SshMachines(tmp_path) as machines:
-        laptop = machines.add("laptop", shell="/usr/bin/fish")
-        ... SshFleet([laptop.named], …, ssh=machines.ssh)
+        machines.add("laptop")
+        ... SshFleet([NamedMachine(ssh="laptop", …)], …, ssh=machines.ssh)
 
 It knows how they are made and taken down, nothing of what is tested. Without root all machines are this user's.
 """
@@ -98,7 +98,7 @@ class SshMachines:
         authorized: bool = True,
         known: bool = True,
     ) -> SshMachine:
-        """Start one. `force`: a command in place of each that is asked for; `before`: words that enter a namespace."""
+        """Start one. `force`: a command in place of the one that is asked for; `before`: enters a namespace."""
         folder = self.folder / name
         folder.mkdir()
         user = user or pwd.getpwuid(os.geteuid()).pw_name

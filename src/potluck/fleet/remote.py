@@ -153,6 +153,7 @@ class AgentLink:
         return task
 
     def _task(self, log: Path) -> RemoteTask:
+        log.touch()
         task = RemoteTask(self, next(self._numbers), log)
         self._tasks[task._number] = task
         if self.lost.is_set():
