@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
 import signal
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from support import pl_job
 
 JOB = Path(__file__).parents[1] / "support" / "pl_job.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "with_lightning.py"
 INTERRUPTED = 130
 pytestmark = [
     pytest.mark.timeout(120),
@@ -175,6 +178,14 @@ def test_means_over_items(tmp_path: Path) -> None:
         made.fit(Counts(), pl_job.loader())
         found.append(made)
     assert_same(*reversed(found))
+
+
+def test_the_example_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [EXAMPLE.name, "--epochs", "5", "--out", str(tmp_path)])
+    made = runpy.run_path(str(EXAMPLE))
+    assert made["trainer"].global_step == 90
+    assert float(made["best"].best_model_score) > 0.6
+    assert len(list(tmp_path.glob("*.ckpt"))) == 1
 
 
 class Guest:
