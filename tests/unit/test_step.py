@@ -129,7 +129,7 @@ def test_the_loss_can_be_of_low_precision_and_one_dimension(weight: nn.Parameter
 
 def test_a_batch_without_backward_is_named(weight: nn.Parameter) -> None:
     loop = Loop(2, 2)
-    with pytest.raises(LoopError, match=r"a batch came back without step\.backward\(loss\) \[step 8\]") as caught:
+    with pytest.raises(LoopError, match=r"step\.backward") as caught:
         run(loop.step, (weight * 1.0,), ())
     assert caught.value.step == 8, "counted from 1, as in the view"
     assert "not loss.backward()" in caught.value.hint

@@ -28,6 +28,7 @@ from potluck.errors import UserError
 @options.recipe_options
 @options.run_options
 @options.host_options
+@click.option("--launched", is_flag=True, hidden=True, help="Started by `potluck up`: do not print the token.")
 @click.pass_obj
 def host(
     settings: Settings,
@@ -54,6 +55,7 @@ def host(
     Several GPUs in this machine, one process each:
       torchrun --standalone --nproc-per-node 2 -m potluck host my_train.py
     """
+    settings.launched = flags["launched"]
     if what.endswith(".py") or "/" in what:
         run_script(settings, Path(what), arguments, send, flags)
         return

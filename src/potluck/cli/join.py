@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, Unpack
@@ -14,6 +15,8 @@ from potluck.errors import TokenError
 
 if TYPE_CHECKING:
     from potluck.wire.token import Token
+
+_MOST_TOKEN_BYTES = 4096
 
 
 class JoinFlags(TypedDict):
@@ -30,7 +33,11 @@ class JoinFlags(TypedDict):
 
 @click.command()
 @click.argument("token", required=False)
-@click.option("--token-file", type=click.Path(path_type=Path), help="Read the token from a file.")
+@click.option(
+    "--token-file",
+    type=click.Path(path_type=Path),
+    help="Read the token from a file (-: the first line of standard input).",
+)
 @shared("device", "threads", "name", "micro_batch")
 @click.option(
     "--script",
@@ -83,10 +90,23 @@ def join(
     from potluck.fleet.life import leased
     from potluck.wire.token import decode
 
+    if str(token_file) == "-":
+        # Before `leased`, which may read stdin to its end. If whoever started this dies first, the line is empty.
+        token, token_file = token or _line_of_stdin(), None
     # Before anything slow: whatever this process waits for, it must not outlive who started it.
     with leased(parent):
         decoded = decode(_find_token(token, token_file, settings))
         return _serve(settings, decoded, flags)
+
+
+def _line_of_stdin() -> str:
+    """The first line, without a byte of what follows it."""
+    line = b""
+    while len(line) < _MOST_TOKEN_BYTES and not line.endswith(b"\n") and (byte := os.read(0, 1)):
+        line += byte
+    if not line.strip():
+        raise TokenError("standard input has no token", hint="its first line must be the token")
+    return line.decode(errors="replace")
 
 
 def _find_token(token: str | None, token_file: Path | None, settings: Settings) -> str:
