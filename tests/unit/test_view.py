@@ -226,6 +226,19 @@ class TestRepeats:
         view.close()
         return stream.getvalue().splitlines()
 
+    def test_another_reason_is_shown_at_once(self) -> None:
+        first, other = (
+            "was too late 2 times in a row; tries again at step 9",
+            "cannot deliver one sample within a step",
+        )
+        lines = self.run(
+            *((n / 1000, sample.sits_out(step=n, reason=first)) for n in range(1, 5)),
+            (0.1, sample.sits_out(step=69, reason=other)),
+            (0.2, sample.step(70)),
+        )
+        assert lines[1] == f"! laptop sits out: {other}"
+        assert lines[2].startswith("step 70")
+
     def test_what_repeats_within_seconds_is_one_line_with_a_count(self) -> None:
         late = sample.taken_back
         lines = self.run(

@@ -125,7 +125,7 @@ class PlainView:
             return []
         mark = "! " if message.level in ("warn", "bad") else "" if isinstance(event, RunNote | Logged) else "* "
         if message.level == "warn" and message.about[1]:
-            return [*self._repeats.due(), *self._repeats.add(message.about[:2], mark, message.text)]
+            return [*self._repeats.due(), *self._repeats.add(message.about, mark, message.text)]
         return [mark + message.text]
 
 
