@@ -75,6 +75,9 @@ AHEAD_PART = 16
 EASY_BATCH_BYTES = 1 << 28
 """No more is asked for at once where samples are sent, however much memory there is: half of what can be sent."""
 
+REMEMBERED = 16
+"""Contributions of which the host may still say that they do not count."""
+
 Update = ChangeMessage | WholeMessage | TensorMessage | HashMessage | ResyncMessage
 """What the worker applies, in the order in which it arrived."""
 
@@ -123,6 +126,10 @@ class GuestHub:
         self._arrivals = Arrivals()
         self._micro_batch: Callable[[], tuple[int, int]] = lambda: (1, 1)
         self._sample_bytes = 0.0
+        self._delivered: dict[int, int] = {}
+        """The samples of the last contributions, by lease."""
+        self.dropped_samples = 0
+        """Samples that were delivered and did not count."""
         self.note: Callable[[str], None] = lambda text: None
         """Told what the host has to say to whoever sits at this machine."""
         self._worker = threading.Thread(target=self._run, name="potluck-coder", daemon=True)
@@ -241,15 +248,15 @@ class GuestHub:
 
     def finish(
         self, work: Work, *, count: int, loss_sum: float, compute_s: float, items: float | None = None
-    ) -> None:
-        """The gradient is complete: code what is left of it, and say so."""
+    ) -> bool:
+        """The gradient is complete: code what is left of it, and say so. Returns False if it is too late."""
         with self._changed:
             self.code(work, range(len(self._have)))
             self._changed.wait_for(lambda: len(self._coded) == len(self._have) or work.over or self._done_waiting())
             self._raise_end()
             if work.over:
                 self._tell_stopped(work, count, compute_s)
-                return
+                return False
             finite = self._finite and math.isfinite(loss_sum) and 0.0 <= (items or 0.0) <= MOST_ITEMS
         usual, most = self._at_once()
         done = DoneMessage(
@@ -264,8 +271,13 @@ class GuestHub:
             largest_micro_batch=most,
         )
         hit("guest.before-finish")
+        with self._changed:
+            for old in list(self._delivered)[:-REMEMBERED]:
+                del self._delivered[old]
+            self._delivered[work.id] = count
         self._link.send(done)
         hit("guest.finished")
+        return True
 
     def send_sketch(
         self,
@@ -397,6 +409,7 @@ class GuestHub:
                     self._revoke(message.lease)
                 case DroppedMessage():
                     self._clear_residual = True
+                    self.dropped_samples += self._delivered.pop(message.lease, 0)
                 case NoteMessage():
                     self.note(message.text)
                 case ByeMessage():

@@ -95,6 +95,8 @@ class Member:
     """Seconds from the end of its last backward to the arrival of the contribution."""
     misses: list[str] = field(default_factory=list)
     """Why its last leases in a row did not count, as clauses. Empty once one counts."""
+    told: str = ""
+    """The kind of reason for which it was last told that it sits out. Empty once a contribution counts."""
     leased: bool = False
     """It has had a lease, so its link was measured."""
     wrong_in_a_row: int = 0

@@ -30,9 +30,9 @@ from potluck.hub.members import (
     Member,
     OpenLease,
 )
-from potluck.hub.reasons import in_a_row, why_late, why_not
+from potluck.hub.reasons import in_a_row, kind_of, why_late, why_not
 from potluck.spec.events import ContributionDropped, GuestSitsOut, LeaseTakenBack
-from potluck.spec.messages import DroppedMessage, LeaseMessage, RevokeMessage
+from potluck.spec.messages import DroppedMessage, LeaseMessage, NoteMessage, RevokeMessage
 
 FIRST_TAIL_S = 0.05
 """A guess of the time to deliver the end of a gradient, until the first contribution is measured."""
@@ -197,7 +197,6 @@ class Stepping:
         """The quota is under one sample: let the guest sit out, and try again later."""
         assert member.speed is not None
         reason = why_not(self._counted_on(member.speed), step_s, guessed=not member.samples)
-        told = member.state == SITTING_OUT
         # A guest that has helped before is asked again soon, then less and less often.
         steps = None if member.samples else QUOTA_RETRY_STEPS * 2**member.rests
         member.rest(self.ledger.step, reason, steps=steps)
@@ -209,11 +208,16 @@ class Stepping:
                 estimate.value *= 0.7
                 estimate.spread *= 0.7
         member.rate.spread *= 0.7
-        return (
-            []
-            if told
-            else [Emit(event=GuestSitsOut(machine=member.name, step=self.ledger.step + 1, reason=reason))]
-        )
+        return [] if kind_of(reason) == member.told else self._sits_out(member, reason)
+
+    def _sits_out(self, member: Member, reason: str, until: str = "") -> list[Action]:
+        """Tell everybody; the guest itself, unless it was told the same before."""
+        kind = kind_of(reason)
+        note = NoteMessage(text=f"this machine sits out for a while: {reason}{until}")
+        news: list[Action] = [] if kind == member.told else [Send(guest=member.id, message=note)]
+        member.told = kind
+        event = GuestSitsOut(machine=member.name, step=self.ledger.step + 1, reason=reason + until)
+        return [Emit(event=event), *news]
 
     def _lease(self, member: Member, lot: Lot, now: float) -> tuple[int, list[Action]]:
         """Hand out a lease. Returns also how many samples beyond the quota it has."""
@@ -392,8 +396,7 @@ class Stepping:
         else:
             return []
         member.rest(self.ledger.step, reason)
-        words = f"{reason}; tries again at step {member.rests_until_step + 1}"
-        return [Emit(event=GuestSitsOut(machine=member.name, step=self.ledger.step + 1, reason=words))]
+        return self._sits_out(member, reason, f"; tries again at step {member.rests_until_step + 1}")
 
     # -- what guests say about their lease --------------------------------------------------------------
 
@@ -481,6 +484,7 @@ class Stepping:
         self._computed(member.name, [size for size, end in zip(own.sizes, ends) if end <= own.count])
         member.samples += own.count
         member.misses.clear()
+        member.told = ""
         member.rests = member.wrong_in_a_row = 0
         gain = own.count * (self.host_sample_s or 0.0) - own.waited_s
         member.gains_s.append(gain)

@@ -23,7 +23,6 @@ HOST: Literal["host"] = "host"
 GUEST: Literal["guest"] = "guest"
 MOST_MACHINES = 64
 MOST_NAME = 40
-RECIPES = ("gpt", "cnn")
 _TOML_EXAMPLE = "`potluck lab show home-pair --toml` shows one"
 
 # Values outside are mistakes, and their reciprocals could become infinite.

@@ -28,11 +28,11 @@ from torch.utils.data import (
 )
 
 from potluck.balance.ledger import StepSamples
-from potluck.errors import ConfigError, DataError
+from potluck.errors import ConfigError, DataError, PotluckError
 from potluck.train import optimizer_state
 from potluck.train.data import Loader, length, opened
-from potluck.train.optimizer_state import Stateful
-from potluck.train.packing import Collate, HeldStep, PackStep
+from potluck.train.optimizer_state import RngState, Stateful
+from potluck.train.packing import Collate, HeldStep, PackStep, in_words
 from potluck.train.step_loader import DataSetLoader, StepLoader
 from potluck.train.workers import Echo, Recorded, WorkerLoader, is_stream, rebuilt, shut, unwatched, worker_errors
 
@@ -52,7 +52,7 @@ class DataPlace:
     """Samples of the run before it."""
     digest: str = ""
     """Of the indices of the epoch's batches before it."""
-    generators: dict[str, Any] | None = None
+    generators: RngState | None = None
     """The random generators when the epoch began; None if it has not."""
     fresh: bool = True
     """Whether the epoch began with new workers, whose seed was drawn from the loader's generator."""
@@ -243,8 +243,18 @@ class TorchLoader(StepLoader):
             return self._ahead.pop(0)
         if self._whole and self._recorded.given:
             return self._recorded.given.popleft()
-        with worker_errors():
-            given = next(self._coming)
+        try:
+            with worker_errors():
+                given = next(self._coming)
+        except Exception as error:
+            if not self._stream or isinstance(error, StopIteration | PotluckError):
+                raise
+            place = self._before
+            raise DataError(
+                f"the stream fails after sample {place.position}, in batch {place.done + 1} of epoch "
+                f"{place.epoch + 1}: {in_words(error)}",
+                hint="correct its data, or leave out what it cannot read; --debug shows where it failed",
+            ) from error
         if not self._stream:
             return given
         if self._states is None:
@@ -401,11 +411,11 @@ class TorchLoader(StepLoader):
         own = {id(g): g for g in found if isinstance(g, torch.Generator) and g is not torch.default_generator}
         return list(own.values())
 
-    def _generator_states(self) -> dict[str, Any]:
+    def _generator_states(self) -> RngState:
         own = {str(number): generator.get_state() for number, generator in enumerate(self._generators())}
         return optimizer_state.capture_rng(own)
 
-    def _restore_generators(self, saved: dict[str, Any]) -> None:
+    def _restore_generators(self, saved: RngState) -> None:
         optimizer_state.restore_rng(saved)
         states = optimizer_state.device_rng(saved)
         for generator, state in zip(self._generators(), states.values(), strict=False):
