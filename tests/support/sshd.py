@@ -57,7 +57,7 @@ class SshMachines:
         self.folder = folder
         self._machines: list[SshMachine] = []
         self._config = folder / "config"
-        self._known = folder / "known_hosts"
+        self.known = folder / "known_hosts"
         self.key = folder / "key"
 
     def __enter__(self) -> Self:
@@ -69,7 +69,7 @@ class SshMachines:
                     path.chmod(path.stat().st_mode | 0o711)
         _keygen(self.key)
         self._config.write_text("")
-        self._known.write_text("")
+        self.known.write_text("")
         if os.geteuid() == 0:
             Path("/run/sshd").mkdir(exist_ok=True)
         return self
@@ -85,6 +85,16 @@ class SshMachines:
         """The program ssh, with a config in which the machines are known."""
         return ("ssh", "-F", str(self._config))
 
+    @property
+    def variables(self) -> dict[str, str]:
+        """For `potluck up`: a PATH in which `ssh` has that config."""
+        folder = self.folder / "bin"
+        folder.mkdir(exist_ok=True)
+        program = folder / "ssh"
+        program.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {self._config} "$@"\n')
+        program.chmod(0o755)
+        return {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+
     def add(
         self,
         name: str,
@@ -97,8 +107,9 @@ class SshMachines:
         options: tuple[str, ...] = (),
         authorized: bool = True,
         known: bool = True,
+        reachable: bool = True,
     ) -> SshMachine:
-        """Start one. `force`: a command in place of the one that is asked for; `before`: enters a namespace."""
+        """Start one. `force`: a command in place of the one that is asked for; `before`: words before sshd."""
         folder = self.folder / name
         folder.mkdir()
         user = user or pwd.getpwuid(os.geteuid()).pw_name
@@ -112,6 +123,7 @@ class SshMachines:
             for path in (machine.home, keys):
                 os.chown(path, owner.pw_uid, owner.pw_gid)
         lines = [
+            *options,  # sshd takes the first value of each
             f"Port {machine.port}",
             f"ListenAddress {address}",
             f"HostKey {folder / 'host_key'}",
@@ -123,9 +135,8 @@ class SshMachines:
             "KbdInteractiveAuthentication no",
             "PermitRootLogin yes",
             "LogLevel QUIET",
-            f"SetEnv HOME={machine.home} {env}",
+            f"SetEnv HOME={machine.home}{' ' + env if env else ''}",
             *([f"ForceCommand {force}"] if force else []),
-            *options,
         ]
         (folder / "sshd_config").write_text("\n".join(lines) + "\n")
         assert SSHD is not None
@@ -137,7 +148,7 @@ class SshMachines:
             start_new_session=True,
         )
         self._machines.append(machine)
-        if not before:
+        if reachable:
             _wait_for_port(address, machine)
         self._introduce(machine, known=known)
         return machine
@@ -146,12 +157,12 @@ class SshMachines:
         with self._config.open("a") as config:
             config.write(
                 f"Host {machine.name}\n HostName {machine.address}\n Port {machine.port}\n User {machine.user}\n"
-                f" IdentityFile {self.key}\n IdentitiesOnly yes\n UserKnownHostsFile {self._known}\n"
+                f" IdentityFile {self.key}\n IdentitiesOnly yes\n UserKnownHostsFile {self.known}\n"
                 f" GlobalKnownHostsFile /dev/null\n"
             )
         if known:
             public = (machine.folder / "host_key.pub").read_text().split()
-            with self._known.open("a") as file:
+            with self.known.open("a") as file:
                 file.write(f"[{machine.address}]:{machine.port} {public[0]} {public[1]}\n")
 
 

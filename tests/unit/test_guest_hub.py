@@ -247,7 +247,7 @@ def delivers(guest: Guest, work: Work) -> dict[str, Any]:
 
 def test_it_says_how_many_samples_it_computes_at_once_and_could_at_most(guest: Guest) -> None:
     (ready,) = [fields for kind, fields in guest.link.said if kind == "ready"]
-    assert ready == {"micro_batch": 1, "largest_micro_batch": 4}
+    assert ready == {"micro_batch": 1, "largest_micro_batch": 4, "ahead_bytes": guest.hub._kept.most_bytes}
     guest.hub._micro_batch = lambda: (2, 8)  # it has found out more since
     done = delivers(guest, guest.asks("lease", step=0))
     assert (done["micro_batch"], done["largest_micro_batch"]) == (2, 8)

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from potluck.balance.leases import Speed
 from potluck.balance.ledger import EpochSteps, Ledger
 from potluck.hub.actions import Action, SendSamples, Wake
+from potluck.hub.ahead import SendingAhead
+from potluck.hub.feeding import Feeding
 from potluck.hub.members import COMPUTING, GAIN_WINDOW, LATE, QUOTA_RETRY_STEPS, SITTING_OUT, SYNCING
 from potluck.hub.reasons import why_not
 from potluck.hub.stepping import SILENT_S, Stepping
@@ -23,7 +25,8 @@ from support.stepping_table import HOST_S, STATE, Table, events, freeze, sends
 
 def test_nobody_gets_a_lease_before_the_host_knows_its_own_speed() -> None:
     ledger = Ledger(EpochSteps(samples=10, global_batch=4, order=epoch_order(10, 0)))
-    stepping = Stepping(ledger=ledger, members={}, host_name="host", local_data=False)
+    ahead = SendingAhead(ledger=ledger, members={}, feeding=Feeding(pieces=1, members={}))
+    stepping = Stepping(ledger=ledger, members={}, host_name="host", local_data=False, ahead=ahead)
     assert stepping.begin(0.0, STATE, 1) == []
     assert stepping.host_sample_s is None
     take, _ = stepping.take(2, 0.0)

@@ -134,19 +134,18 @@ def _launch(settings: Settings, fleet: FleetFile, host: str, after: tuple[str, .
     reached = SshFleet(machines, _wanted(after, flags), logs=logs)
     work = _work(reached, host or HERE, runs, after, flags)
     log = MergedLog(logs, names, sys.stdout, flags["only"])
-    observer = _Observer(log, runs, names)
+    observer = _Observer(log, runs)
     guests = [name for name in names if name != (host or HERE)]
     launcher = Launcher(reached, guests, work, observer, keep_trying=flags["keep_trying"])
     try:
         with _signals(launcher):
             status = launcher.run()
     finally:
-        log.close()
+        kept = log.close()
     if status and launcher.first_error is not None:
         name, words = launcher.first_error
         click.echo(f"\nthe first error was on {name}: {words}", err=True)
-    if observer.kept is not None:
-        click.echo(f"logs: {observer.kept}", err=True)
+    click.echo(f"logs: {kept}", err=True)
     return status
 
 
@@ -182,9 +181,8 @@ def _work(fleet: SshFleet, host: str, runs: Path, after: tuple[str, ...], flags:
 class _Observer:
     """Shows what the launcher is told, and keeps the logs with the run."""
 
-    def __init__(self, log: MergedLog, runs: Path, names: Sequence[str]) -> None:
-        self._log, self._runs, self._names = log, runs, names
-        self.kept: Path | None = None
+    def __init__(self, log: MergedLog, runs: Path) -> None:
+        self._log, self._runs = log, runs
 
     def problems(self, findings: Sequence[Finding]) -> None:
         show_findings(findings)
@@ -193,8 +191,7 @@ class _Observer:
         self._log.show(machine, words)
 
     def run_known(self, run: str) -> None:
-        self.kept = self._runs / PurePosixPath(run).name / "logs"
-        self._log.keep_in(self.kept)
+        self._log.keep_in(self._runs / PurePosixPath(run).name / "logs")
 
 
 def show_findings(findings: Sequence[Finding]) -> None:

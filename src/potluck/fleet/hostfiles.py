@@ -69,7 +69,9 @@ def read_fleet(words: Sequence[str]) -> FleetFile:
     host = ""
     for word in words:
         path = Path(word)
-        if path.suffix in (".toml", ".json", ".yaml", ".yml") or "/" in word or path.is_file():
+        if word.startswith("ssh://"):
+            machines.append(NamedMachine(ssh=word))
+        elif path.suffix in (".toml", ".json", ".yaml", ".yml") or "/" in word or path.is_file():
             file = _read_file(path)
             machines += file.machine
             host = file.host or host

@@ -25,6 +25,7 @@ from potluck.codec import Codec, encode_with_feedback, rehearse
 from potluck.device import Device, Mark
 from potluck.errors import PotluckError, WireError
 from potluck.failpoints import hit
+from potluck.hub.ahead import MOST_BYTES
 from potluck.hub.feed import NOTHING
 from potluck.hub.hashes import PieceHashes
 from potluck.hub.link import GuestLink, RawFrames
@@ -37,10 +38,12 @@ from potluck.hub.tensors import (
     write_part,
     write_piece,
 )
-from potluck.hub.work import Arrivals, Work
+from potluck.hub.work import Arrivals, Kept, Work
+from potluck.limits import usable_memory
 from potluck.spec.layout import fingerprint_to_json
 from potluck.spec.messages import (
     MOST_ITEMS,
+    AheadMessage,
     ByeMessage,
     ChangeMessage,
     CheckMessage,
@@ -67,6 +70,8 @@ from potluck.wire.frames import Received, dump_json
 from potluck.wire.tree import unpack_tree
 
 MAX_BATCH_BYTES = 1 << 30
+AHEAD_PART = 16
+"""Of this machine's memory, for samples that come ahead of their lease."""
 EASY_BATCH_BYTES = 1 << 28
 """No more is asked for at once where samples are sent, however much memory there is: half of what can be sent."""
 
@@ -97,6 +102,10 @@ class GuestHub:
         self._works: deque[Work] = deque()
         self._early: dict[int, dict[int, Any]] = {}
         """Samples that came before their lease did (they travel on the other connection)."""
+        self._kept = Kept(
+            min(MOST_BYTES, usable_memory()[0] // AHEAD_PART),
+            lambda tree, frames: unpack_tree(tree, frames, max_bytes=MAX_BATCH_BYTES),
+        )
         self._incoming: deque[Received[Update]] = deque()
         self._busy = False
         """The worker is reading gradients or changing weights at this moment."""
@@ -150,7 +159,8 @@ class GuestHub:
             "hashes": {**self._hashes, **self._tensors.buffer_hashes()},
         }
         usual, most = self._micro_batch()
-        self._link.send(ReadyMessage(micro_batch=usual, largest_micro_batch=most), dump_json(about))
+        ready = ReadyMessage(micro_batch=usual, largest_micro_batch=most, ahead_bytes=self._kept.most_bytes)
+        self._link.send(ready, dump_json(about))
 
     def next_work(self) -> Work:
         """Wait for the next lease or check. Raises RunOver, or the link's failure."""
@@ -192,10 +202,17 @@ class GuestHub:
 
     def batch(self, work: Work, number: int) -> Any | None:
         """The samples of one micro-batch, or None when the work is over."""
+        ahead = work.ahead[number] if number < len(work.ahead) else 0
         with self._changed:
-            self._wait(lambda: number in work.batches or work.over or self._done_waiting())
+            self._wait(lambda: number in work.batches or self._kept.has(ahead) or work.over or self._done_waiting())
             self._raise_end()
-            return None if work.over else work.batches.pop(number)
+            if work.over:
+                return None
+            if number in work.batches:
+                return work.batches.pop(number)
+            batch, nbytes = self._kept.take(ahead)
+            self._sample_bytes = max(self._sample_bytes, nbytes / work.sizes[number])
+            return batch
 
     def wait_for_pieces(self, work: Work, pieces: Iterable[int]) -> float:
         """Wait until these pieces are at the work's version (or the work is over); the seconds it took."""
@@ -343,6 +360,7 @@ class GuestHub:
                 work.over = True
             self._incoming.clear()
             self._early.clear()
+            self._kept.clear()
             self._clear_residual = True
             self._hashing = None
             self._have = [NOTHING] * len(self._have)
@@ -362,7 +380,11 @@ class GuestHub:
                     self._incoming.append(Received(message, tuple(frames)))
                 case SamplesMessage():
                     self._samples(message, frames)
+                case AheadMessage():
+                    self._kept.add(message, frames[0])
+                    self._link.send(TakenMessage(bytes=len(frames[0]), ahead=True))
                 case LeaseMessage():
+                    self._kept.leased(message.step, message.ahead)
                     self._new_work(
                         Work(
                             id=message.lease,
@@ -375,6 +397,7 @@ class GuestHub:
                             host_sample_s=message.host_sample_s,
                             transfer_s=message.transfer_s,
                             tail_s=message.tail_s,
+                            ahead=message.ahead,
                         ),
                         frames,
                     )

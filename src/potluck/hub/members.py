@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from potluck.balance.leases import Least, Speed
 from potluck.balance.quota import Estimate
+from potluck.hub.ahead import Ahead
 from potluck.hub.feed import Feed
 
 JOINING = "joining"
@@ -67,6 +68,7 @@ class Member:
     last_heard: float
     joined_at: float
     feed: Feed
+    ahead: Ahead = field(default_factory=Ahead)
     state: str = JOINING
     reason: str = ""
     micro_batch: int = 1

@@ -53,16 +53,20 @@ class MergedLog:
         with self._lock:
             show([self._line(name, words)], self._stream)
 
-    def close(self) -> None:
-        """Show what is left. The files stay where they were told to be kept, or where they are."""
+    def close(self) -> Path:
+        """Show what is left. Returns where the files are: where they are to be kept, if that folder is still there."""
         self._stop.set()
         self._thread.join()
         self._look(last=True)
-        if self._kept is not None:
+        if self._kept is not None and self._kept.is_dir():
             for name in self._names:
                 if not (self._kept / f"{name}.log").exists():
                     shutil.copyfile(self.folder / f"{name}.log", self._kept / f"{name}.log")
             shutil.rmtree(self.folder, ignore_errors=True)
+            return self._kept
+        if not any(self._read.values()):
+            shutil.rmtree(self.folder, ignore_errors=True)
+        return self.folder
 
     def _follow(self) -> None:
         while not self._stop.wait(POLL_S):

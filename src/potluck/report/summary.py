@@ -98,6 +98,11 @@ class Summary(Struct, frozen=True, kw_only=True):
     update_s: float
     bytes_up: int
     bytes_down: int
+    ahead_samples: int
+    """Leased samples that had been sent before their lease."""
+    unneeded_samples: int
+    """Samples sent ahead that their guest was not lent."""
+    unneeded_bytes: int
     dropped_samples: int
     strangers_refused: int
     batch_layers: int
@@ -177,6 +182,9 @@ def summarize(events: Sequence[RunEvent]) -> Summary:
         update_s=math.fsum(e.update_s for e in steps),
         bytes_up=sum(e.bytes_up for e in steps),
         bytes_down=sum(e.bytes_down for e in steps),
+        ahead_samples=sum(e.ahead for e in steps),
+        unneeded_samples=sum(e.unneeded for e in steps),
+        unneeded_bytes=sum(e.unneeded_bytes for e in steps),
         dropped_samples=sum(e.dropped for e in steps),
         strangers_refused=sum(isinstance(e, StrangerRefused) for e in events),
         batch_layers=statistics.layers if statistics is not None else 0,

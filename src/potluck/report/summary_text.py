@@ -89,6 +89,9 @@ def _fleet_facts(s: Summary) -> list[tuple[str, str]]:
     if s.bytes_up or s.bytes_down:
         each = bytes_text((s.bytes_up + s.bytes_down) / max(s.steps, 1))
         facts.append(("wire", f"{wire_text(s.bytes_up, s.bytes_down)} ({each} a step)"))
+    if s.ahead_samples or s.unneeded_samples:
+        unneeded = f"{count_text(s.unneeded_samples)} ({bytes_text(s.unneeded_bytes)}) were not needed"
+        facts.append(("sent ahead", f"{count_text(s.ahead_samples)} samples before their lease; {unneeded}"))
     return facts
 
 

@@ -134,6 +134,12 @@ class StepEnded(_Event, frozen=True, kw_only=True, tag="step"):
     """Leased samples that the host took back."""
     machines: tuple[MachineFigures, ...]
     """The host first, then the guests that are present."""
+    ahead: Natural = 0
+    """Leased samples that had been sent before their lease; absent if none."""
+    unneeded: Natural = 0
+    """Samples sent ahead that their guest was not lent; absent if none."""
+    unneeded_bytes: Natural = 0
+    """Bytes sent of those; absent if none."""
 
 
 class RunEnded(_Event, frozen=True, kw_only=True, tag="run_end"):

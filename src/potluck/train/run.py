@@ -391,6 +391,7 @@ class Run:
             guest_bound=context.config.guest_bound,
             check_replica_every=context.config.check_replica_every,
             least=parts.least,
+            steps=parts.loader.total_steps(parts.options.steps),
         )
         folder = context.folder.path if context.folder is not None else None
         hub = HostHub(
@@ -401,6 +402,7 @@ class Run:
                 tensors=tensors,
                 welcome=self._welcome,
                 fetch=parts.loader.fetch,
+                fetch_ahead=parts.loader.fetch_ahead,
                 emit=context.log.emit,
                 early=admission.waiting.hand_over(),
                 recorder=guarded(

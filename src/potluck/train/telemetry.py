@@ -145,6 +145,9 @@ class Telemetry:
                 dropped=result.dropped_samples,
                 taken_back=result.taken_back_samples,
                 machines=self._machines(result, step_s),
+                ahead=result.ahead_samples,
+                unneeded=result.unneeded_samples,
+                unneeded_bytes=result.unneeded_bytes,
             )
         )
         self._host_busy_s = 0.0
