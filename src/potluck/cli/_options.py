@@ -38,6 +38,7 @@ class TrainFlags(TypedDict):
     runs: Path | None
     resume: Path | None
     view: str
+    launched: bool
 
 
 def view_option(command: Command) -> Command:
