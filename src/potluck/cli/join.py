@@ -25,7 +25,7 @@ class JoinFlags(TypedDict):
     name: str | None
     micro_batch: int | None
     script: Path | None
-    wait_s: float
+    wait_s: float | None
     give_up_s: float
     runs: Path | None
     view: str
@@ -48,9 +48,7 @@ class JoinFlags(TypedDict):
     "--wait",
     "wait_s",
     type=float,
-    default=30.0,
-    show_default=True,
-    help="Seconds to wait for the host to answer.",
+    help="Seconds to wait for the host to answer (default: 30, and 3 if its port is closed: its run has ended).",
 )
 @click.option(
     "--give-up",

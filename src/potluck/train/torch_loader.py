@@ -458,9 +458,13 @@ def open_steps(
     if isinstance(data, DataLoader):
         if collate is not None:
             raise ConfigError("collate was given beside a DataLoader", hint="give the loader collate_fn=… instead")
-        if global_batch is not None and data.batch_size not in (None, global_batch):
+        if global_batch is not None and batch_of(data) != global_batch:
+            own = batch_of(data)
+            decides = (
+                f"batch_size is {own}" if own is not None else "batch sampler decides how many samples a step has"
+            )
             raise ConfigError(
-                f"global_batch is {global_batch}, and the loader's batch_size is {data.batch_size}",
+                f"global_batch is {global_batch}, and the loader's {decides}",
                 hint="leave global_batch out: a batch of the loader is a step",
             )
     elif global_batch is None:
