@@ -136,8 +136,8 @@ def power(case: Case, facts: Facts) -> Iterator[Finding | Fine]:
             machine=facts.name,
             what=f"this machine runs on battery{percent}",
             how=state.how,
-            breaks="it computes slower, and sleeps or ends in the middle of a run; nothing that keeps a machine awake "
-            "prevents that, nor the sleep of a closed lid",
+            breaks="it computes slower, and sleeps or ends in the middle of a run: what keeps a machine awake "
+            "prevents neither that nor the sleep of a closed lid",
             fix="plug it in",
             pains=(25,),
         )
