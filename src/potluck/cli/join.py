@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import click
 
@@ -17,6 +17,18 @@ if TYPE_CHECKING:
     from potluck.wire.token import Token
 
 _MOST_TOKEN_BYTES = 4096
+
+
+class JoinFlags(TypedDict):
+    device: str | None
+    threads: int | None
+    name: str | None
+    micro_batch: int | None
+    script: Path | None
+    wait_s: float | None
+    give_up_s: float
+    runs: Path | None
+    view: str
 
 
 @click.command()
@@ -36,9 +48,7 @@ _MOST_TOKEN_BYTES = 4096
     "--wait",
     "wait_s",
     type=float,
-    default=30.0,
-    show_default=True,
-    help="Seconds to wait for the host to answer.",
+    help="Seconds to wait for the host to answer (default: 30, and 3 if its port is closed: its run has ended).",
 )
 @click.option(
     "--give-up",
@@ -57,7 +67,14 @@ _MOST_TOKEN_BYTES = 4096
 @click.option("--parent", type=int, hidden=True, help="End when this process is gone.")
 @shared("view")
 @click.pass_obj
-def join(settings: Settings, /, token: str | None, token_file: Path | None, **flags: Any) -> int:
+def join(
+    settings: Settings,
+    /,
+    token: str | None,
+    token_file: Path | None,
+    parent: int | None,
+    **flags: Unpack[JoinFlags],
+) -> int:
     """Join a run with this machine. TOKEN is the text that the host printed.
 
     The host's script runs on this machine: join only runs of people you trust. Without TOKEN, the token is read
@@ -75,7 +92,7 @@ def join(settings: Settings, /, token: str | None, token_file: Path | None, **fl
         # Before `leased`, which may read stdin to its end. If whoever started this dies first, the line is empty.
         token, token_file = token or _line_of_stdin(), None
     # Before anything slow: whatever this process waits for, it must not outlive who started it.
-    with leased(flags["parent"]):
+    with leased(parent):
         decoded = decode(_find_token(token, token_file, settings))
         return _serve(settings, decoded, flags)
 
@@ -109,7 +126,7 @@ def _find_token(token: str | None, token_file: Path | None, settings: Settings) 
     raise TokenError("no token was given", hint="type the command that the host printed: potluck join TOKEN")
 
 
-def _serve(settings: Settings, token: Token, flags: dict[str, Any]) -> int:
+def _serve(settings: Settings, token: Token, flags: JoinFlags) -> int:
     """Connect, build the host's model and compute until the run is over; returns the exit status."""
     from potluck.device import pick
     from potluck.fleet.received import run_work
