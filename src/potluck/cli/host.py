@@ -10,6 +10,7 @@ import click
 from potluck.cli import _options as options
 from potluck.cli._app import Settings
 from potluck.cli._runs import runs_folder
+from potluck.cli._sharing import Sharing
 from potluck.cli.train import recipe_spec, run_recipe
 from potluck.errors import UserError
 
@@ -27,6 +28,12 @@ from potluck.errors import UserError
 @options.recipe_options
 @options.run_options
 @options.host_options
+@click.option(
+    "--token-file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write the token to this file before the first step, and remove it at the end.",
+)
 @click.pass_obj
 def host(
     settings: Settings, /, what: str, arguments: tuple[str, ...], send: tuple[Path, ...], **flags: Any
@@ -43,6 +50,7 @@ def host(
       potluck host --wait-for 2             start as soon as two guests are ready
       potluck host --log tensorboard        see it with: tensorboard --logdir runs
       potluck host --resume runs/ID         resume; the same token still works
+      potluck host --token-file FILE        for a batch system: guests join with the same option
 
     \b
     Several GPUs in this machine, one process each:
@@ -53,7 +61,12 @@ def host(
         return
     if arguments:
         raise UserError("a recipe takes no arguments", hint="use settings instead, for example --set warmup=50")
-    run_recipe(settings, recipe_spec(settings, what, flags, command="host"), flags["view"])
+    spec = recipe_spec(settings, what, flags, command="host")
+    run_recipe(settings, spec, flags["view"], _sharing(flags))
+
+
+def _sharing(flags: dict[str, Any]) -> Sharing:
+    return Sharing(token_file=flags["token_file"])
 
 
 def run_script(
@@ -92,7 +105,7 @@ def run_script(
         more = " ".join(f"--send {file}" for file in files)
         _session.say(f"warning: {path.name} imports {', '.join(files)}, which guests will lack: add {more}")
     try:
-        with _session.session(settings, spec, flags["view"]) as session, running(path.name):
+        with _session.session(settings, spec, flags["view"], _sharing(flags)) as session, running(path.name):
             try:
                 run_file(path, arguments)
             except SystemExit as left:

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from potluck.cli._app import Settings
-from potluck.cli._options import shared
+from potluck.cli._options import duration, shared
 from potluck.errors import TokenError
+from potluck.units import seconds_text
 
 if TYPE_CHECKING:
     from potluck.wire.token import Token
 
+ANSWERS_S = 30.0
+"""How long a host may take to answer, at least."""
+LOOK_S = 0.2
+
 
 @click.command()
 @click.argument("token", required=False)
-@click.option("--token-file", type=click.Path(path_type=Path), help="Read the token from a file.")
+@click.option(
+    "--token-file",
+    type=click.Path(path_type=Path),
+    help="Read the token from a file. With --wait, it may not exist yet.",
+)
 @shared("device", "threads", "name", "micro_batch")
 @click.option(
     "--script",
@@ -28,18 +38,17 @@ if TYPE_CHECKING:
 @click.option(
     "--wait",
     "wait_s",
-    type=float,
-    default=30.0,
-    show_default=True,
-    help="Seconds to wait for the host to answer.",
+    callback=duration,
+    metavar="DURATION",
+    help="How long to wait for the token file and the host, such as 10m (default: 30s, and not for the file).",
 )
 @click.option(
     "--give-up",
     "give_up_s",
-    type=click.FloatRange(0.0),
-    default=600.0,
+    callback=duration,
+    default="10m",
     show_default=True,
-    metavar="SECONDS",
+    metavar="DURATION",
     help="Leave after the host has been unreachable for this long.",
 )
 @click.option(
@@ -60,33 +69,59 @@ def join(settings: Settings, /, token: str | None, token_file: Path | None, **fl
     Examples:
       potluck join potluck2-…
       potluck join --token-file token.txt --device cpu --threads 4
+      potluck join --token-file token.txt --wait 10m    the host may write the file later
     """
     from potluck.fleet.life import leased
     from potluck.wire.token import decode
 
     # Before anything slow: whatever this process waits for, it must not outlive who started it.
     with leased(flags["parent"]):
-        decoded = decode(_find_token(token, token_file, settings))
+        began = time.monotonic()
+        decoded = decode(_find_token(token, token_file, settings, flags["wait_s"] or 0.0))
+        if flags["wait_s"] is None:
+            flags["wait_s"] = ANSWERS_S
+        else:
+            left_s = flags["wait_s"] - (time.monotonic() - began)
+            flags["wait_s"] = max(left_s, min(flags["wait_s"], ANSWERS_S))
         return _serve(settings, decoded, flags)
 
 
-def _find_token(token: str | None, token_file: Path | None, settings: Settings) -> str:
+def _find_token(token: str | None, token_file: Path | None, settings: Settings, wait_s: float) -> str:
     if token:
         return token
     if token_file is not None:
-        try:
-            return token_file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise TokenError(
-                f"cannot read a token from {token_file}: {error}",
-                hint="the host's run folder has it in the file `token`; copy that, or type the token",
-            ) from error
+        return _read_token(token_file, wait_s)
     if settings.environment.token:
         return settings.environment.token
     if sys.stdin.isatty():
         answer: str = click.prompt("token", hide_input=True)
         return answer
     raise TokenError("no token was given", hint="type the command that the host printed: potluck join TOKEN")
+
+
+def _read_token(path: Path, wait_s: float) -> str:
+    """The token in a file, which the host may write only later. The host's rename lets it appear whole."""
+    deadline = time.monotonic() + wait_s
+    told = False
+    while True:
+        try:
+            if text := path.read_text(encoding="utf-8").strip():
+                return text
+            found: Exception | str = "it is empty"
+        except FileNotFoundError as error:
+            found = error
+        except (OSError, UnicodeDecodeError) as error:
+            found, deadline = error, 0.0
+        if time.monotonic() >= deadline:
+            raise TokenError(
+                f"cannot read a token from {path}: {found}",
+                hint="the host writes it with --token-file, and into its run folder as `token`"
+                + ("" if wait_s else "; to wait for the file, add --wait 10m"),
+            )
+        if not told:
+            click.echo(f"waiting for {path} ({seconds_text(wait_s)} at most)", err=True)
+            told = True
+        time.sleep(min(LOOK_S, wait_s))
 
 
 def _serve(settings: Settings, token: Token, flags: dict[str, Any]) -> int:
