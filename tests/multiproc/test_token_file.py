@@ -12,7 +12,7 @@ import pytest
 
 from potluck.cli import join
 from potluck.cli._options import duration
-from potluck.cli._sharing import Sharing, shared
+from potluck.cli._sharing import in_file
 from potluck.errors import ConfigError, TokenError
 from support.fleet import JOB, Fleet
 
@@ -44,7 +44,7 @@ def test_the_file_is_gone_after_an_error_but_not_another_runs(tmp_path: Path) ->
     file.chmod(0o644)
 
     def fail() -> None:
-        with shared("mine", Sharing(token_file=file), tell=False, on_stderr=False):
+        with in_file(file, "mine"):
             assert file.read_text() == "mine\n"
             assert stat.S_IMODE(file.stat().st_mode) == 0o600
             raise ZeroDivisionError
@@ -52,7 +52,7 @@ def test_the_file_is_gone_after_an_error_but_not_another_runs(tmp_path: Path) ->
     with pytest.raises(ZeroDivisionError):
         fail()
     assert not file.exists()
-    with shared("mine", Sharing(token_file=file), tell=False, on_stderr=False):
+    with in_file(file, "mine"):
         file.write_text("of another run")
     assert file.read_text() == "of another run"
 
@@ -61,14 +61,14 @@ def test_a_file_that_cannot_be_written_is_an_error_before_the_run(tmp_path: Path
     for path, why in ((tmp_path / "none" / "token", "No such file"), (tmp_path, "not a regular file")):
         with (
             pytest.raises(ConfigError, match=why),
-            shared("t", Sharing(token_file=path), tell=False, on_stderr=False),
+            in_file(path, "t"),
         ):
             pass
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     with (
         pytest.raises(ConfigError, match="not a regular file"),
-        shared("t", Sharing(token_file=pipe), tell=False, on_stderr=False),
+        in_file(pipe, "t"),
     ):
         pass
     assert stat.S_ISFIFO(pipe.stat().st_mode)

@@ -24,6 +24,8 @@ from potluck.train.session import RunSpec, Session
 @contextmanager
 def session(settings: Settings, spec: RunSpec, view: Any, sharing: Sharing | None = None) -> Iterator[Session]:
     """Open a run for the script or recipe that is run inside; `view` is the mode that was asked for."""
+    if sharing is not None:
+        sharing.check()
     listener = loggers(spec.config.log)
     opened = Session(spec, settings.environment, make_view(view), guests=LocalGuests, listener=listener)
     with opened, launched(opened.context):
@@ -33,7 +35,7 @@ def session(settings: Settings, spec: RunSpec, view: Any, sharing: Sharing | Non
             return
         joining: AbstractContextManager[None] = nullcontext()
         if opened.token is not None and not spec.guests:
-            joining = shared(opened.token, sharing or Sharing(), tell=view != "quiet", on_stderr=view == "json")
+            joining = shared(opened, sharing or Sharing(), view)
 
         def on_gone() -> None:
             # Ctrl-C ends the other programs of a pipe too: then this is no news.

@@ -34,6 +34,8 @@ from potluck.errors import UserError
     metavar="FILE",
     help="Write the token to this file before the first step, and remove it at the end.",
 )
+@click.option("--lan", is_flag=True, help="Let machines in this network find the run, and join it by a short code.")
+@click.option("--qr", is_flag=True, help="Also print the line for guests as a QR code.")
 @click.pass_obj
 def host(
     settings: Settings, /, what: str, arguments: tuple[str, ...], send: tuple[Path, ...], **flags: Any
@@ -49,6 +51,7 @@ def host(
       potluck host my_train.py --send model.py -- --epochs 3
       potluck host --wait-for 2             start as soon as two guests are ready
       potluck host --log tensorboard        see it with: tensorboard --logdir runs
+      potluck host --lan                    guests in this network type a short code
       potluck host --resume runs/ID         resume; the same token still works
       potluck host --token-file FILE        for a batch system: guests join with the same option
 
@@ -66,7 +69,7 @@ def host(
 
 
 def _sharing(flags: dict[str, Any]) -> Sharing:
-    return Sharing(token_file=flags["token_file"])
+    return Sharing(token_file=flags["token_file"], lan=flags["lan"], qr=flags["qr"])
 
 
 def run_script(

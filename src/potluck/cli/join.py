@@ -60,14 +60,17 @@ LOOK_S = 0.2
 @shared("view")
 @click.pass_obj
 def join(settings: Settings, /, token: str | None, token_file: Path | None, **flags: Any) -> int:
-    """Join a run with this machine. TOKEN is the text that the host printed.
+    """Join a run with this machine. TOKEN is the text that the host printed, or its code for this network.
 
     The host's script runs on this machine: join only runs of people you trust. Without TOKEN, the token is read
-    from --token-file, then from the variable POTLUCK_TOKEN, then asked for.
+    from --token-file, then from the variable POTLUCK_TOKEN. Otherwise potluck lists the runs that it sees in this
+    network (those of `potluck host --lan`) and asks for the code or the token.
 
     \b
     Examples:
       potluck join potluck2-…
+      potluck join                            look in this network, and ask
+      potluck join 12-maple-otter             the same without a question
       potluck join --token-file token.txt --device cpu --threads 4
       potluck join --token-file token.txt --wait 10m    the host may write the file later
     """
@@ -87,15 +90,18 @@ def join(settings: Settings, /, token: str | None, token_file: Path | None, **fl
 
 
 def _find_token(token: str | None, token_file: Path | None, settings: Settings, wait_s: float) -> str:
+    from potluck.cli import _by_code
+    from potluck.wire.code import parse_code
+
     if token:
-        return token
+        code = parse_code(token)
+        return token if code is None else _by_code.token_by_code(code)
     if token_file is not None:
         return _read_token(token_file, wait_s)
     if settings.environment.token:
         return settings.environment.token
     if sys.stdin.isatty():
-        answer: str = click.prompt("token", hide_input=True)
-        return answer
+        return _by_code.asked()
     raise TokenError("no token was given", hint="type the command that the host printed: potluck join TOKEN")
 
 
