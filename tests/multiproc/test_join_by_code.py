@@ -1,4 +1,4 @@
-"""`potluck host --lan` and `potluck join` without a token, with real processes and real multicast on this machine."""
+"""`potluck host --lan` and `potluck join` without a token: real processes, real multicast on this machine."""
 
 from __future__ import annotations
 
