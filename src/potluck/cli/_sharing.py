@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shlex
 import stat
 import sys
 from collections.abc import Iterator
@@ -48,8 +49,11 @@ def shared(opened: Session, sharing: Sharing, view: str) -> Iterator[None]:
         if sharing.token_file is not None:
             stack.enter_context(in_file(sharing.token_file, token))
         if view != "quiet":
+            # With a file, the token stays out of a batch system's log.
+            path = sharing.token_file
+            way = token if path is None else shlex.join(["--token-file", str(path)])
             click.echo("On each machine that should help, type:\n", err=on_stderr)
-            click.echo(f"  potluck join {token}\n", err=on_stderr)
+            click.echo(f"  potluck join {way}\n", err=on_stderr)
             if sharing.qr:
                 click.echo(qr_code(f"potluck join {token}", sys.stderr if on_stderr else sys.stdout), err=on_stderr)
         if sharing.lan:
