@@ -38,8 +38,9 @@ TRIES = 3
 CODES = 3
 EXCHANGE_S = 3.0
 """For all four messages: each side computes for some 10 ms."""
-PAUSE_S = 0.2
-"""After an exchange that was not completed: strangers cost the training at most a twentieth of a core."""
+PAUSE_S = 0.5
+"""An exchange without a right proof takes at least this long, so that nobody sees how long the host computed. And
+strangers cost the training at most a fiftieth of a core."""
 GUEST_S = 20.0
 """A guest may have to wait for others."""
 MAX_TOKEN_BYTES = 4096
@@ -123,27 +124,33 @@ class _Keys:
 
 
 class HostSide:
-    """The host's part of one exchange, without I/O."""
+    """The host's part of one exchange, without I/O.
+
+    Make it before the guest is there. How long that takes depends on the code, and how long `reply` takes does not.
+    """
 
     def __init__(self, code: str, token: str) -> None:
         from spake2 import SPAKE2_B
 
         self._side = SPAKE2_B(code.encode(), idA=_GUEST, idB=_HOST)
         self._token = token
-        self._keys: _Keys | None = None
+        self._sent: bytes = self._side.start()
+        self._element: bytes | None = None
 
     def reply(self, greeting: bytes) -> bytes:
         """To the guest's first message. Raises WireError."""
         if not greeting.startswith(GREETING):
             raise WireError("this is no guest that joins by a code")
-        sent: bytes = self._side.start()
-        self._keys = _finish(self._side, greeting[len(GREETING) :])
-        return READY + sent
+        self._element = greeting[len(GREETING) :]
+        return READY + self._sent
 
     def answer(self, proof: bytes) -> bytes | None:
-        """To the guest's proof: the token; None if the proof is wrong."""
-        keys, self._keys = self._keys, None
-        if keys is None or not hmac.compare_digest(proof, keys.guest_proof):
+        """To the guest's proof: the token; None if the proof is wrong. Raises WireError."""
+        element, self._element = self._element, None
+        if element is None:
+            return None
+        keys = _finish(self._side, element)
+        if not hmac.compare_digest(proof, keys.guest_proof):
             return None
         sealed: bytes = keys.cipher.encrypt(keys.nonce, self._token.encode(), None)
         return RIGHT + keys.host_proof + struct.pack(">H", len(sealed)) + sealed
@@ -225,30 +232,33 @@ class CodeServer:
     def _serve(self, codes: Codes, token: str) -> None:
         self._listening.setblocking(False)
         while not self._stop.is_set():
+            side = HostSide(codes.current, token) if codes.current is not None else None
             select.select([self._listening, self._waker.inner], [], [])
-            try:
-                connection, address = self._listening.accept()
-            except OSError:  # gone again, or no file is left for it
-                self._stop.wait(PAUSE_S)
-                continue
+            began = time.monotonic()
             done = False
-            with connection, contextlib.suppress(OSError, WireError):
-                self._guest = connection
-                done = not self._stop.is_set() and self._exchange(connection, str(address[0]), codes, token)
+            with contextlib.suppress(OSError, WireError):  # gone again, nonsense, or no file is left for it
+                connection, address = self._listening.accept()
+                with connection:
+                    self._guest = connection
+                    done = not self._stop.is_set() and self._exchange(connection, str(address[0]), side, codes)
             if not done:
-                self._stop.wait(PAUSE_S)
+                self._pause(began)
 
-    def _exchange(self, connection: socket.socket, address: str, codes: Codes, token: str) -> bool:
-        deadline = time.monotonic() + EXCHANGE_S
+    def _pause(self, began: float) -> None:
+        self._stop.wait(max(0.0, began + PAUSE_S - time.monotonic()))
+
+    def _exchange(self, connection: socket.socket, address: str, side: HostSide | None, codes: Codes) -> bool:
+        began = time.monotonic()
+        deadline = began + EXCHANGE_S
         greeting = _receive(connection, len(GREETING) + _ELEMENT_BYTES, deadline)
-        if codes.current is None:
+        if side is None:
             connection.sendall(OFF)
             return False
-        side = HostSide(codes.current, token)
         connection.sendall(side.reply(greeting))
         answer = side.answer(_receive(connection, _PROOF_BYTES, deadline))
         if answer is None:
-            codes.wrong()  # counted before the guest can know
+            codes.wrong()  # before the guest can know
+            self._pause(began)
         with contextlib.suppress(OSError):
             connection.sendall(answer or WRONG)
         self._on_try(address, answer is not None)
