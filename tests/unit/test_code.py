@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import random
 import socket
-import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -15,10 +13,7 @@ import pytest
 
 pytest.importorskip("spake2", reason="needs the extra lan")
 
-from hashlib import sha256
-
-from spake2.ed25519_basic import Base, Zero, bytes_to_element
-from spake2.parameters.ed25519 import ParamsEd25519
+from spake2.ed25519_basic import Base, Zero
 
 from potluck.errors import MissingModuleError, NetworkError, PortTakenError, TokenError, WireError
 from potluck.wire import code as codes_of
@@ -26,7 +21,6 @@ from potluck.wire.code import (
     CODES,
     GREETING,
     READY,
-    RIGHT,
     TRIES,
     Codes,
     CodeServer,
@@ -39,26 +33,7 @@ from potluck.wire.code import (
     run_of,
 )
 from potluck.wire.words import WORDS
-
-TOKEN = "potluck2-" + "s3cret" * 20
-CODE = "12-maple-otter"
-
-
-def exchange(host_code: str, guest_code: str) -> tuple[str | None, list[bytes]]:
-    """What the guest got, and all that a listener saw."""
-    host, guest = HostSide(host_code, TOKEN), GuestSide(guest_code)
-    greeting = guest.greeting()
-    reply = host.reply(greeting)
-    proof = guest.proof(reply[1:])
-    answer = host.answer(proof)
-    seen = [greeting, reply, proof, answer or b""]
-    if answer is None:
-        return None, seen
-    assert answer[:1] == RIGHT
-    (size,) = struct.unpack(">H", answer[33:35])
-    assert len(answer) == 35 + size
-    return guest.token(answer[1:33], answer[35:]), seen
-
+from support.codes import CODE, TOKEN, exchange
 
 # -- words and codes -------------------------------------------------------------------------------------
 
@@ -191,77 +166,6 @@ def test_random_bytes_are_refused_without_another_exception() -> None:
             guest = GuestSide(CODE)
             guest.greeting()
             guest.proof(b"B" + chance.randbytes(32))
-
-
-def test_ten_thousand_wrong_codes_let_nobody_in() -> None:
-    codes, chance = Codes(12), random.Random(1)
-    let_in = exchanges = 0
-    for pair in itertools.islice(itertools.product(WORDS, WORDS), 10_000):
-        if codes.current is None:
-            continue  # the server says OFF
-        guess = f"12-{pair[0]}-{pair[1]}"
-        if guess == codes.current:
-            guess = f"12-{chance.choice(WORDS)}-yak"
-        exchanges += 1
-        if exchange(codes.current, guess)[0] is not None:
-            let_in += 1
-        else:
-            codes.wrong()
-    assert let_in == 0
-    assert exchanges == TRIES * CODES
-
-
-def eavesdroppers_keys(greeting: bytes, reply: bytes, code: str) -> Iterator[bytes]:
-    """The keys that a listener can compute for a code: he has both messages, and neither side's secret number.
-
-    He can take the code out of both messages. Without a secret number he then has X = x·G and Y = y·G, and would
-    need x·y·G. He tries what he has.
-    """
-    group = ParamsEd25519.group
-    scalar = group.password_to_scalar(code.encode())
-    first, second = greeting[len(GREETING) + 1 :], reply[2:]
-    x = bytes_to_element(first).add(ParamsEd25519.M.scalarmult(-scalar))
-    y = bytes_to_element(second).add(ParamsEd25519.N.scalarmult(-scalar))
-    for key in (Zero, x, y, x.add(y), Base):
-        yield sha256(
-            sha256(code.encode()).digest()
-            + sha256(b"potluck guest").digest()
-            + sha256(b"potluck host").digest()
-            + first
-            + second
-            + key.to_bytes()
-        ).digest()
-
-
-def test_a_recording_confirms_no_code_not_even_the_right_one() -> None:
-    """For every code, both messages open to valid elements, and no key that can be computed fits the proofs."""
-    token, (greeting, reply, proof, answer) = exchange(CODE, CODE)
-    assert token == TOKEN
-    for code in (CODE, "12-maple-owl", *(f"12-{word}-otter" for word in WORDS[:10])):
-        for key in eavesdroppers_keys(greeting, reply, code):
-            keys = codes_of._Keys(key)
-            assert keys.guest_proof != proof
-            assert keys.host_proof != answer[1:33]
-
-
-def test_the_attack_on_a_recording_would_find_a_key_that_it_could_compute() -> None:
-    """With one side's secret number it does: the formulas above are those of the exchange."""
-    host, guest = HostSide(CODE, TOKEN), GuestSide(CODE)
-    greeting = guest.greeting()
-    reply = host.reply(greeting)
-    proof = guest.proof(reply[1:])
-    scalar = ParamsEd25519.group.password_to_scalar(CODE.encode())
-    y = bytes_to_element(reply[2:]).add(ParamsEd25519.N.scalarmult(-scalar))
-    known = y.scalarmult(guest._side.xy_scalar)
-    key = sha256(
-        sha256(CODE.encode()).digest()
-        + sha256(b"potluck guest").digest()
-        + sha256(b"potluck host").digest()
-        + greeting[len(GREETING) + 1 :]
-        + reply[2:]
-        + known.to_bytes()
-    ).digest()
-    assert codes_of._Keys(key).guest_proof == proof
 
 
 def test_nothing_that_travels_depends_on_the_code_alone() -> None:
