@@ -35,7 +35,7 @@ def session(settings: Settings, spec: RunSpec, view: Any, sharing: Sharing | Non
             return
         joining: AbstractContextManager[None] = nullcontext()
         if opened.token is not None and not spec.guests:
-            joining = shared(opened, sharing or Sharing(), view)
+            joining = shared(opened, sharing or Sharing(), view, tell=view != "quiet" and not settings.launched)
 
         def on_gone() -> None:
             # Ctrl-C ends the other programs of a pipe too: then this is no news.

@@ -41,14 +41,14 @@ class Sharing:
 
 
 @contextmanager
-def shared(opened: Session, sharing: Sharing, view: str) -> Iterator[None]:
-    """Inside, guests can get the token of this run in these ways."""
+def shared(opened: Session, sharing: Sharing, view: str, *, tell: bool) -> Iterator[None]:
+    """Inside, guests can get the token of this run in these ways. `tell`: print the line to type there."""
     token, on_stderr = opened.token, view == "json"
     assert token is not None
     with ExitStack() as stack:
         if sharing.token_file is not None:
             stack.enter_context(in_file(sharing.token_file, token))
-        if view != "quiet":
+        if tell:
             # With a file, the token stays out of a batch system's log.
             path = sharing.token_file
             way = token if path is None else shlex.join(["--token-file", str(path)])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 import click
 
 from potluck.cli import _options as options
 from potluck.cli._app import Settings
+from potluck.cli._options import TrainFlags
 from potluck.cli._runs import runs_folder
 from potluck.cli._sharing import Sharing
 from potluck.cli.train import recipe_spec, run_recipe
@@ -36,9 +37,15 @@ from potluck.errors import UserError
 )
 @click.option("--lan", is_flag=True, help="Let machines in this network find the run, and join it by a short code.")
 @click.option("--qr", is_flag=True, help="Also print the line for guests as a QR code.")
+@click.option("--launched", is_flag=True, hidden=True, help="Started by `potluck up`: do not print the token.")
 @click.pass_obj
 def host(
-    settings: Settings, /, what: str, arguments: tuple[str, ...], send: tuple[Path, ...], **flags: Any
+    settings: Settings,
+    /,
+    what: str,
+    arguments: tuple[str, ...],
+    send: tuple[Path, ...],
+    **flags: Unpack[TrainFlags],
 ) -> None:
     """Start a run that other machines can join, and print the command to type on them.
 
@@ -59,6 +66,7 @@ def host(
     Several GPUs in this machine, one process each:
       torchrun --standalone --nproc-per-node 2 -m potluck host my_train.py
     """
+    settings.launched = flags["launched"]
     if what.endswith(".py") or "/" in what:
         run_script(settings, Path(what), arguments, send, flags)
         return
@@ -68,12 +76,12 @@ def host(
     run_recipe(settings, spec, flags["view"], _sharing(flags))
 
 
-def _sharing(flags: dict[str, Any]) -> Sharing:
+def _sharing(flags: TrainFlags) -> Sharing:
     return Sharing(token_file=flags["token_file"], lan=flags["lan"], qr=flags["qr"])
 
 
 def run_script(
-    settings: Settings, path: Path, arguments: tuple[str, ...], send: tuple[Path, ...], flags: dict[str, Any]
+    settings: Settings, path: Path, arguments: tuple[str, ...], send: tuple[Path, ...], flags: TrainFlags
 ) -> None:
     from potluck.cli import _session
     from potluck.fleet.running import running

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import click
 
@@ -20,6 +21,19 @@ if TYPE_CHECKING:
 ANSWERS_S = 30.0
 """How long a host may take to answer, at least."""
 LOOK_S = 0.2
+_MOST_TOKEN_BYTES = 4096
+
+
+class JoinFlags(TypedDict):
+    device: str | None
+    threads: int | None
+    name: str | None
+    micro_batch: int | None
+    script: Path | None
+    wait_s: float | None
+    give_up_s: float
+    runs: Path | None
+    view: str
 
 
 @click.command()
@@ -27,7 +41,7 @@ LOOK_S = 0.2
 @click.option(
     "--token-file",
     type=click.Path(path_type=Path),
-    help="Read the token from a file. With --wait, it may not exist yet.",
+    help="Read the token from a file (-: the first line of standard input). With --wait, it may not exist yet.",
 )
 @shared("device", "threads", "name", "micro_batch")
 @click.option(
@@ -59,7 +73,14 @@ LOOK_S = 0.2
 @click.option("--parent", type=int, hidden=True, help="End when this process is gone.")
 @shared("view")
 @click.pass_obj
-def join(settings: Settings, /, token: str | None, token_file: Path | None, **flags: Any) -> int:
+def join(
+    settings: Settings,
+    /,
+    token: str | None,
+    token_file: Path | None,
+    parent: int | None,
+    **flags: Unpack[JoinFlags],
+) -> int:
     """Join a run with this machine. TOKEN is the text that the host printed, or its code for this network.
 
     The host's script runs on this machine: join only runs of people you trust. Without TOKEN, the token is read
@@ -77,16 +98,29 @@ def join(settings: Settings, /, token: str | None, token_file: Path | None, **fl
     from potluck.fleet.life import leased
     from potluck.wire.token import decode
 
+    if str(token_file) == "-":
+        # Before `leased`, which may read stdin to its end. If whoever started this dies first, the line is empty.
+        token, token_file = token or _line_of_stdin(), None
     # Before anything slow: whatever this process waits for, it must not outlive who started it.
-    with leased(flags["parent"]):
+    with leased(parent):
         began = time.monotonic()
         decoded = decode(_find_token(token, token_file, settings, flags["wait_s"] or 0.0))
-        if flags["wait_s"] is None:
-            flags["wait_s"] = ANSWERS_S
-        else:
-            left_s = flags["wait_s"] - (time.monotonic() - began)
-            flags["wait_s"] = max(left_s, min(flags["wait_s"], ANSWERS_S))
-        return _serve(settings, decoded, flags)
+        return _serve(settings, decoded, flags, _left(flags["wait_s"], time.monotonic() - began))
+
+
+def _left(wait_s: float | None, waited_s: float) -> float:
+    """How long the host may take to answer, after a wait for the token."""
+    return ANSWERS_S if wait_s is None else max(wait_s - waited_s, min(wait_s, ANSWERS_S))
+
+
+def _line_of_stdin() -> str:
+    """The first line, without a byte of what follows it."""
+    line = b""
+    while len(line) < _MOST_TOKEN_BYTES and not line.endswith(b"\n") and (byte := os.read(0, 1)):
+        line += byte
+    if not line.strip():
+        raise TokenError("standard input has no token", hint="its first line must be the token")
+    return line.decode(errors="replace")
 
 
 def _find_token(token: str | None, token_file: Path | None, settings: Settings, wait_s: float) -> str:
@@ -130,7 +164,7 @@ def _read_token(path: Path, wait_s: float) -> str:
         time.sleep(min(LOOK_S, wait_s))
 
 
-def _serve(settings: Settings, token: Token, flags: dict[str, Any]) -> int:
+def _serve(settings: Settings, token: Token, flags: JoinFlags, wait_s: float) -> int:
     """Connect, build the host's model and compute until the run is over; returns the exit status."""
     from potluck.device import pick
     from potluck.fleet.received import run_work
@@ -152,7 +186,7 @@ def _serve(settings: Settings, token: Token, flags: dict[str, Any]) -> int:
         device=device,
         name=machine_name(config, settings.environment),
         view=view,
-        wait_s=flags["wait_s"],
+        wait_s=wait_s,
         give_up_s=flags["give_up_s"],
         records=flags["runs"],
     )

@@ -57,7 +57,7 @@ class Options:
         assert self.global_batch is not None
         return self.global_batch
 
-    def saved_objects(self) -> dict[str, Any]:
+    def saved_objects(self) -> dict[str, Stateful]:
         """What goes into checkpoints besides the model and the optimizer, by name."""
         return {**self.also_save, **({"scheduler": self.scheduler} if self.scheduler is not None else {})}
 
