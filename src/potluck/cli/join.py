@@ -54,7 +54,8 @@ class JoinFlags(TypedDict):
     "wait_s",
     callback=duration,
     metavar="DURATION",
-    help="How long to wait for the token file and the host, such as 10m (default: 30s, and not for the file).",
+    help="How long to wait for the token file and for the host to answer, such as 10m (default: 30s for the host, "
+    "and 3s if its port is closed: its run has ended).",
 )
 @click.option(
     "--give-up",
@@ -108,9 +109,9 @@ def join(
         return _serve(settings, decoded, flags, _left(flags["wait_s"], time.monotonic() - began))
 
 
-def _left(wait_s: float | None, waited_s: float) -> float:
-    """How long the host may take to answer, after a wait for the token."""
-    return ANSWERS_S if wait_s is None else max(wait_s - waited_s, min(wait_s, ANSWERS_S))
+def _left(wait_s: float | None, waited_s: float) -> float | None:
+    """How long the host may take to answer, after a wait for the token; None: the default."""
+    return None if wait_s is None else max(wait_s - waited_s, min(wait_s, ANSWERS_S))
 
 
 def _line_of_stdin() -> str:
@@ -164,7 +165,7 @@ def _read_token(path: Path, wait_s: float) -> str:
         time.sleep(min(LOOK_S, wait_s))
 
 
-def _serve(settings: Settings, token: Token, flags: JoinFlags, wait_s: float) -> int:
+def _serve(settings: Settings, token: Token, flags: JoinFlags, wait_s: float | None) -> int:
     """Connect, build the host's model and compute until the run is over; returns the exit status."""
     from potluck.device import pick
     from potluck.fleet.received import run_work

@@ -167,6 +167,7 @@ def _work(fleet: SshFleet, host: str, runs: Path, after: tuple[str, ...], flags:
         cwd, there = os.getcwd(), str(runs.absolute())
         words += ["--runs", there, *(word for file in flags["send"] for word in ("--send", str(file)))]
     else:
+        words += [] if flags["name"] else ["--name", host]
         cwd = machine.folder or f"~/potluck/{Path.cwd().name}"
         there = f"{cwd}/runs"
         if _is_script(what):

@@ -54,7 +54,7 @@ class MergedLog:
             show([self._line(name, words)], self._stream)
 
     def close(self) -> Path:
-        """Show what is left. Returns where the files are: where they are to be kept, if that folder is still there."""
+        """Show what is left; returns the folder of the files: the one to keep them in, if it is still there."""
         self._stop.set()
         self._thread.join()
         self._look(last=True)
