@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import socket
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,11 +18,14 @@ pytest.importorskip("spake2", reason="needs the extra lan")
 pytest.importorskip("zeroconf", reason="needs the extra lan")
 
 from potluck.cli import _by_code
-from potluck.cli._sharing import qr_code
+from potluck.cli._sharing import Sharing, qr_code, shared
 from potluck.errors import MissingModuleError, NetworkError, TokenError
+from potluck.spec.events import RunEvent, StrangerRefused, to_json
+from potluck.wire import code as code_module
 from potluck.wire import discovery
 from potluck.wire.discovery import AnnouncedRun, Announcement, look
 from potluck.wire.frames import PROTOCOL
+from potluck.wire.token import Token, encode
 from support.fleet import JOB, TORCH_STARTS_S, Fleet
 from support.leaks import leaks
 from support.processes import _environment
@@ -175,6 +184,73 @@ def test_a_person_is_asked_again_and_can_always_give_the_token(
     Person(monkeypatch, "potluck2-jkl")
     assert _by_code.asked() == "potluck2-jkl"
     assert "pip install 'potluck[lan]'" in capsys.readouterr().err
+
+
+class Announced:
+    """Announces nothing, as run 12."""
+
+    number = 12
+
+    def __init__(self, addresses: tuple[str, ...], port: int) -> None:
+        self.addresses, self.port = addresses, port
+        Announced.last = self
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("view", ["plain", "json"])
+def test_the_host_shows_each_new_code_and_logs_none(
+    view: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(discovery, "Announcement", Announced)
+    monkeypatch.setattr(code_module, "PAUSE_S", 0.0)
+    port = free_port()
+    emitted: list[RunEvent] = []
+    shown: list[str] = []
+    log = SimpleNamespace(emit=emitted.append)
+    keys = {"host_public": bytes(32), "guest_secret": bytes(range(32))}
+    token = encode(Token(addresses=("127.0.0.1",), port=port, **keys))
+    run: Any = SimpleNamespace(
+        token=token,
+        spec=SimpleNamespace(config=SimpleNamespace(port=port)),
+        context=SimpleNamespace(log=log),
+        show=shown.append,
+    )
+    with shared(run, Sharing(lan=True), view, tell=False):
+        assert Announced.last.port == port + 1
+        codes = re.findall(CODE, capsys.readouterr()[view == "json"])
+        assert len(codes) == 1
+        assert code_module.redeem("127.0.0.1", port + 1, codes[0]) == token
+        for number in range(1, 10):
+            with pytest.raises(code_module.WrongCode):
+                code_module.redeem("127.0.0.1", port + 1, "12-yak-yak")
+            wait_until(lambda number=number: len([e for e in emitted if isinstance(e, StrangerRefused)]) == number)
+        wait_until(lambda: len(emitted) == 11)
+    said = capsys.readouterr().err if view == "json" else "\n".join(shown)
+    codes += re.findall(r"that code is gone, the new one is (12-\w+-\w+)", said)
+    assert len(set(codes)) == 3
+    logged = [to_json(event).decode() for event in emitted]
+    assert "got the token by the code" in logged[0]
+    assert "joining by a code is off" in logged[-1]
+    assert not [line for line in logged if any(code in line for code in codes)]
+
+
+def free_port() -> int:
+    """With a free one after it."""
+    for port in range(42000, 43000, 2):
+        with contextlib.suppress(OSError):
+            for number in (port, port + 1):
+                socket.create_server(("127.0.0.1", number)).close()
+            return port
+    raise AssertionError
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 def test_a_qr_code_holds_the_line_and_fits_a_terminal() -> None:

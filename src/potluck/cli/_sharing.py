@@ -127,7 +127,7 @@ def _by_code(opened: Session, view: str) -> Iterator[str]:
     assert token is not None
     addresses = decode(token).addresses
     with ExitStack() as stack:
-        bind = addresses[0] if len(addresses) == 1 else "0.0.0.0"
+        bind = addresses[0] if len(addresses) == 1 and ":" not in addresses[0] else "0.0.0.0"
         server = CodeServer(bind, port + 1 if port else 0, on_try)
         stack.callback(server.close)
         announced = Announcement(addresses, server.port)

@@ -7,6 +7,7 @@ No key, and no name of a machine, a person or a script. What is found is unverif
 from __future__ import annotations
 
 import ipaddress
+import logging
 import secrets
 import socket
 import threading
@@ -84,6 +85,7 @@ def look(number: int | None = None, *, for_s: float = LOOK_S) -> list[AnnouncedR
     """
     from zeroconf import IPVersion, ServiceBrowser, ServiceStateChange, Zeroconf
 
+    _quiet()
     found: dict[str, AnnouncedRun] = {}
     news = threading.Event()
 
@@ -120,6 +122,13 @@ def _parse(
     if number not in NUMBERS or not 0 < protocol < 1000 or not usable or not port or not 0 < port < 65536:
         return None
     return AnnouncedRun(number=number, protocol=protocol, addresses=usable, port=port)
+
+
+def _quiet() -> None:
+    """Without a handler of its own, logging would write the library's warnings across the view."""
+    library = logging.getLogger("zeroconf")
+    if not library.handlers:
+        library.addHandler(logging.NullHandler())
 
 
 def _is_ipv4(address: str) -> bool:
