@@ -273,6 +273,7 @@ class Stepping:
             host_sample_s=lot.host_sample_s,
             transfer_s=speed.transfer_s,
             tail_s=tail_s,
+            epoch=self.ledger.epoch,
             ahead=tuple(sent.number if sent else 0 for _, sent in cut) if used else (),
         )
         if self.local_data:
