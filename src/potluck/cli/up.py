@@ -139,6 +139,7 @@ def _wanted(after: Sequence[str], flags: UpFlags) -> FleetNeeds:
 def _launch(settings: Settings, fleet: FleetFile, host: str, after: tuple[str, ...], flags: UpFlags) -> int:
     from potluck.fleet.hostfiles import NamedMachine
     from potluck.fleet.launching import Launcher
+    from potluck.fleet.life import reader_watched
     from potluck.fleet.ssh import SshFleet
     from potluck.report.merged_log import MergedLog
 
@@ -153,7 +154,8 @@ def _launch(settings: Settings, fleet: FleetFile, host: str, after: tuple[str, .
     guests = [name for name in names if name != (host or HERE)]
     launcher = Launcher(reached, guests, work, observer, keep_trying=flags["keep_trying"])
     try:
-        with _signals(launcher):
+        # Without a reader (`| head`) the run ends as with Ctrl-C.
+        with _signals(launcher), reader_watched(launcher.interrupt):
             status = launcher.run()
     finally:
         kept = log.close()
@@ -223,7 +225,9 @@ def show_findings(findings: Sequence[Finding]) -> None:
 @contextmanager
 def _signals(launcher: Launcher) -> Iterator[None]:
     """Inside, Ctrl-C, SIGTERM and the end of the terminal stop the run in order; a second one stops it at once."""
-    numbers = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)  # with nohup it outlives its terminal
     before = {n: signal.signal(n, lambda number, frame: launcher.interrupt()) for n in numbers}
     try:
         yield
