@@ -73,6 +73,8 @@ def up(ctx: click.Context, /, machines: tuple[str, ...], **flags: Any) -> int:
     """
     from potluck.fleet.hostfiles import read_fleet
 
+    if os.name != "posix":
+        raise UserError("potluck up runs on Linux and macOS", hint="on Windows, run it in WSL2")
     settings: Settings = ctx.obj
     after: tuple[str, ...] = ctx.meta[_AFTER]
     fleet = _changed(read_fleet(machines), flags)

@@ -34,8 +34,8 @@ OPTIONS = (
     *("-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}"),
     # A machine that does not answer for 6 s is gone: ssh ends, as the agent does there.
     *("-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=3"),
-    # Its own connection: one that another program shares could be closed by that program.
-    *("-o", "ControlMaster=no", "-o", "ControlPath=none"),
+    # A connection that you have open is used (it may have asked you for a second factor), but none is kept open.
+    *("-o", "ControlMaster=no"),
     *("-o", "ForwardX11=no", "-o", "ForwardAgent=no", "-o", "ClearAllForwardings=yes"),
 )
 _PLACES = ("$HOME/.local/bin/python3", "/opt/homebrew/bin/python3", "/usr/local/bin/python3")
@@ -172,6 +172,11 @@ class SshFleet:
             link.close()
             raise _unusable(machine.name, findings)
         return ReachedMachine(link, facts, findings, own and not facts.lacks)
+
+    def in_place(self, name: str) -> bool:
+        """Whether all but Potluck itself is installed there, so that `prepare` takes no time."""
+        reached = self.reach(name)
+        return reached.own or reached.facts.ready
 
     def prepare(self, name: str) -> ReachedMachine:
         """Connect and install what is missing; MachineError if either fails."""
