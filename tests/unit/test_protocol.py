@@ -57,7 +57,7 @@ def test_a_guest_joins_is_brought_up_to_date_checked_and_counts() -> None:
     world.take()
     world.compute()
     (check,) = [s for s in world.sent["a"] if s.message.kind == "check"]
-    assert check.message == CheckMessage(check=1, step=1, sizes=(2,), seed=common.seed)
+    assert check.message == CheckMessage(check=1, step=1, sizes=(2,), seed=common.seed, epoch=0)
     (samples,) = [s for s in world.sent["a"] if s.message.kind == "samples"]
     assert samples.message == SamplesMessage(lease=-1, batch=0, tree=BATCH.tree)
     assert samples.frames == BATCH.frames

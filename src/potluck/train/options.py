@@ -20,7 +20,7 @@ class Options:
     """How the loop trains; the same on every machine."""
 
     global_batch: int | None = None
-    """Samples per step, over all machines. A DataLoader's batch size, where one is given."""
+    """Samples per step, over all machines. A DataLoader's batch size, where one is given: no other is taken."""
     steps: int | None = None
     """Total number of steps; a resumed run continues up to it. Endless if not given: break when done."""
     epochs: int | None = None

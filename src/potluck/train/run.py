@@ -73,7 +73,7 @@ class Run:
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
-        self.state: dict[str, Any] = ScriptState()
+        self.state = ScriptState()
         """The script's own values: the best loss, sums, anything like JSON, objects with a `state_dict()`.
 
         Each checkpoint has them. What is put in before `steps` is called holds in a new run; a resumed one
@@ -170,7 +170,8 @@ class Run:
             loader: a torch DataLoader: a step is one of its batches, in its own order, and its worker processes
                 read ahead. Or a data set with `global_batch`. Or a function that returns either, called only where
                 samples are read: on guests only with `data="local"`.
-            global_batch: samples in every step, whoever computes them; a DataLoader's own batch size.
+            global_batch: samples in every step, whoever computes them. Needed with a data set. With a DataLoader a
+                step is one of its batches: leave this out, another number than its batch size is refused.
             steps: total number of steps; a resumed run continues up to it. Endless without it and `epochs`.
             epochs: total number of epochs; with `steps`, whichever ends first.
             clip_norm: clip the gradient of the whole step to this norm before the update.
