@@ -64,19 +64,23 @@ def file_list() -> Iterator[str]:
 
 def class_tables(path: Path) -> Iterator[str]:
     """A heading for each `# -- part --` comment of a file and for each public class, its docstring and a table of
-    its fields. A class with a tag is called by its tag."""
+    its fields. A class with a tag is called by its tag, and has the fields of its private bases but the first."""
     text = path.read_text(encoding="utf-8")
     parts = {n: m[1] for n, line in enumerate(text.splitlines(), 1) if (m := re.match(r"# -- (.+?) -+$", line))}
-    last = 0
-    for node in ast.parse(text).body:
-        if not isinstance(node, ast.ClassDef) or node.name.startswith("_"):
+    last, classes = 0, [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
+    inherited: dict[str, list[tuple[str, str, str]]] = {}
+    for node in classes:
+        fields = [*inherited.get(ast.unparse(node.bases[0]) if node.bases else "", []), *fields_of(node)]
+        if node.name.startswith("_"):
+            is_first = any(keyword.arg == "tag_field" for keyword in node.keywords)
+            inherited[node.name] = [] if is_first else fields
             continue
         for line in [line for line in parts if last < line < node.lineno]:
             yield f"\n### {parts[line].capitalize()}\n"
         last = node.lineno
         yield f"\n#### `{tag_of(node) or node.name}`\n"
         yield " ".join((ast.get_docstring(node) or "").split())
-        rows = [f"| `{name}` | {kind} | {about} |" for name, kind, about in fields_of(node)]
+        rows = [f"| `{name}` | {kind} | {about} |" for name, kind, about in fields]
         if rows:
             yield "\n| field | type | |\n|---|---|---|"
             yield from rows

@@ -5,8 +5,6 @@ Owns these checks, and the order in which model, optimizer, random numbers and d
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -17,7 +15,9 @@ from potluck.train.checkpoint import Loaded, load_latest
 from potluck.train.context import RunContext
 from potluck.train.events import events_in
 from potluck.train.folder import RunFolder
+from potluck.train.optimizer_state import Stateful
 from potluck.train.options import Options
+from potluck.train.script_state import ScriptState
 from potluck.train.step_loader import StepLoader
 
 
@@ -26,9 +26,9 @@ def restore(
     options: Options,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    objects: dict[str, Any],
+    objects: dict[str, Stateful],
     loader: StepLoader,
-    state: dict[str, Any],
+    state: ScriptState,
 ) -> Loaded | None:
     """Load the newest readable checkpoint of a run that is resumed; the model and optimizer continue from it."""
     if not context.resume or context.folder is None:
