@@ -55,7 +55,7 @@ class SshMachines:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._machines: list[SshMachine] = []
+        self.machines: list[SshMachine] = []
         self._config = folder / "config"
         self.known = folder / "known_hosts"
         self.key = folder / "key"
@@ -77,7 +77,7 @@ class SshMachines:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for machine in self._machines:
+        for machine in self.machines:
             machine.stop()
 
     @property
@@ -147,7 +147,7 @@ class SshMachines:
             stderr=open(folder / "sshd.log", "wb"),  # noqa: SIM115
             start_new_session=True,
         )
-        self._machines.append(machine)
+        self.machines.append(machine)
         if reachable:
             _wait_for_port(address, machine)
         self._introduce(machine, known=known)

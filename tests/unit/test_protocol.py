@@ -235,7 +235,7 @@ def test_local_data_is_named_in_a_lease_and_a_random_common_batch_is_the_hosts()
     (lease,) = [s for s in world.sent["a"] if s.message.kind == "lease"]
     count = sum(lease.message.sizes)
     assert struct.unpack(f"<{count}q", *lease.frames) == tuple(world.ledger.samples_of(range(12 - count, 12)))
-    assert world.of_lease == {}
+    assert world.read == []
 
 
 # -- going

@@ -287,7 +287,8 @@ class ReplicaMismatch(_GuestEvent, frozen=True, kw_only=True, tag="replica_misma
 
 
 class StrangerRefused(_Event, frozen=True, kw_only=True, tag="refused_stranger"):
-    """A connection without the token's key was refused. After the first five only every hundredth is written."""
+    """A connection without the token's key, or with a wrong code, was refused. Of those without the key, only every
+    hundredth is written after the first five."""
 
     address: str
     """Address of the connection."""

@@ -114,6 +114,7 @@ class TorchLoader(StepLoader):
         """Held, before the other lock, by whoever takes something from `_coming`."""
         self._aside: Any = None
         """The next step's samples, or why there are none, where they were taken already."""
+        self._next_held: HeldStep | None = None
         self._hash = hashlib.blake2b(digest_size=16)
         self._before = self._place = DataPlace()
         self._number = -1
@@ -168,11 +169,11 @@ class TorchLoader(StepLoader):
         with self._taking, self._lock:
             if self._now is None or self._held is not None or not self._whole:
                 return
-            packed = self._take_packed()
-            self._aside = None
+            packed, held = self._take_packed(), self._next_held
+            self._aside = self._next_held = None
             if isinstance(packed, Exception):
                 raise packed
-            self._held = HeldStep(packed, self._collate, self._now.keys)
+            self._held = held or HeldStep(packed, self._collate, self._now.keys)
 
     def _take_packed(self) -> Any:
         """The samples of the next step that workers have read, or what went wrong."""
@@ -204,9 +205,10 @@ class TorchLoader(StepLoader):
             following = self.peek()
             if following is None or not following.holds(positions[0]):
                 return None
-            held = HeldStep(self._take_packed(), self._collate, following.keys)
+            if self._next_held is None:
+                self._next_held = HeldStep(self._take_packed(), self._collate, following.keys)
             with self._lock:
-                return held.part([position - following.first for position in positions])
+                return self._next_held.part([position - following.first for position in positions])
         return None
 
     def check_indices(self) -> None:
