@@ -138,3 +138,22 @@ def test_what_a_stream_takes_to_read_is_the_steps_time_also_where_the_script_ask
     steps = [event for event in events if isinstance(event, StepEnded)]
     assert sum(step.step_s for step in steps) >= 0.23
     assert events[-1].samples_per_s <= 24 / 0.23
+
+
+def test_what_a_step_takes_besides_computing_it_would_also_take_alone() -> None:
+    """Steps of 1.5 ms, of which 0.5 ms are Python's: with a guest that does nothing 1.00, not 0.67."""
+    events: list[Any] = []
+    telemetry, guest, result = table(events)
+    hub: Any = telemetry._hub
+    hub.members = list
+    at = time.monotonic()
+    telemetry._last_end = at
+    for step in range(1, 41):
+        if step == 21:
+            hub.members, guest.samples = lambda: [guest], 3
+        telemetry.computed(8, 0.001)
+        at += 0.0015
+        telemetry.step_ended(step, 1.0, result, 0.0, at, applied=True, outside=(0.0, 0.0))
+    steps = [event for event in events if isinstance(event, StepEnded)]
+    assert {step.speedup for step in steps[:20]} == {None}
+    assert steps[-1].speedup == pytest.approx(1.0, rel=0.02)

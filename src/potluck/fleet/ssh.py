@@ -5,12 +5,12 @@ The first use of a machine connects, looks at it, and installs what is missing. 
 
 from __future__ import annotations
 
-import contextlib
 import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -234,21 +234,9 @@ class SshFleet:
             except MachineError as error:
                 report(name, error.findings)
 
-        with _threads(look, self._machines):
-            pass
+        with ThreadPoolExecutor(max(1, len(self._machines)), thread_name_prefix="potluck-look") as pool:
+            list(pool.map(look, self._machines))
         return [name for name in self._machines if name in usable]
-
-
-@contextlib.contextmanager
-def _threads(work: Callable[[str], None], names: Sequence[str] | dict[str, Any]) -> Iterator[None]:
-    started = [threading.Thread(target=work, args=(name,), name=f"potluck-look-{name}") for name in names]
-    for thread in started:
-        thread.start()
-    try:
-        yield
-    finally:
-        for thread in started:
-            thread.join()
 
 
 def _unusable(name: str, findings: Sequence[Finding]) -> MachineError:
