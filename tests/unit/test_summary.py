@@ -180,3 +180,14 @@ def test_columns_stand_under_their_headers_whatever_a_machine_is_called() -> Non
 def test_no_traffic_is_not_told() -> None:
     steps = [sample.step(n, bytes_up=0, bytes_down=0) for n in (1, 2)]
     assert "wire" not in summary_text(summarize([sample.run_start(), *steps]))
+
+
+def test_steps_that_a_resumed_run_undid_do_not_count() -> None:
+    # Resumed after step 1 and killed after step 2: steps 3 and 4 of the first process are undone.
+    events = [
+        sample.run_start(),
+        *(sample.step(n) for n in range(1, 5)),
+        sample.run_start(resumed_from=1),
+        sample.step(2),
+    ]
+    assert summarize(events).steps == 2

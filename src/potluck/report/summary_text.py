@@ -58,7 +58,7 @@ def _facts(s: Summary) -> list[tuple[str, str]]:
 def _fleet_facts(s: Summary) -> list[tuple[str, str]]:
     facts = []
     if s.speedup is not None:
-        facts.append(("gain", f"{factor_text(s.speedup)} the host alone"))
+        facts.append(("gain", f"{gain_text(s.speedup, s.speedup_margin)} the host alone"))
     if s.predicted_s is not None and s.off is not None:
         facts.append(
             ("predicted", f"{seconds_text(s.predicted_s)} a step, from the speeds measured; {_came(s.off)}")
@@ -73,6 +73,11 @@ def _fleet_facts(s: Summary) -> list[tuple[str, str]]:
         each = bytes_text((s.bytes_up + s.bytes_down) / max(s.steps, 1))
         facts.append(("wire", f"{wire_text(s.bytes_up, s.bytes_down)} ({each} a step)"))
     return facts
+
+
+def gain_text(speedup: float | None, margin: float | None) -> str:
+    """'1.16× ± 0.02'."""
+    return factor_text(speedup) + (f" ± {max(margin, 0.005):.2f}" if margin is not None else "")
 
 
 def _came(off: float) -> str:
