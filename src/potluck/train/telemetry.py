@@ -231,7 +231,7 @@ def _guest(member: Member, result: StepResult, step_s: float, change_bytes: floa
         receive_s=round(member.receive_s, 4) if samples and member.receive_s > 0 else None,
         send_s=_rounded(member.tail.value) if samples else None,
         answered_s=round(member.answered_s, 4) if samples else None,
-        link_bytes_per_s=round(change_bytes / member.receive_s) if samples and member.receive_s > 1e-6 else None,
+        link_bytes_per_s=round(change_bytes / way_s) if (way_s := member.transfer.value) else None,
     )
 
 
