@@ -20,13 +20,16 @@ from potluck.report.view import make_view
 from potluck.train.context import RANK
 from potluck.train.launch import launched
 from potluck.train.session import RunSpec, Session
+from potluck.web.opening import open_page
 
 
 @contextmanager
 def session(settings: Settings, spec: RunSpec, view: Any) -> Iterator[Session]:
     """Open a run for the script or recipe that is run inside; `view` is the mode that was asked for."""
     listener = loggers(spec.config.log)
-    opened = Session(spec, settings.environment, make_view(view), guests=LocalGuests, listener=listener)
+    opened = Session(
+        spec, settings.environment, make_view(view), guests=LocalGuests, listener=listener, page=open_page
+    )
     with opened, launched(opened.context):
         if opened.context.role == RANK:
             with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
@@ -34,6 +37,8 @@ def session(settings: Settings, spec: RunSpec, view: Any) -> Iterator[Session]:
             return
         if opened.token is not None and not spec.guests and view != "quiet":
             _tell_token(opened.token, on_stderr=view == "json")
+        if opened.page is not None and view != "quiet":
+            click.echo(f"See it in a browser: {opened.page.url}\n", err=view == "json")
 
         def on_gone() -> None:
             # Ctrl-C ends the other programs of a pipe too: then this is no news.

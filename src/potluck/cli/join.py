@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     help="Folder for flight records after a fault (default: the temporary folder).",
 )
 @click.option("--parent", type=int, hidden=True, help="End when this process is gone.")
-@shared("view")
+@shared("web", "view")
 @click.pass_obj
 def join(settings: Settings, /, token: str | None, token_file: Path | None, **flags: Any) -> int:
     """Join a run with this machine. TOKEN is the text that the host printed.
@@ -89,6 +90,10 @@ def _find_token(token: str | None, token_file: Path | None, settings: Settings) 
     raise TokenError("no token was given", hint="type the command that the host printed: potluck join TOKEN")
 
 
+def _tell_page(view: str) -> Callable[[str], None]:
+    return lambda url: None if view == "quiet" else click.echo(f"See it in a browser: {url}", err=view == "json")
+
+
 def _serve(settings: Settings, token: Token, flags: dict[str, Any]) -> int:
     """Connect, build the host's model and compute until the run is over; returns the exit status."""
     from potluck.device import pick
@@ -104,7 +109,12 @@ def _serve(settings: Settings, token: Token, flags: dict[str, Any]) -> int:
         flags["device"] or settings.environment.device,
         threads=flags["threads"] or settings.environment.threads,
     )
-    view = guarded(GuestView(flags["view"]), "the view")
+    shown: Any = GuestView(flags["view"])
+    if flags["web"] is not None:
+        from potluck.web.guest_page import GuestPage
+
+        shown = GuestPage(shown, flags["web"], _tell_page(flags["view"]))
+    view = guarded(shown, "the view")
     context = connect(
         token,
         config=config,

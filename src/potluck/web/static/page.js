@@ -239,8 +239,7 @@ function update(news) {
       data.curves.rows.push(...value.rows);
       data.curves.merged = value.merged;
     } else if (name === 'steps' && data.steps) {
-      const last = data.steps.length ? data.steps[data.steps.length - 1].step : 0;
-      data.steps = value.length && value[0].step > last ? [...data.steps, ...value].slice(-24) : value.length ? value : data.steps;
+      if (value.length) data.steps = [...data.steps.filter((s) => s.step < value[0].step), ...value].slice(-24);
     } else data[name] = value;
   }
   draw(news);
