@@ -44,9 +44,9 @@ def helping(start: RunStarted, step: StepEnded, links: Mapping[str, float]) -> l
         found = levers(job, fleet, now)
     except (PotluckError, ValueError, ZeroDivisionError):
         return []  # a codec that the plan does not know, or two machines of one name
-    found = tuple(sorted(found, key=lambda lever: not lever.same_training))
-    return [
-        f"{lever.what}: {lever.speedup:.2f}× instead of {now.speedup:.2f}×"
-        + ("" if lever.same_training else " (another training)")
-        for lever in found[:MOST]
-    ]
+    best: dict[str, str] = {}  # of changes that bring the same, the first is the simplest
+    for lever in sorted(found, key=lambda lever: not lever.same_training):
+        change = "" if lever.same_training else " (another training)"
+        words = f"{lever.what}: {lever.speedup:.2f}× instead of {now.speedup:.2f}×{change}"
+        best.setdefault(f"{lever.speedup:.2f}", words)
+    return list(best.values())[:MOST]

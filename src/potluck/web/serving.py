@@ -58,7 +58,7 @@ async def _run(serving: Serving) -> None:
     server = PageServer(follower, serving.secret, loopback=serving.loopback)
     try:
         listening = await asyncio.start_server(
-            server.serve, serving.address, serving.port, limit=MOST_REQUEST_BYTES, backlog=128
+            server.serve, serving.address, serving.port, limit=MOST_REQUEST_BYTES, backlog=1024
         )
     except OSError as error:
         _say(Opened(error=error.strerror or str(error), taken=bool(serving.port)))

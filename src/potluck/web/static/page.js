@@ -164,7 +164,7 @@ function curve(label, index, width) {
   const points = (column) => rows.map((row) => `${x(at(row)).toFixed(1)},${y(row[column + 3 * index]).toFixed(1)}`);
   const svg = el('svg', {width, height, viewBox: `0 0 ${width} ${height}`, tabindex: 0, role: 'img', 'aria-label': `${label}; arrow keys show values`});
   for (const v of ticks(low, high, 5)) svg.append(el('line', {class: 'grid', x1: left, x2: width - right, y1: y(v), y2: y(v)}), el('text', {class: 'dim', x: left - 6, y: y(v) + 4, 'text-anchor': 'end'}, number(v)));
-  for (const v of ticks(first, last, width < 420 ? 3 : 5)) svg.append(el('text', {class: 'dim', x: Math.min(x(v), width - 16), y: height - 6, 'text-anchor': 'middle'}, byTime ? seconds(v) : number(v)));
+  for (const v of ticks(first, last, width < 420 ? 4 : 6)) svg.append(el('text', {class: 'dim', x: Math.min(x(v), width - 16), y: height - 6, 'text-anchor': 'middle'}, byTime ? seconds(v) : number(v)));
   if (index === 2) svg.append(el('line', {class: 'one', x1: left, x2: width - right, y1: y(1), y2: y(1)}));
   svg.append(el('path', {class: 'band', d: `M${points(3).join('L')}L${points(2).reverse().join('L')}Z`}), el('path', {class: 'line', d: 'M' + points(4).join('L')}));
   const cross = el('line', {class: 'cross', y1: top, y2: height - bottom, visibility: 'hidden'}), said = el('output');
