@@ -41,9 +41,10 @@ class Browser:
         to_read, self._write = os.pipe()
         self._read, to_write = os.pipe()
 
-        # The shell gives chromium its pipes as 3 and 4, whatever numbers they have here.
-        command = f'exec "$@" 3<&{to_read} 4>&{to_write}'
-        self._process = subprocess.Popen(
+        # The shell gives chromium its pipes as 3 and 4, whatever numbers they have here, and leaves it: it starts and
+        # ends processes as it likes, which are no leaks of a test. It ends with its pipes.
+        command = f'"$@" 3<&{to_read} 4>&{to_write} &'
+        shell = subprocess.Popen(
             ["bash", "-c", command, "-", CHROMIUM, *FLAGS, f"--user-data-dir={self._profile}", "about:blank"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -51,6 +52,8 @@ class Browser:
             pass_fds=(to_read, to_write),
             start_new_session=True,
         )
+        self._group = shell.pid
+        shell.wait(10)
         os.close(to_read)
         os.close(to_write)
         self._buffer = b""
@@ -73,8 +76,7 @@ class Browser:
         for end in (self._read, self._write):
             os.close(end)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(10)
+            os.killpg(self._group, signal.SIGKILL)
         shutil.rmtree(self._profile, ignore_errors=True)
 
     def open(self, url: str, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
@@ -88,7 +90,8 @@ class Browser:
         self.requests.clear()
         failed = self.call("Page.navigate", url=url).get("errorText")
         assert not failed, failed
-        self.until("document.readyState === 'complete' && performance.getEntriesByType('paint').length > 0")
+        painted = "performance.getEntriesByName('first-contentful-paint').length > 0"
+        self.until(f"document.readyState === 'complete' && {painted}")
 
     def value(self, expression: str) -> Any:
         """What a JavaScript expression is."""

@@ -192,10 +192,10 @@ function curve(label, index, width) {
   return el('figure', {}, el('figcaption', {}, el('span', {}, label), said), svg);
 }
 
-function curves() {
+function curves(asked = false) {
   const body = $('curves').querySelector('.body'), active = document.activeElement;
   $('curves').hidden = !data.curves || !data.curves.rows.length;
-  if ($('curves').hidden || (active && body.contains(active))) return; // someone reads values there
+  if ($('curves').hidden || (!asked && active && body.contains(active))) return; // someone reads values there
   const known = data.curves.labels.filter((label, i) => data.curves.rows.some((row) => row[2 + 3 * i] != null)).length;
   const columns = Math.max(1, Math.min(known, Math.floor((body.clientWidth + 16) / 376)));
   const width = Math.max(240, Math.floor((body.clientWidth - 16 * (columns - 1)) / columns));
@@ -254,7 +254,7 @@ function follow() {
 }
 
 draw(data);
-$('axis').addEventListener('click', () => { byTime = !byTime; curves(); });
+$('axis').addEventListener('click', () => { byTime = !byTime; curves(true); });
 let wide = innerWidth;
 addEventListener('resize', () => { if (innerWidth !== wide) { wide = innerWidth; timeline(); curves(); } });
 if (data.live) follow();
