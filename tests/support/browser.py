@@ -41,8 +41,8 @@ class Browser:
         to_read, self._write = os.pipe()
         self._read, to_write = os.pipe()
 
-        # The shell gives chromium its pipes as 3 and 4, whatever numbers they have here, and leaves it: it starts and
-        # ends processes as it likes, which are no leaks of a test. It ends with its pipes.
+        # The shell gives chromium its pipes as 3 and 4, whatever numbers they have here, and leaves it: it starts
+        # and ends processes as it likes, which are no leaks of a test. It ends with its pipes.
         command = f'"$@" 3<&{to_read} 4>&{to_write} &'
         shell = subprocess.Popen(
             ["bash", "-c", command, "-", CHROMIUM, *FLAGS, f"--user-data-dir={self._profile}", "about:blank"],

@@ -14,15 +14,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from potluck.lab import rigs
+from potluck.report.lab_table import cells_of
+from potluck.report.rows import lab_row, run_row
 from potluck.report.summary import summarize
 from potluck.report.summary_text import machine_cells, summary_facts
 from potluck.spec import events as ev
 from potluck.spec.events import RunEvent
 from potluck.web.document import document, frame, state_of
 from potluck.web.follower import Follower
+from potluck.web.lab_page import lab_page
 from potluck.web.metrics import metrics_text, status_of
 from potluck.web.series import Series
 from potluck.web.state import GuestAbout, GuestNow, PageState, Pulse
+from support import lab_outcomes
 from support import sample_events as sample
 
 VALUES = st.lists(st.one_of(st.none(), st.floats(-1e6, 1e6, width=32)), min_size=1, max_size=300)
@@ -221,3 +226,35 @@ def long_run(steps: int, guests: int = 1) -> list[RunEvent]:
         changes |= {"t_s": 5.0 * number, "steps": steps, "predicted_s": draws.uniform(0.9, 1.1)}
         made.append(sample.step(number, machines=machines, **changes))
     return made
+
+
+# -- the lab, and rows to share -------------------------------------------------------------------------
+
+
+def test_the_labs_page_has_each_strategy_with_its_timeline() -> None:
+    found, outcomes = lab_outcomes.all_of(rigs.load("home-pair"))
+    page = lab_page(found, outcomes)
+    assert page.table == tuple(cells_of(found))
+    assert [t.title for t in page.timelines or ()] == [row.strategy for row in found.rows]
+    assert len({t.seconds for t in page.timelines or ()}) == 1
+    for timeline in page.timelines or ():
+        assert {"compute", "wait"} <= {bar.kind for lane in timeline.lanes for bar in lane.bars}
+        assert all(0 <= b.start_s <= b.end_s <= timeline.seconds for lane in timeline.lanes for b in lane.bars)
+    assert "send" in {bar.kind for t in page.timelines or () for lane in t.lanes for bar in lane.bars}
+    assert len(document(page)) < 200_000
+
+
+def test_a_row_to_share() -> None:
+    events = [*long_run(40), sample.run_end(step=40)]
+    header, rule, row = run_row(summarize(events), events, {"potluck": "1.0", "torch": "2.10"}).splitlines()
+    assert header.count("|") == rule.count("|") == row.count("|")
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[0] == "cuda"
+    assert cells[2] == "80 Mbit/s"
+    assert cells[3] == "gpt, 10.9 M parameters, int4"
+    assert cells[6].startswith("1.2")
+    assert cells[8] == "potluck 1.0, torch 2.10"
+    odd = run_row(summarize(events), [sample.run_start(codec="a|b")], {}).splitlines()[2]
+    assert "a\\|b" in odd  # no cell breaks the table
+    found, _ = lab_outcomes.all_of(rigs.load("home-pair"))
+    assert "| potluck: laptop at 0.25 of its speed |" in lab_row(found)

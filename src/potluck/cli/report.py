@@ -15,10 +15,11 @@ from potluck.cli._runs import runs_folder
 from potluck.errors import UserError
 from potluck.report.curve import loss_curve_png, loss_curve_text
 from potluck.report.planned import planned_step_s
+from potluck.report.rows import run_row
 from potluck.report.summary import losses, read_events, summarize
 from potluck.report.summary_text import summary_text
 from potluck.report.text import fitted, writes_utf8
-from potluck.train.folder import find_run
+from potluck.train.folder import find_run, open_folder
 
 
 @click.command()
@@ -36,6 +37,7 @@ from potluck.train.folder import find_run
     help="Compare with the plan saved by `potluck plan --save` (default: plan.json in the run folder, if any).",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
+@click.option("--row", is_flag=True, help="Print only a Markdown row to share (docs/results.md).")
 @click.pass_obj
 def report(
     settings: Settings,
@@ -44,6 +46,7 @@ def report(
     html: Path | None,
     plan_file: Path | None,
     as_json: bool,
+    row: bool,
 ) -> None:
     """Summarize a run: steps, speed, samples computed by each machine, and the loss curve.
 
@@ -62,7 +65,10 @@ def report(
     planned_s = planned_step_s(plan_file, folder, alone=len(summary.machines) < 2)
     summary = structs.replace(summary, planned_s=planned_s)
     steps, values = losses(events)
-    if as_json:
+    if row:
+        manifest = open_folder(folder).read_manifest()
+        click.echo(run_row(summary, events, manifest.versions))
+    elif as_json:
         click.echo(checked.to_json(summary, indent=2))
     else:
         click.echo(fitted(summary_text(summary), sys.stdout))

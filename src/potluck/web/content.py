@@ -110,6 +110,8 @@ class Page(Struct, frozen=True, kw_only=True, omit_defaults=True):
     facts: tuple[tuple[str, str], ...] | None = None
     header: tuple[str, ...] | None = None
     table: tuple[tuple[str, ...], ...] | None = None
+    numeric: tuple[int, ...] | None = None
+    """Columns of the table with numbers; None: those of the machines."""
     advice: tuple[PageNotice, ...] | None = None
     notices: tuple[PageNotice, ...] | None = None
     more_notices: int | None = None
