@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 
 import msgspec
@@ -25,23 +26,29 @@ class Follower:
 
     def __init__(self, path: Path, make: Callable[[], PageState]) -> None:
         self._path, self._make = path, make
+        self._file: FileIO | None = None
         self._begin()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
 
     def _begin(self) -> None:
         self.state = self._make()
         self._undone = undone_lines(self._path)
-        self._position = self._line = 0
-        self._half = b""
+        self._line, self._half = 0, b""
+        if self._file is not None:
+            self._file.seek(0)
 
     def read(self) -> int:
         """The number of bytes that were read: at most `AT_ONCE`, 0 where there is nothing new."""
         try:
-            with self._path.open("rb") as file:
-                file.seek(self._position)
-                data = file.read(AT_ONCE)
+            self._file = self._file or self._path.open("rb", buffering=0)
+            data = self._file.read(AT_ONCE) or b""
         except OSError:
             return 0
-        self._position += len(data)
+        if not data:
+            return 0
         *lines, self._half = (self._half + data).split(b"\n")
         for line in lines:
             self._line += 1

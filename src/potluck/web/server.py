@@ -14,9 +14,11 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from potluck.web.content import Curves, Page
 from potluck.web.document import document, policy
@@ -30,9 +32,12 @@ MOST_REQUEST_BYTES = 8192
 MOST_CONNECTIONS = 64
 """Of each kind: those that have not shown the secret (the oldest gives way), and pages that are open."""
 SEND_BUFFER_BYTES = 1 << 17
-POLL_S = 0.2
-UPDATE_S = 0.5
-"""Seconds between two updates of the open pages."""
+POLL_S = 0.25
+UPDATE_S = 0.45
+"""Seconds between two updates of the open pages where the log has news; PULSE_S where it has none."""
+PULSE_S = 0.95
+QUIET_S = 15.0
+"""After so many seconds without news an open page is told that there are none."""
 ADVICE_PART = 1e-3
 """Part of the time that may be spent on what would help most."""
 _HEADERS = {
@@ -92,9 +97,9 @@ def _is_own_name(host: str, *, loopback: bool) -> bool:
 class _Reader:
     """An open page."""
 
-    writer: asyncio.StreamWriter
-    news: asyncio.Event = field(default_factory=asyncio.Event)
-    waiting: list[bytes] = field(default_factory=list)
+    transport: asyncio.WriteTransport
+    stuck_since: float | None = None
+    """Since when it has not taken all that was sent."""
 
 
 class PageServer:
@@ -105,7 +110,10 @@ class PageServer:
         self._readers: dict[int, _Reader] = {}
         self._strangers: OrderedDict[int, asyncio.StreamWriter] = OrderedDict()
         self._loaded = asyncio.Event()
-        self._stopping = asyncio.Event()
+        self._stopping = False
+        self._news = False
+        """Whether the log has something that the open pages have not."""
+        self._sent_at = 0.0
         self._sent, self._shown = Page(), follower.state
         self._sent_rows = self._sent_merges = self._sent_step = 0
         self._advice: list[str] = []
@@ -120,22 +128,22 @@ class PageServer:
         self._advise()
         self._loaded.set()
         updated = 0.0
-        while not self._stopping.is_set():
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), POLL_S)
+        while not self._stopping:
+            await asyncio.sleep(POLL_S)
             while self._follower.read():
+                self._news = True
                 await asyncio.sleep(0)
             now = time.monotonic()
-            if now - updated >= UPDATE_S - POLL_S / 2 or self._stopping.is_set():
+            if self._stopping or now - updated >= (UPDATE_S if self._news else PULSE_S):
                 updated = now
-                self._update()
+                self._update(now)
         await asyncio.sleep(0.3)  # the last update is on its way
 
     def hear(self, pulse: Pulse) -> None:
         self._follower.state.hear(pulse)
 
     def stop(self) -> None:
-        self._stopping.set()
+        self._stopping = self._news = True
 
     def _page(self, *, steps_after: int = 0) -> Page:
         return self._follower.state.page(live=True, steps_after=steps_after, advice=self._advice)
@@ -148,12 +156,35 @@ class PageServer:
             took_s = time.monotonic() - now
             self._advice_due = now + max(10.0, took_s / ADVICE_PART)
 
-    def _update(self) -> None:
-        """Tell the open pages what has changed since the last update."""
+    def _update(self, now: float) -> None:
+        """Tell the open pages what has changed since the last update; drop those that do not listen."""
         if not self._readers:
             self._sent = Page()
             return
-        self._advise()
+        if not self._sent.kind or self._news:
+            self._news = False
+            self._advise()
+            changed = self._changed()
+        else:
+            machines = self._follower.state.machines()
+            changed = {"machines": machines} if machines != self._sent.machines else {}
+            self._sent = structs.replace(self._sent, machines=machines)
+        if not changed and now - self._sent_at < QUIET_S:
+            return
+        self._sent_at = now
+        data = _event(Page(**changed)) if changed else b": still here\n\n"  # finds out whether the browser is
+        for reader in list(self._readers.values()):
+            if not reader.transport.get_write_buffer_size():
+                reader.stuck_since = None
+            elif reader.stuck_since is None:
+                reader.stuck_since = now
+            elif now - reader.stuck_since > REQUEST_S:
+                reader.transport.abort()
+                continue
+            reader.transport.write(data)
+
+    def _changed(self) -> dict[str, Any]:
+        """The parts of the page that are not as they were sent."""
         state = self._follower.state
         if state is not self._shown:  # a resumed run: everything anew
             self._sent, self._shown = Page(), state
@@ -163,7 +194,7 @@ class PageServer:
         start = start if start < len(rows) else 0
         curves = Curves(labels=(), rows=rows[start:], start=start, merged=merges > 0)
         last = self._sent
-        changed = {
+        changed: dict[str, Any] = {
             name: value
             for name in page.__struct_fields__
             if name not in ("curves", "steps") and (value := getattr(page, name)) != getattr(last, name)
@@ -174,11 +205,7 @@ class PageServer:
             changed |= {"curves": curves}
         self._sent, self._sent_rows, self._sent_merges = page, len(rows), merges
         self._sent_step = state.run.done if state.last_steps else 0
-        if set(changed) - {"since_step_s"}:
-            data = _event(Page(**changed))
-            for reader in self._readers.values():
-                reader.waiting.append(data)
-                reader.news.set()
+        return changed if set(changed) - {"since_step_s"} else {}
 
     # -- who asks ---------------------------------------------------------------------------------------
 
@@ -196,7 +223,7 @@ class PageServer:
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
             async with asyncio.timeout(REQUEST_S):
                 request, headers = await _request(reader)
-            await self._answer(request, headers, writer, key)
+            await self._answer(request, headers, reader, writer)
         except (Refused, ValueError) as refused:
             status = refused.status if isinstance(refused, Refused) else 400
             with suppress(OSError, TimeoutError):
@@ -209,9 +236,9 @@ class PageServer:
             writer.transport.abort() if writer.transport.get_write_buffer_size() else writer.close()
 
     async def _answer(
-        self, request: str, headers: Mapping[str, str], writer: asyncio.StreamWriter, key: int
+        self, request: str, headers: Mapping[str, str], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        path = checked_path(request, headers, self._secret, loopback=self._loopback)
+        path, key = checked_path(request, headers, self._secret, loopback=self._loopback), id(writer)
         self._strangers.pop(key, None)
         answers: dict[str, tuple[str, Callable[[], str]]] = {
             "": ("text/html", lambda: document(self._page())),
@@ -222,30 +249,18 @@ class PageServer:
             raise Refused(404, "there is no such page")
         await self._loaded.wait()
         if path == "events":
-            await self._stream(writer, key)
+            await self._stream(reader, writer, key)
         else:
             kind, text = answers[path]
             await _send(writer, 200, text(), kind=kind)
 
-    async def _stream(self, writer: asyncio.StreamWriter, key: int) -> None:
-        """Everything, then every update."""
+    async def _stream(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: int) -> None:
+        """Everything now; `_update` sends what follows, until the browser closes the connection."""
         if len(self._readers) >= MOST_CONNECTIONS:
             raise Refused(503, "too many pages are open")
-        own = _Reader(writer)
-        writer.write(_head(200, "text/event-stream"))
-        own.waiting.append(_event(self._page()))
-        own.news.set()
-        self._readers[key] = own
-        while not writer.is_closing():
-            try:
-                await asyncio.wait_for(own.news.wait(), 15.0)
-            except TimeoutError:
-                own.waiting.append(b": still here\n\n")  # finds out whether the browser is
-            own.news.clear()
-            data, own.waiting = b"".join(own.waiting), []
-            writer.write(data)
-            async with asyncio.timeout(REQUEST_S):
-                await writer.drain()
+        writer.write(_head(200, "text/event-stream") + _event(self._page()))
+        self._readers[key] = _Reader(writer.transport)
+        await reader.read(1)
 
     def _status(self) -> Status:
         return status_of(self._follower.state)

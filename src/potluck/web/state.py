@@ -178,7 +178,7 @@ class PageState:
             status=status[0],
             level=status[1],
             headlines=self._headlines(summary, status[0]),
-            machines=self._machines(),
+            machines=self.machines(),
             facts=tuple(summary_facts(summary)) if self._guest is None else self._guest_facts(),
             header=HEADER,
             table=tuple(machine_cells(summary.machines)),
@@ -260,7 +260,7 @@ class PageState:
             made.append(Headline(label="efficiency", value=value, note=note))
         return tuple(made)
 
-    def _machines(self) -> tuple[PageMachine, ...]:
+    def machines(self) -> tuple[PageMachine, ...]:
         rows = self.rows()
         total = sum(row.samples for row in rows)
         return tuple(

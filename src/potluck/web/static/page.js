@@ -89,9 +89,9 @@ function key(kind) {
   return el('svg', {width: 16, height: 14, 'aria-hidden': 'true'}, el('rect', {class: kind, x: 1, width: 14, height: high, y: kind === 'send' ? 1 : kind === 'receive' ? 8 : 1}));
 }
 
-function lanes(view, width) {
-  const names = view.lanes.map((lane) => lane.name), left = Math.min(width < 600 ? 92 : 170, 14 + 7 * Math.max(4, ...names.map((n) => n.length)));
-  const right = width < 600 ? 8 : 92, inner = width - left - right, laneHeight = 38, top = view.title ? 44 : 20, scale = inner / view.seconds;
+function lanes(view, width, names) {
+  const left = Math.min(width < 600 ? 92 : 170, 14 + 7 * Math.max(4, ...names.map((n) => n.length)));
+  const right = width < 600 ? 8 : 112, inner = width - left - right, laneHeight = 38, top = view.title ? 44 : 20, scale = inner / view.seconds;
   const height = top + laneHeight * view.lanes.length + 24, cut = Math.floor((left - 10) / 7);
   const svg = el('svg', {width, height, viewBox: `0 0 ${width} ${height}`, role: 'img', 'aria-label': view.label});
   if (view.title) svg.append(el('text', {x: 0, y: 15, class: 'strong'}, view.title), el('text', {x: 0, y: 31, class: 'dim'}, view.note));
@@ -143,7 +143,8 @@ function timeline() {
   $('timeline').hidden = !views.length;
   fill($('timeline').querySelector('.legend'), ...KINDS.filter(([kind]) => views.some((v) => v.lanes.some((l) => l.bars.some((b) => b[0] === kind))))
     .map(([kind, words]) => el('span', {}, key(kind), words)));
-  fill(body, ...views.map((view) => lanes(view, width)));
+  const names = views.flatMap((view) => view.lanes.map((lane) => lane.name));
+  fill(body, ...views.map((view) => lanes(view, width, names)));
   $('timeline-note').textContent = data.timelines ? 'All on one time scale, from the middle of each run.'
     : 'The last steps. Lengths, and when a gradient arrived, are measured; where in its step a guest computed follows from them.';
 }
@@ -212,9 +213,10 @@ function age() {
   for (const small of document.querySelectorAll('[data-heard]')) small.textContent = `heard ${seconds(+small.dataset.heard + passed)} ago`;
 }
 
-function draw(changed) {
-  const has = (...names) => names.some((name) => name in changed);
+function draw(changed, all = false) {
+  const has = (...names) => all || names.some((name) => name in changed);
   if (has('title')) { $('title').textContent = data.title; document.title = `${data.title} · Potluck`; }
+  $('status').hidden = !data.status;
   if (has('about')) $('about').textContent = data.about || '';
   if (has('status', 'level')) { $('status').textContent = data.status || ''; $('status').className = 'chip ' + (data.level || 'info'); }
   if (has('headlines')) headlines(data.headlines || []);
@@ -253,7 +255,7 @@ function follow() {
   setInterval(age, 1000);
 }
 
-draw(data);
+draw(data, true);
 $('axis').addEventListener('click', () => { byTime = !byTime; curves(true); });
 let wide = innerWidth;
 addEventListener('resize', () => { if (innerWidth !== wide) { wide = innerWidth; timeline(); curves(); } });
