@@ -46,7 +46,7 @@ def helping(start: RunStarted, step: StepEnded, links: Mapping[str, float]) -> l
         return []  # a codec that the plan does not know, or two machines of one name
     best: dict[str, str] = {}  # of changes that bring the same, the first is the simplest
     for lever in sorted(found, key=lambda lever: not lever.same_training):
-        change = "" if lever.same_training else " (another training)"
+        change = "" if lever.same_training else " (changes the training)"
         words = f"{lever.what}: {lever.speedup:.2f}× instead of {now.speedup:.2f}×{change}"
         best.setdefault(f"{lever.speedup:.2f}", words)
     return list(best.values())[:MOST]

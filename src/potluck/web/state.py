@@ -274,7 +274,7 @@ class PageState:
                 samples=row.samples,
                 rate=rate_text(row.rate) if row.rate is not None else "",
                 busy=None if row.busy is None or not row.samples else round(row.busy, 3),
-                link=bits_text(self.links[row.name]) if row.name in self.links and row.role != "host" else "",
+                link=bits_text(self.links[row.name]) if row.name in self.links and row.state != "gone" else "",
                 heard_s=self.heard(row),
             )
             for row in rows
