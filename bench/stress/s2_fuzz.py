@@ -3,13 +3,15 @@
     .venv/bin/python bench/stress/s2_fuzz.py [--times 1000000] [--minutes 60] [--live 20000] [--json]
 
 --times are decoded in this process: frames, cut parts, trees, the host's protocol with steps under way, payloads of
-every codec, sketches, tokens (see tests/support/fuzz.py). Only WireError may come out, none may take a second, and
-all together may not grow the process by more than MOST_GROWTH_MB. Then --live more go over real connections to
-a host that trains with an honest guest; its steps must be full and that guest must stay.
+every codec, entropy coded streams, sketches, tokens (see tests/support/fuzz.py; --target NAME: one of them alone).
+Only WireError may come out, none may take a second, and all together may not grow the process by more than
+MOST_GROWTH_MB. Then --live more go over real connections to a host that trains with an honest guest; its steps must
+be full and that guest must stay.
 """
 
 from __future__ import annotations
 
+import argparse
 import faulthandler
 import random
 import resource
@@ -28,7 +30,7 @@ from potluck.hub.tensors import ModelTensors
 from potluck.spec.layout import fingerprint_to_json
 from potluck.wire.frames import dump_json
 from potluck.wire.token import decode
-from support.fuzz import Fuzz
+from support.fuzz import SHARES, Fuzz
 from support.rogue import Rogue
 
 MOST_GROWTH_MB = 200
@@ -36,18 +38,24 @@ SLOW_S = 1.0
 A_ROUND = 10_000
 HANG_S = 120.0
 
+
+def more_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--live", type=int, default=20_000, help="messages to a real host")
+    parser.add_argument("--target", choices=[name for name, _, _ in SHARES], help="decode nothing else")
+
+
 campaign = begin(
     "S2",
     "fuzzed frames after authentication",
     times=1_000_000,
     minutes=60,
-    more=lambda parser: parser.add_argument("--live", type=int, default=20_000, help="messages to a real host"),
+    more=more_options,
 )
 
 
 def decode_all() -> None:
     before_mb = peak_mb()
-    fuzz = Fuzz(campaign.seed)
+    fuzz = Fuzz(campaign.seed, campaign.options.target)
     while campaign.done < campaign.times and not campaign.time_is_up and len(campaign.troubles) < 20:
         # What hangs in C would not be ended by an exception: then the traceback is all there will be.
         faulthandler.dump_traceback_later(HANG_S, exit=True)
@@ -57,7 +65,7 @@ def decode_all() -> None:
                 fuzz.once()
             except Exception:
                 campaign.troubles.append(f"number {campaign.done}: {traceback.format_exc(limit=-4)}")
-                fuzz = Fuzz(campaign.seed + campaign.done)
+                fuzz = Fuzz(campaign.seed + campaign.done, campaign.options.target)
                 break
         print(f"S2: {campaign.done} of {campaign.times}, {len(campaign.troubles)} bad", file=sys.stderr, flush=True)
     faulthandler.cancel_dump_traceback_later()

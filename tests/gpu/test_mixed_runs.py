@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
+from support import tokens_job
 from support.fleet import JOB, Fleet
 from support.processes import SOURCE
 
@@ -65,3 +67,25 @@ def test_a_host_at_full_speed_with_two_guests(tmp_path: Path, replica: str) -> N
         assert not fleet.events("replica_mismatch")
         assert fleet.steps()[-1]["mfu"] is None or fleet.steps()[-1]["mfu"] > 0
         assert fleet.steps()[-1]["loss"] < 0.8 * fleet.steps()[0]["loss"]
+
+
+@pytest.mark.timeout(150)
+def test_a_mean_over_tokens_on_a_gpu_and_a_cpu_is_that_of_one_process(tmp_path: Path) -> None:
+    out, until = tmp_path / "weights.safetensors", tmp_path / "enough"
+    words = ["--until", until, "--out", out]
+    with Fleet(tmp_path) as fleet:
+        job = Path(tokens_job.__file__)
+        host = fleet.host(job, "--codec", "none", *HOST, *PACED, arguments=words)
+        ann = fleet.guest("ann", "--device", "cpu", "--micro-batch", "3")
+        fleet.wait_for(host, lambda: len(fleet.steps_with("ann")) >= 10, "samples of ann")
+        until.touch()
+        host.succeeds(deadline_s=60)
+        ann.succeeds(deadline_s=20)
+        fleet.assert_every_step_is_full(global_batch=tokens_job.BATCH)
+        losses = [e["loss"] for e in fleet.steps()]
+    expected, expected_losses = tokens_job.trained_by_hand(len(losses))
+    assert losses == pytest.approx(expected_losses, rel=1e-4)  # two kinds of devices round unalike
+    found = load_file(out)
+    for name, tensor in expected.items():
+        difference = (found[name] - tensor).norm() / tensor.norm()
+        assert difference < 1e-4, f"{name} differs by {difference:.2e}"

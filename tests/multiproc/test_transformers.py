@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import runpy
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from support import hf_job
 
 JOB = Path(__file__).parents[1] / "support" / "hf_job.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "finetune.py"
 INTERRUPTED = 130
 pytestmark = [
     pytest.mark.timeout(120),
@@ -132,6 +135,14 @@ def test_lora_adapters(tmp_path: Path) -> None:
     assert_same(found, hf_job.weights(plain))
     assert found
     assert all("lora" in name for name in found)
+
+
+def test_the_example_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("peft", reason="peft is not installed")
+    monkeypatch.setattr(sys, "argv", [EXAMPLE.name, "--steps", "30", "--out", str(tmp_path)])
+    made = runpy.run_path(str(EXAMPLE))
+    assert made["losses"][-1] < made["losses"][0] - 0.1
+    assert (tmp_path / "adapter_model.safetensors").exists()
 
 
 def test_the_sft_trainer_of_trl(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import json
 import math
 import random
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -200,6 +201,7 @@ def examples() -> list[Plain]:
     script = msg.Source(files=("a.py",), arguments=("--x",), sha256="0", imports={"sklearn": "scikit-learn"})
     of_host = [
         plain(msg.SamplesMessage(lease=1, batch=0, tree=spec), *map(bytes, views)),
+        plain(msg.AheadMessage(batch=1, step=2, bytes=9, tree=spec), b"part"),
         plain(msg.WelcomeMessage(**names, versions={"torch": "2"}, source=recipe)),
         plain(msg.WelcomeMessage(**names, versions={}, source=script), b"print()"),
         plain(msg.LeaseMessage(lease=3, step=1, sizes=(4, 4), quota=8, within_s=0.3, tail_s=0.1)),
@@ -343,7 +345,7 @@ class Payloads:
 
     def __init__(self, mutator: Mutator) -> None:
         self._mutator = mutator
-        self._codecs = [codecs.get(name) for name in ("none", "fp16", "bf16", "int8", "int4", "topk:0.05")]
+        self._codecs = [codecs.get(name) for name in ("none", "fp16", "bf16", "int8", "int4", "thin", "topk:0.05")]
         values = torch.linspace(-1, 1, self.COUNT)
         self._honest = [bytes(codec.encode(values).numpy()) for codec in self._codecs]
 
@@ -358,6 +360,45 @@ class Payloads:
         decoded = codec.decode(payload, self.COUNT)
         assert decoded.shape == (self.COUNT,)
         assert not finite or bool(torch.isfinite(decoded).all()), f"{codec.name} says finite of what is not"
+
+
+class Streams:
+    """Entropy coded pieces: a mutated stream, or that of a mutated payload. None may hold more than its piece."""
+
+    COUNTS = (1, 100, 384, 5000)
+
+    def __init__(self, mutator: Mutator) -> None:
+        self._mutator = mutator
+        self._codec = codecs.get("thin")
+        numbers = torch.Generator().manual_seed(1)
+        self._payloads = [
+            (count, self._codec.encode(torch.randn(count, generator=numbers) * 10.0 ** (count % 7 - 5)))
+            for count in self.COUNTS
+        ]
+        self._honest = [(count, bytes(codecs.to_wire(self._codec, payload))) for count, payload in self._payloads]
+
+    def __call__(self) -> None:
+        chance, codec = self._mutator.chance, self._codec
+        count, message = chance.choice(self._honest)
+        what = chance.random()
+        if what < 0.3:
+            count, payload = chance.choice(self._payloads)
+            raw = self._mutator.bytes(bytes(payload.numpy()))[: payload.numel()].ljust(payload.numel(), b"\x7f")
+            message = bytes(codecs.to_wire(codec, from_bytes(raw)))
+        elif what < 0.4:
+            expanding = zlib.compress(
+                bytes([chance.randrange(256)]) * (codec.nbytes(count) + chance.randint(-1, 1)), 9, -15
+            )
+            message = b"\x01" + expanding
+        elif what < 0.95:
+            message = message[:1] + self._mutator.bytes(message[1:])
+        else:
+            message = self._mutator.bytes(message)
+        payload = codecs.from_wire(codec, message, count)
+        assert payload.numel() == codec.nbytes(count)
+        finite = codec.finite(payload, count)
+        decoded = codec.decode(payload, count)
+        assert not finite or bool(torch.isfinite(decoded).all()), "finite is said of what is not"
 
 
 class Sketches:
@@ -541,10 +582,11 @@ SHARES: Sequence[tuple[str, type, int]] = (
     ("trees", Trees, 20),
     ("protocol", Host, 30),
     ("payloads", Payloads, 6),
+    ("streams", Streams, 6),
     ("sketches", Sketches, 3),
     ("tokens", Tokens, 3),
 )
-"""What is decoded, and how many of a hundred."""
+"""What is decoded, and how often, beside the others."""
 
 
 @dataclass
@@ -552,13 +594,16 @@ class Fuzz:
     """Decodes mutated messages, one number after the other; what each came to is counted."""
 
     seed: int
+    only: str | None = None
+    """One of SHARES."""
     counts: Counter[str] = field(default_factory=Counter)
     slowest_s: float = 0.0
 
     def __post_init__(self) -> None:
         self._mutator = Mutator(random.Random(self.seed))
         self._targets: dict[str, Callable[[], None]] = {name: kind(self._mutator) for name, kind, _ in SHARES}
-        self._order = [name for name, _, share in SHARES for _ in range(share)]
+        wanted = [(name, share) for name, _, share in SHARES if self.only in (None, name)]
+        self._order = [name for name, share in wanted for _ in range(share)]
 
     def once(self) -> None:
         """One more. Whatever is raised but WireError comes out of here."""

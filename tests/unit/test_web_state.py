@@ -81,7 +81,7 @@ def test_a_log_that_grows_and_is_resumed_is_followed(tmp_path: Path) -> None:
     assert follower.state.summary().last_loss == 9.0
     assert follower.state.page().curves is not None
     assert [row[0] for row in follower.state.curves.rows] == [1, 2, 3]
-    assert follower.state.curves.rows[-1][1] == 3.0  # after the 2 s whose steps count
+    assert follower.state.curves.rows[-1][1] == 5.0  # after the 4 s of the first process
     # A server that is started for the resumed run reads the same.
     fresh = Follower(path, PageState)
     while fresh.read():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypedDict, TypeVar, get_args
 
 import click
 import msgspec
@@ -18,6 +18,27 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 RECIPE_FLAGS = ("depth", "sequence", "batch_tokens", "steps", "lr", "data", "seed")
 RUN_FLAGS = ("device", "threads", "name", "micro_batch", "codec", "checkpoint_every", "max_bad_steps", "log", "web")
 HOST_FLAGS = ("bind", "port", "wait_for", "wait_s")
+
+
+class ListenFlags(TypedDict):
+    """What `listen_options` adds to a verb."""
+
+    listen: bool
+    bind: str | None
+    port: int | None
+    for_s: float
+    token_file: Path | None
+
+
+class TrainFlags(TypedDict):
+    """The flags of a run that the command line itself reads; the others only go into a config."""
+
+    more: tuple[str, ...]
+    config_file: Path | None
+    runs: Path | None
+    resume: Path | None
+    view: str
+    launched: bool
 
 
 def view_option(command: Command) -> Command:
@@ -133,7 +154,7 @@ run_options = shared(*RUN_FLAGS, "runs", "resume", "view")
 host_options = shared(*HOST_FLAGS)
 
 
-def given(flags: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+def given(flags: Mapping[str, object], names: Sequence[str]) -> dict[str, Any]:
     """The flags in `names` that were given."""
     return {name: flags[name] for name in names if flags.get(name) is not None}
 
@@ -169,7 +190,7 @@ def read_config_file(path: Path | None, recipe: str | None) -> tuple[dict[str, A
     return tables["run"], tables.get(recipe or "", {})
 
 
-def run_config(table: dict[str, Any], flags: dict[str, Any]) -> RunConfig:
+def run_config(table: dict[str, Any], flags: Mapping[str, object]) -> RunConfig:
     from potluck import codec
 
     config = checked.build(RunConfig, {**table, **given(flags, (*RUN_FLAGS, *HOST_FLAGS))})
@@ -201,7 +222,7 @@ def listen_options(*, listen: str, port: str) -> Callable[[Command], Command]:
     return _all_of(options)
 
 
-def check_listening(verb: str, flags: Mapping[str, Any], *names: str) -> None:
+def check_listening(verb: str, flags: ListenFlags, *names: str) -> None:
     """Refuse options that have no effect without --listen."""
     context = click.get_current_context()
     for name in names if not flags["listen"] else ():

@@ -35,7 +35,7 @@ def session(settings: Settings, spec: RunSpec, view: Any) -> Iterator[Session]:
             with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
                 yield opened
             return
-        if opened.token is not None and not spec.guests and view != "quiet":
+        if opened.token is not None and not spec.guests and view != "quiet" and not settings.launched:
             _tell_token(opened.token, on_stderr=view == "json")
         if opened.page is not None and view != "quiet":
             click.echo(f"See it in a browser: {opened.page.url}\n", err=view == "json")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 import click
 
 from potluck.cli import _options as options
 from potluck.cli._app import Settings
+from potluck.cli._options import TrainFlags
 from potluck.cli._runs import runs_folder
 from potluck.cli.train import recipe_spec, run_recipe
 from potluck.errors import UserError
@@ -27,9 +28,15 @@ from potluck.errors import UserError
 @options.recipe_options
 @options.run_options
 @options.host_options
+@click.option("--launched", is_flag=True, hidden=True, help="Started by `potluck up`: do not print the token.")
 @click.pass_obj
 def host(
-    settings: Settings, /, what: str, arguments: tuple[str, ...], send: tuple[Path, ...], **flags: Any
+    settings: Settings,
+    /,
+    what: str,
+    arguments: tuple[str, ...],
+    send: tuple[Path, ...],
+    **flags: Unpack[TrainFlags],
 ) -> None:
     """Start a run that other machines can join, and print the command to type on them.
 
@@ -48,6 +55,7 @@ def host(
     Several GPUs in this machine, one process each:
       torchrun --standalone --nproc-per-node 2 -m potluck host my_train.py
     """
+    settings.launched = flags["launched"]
     if what.endswith(".py") or "/" in what:
         run_script(settings, Path(what), arguments, send, flags)
         return
@@ -57,7 +65,7 @@ def host(
 
 
 def run_script(
-    settings: Settings, path: Path, arguments: tuple[str, ...], send: tuple[Path, ...], flags: dict[str, Any]
+    settings: Settings, path: Path, arguments: tuple[str, ...], send: tuple[Path, ...], flags: TrainFlags
 ) -> None:
     from potluck.cli import _session
     from potluck.fleet.running import running

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import click
 
@@ -16,10 +17,29 @@ from potluck.errors import TokenError
 if TYPE_CHECKING:
     from potluck.wire.token import Token
 
+_MOST_TOKEN_BYTES = 4096
+
+
+class JoinFlags(TypedDict):
+    device: str | None
+    threads: int | None
+    name: str | None
+    micro_batch: int | None
+    script: Path | None
+    wait_s: float | None
+    give_up_s: float
+    runs: Path | None
+    web: str | None
+    view: str
+
 
 @click.command()
 @click.argument("token", required=False)
-@click.option("--token-file", type=click.Path(path_type=Path), help="Read the token from a file.")
+@click.option(
+    "--token-file",
+    type=click.Path(path_type=Path),
+    help="Read the token from a file (-: the first line of standard input).",
+)
 @shared("device", "threads", "name", "micro_batch")
 @click.option(
     "--script",
@@ -30,9 +50,7 @@ if TYPE_CHECKING:
     "--wait",
     "wait_s",
     type=float,
-    default=30.0,
-    show_default=True,
-    help="Seconds to wait for the host to answer.",
+    help="Seconds to wait for the host to answer (default: 30, and 3 if its port is closed: its run has ended).",
 )
 @click.option(
     "--give-up",
@@ -51,7 +69,14 @@ if TYPE_CHECKING:
 @click.option("--parent", type=int, hidden=True, help="End when this process is gone.")
 @shared("web", "view")
 @click.pass_obj
-def join(settings: Settings, /, token: str | None, token_file: Path | None, **flags: Any) -> int:
+def join(
+    settings: Settings,
+    /,
+    token: str | None,
+    token_file: Path | None,
+    parent: int | None,
+    **flags: Unpack[JoinFlags],
+) -> int:
     """Join a run with this machine. TOKEN is the text that the host printed.
 
     The host's script runs on this machine: join only runs of people you trust. Without TOKEN, the token is read
@@ -65,10 +90,23 @@ def join(settings: Settings, /, token: str | None, token_file: Path | None, **fl
     from potluck.fleet.life import leased
     from potluck.wire.token import decode
 
+    if str(token_file) == "-":
+        # Before `leased`, which may read stdin to its end. If whoever started this dies first, the line is empty.
+        token, token_file = token or _line_of_stdin(), None
     # Before anything slow: whatever this process waits for, it must not outlive who started it.
-    with leased(flags["parent"]):
+    with leased(parent):
         decoded = decode(_find_token(token, token_file, settings))
         return _serve(settings, decoded, flags)
+
+
+def _line_of_stdin() -> str:
+    """The first line, without a byte of what follows it."""
+    line = b""
+    while len(line) < _MOST_TOKEN_BYTES and not line.endswith(b"\n") and (byte := os.read(0, 1)):
+        line += byte
+    if not line.strip():
+        raise TokenError("standard input has no token", hint="its first line must be the token")
+    return line.decode(errors="replace")
 
 
 def _find_token(token: str | None, token_file: Path | None, settings: Settings) -> str:
@@ -94,7 +132,7 @@ def _tell_page(view: str) -> Callable[[str], None]:
     return lambda url: None if view == "quiet" else click.echo(f"See it in a browser: {url}", err=view == "json")
 
 
-def _serve(settings: Settings, token: Token, flags: dict[str, Any]) -> int:
+def _serve(settings: Settings, token: Token, flags: JoinFlags) -> int:
     """Connect, build the host's model and compute until the run is over; returns the exit status."""
     from potluck.device import pick
     from potluck.fleet.received import run_work

@@ -9,6 +9,8 @@
     half.py        fp16 and bf16, 2 bytes per value
     block.py       int8 and int4 with a scale for every 128 values, 1.016 and 0.516 bytes per value
     fused.py       int8 and int4 on a GPU in one pass, with the Triton kernels of kernels.py
+    thin.py        4-bit codes with steps of a block's root mean square, which leave few bits after entropy coding
+    entropy.py     from a payload to the bytes that are sent, and back: entropy coding for thin
     topk.py        the largest values by magnitude, 6 bytes for each one kept
     cached.py      int8 and int4 for a sum of two on a CPU, in the fewest passes over memory
     feedback.py    error feedback, and a replica that follows its target
@@ -24,19 +26,34 @@ from typing import TYPE_CHECKING, Any
 from potluck.codec.names import NAMES
 
 if TYPE_CHECKING:
+    from potluck.codec.entropy import from_wire, least_and_most_bytes, to_wire
     from potluck.codec.feedback import add_decoded, encode_change, encode_with_feedback, rehearse
     from potluck.codec.interface import Codec
     from potluck.codec.registry import get
 
-__all__ = ["NAMES", "Codec", "add_decoded", "encode_change", "encode_with_feedback", "get", "rehearse"]
+__all__ = [
+    "NAMES",
+    "Codec",
+    "add_decoded",
+    "encode_change",
+    "encode_with_feedback",
+    "from_wire",
+    "get",
+    "least_and_most_bytes",
+    "rehearse",
+    "to_wire",
+]
 
 _HOME = {
     "Codec": "interface",
     "add_decoded": "feedback",
     "encode_change": "feedback",
     "encode_with_feedback": "feedback",
+    "from_wire": "entropy",
     "get": "registry",
+    "least_and_most_bytes": "entropy",
     "rehearse": "feedback",
+    "to_wire": "entropy",
 }
 
 

@@ -48,10 +48,12 @@ class BlockCodec:
     """What int8 and int4 share: blocks, scales, and the walk over both.
 
     A scale is the block's largest magnitude divided by the number of levels, rounded up to bf16, so that no
-    code is ever clipped and no error is above half a scale. No scale is below 2^-126.
+    code is ever clipped and no error is above half a scale. No scale is below 2^-126. Those of thin are larger.
     """
 
-    name: ClassVar[str]
+    name: str
+    step: float = 0.0
+    """The least scale, in root mean squares of its block."""
     levels: ClassVar[int]
     """The largest code; the smallest is its negative."""
     limit: ClassVar[int]
@@ -107,7 +109,7 @@ class BlockCodec:
         count = values.numel()
         payload = torch.empty(self.nbytes(count), dtype=torch.uint8, device=values.device)
         stored, codes = split(payload, count)
-        scales = _scales(_peaks(values), self.levels)
+        scales = self.scales(values)
         stored.copy_(scales.view(torch.int16)[1::2])
         scales = scales.unsqueeze(1)
         inverses = scales.reciprocal()
@@ -142,6 +144,10 @@ class BlockCodec:
     def usable(self, stored: Tensor) -> bool:
         """True if every code decodes to a finite value under these scales, [blocks] int16 bits of bf16."""
         return stored.numel() == 0 or bool((stored & 0x7FFF).amax() < self.limit)
+
+    def scales(self, values: Tensor) -> Tensor:
+        """[count] float32 -> [blocks] float32 that bf16 holds exactly."""
+        return _scales(_peaks(values), self.levels)
 
     def pack(self, levels: Tensor, codes: Tensor) -> None:
         """[blocks, BLOCK] float32 that are whole numbers -> [blocks * block_bytes] int8."""
@@ -213,16 +219,16 @@ def _peaks(values: Tensor) -> Tensor:
     """The largest magnitude of each block, as bits: [count] float32 -> [blocks] int32."""
     left = values.numel() % BLOCK
     bits = values.view(torch.int32)
-    peaks = bits.new_empty(-(-values.numel() // BLOCK))
+    found = bits.new_empty(-(-values.numel() // BLOCK))
     room = scratch(values.numel(), values.device).view(torch.int32)
     # A tensor, because a plain number would be made into one in every pass, which takes as long as the rest.
     mask = torch.tensor(MAGNITUDE, dtype=torch.int32)
     for start, stop in spans(values.numel() - left, values.device, reducing=True):
         magnitudes = torch.bitwise_and(bits[start:stop], mask, out=room[: stop - start])
-        torch.amax(magnitudes.view(-1, BLOCK), 1, out=peaks[start // BLOCK : stop // BLOCK])
+        torch.amax(magnitudes.view(-1, BLOCK), 1, out=found[start // BLOCK : stop // BLOCK])
     if left:
-        torch.amax(bits[-left:] & MAGNITUDE, 0, out=peaks[-1])
-    return peaks
+        torch.amax(bits[-left:] & MAGNITUDE, 0, out=found[-1])
+    return found
 
 
 def _scales(peaks: Tensor, levels: int) -> Tensor:
@@ -231,4 +237,9 @@ def _scales(peaks: Tensor, levels: int) -> Tensor:
     NaN becomes infinity before any float operation could do to it whatever this device does to NaN.
     """
     scales = peaks.clamp_(max=INFINITY).view(torch.float32).mul_(1.0 / levels).view(torch.int32)
+    return rounded_up(scales)
+
+
+def rounded_up(scales: Tensor) -> Tensor:
+    """The bits of [blocks] float32 -> the next [blocks] float32 that bf16 holds exactly, none of them zero."""
     return scales.clamp_(min=SMALLEST).add_(ROUND_UP).bitwise_and_(BF16).view(torch.float32)

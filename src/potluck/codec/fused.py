@@ -1,6 +1,7 @@
 """Runs the block codecs as fused kernels on a GPU, if Triton works there and its results pass a test.
 
-Each function gives the same bits as its counterpart in plain torch.
+Each function gives the same bits as its counterpart in plain torch; but for the scales of thin, which are sums in
+another order, and so may differ in their last bit.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ _trying = threading.Lock()
 class Blocks(Protocol):
     """What these functions need of a block codec."""
 
+    step: float
     block_bytes: ClassVar[int]
 
     def nbytes(self, count: int) -> int: ...
@@ -88,7 +90,12 @@ def _encode(codec: Blocks, a: Tensor, b: Tensor, payload: Tensor, what: str) -> 
     if count:
         grid = (_programs(count), 1)
         packed = codec.block_bytes == 64
-        options: dict[str, Any] = {"WHAT": getattr(kernels, what), "PACKED": packed, "enable_fp_fusion": False}
+        options: dict[str, Any] = {
+            "WHAT": getattr(kernels, what),
+            "PACKED": packed,
+            "STEP": codec.step,
+            "enable_fp_fusion": False,
+        }
         kernels.encode_kernel[grid](a, b, payload, worst, count, **options)
     return worst
 
@@ -123,18 +130,23 @@ def _programs(count: int) -> int:
 def _passes_trial(device: torch.device) -> bool:
     """Triton needs a compiler on the machine and a GPU that it knows; and its results must be plain torch's."""
     from potluck.codec.block import Int4Codec, Int8Codec
+    from potluck.codec.thin import ThinCodec
 
     numbers = torch.Generator().manual_seed(1)
     values = torch.randn(TRIAL_VALUES, generator=numbers) * 1e-3
     try:
-        for codec in (Int4Codec(), Int8Codec()):
+        for codec in (Int4Codec(), Int8Codec(), ThinCodec()):
             payload = encode(codec, values.to(device))
             decoded = torch.empty(TRIAL_VALUES, device=device)
             decode(codec, payload, decoded)
-            expected = codec.encode(values)
-            if not torch.equal(payload.cpu(), expected):
+            found = payload.cpu()
+            if codec.step:
+                plain = codec.decode(codec.encode(values), TRIAL_VALUES)
+                if float((codec.decode(found, TRIAL_VALUES) - plain).abs().mean()) > 1e-2 * float(values.std()):
+                    return False
+            elif not torch.equal(found, codec.encode(values)):
                 return False
-            if not torch.equal(decoded.cpu(), codec.decode(expected, TRIAL_VALUES)):
+            if not torch.equal(decoded.cpu(), codec.decode(found, TRIAL_VALUES)):
                 return False
     except Exception:  # whatever it is that this machine lacks, plain torch does not need it
         return False

@@ -6,35 +6,44 @@ from difflib import get_close_matches
 
 from potluck.errors import ConfigError
 
-NAMES: tuple[str, ...] = ("none", "fp16", "bf16", "int8", "int4", "topk")
+NAMES: tuple[str, ...] = ("none", "fp16", "bf16", "int8", "int4", "thin", "topk")
 
 DEFAULT_TOPK_RATIO = 0.01
+DEFAULT_STEP = 1.0
+"""Of thin: a block's step in root mean squares of its values."""
+LEAST_STEP, MOST_STEP = 0.25, 4.0
 
 
 def parse(name: str) -> tuple[str, float | None]:
-    """Split a codec's name into its family and, for topk alone, the share of the values that it keeps.
+    """Split a codec's name into its family and its argument: topk's share of the values that it keeps, thin's step.
 
-    "int4" -> ("int4", None), "topk" -> ("topk", 0.01), "topk:0.05" -> ("topk", 0.05)
+    "int4" -> ("int4", None), "topk" -> ("topk", 0.01), "topk:0.05" -> ("topk", 0.05), "thin" -> ("thin", 1.0)
     """
-    family, colon, argument = name.strip().lower().partition(":")
+    family, colon, text = name.strip().lower().partition(":")
     if family not in NAMES:
         raise ConfigError(f"unknown codec {name!r}", hint=_nearest(family))
-    if family != "topk":
+    if family not in ("topk", "thin"):
         if colon:
             raise ConfigError(f"codec {family!r} takes no argument, but got {name!r}", hint=f"use {family!r}")
         return family, None
     if not colon:
-        return family, DEFAULT_TOPK_RATIO
+        return family, DEFAULT_TOPK_RATIO if family == "topk" else DEFAULT_STEP
     try:
-        ratio = float(argument)
+        argument = float(text)
     except ValueError:
-        ratio = -1.0
-    if not 0.0 < ratio <= 1.0:
+        argument = -1.0
+    if family == "thin":
+        if not LEAST_STEP <= argument <= MOST_STEP:
+            raise ConfigError(
+                f"codec {name!r}: {text!r} is no step in root mean squares of a block",
+                hint=f"give a number from {LEAST_STEP} to {MOST_STEP:g}, for example 'thin:1.25', or just 'thin'",
+            )
+    elif not 0.0 < argument <= 1.0:
         raise ConfigError(
-            f"codec {name!r}: {argument!r} is not a share of the values",
+            f"codec {name!r}: {text!r} is not a share of the values",
             hint="give a number above 0 and at most 1, for example 'topk:0.01' for one value in a hundred",
         )
-    return family, ratio
+    return family, argument
 
 
 def _nearest(family: str) -> str:

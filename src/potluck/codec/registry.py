@@ -9,6 +9,7 @@ from potluck.codec.half import HalfCodec
 from potluck.codec.interface import Codec
 from potluck.codec.names import parse
 from potluck.codec.none import NoneCodec
+from potluck.codec.thin import ThinCodec
 from potluck.codec.topk import TopkCodec
 from potluck.errors import ConfigError
 
@@ -19,7 +20,7 @@ def get(name: str) -> Codec:
     Raises:
         ConfigError: there is no such codec; the hint names the nearest one.
     """
-    family, ratio = parse(name)
+    family, argument = parse(name)
     # Payloads are little-endian by definition and are made by viewing tensors as bytes, which is the same
     # thing on a little-endian machine only.
     if sys.byteorder != "little":
@@ -34,5 +35,5 @@ def get(name: str) -> Codec:
         return Int8Codec()
     if family == "int4":
         return Int4Codec()
-    assert ratio is not None, "parse() gives topk a ratio"
-    return TopkCodec(ratio)
+    assert argument is not None, "parse() gives thin and topk an argument"
+    return ThinCodec(argument) if family == "thin" else TopkCodec(argument)

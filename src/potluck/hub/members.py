@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from potluck.balance.leases import Least, Speed
 from potluck.balance.quota import Estimate
+from potluck.hub.ahead import Ahead
 from potluck.hub.feed import Feed
 
 JOINING = "joining"
@@ -67,6 +68,7 @@ class Member:
     last_heard: float
     joined_at: float
     feed: Feed
+    ahead: Ahead = field(default_factory=Ahead)
     state: str = JOINING
     reason: str = ""
     micro_batch: int = 1
@@ -93,6 +95,8 @@ class Member:
     """Seconds from the end of its last backward to the arrival of the contribution."""
     misses: list[str] = field(default_factory=list)
     """Why its last leases in a row did not count, as clauses. Empty once one counts."""
+    told: str = ""
+    """The kind of reason for which it was last told that it sits out. Empty once a contribution counts."""
     leased: bool = False
     """It has had a lease, so its link was measured."""
     wrong_in_a_row: int = 0

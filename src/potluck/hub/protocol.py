@@ -30,6 +30,7 @@ from potluck.hub.actions import (
     Take,
     Wake,
 )
+from potluck.hub.ahead import MOST_BYTES, SendingAhead
 from potluck.hub.checks import Checks
 from potluck.hub.feed import Feed, lacking
 from potluck.hub.feeding import Feeding
@@ -100,6 +101,8 @@ class HostTerms:
     """Steps between two comparisons of the replica's hash with the guests'. 0: never."""
     least: Least = field(default_factory=Least)
     """The smallest micro-batch and the smallest lease that the model can train on."""
+    steps: int | None = None
+    """Steps of the whole run, if they are known: nothing is sent ahead in the last one."""
 
     @property
     def pieces(self) -> int:
@@ -113,14 +116,19 @@ class HostProtocol:
         self.terms = terms
         self.ledger = ledger
         self.members: dict[str, Member] = {}
+        self.feeding = Feeding(pieces=terms.pieces, members=self.members)
+        change_bytes, steps = sum(terms.piece_bytes), terms.steps
+        self.ahead = SendingAhead(
+            ledger=ledger, members=self.members, feeding=self.feeding, change_bytes=change_bytes, steps=steps
+        )
         self.stepping = Stepping(
             ledger=ledger,
             members=self.members,
             host_name=terms.name,
             local_data=terms.local_data,
+            ahead=self.ahead,
             least=terms.least,
         )
-        self.feeding = Feeding(pieces=terms.pieces, members=self.members)
         self.guard = ReplicaGuard(
             every=terms.check_replica_every, members=self.members, stepping=self.stepping, pump=self._pump
         )
@@ -159,6 +167,7 @@ class HostProtocol:
             inputs.FixedHashed: self._fixed_hashed,
             inputs.SamplesPacked: self._samples_packed,
             inputs.SamplesNotPacked: self._samples_not_packed,
+            inputs.AheadPacked: self.ahead.packed,
             inputs.SketchCompared: self._sketch_compared,
             inputs.StepBegun: self._step_begun,
             inputs.BatchWanted: self._batch_wanted,
@@ -305,11 +314,15 @@ class HostProtocol:
         if difference is not None:
             return self._put_out(member, f"a different model: {difference}", refused=True)
         member.computes(ready.micro_batch, ready.largest_micro_batch)
+        member.ahead.most_bytes = 0 if self.terms.local_data else min(ready.ahead_bytes, MOST_BYTES)
         member.fixed_digests = model.hashes
         member.state, member.sync_started = SYNCING, now
         return [HashFixed(guest=member.id), Wake()]
 
     def _taken(self, member: Member, taken: TakenMessage, now: float) -> list[Action]:
+        if taken.ahead:
+            member.ahead.took(taken.bytes)
+            return self.ahead.pump(member)
         member.feed.taken(taken.bytes)
         if member.state == SYNCING:
             member.sync_bytes += taken.bytes
@@ -482,7 +495,7 @@ class HostProtocol:
     # -- what guests are sent -----------------------------------------------------------------------------
 
     def _pump(self, member: Member) -> list[Action]:
-        return [*self.feeding.pump(member), *self.guard.ask(member)]
+        return [*self.feeding.pump(member), *self.guard.ask(member), *self.ahead.pump(member)]
 
     def _piece_coded(self, event: inputs.PieceCoded, now: float) -> list[Action]:
         self.feeding.pieces[event.index] = event.piece
@@ -509,11 +522,13 @@ class HostProtocol:
         member = self.members.get(event.guest)
         if member is None:
             return []
+        nbytes = sum(len(frame) for frame in event.frames)
         if member.lease is not None and member.lease.id == event.lease:
             member.lease.unread -= 1
-        member.feed.extra(sum(len(frame) for frame in event.frames))
+            member.ahead.measured(nbytes, member.lease.sizes[event.batch])
+        member.feed.extra(nbytes)
         samples = SamplesMessage(lease=event.lease, batch=event.batch, tree=event.tree)
-        return [Send(guest=member.id, message=samples, frames=event.frames)]
+        return [Send(guest=member.id, message=samples, frames=event.frames), *self.ahead.pump(member)]
 
     def _samples_not_packed(self, event: inputs.SamplesNotPacked, now: float) -> list[Action]:
         """The guest cannot help with such batches. The training itself goes on."""
@@ -596,6 +611,7 @@ class HostProtocol:
             return []
         lease = member.lease
         back = self.stepping.gone(member)
+        self.ahead.forget(member)
         del self.members[member.id]
         return [
             Emit(event=_gone(member, kind, reason, 1 + (lease.step if lease and back else self.ledger.step), back)),

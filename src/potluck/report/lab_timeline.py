@@ -33,7 +33,7 @@ _LANE = 0.84
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class TimelineWindow:
     """One strategy's part of the picture: the time of its run that is shown."""
 
     outcome: Outcome
@@ -77,7 +77,7 @@ def draw_timeline(results: Results, outcomes: Sequence[Outcome]) -> Figure | Non
 # -- what is shown --------------------------------------------------------------------------------------
 
 
-def windows(results: Results, outcomes: Sequence[Outcome]) -> list[Window]:
+def windows(results: Results, outcomes: Sequence[Outcome]) -> list[TimelineWindow]:
     """What is shown of each strategy that has a timeline."""
     rows = {row.strategy: row for row in results.rows}
     shown = [o for o in outcomes if o.intervals and len(o.steps) > 1 and o.strategy in rows]
@@ -87,7 +87,7 @@ def windows(results: Results, outcomes: Sequence[Outcome]) -> list[Window]:
     window_s = max([window_s, *(faults_length(outcome, results.warm_up_steps) for outcome in shown)])
     order = [machine.name for machine in results.rig.machines]
     return [
-        Window(
+        TimelineWindow(
             outcome=outcome,
             row=rows[outcome.strategy],
             machines=_machines(outcome, order),
@@ -171,7 +171,7 @@ def _machines(outcome: Outcome, order: Sequence[str]) -> tuple[str, ...]:
 # -- drawing --------------------------------------------------------------------------------------------
 
 
-def _draw_group(axes: Axes, group: Window, top: float, window_s: float, warm_up: int) -> None:
+def _draw_group(axes: Axes, group: TimelineWindow, top: float, window_s: float, warm_up: int) -> None:
     outcome, start = group.outcome, group.start
     until = min(window_s, outcome.steps[-1].ended_at - start)
     _draw_head(axes, group, top, window_s, until)
@@ -195,7 +195,7 @@ def _draw_group(axes: Axes, group: Window, top: float, window_s: float, warm_up:
             axes.text(1.012 * window_s, middle, text, va="center", fontsize=9, color=GREY, clip_on=False)
 
 
-def _draw_faults(axes: Axes, group: Window, machine: str, middle: float, until: float) -> None:
+def _draw_faults(axes: Axes, group: TimelineWindow, machine: str, middle: float, until: float) -> None:
     """A frame around the time of a machine's fault, with its description."""
     low, high = middle - _LANE * _LANE_IN / 2, middle + _LANE * _LANE_IN / 2
     for fault in group.outcome.faults:
@@ -212,7 +212,7 @@ def _bars(axes: Axes, bars: Sequence[tuple[float, float]], low: float, height: f
     axes.broken_barh(spans, (low, height * _LANE_IN), color=colour, linewidth=0, zorder=2)
 
 
-def _draw_head(axes: Axes, group: Window, top: float, window_s: float, until: float) -> None:
+def _draw_head(axes: Axes, group: TimelineWindow, top: float, window_s: float, until: float) -> None:
     """The strategy's name and figures, and marks above the lanes where its steps begin and end."""
     row = group.row
     figures = [f"{row.step_s:.2f} s a step"] if row.step_s is not None else []

@@ -28,6 +28,8 @@ from potluck.train.events import events_in
 from potluck.train.gain import Gain
 
 EVENTS_FILE = "events.jsonl"
+LEAST_TO_ADD = 0.02
+"""Where guests could add less than this part of the host's speed, nobody can say how much of it arrived."""
 
 
 class MachineSummary(Struct, frozen=True, kw_only=True):
@@ -65,11 +67,15 @@ class Summary(Struct, frozen=True, kw_only=True):
     """Steps whose gradient was not finite: their updates were not made."""
     ended: str
     """finished, interrupted, failed, or 'still going or killed' if the log has no end."""
+    run_s: float
+    """Seconds of the run, as its last line says; of a resumed run, of all its parts."""
     seconds: float
     """Sum of the steps' seconds."""
     samples: int
     samples_per_s: float | None
     tokens_per_s: float | None
+    mean_step_s: float | None
+    """Seconds a step, the mean."""
     step_s: float | None
     """Seconds a step, the median."""
     predicted_s: float | None
@@ -83,11 +89,19 @@ class Summary(Struct, frozen=True, kw_only=True):
     efficiency: float | None
     """Samples per second ÷ the sum of what each machine reaches alone."""
     recovery: float | None
-    """(speed-up − 1) ÷ Σ(guest rate ÷ host rate): how much of what the guests could bring arrived."""
+    """(speed-up − 1) ÷ Σ(guest rate ÷ host rate): how much of what the guests could bring arrived. None where they
+    could bring less than a fiftieth of the host's speed: the ratio would be noise."""
+    could_add: float | None
+    """Σ(guest rate ÷ host rate), the median over the steps."""
     wait_s: float
     update_s: float
     bytes_up: int
     bytes_down: int
+    ahead_samples: int
+    """Leased samples that had been sent before their lease."""
+    unneeded_samples: int
+    """Samples sent ahead that their guest was not lent."""
+    unneeded_bytes: int
     dropped_samples: int
     strangers_refused: int
     batch_layers: int
@@ -131,28 +145,35 @@ def losses(events: Iterable[RunEvent]) -> tuple[list[int], list[float]]:
 
 
 def summarize(events: Sequence[RunEvent]) -> Summary:
-    totals = Totals()
+    totals, counted = Totals(), {id(step) for step in step_events(events)}
     for event in events:
-        if not isinstance(event, StepEnded):
+        if isinstance(event, StepEnded) and id(event) not in counted:
+            totals.pass_over(event)
+        else:
             totals.fold(event)
-    for step in step_events(events):
-        totals.fold(step)
     return totals.summary()
 
 
 class Totals:
-    """A run's figures event by event: `fold` each event once, a step's only if it counts; `summary` at any time."""
+    """A run's figures event by event; `summary` at any time.
+
+    `fold` each event in order, but `pass_over` a step that a resumed run repeats.
+    """
 
     def __init__(self) -> None:
         self._start: RunStarted | None = None
         self._statistics: StatisticsMeasured | None = None
         self._ended = "still going or killed"
         self._last: StepEnded | None = None
+        self._count = 0
+        self._before_s = self._begun_s = self._now_s = 0.0
+        """Seconds of the processes before, and when this one began and was last heard, by its own clock."""
+        self._over = True
         self._first_loss: float | None = None
         self._sums = Counter[str]()
         self._seconds, self._waited, self._updated = Sum(), Sum(), Sum()
         self._step_s, self._predicted_s, self._off = Median(), Median(), Median()
-        self._recovery, self._batch = Median(), Median()
+        self._recovery, self._could_add, self._batch = Median(), Median(), Median()
         self._gain = Gain()
         self._done = self._possible = 0.0
         self._machines: dict[str, _MachineTotals] = {}
@@ -162,14 +183,25 @@ class Totals:
     def steps(self) -> int:
         return self._last.step if self._last is not None else 0
 
+    def pass_over(self, event: RunEvent) -> None:
+        """Only its time counts."""
+        if not self._over:
+            self._now_s = max(self._now_s, event.t_s)
+
     def fold(self, event: RunEvent) -> None:
+        self.pass_over(event)
         match event:
             case StepEnded():
                 self._step(event)
             case RunStarted():
                 # A resumed run has several starts; an end before the last of them is not the end.
                 self._start, self._ended = event, "still going or killed"
+                self._before_s += self._now_s - self._begun_s
+                self._begun_s = self._now_s = event.t_s
+                self._over = False
             case RunEnded():
+                if not self._over:
+                    self._now_s, self._over = self._begun_s + event.seconds, True
                 self._ended = clean(event.reason) or "ended"
             case StatisticsMeasured():
                 self._statistics = event
@@ -185,10 +217,11 @@ class Totals:
 
     def _step(self, step: StepEnded) -> None:
         self._last = step
+        self._count += 1
         if self._first_loss is None:
             self._first_loss = step.loss
         self._sums["not_applied"] += not step.applied
-        for name in ("bytes_up", "bytes_down", "dropped"):
+        for name in ("bytes_up", "bytes_down", "dropped", "ahead", "unneeded", "unneeded_bytes"):
             self._sums[name] += getattr(step, name)
         self._seconds.add(step.step_s)
         self._waited.add(step.wait_s)
@@ -197,6 +230,7 @@ class Totals:
         self._predicted_s.add(_predicted_s(step))
         self._off.add(_off(step))
         self._recovery.add(_recovery(step))
+        self._could_add.add(_could_add(step))
         self._batch.add(_effective_batch(step))
         self._gain.add(step.speedup, step.step_s)
         if (at_best := _at_best(step)) is not None:
@@ -221,10 +255,12 @@ class Totals:
             last_loss=last.loss if last is not None else None,
             not_applied=sums["not_applied"],
             ended=self._ended,
+            run_s=self._before_s + self._now_s - self._begun_s,
             seconds=seconds,
             samples=samples,
             samples_per_s=samples_per_s,
             tokens_per_s=samples_per_s * tokens if samples_per_s and tokens else None,
+            mean_step_s=seconds / self._count if self._count else None,
             step_s=self._step_s.value,
             predicted_s=self._predicted_s.value,
             off=self._off.value,
@@ -232,10 +268,14 @@ class Totals:
             speedup_margin=self._gain.margin,
             efficiency=self._done / self._possible if self._possible else None,
             recovery=self._recovery.value,
+            could_add=self._could_add.value,
             wait_s=self._waited.value,
             update_s=self._updated.value,
             bytes_up=sums["bytes_up"],
             bytes_down=sums["bytes_down"],
+            ahead_samples=sums["ahead"],
+            unneeded_samples=sums["unneeded"],
+            unneeded_bytes=sums["unneeded_bytes"],
             dropped_samples=sums["dropped"],
             strangers_refused=sums["strangers"],
             batch_layers=self._statistics.layers if self._statistics is not None else 0,
@@ -318,10 +358,14 @@ def _at_best(step: StepEnded) -> tuple[float, float] | None:
     return sum(m.samples for m in _present(step)), step.step_s * sum(known)
 
 
-def _recovery(step: StepEnded) -> float | None:
+def _could_add(step: StepEnded) -> float | None:
+    """What the guests of a step could bring, as a part of the host's speed."""
     rates = {"host": 0.0, "guest": 0.0}
     for machine in _present(step):
         rates[machine.role] += machine.rate or 0.0
-    if step.speedup is None or not all(rates.values()):
-        return None
-    return (step.speedup - 1) / (rates["guest"] / rates["host"])
+    return rates["guest"] / rates["host"] if all(rates.values()) else None
+
+
+def _recovery(step: StepEnded) -> float | None:
+    more = _could_add(step)
+    return (step.speedup - 1) / more if step.speedup is not None and more and more >= LEAST_TO_ADD else None

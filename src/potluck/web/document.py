@@ -66,6 +66,8 @@ def state_of(events: Iterable[RunEvent], planned_s: float | None = None) -> Page
     counts = {id(step) for step in step_events(listed)}
     state = PageState(planned_s=planned_s)
     for event in listed:
-        if not isinstance(event, StepEnded) or id(event) in counts:
+        if isinstance(event, StepEnded) and id(event) not in counts:
+            state.pass_over(event)
+        else:
             state.fold(event)
     return state

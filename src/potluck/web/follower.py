@@ -52,8 +52,11 @@ class Follower:
         *lines, self._half = (self._half + data).split(b"\n")
         for line in lines:
             self._line += 1
-            event = None if self._line in self._undone else _event(line)
+            event = _event(line)
             if event is None:
+                continue
+            if self._line in self._undone:
+                self.state.pass_over(event)
                 continue
             if self.state.undone_by(event):
                 self._begin()  # a resumed run: read all again, without the steps that it repeats

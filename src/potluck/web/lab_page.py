@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from potluck.report.lab_table import HEADER, cells_of, facts_of
-from potluck.report.lab_timeline import Window, busy_share, joined, presence, windows
+from potluck.report.lab_timeline import TimelineWindow, busy_share, joined, presence, windows
 from potluck.report.text import clean
 from potluck.spec.figures import Results
 from potluck.spec.outcome import Outcome
@@ -30,7 +30,7 @@ def lab_page(results: Results, outcomes: Sequence[Outcome]) -> Page:
     )
 
 
-def _timeline(window: Window, warm_up: int) -> Timeline:
+def _timeline(window: TimelineWindow, warm_up: int) -> Timeline:
     outcome, row = window.outcome, window.row
     notes = [f"{row.step_s:.2f} s a step"] if row.step_s is not None else []
     notes += [f"{row.speedup:.2f}× the host alone"] if row.speedup is not None and row.strategy != "solo" else []
@@ -48,7 +48,7 @@ def _timeline(window: Window, warm_up: int) -> Timeline:
     )
 
 
-def _lane(window: Window, name: str, warm_up: int) -> Lane:
+def _lane(window: TimelineWindow, name: str, warm_up: int) -> Lane:
     outcome, start, end = window.outcome, window.start, window.start + window.seconds
     bars = [Bar("wait", *_rounded(span)) for span in joined(presence(outcome, name), start, end, 0.0)]
     own = [i for i in outcome.intervals if i.machine == name]

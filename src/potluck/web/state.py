@@ -115,12 +115,20 @@ class PageState:
     def summary(self) -> Summary:
         return structs.replace(self._totals.summary(), planned_s=self._planned_s)
 
-    def fold(self, event: RunEvent) -> None:
+    def pass_over(self, event: RunEvent) -> None:
+        """A step that a resumed run repeats: only its time counts."""
+        self._totals.pass_over(event)
+        self._pass_time(event)
+
+    def _pass_time(self, event: RunEvent) -> None:
         if event.t_s < self._last_s - 1:
             self._before_s += self._last_s
         self._last_s = event.t_s
-        event = structs.replace(event, t_s=self._before_s + event.t_s)
+
+    def fold(self, event: RunEvent) -> None:
         self._totals.fold(event)
+        self._pass_time(event)
+        event = structs.replace(event, t_s=self._before_s + event.t_s)
         before, known = {row.name: row for row in self.run.machines}, len(self.run.notices)
         last = self.run.notices[-1] if known else None
         self.run.fold(event)

@@ -8,6 +8,8 @@
     wifi            a thin link
     moody           speeds change, a guest leaves and returns
     hopeless        a guest that cannot help
+    photos          samples that need most of the link
+    thumbnails      the same with small samples
 
 Each is a TOML file beside this one, with its scaling worked out in a comment.
 """
@@ -22,7 +24,18 @@ from potluck.lab import builtin
 from potluck.spec import rig as rigs
 from potluck.spec.rig import Rig
 
-NAMES = ("home-pair", "desk-and-mac", "i9-i5", "twins", "three-friends", "wifi", "moody", "hopeless")
+NAMES = (
+    "home-pair",
+    "desk-and-mac",
+    "i9-i5",
+    "twins",
+    "three-friends",
+    "wifi",
+    "moody",
+    "hopeless",
+    "photos",
+    "thumbnails",
+)
 
 
 def load(name_or_path: str) -> Rig:

@@ -1,0 +1,95 @@
+"""From a codec's payload in host memory to the bytes that are sent, and back: entropy coding for thin.
+
+The message of a thin payload is one byte that says how the rest is coded:
+
+    0   the payload as it is
+    1   a raw deflate stream of the scales' upper bytes, their lower bytes and the codes, Huffman coded only
+
+Other codecs' payloads are sent as they are. No message is longer than its payload and one byte, and nothing is
+decoded beyond the payload's length, which is known: what arrives is not trusted.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from potluck.codec.interface import Codec
+from potluck.codec.thin import ThinCodec
+from potluck.errors import WireError
+
+PLAIN, DEFLATED = 0, 1
+
+Buffer = bytes | memoryview
+
+
+def least_and_most_bytes(codec: Codec, count: int) -> tuple[int, int]:
+    """The lengths that the message of a piece of `count` values can have."""
+    nbytes = codec.nbytes(count)
+    return (1, nbytes + 1) if isinstance(codec, ThinCodec) else (nbytes, nbytes)
+
+
+def to_wire(codec: Codec, payload: Tensor) -> Buffer:
+    """The message of a payload, [nbytes] uint8 in host memory; shares its memory where nothing is to be done."""
+    flat = payload.detach().contiguous().numpy()
+    whole = memoryview(flat)  # type: ignore[arg-type]
+    if not isinstance(codec, ThinCodec):
+        return whole
+    scales = _scale_bytes(codec, flat.size)
+    stream = zlib.compressobj(1, zlib.DEFLATED, -zlib.MAX_WBITS, 9, zlib.Z_HUFFMAN_ONLY)
+    parts = [bytes((DEFLATED,))]
+    # A flush ends a block, and so each of the three has codes of its own.
+    for some in (flat[1:scales:2], flat[0:scales:2]):
+        parts += [stream.compress(some.tobytes()), stream.flush(zlib.Z_SYNC_FLUSH)]
+    parts += [stream.compress(whole[scales:]), stream.flush()]
+    if sum(map(len, parts)) > flat.size:
+        return b"".join((bytes((PLAIN,)), whole))
+    return b"".join(parts)
+
+
+def from_wire(codec: Codec, message: Buffer, count: int) -> Tensor:
+    """The payload of `count` values in a message, [nbytes(count)] uint8.
+
+    Raises:
+        WireError: the message is none of this codec and of so many values.
+    """
+    nbytes = codec.nbytes(count)
+    least, most = least_and_most_bytes(codec, count)
+    if not least <= len(message) <= most:
+        raise WireError(f"{len(message)} bytes for {count} values in {codec.name}, not {least} to {most}")
+    if not isinstance(codec, ThinCodec):
+        return _tensor(message)
+    kind, rest = message[0], memoryview(message)[1:]
+    if kind == PLAIN and len(rest) == nbytes:
+        return _tensor(rest)
+    if kind != DEFLATED:
+        raise WireError(f"a {codec.name} message of kind {kind} and {len(rest)} bytes for a payload of {nbytes}")
+    stream = zlib.decompressobj(-zlib.MAX_WBITS)
+    try:
+        # One more byte, so that a stream which goes on is seen, and one that ends is read to its end.
+        found = stream.decompress(rest, nbytes + 1)
+    except zlib.error as error:
+        raise WireError(f"a {codec.name} message that is no deflate stream: {error}") from None
+    if len(found) != nbytes or not stream.eof or stream.unused_data:
+        raise WireError(f"a {codec.name} message that does not hold exactly the {nbytes} bytes of its payload")
+    scales = _scale_bytes(codec, nbytes)
+    flat = np.frombuffer(found, dtype=np.uint8)
+    payload = np.empty(nbytes, dtype=np.uint8)
+    payload[1:scales:2], payload[0:scales:2] = flat[: scales // 2], flat[scales // 2 : scales]
+    payload[scales:] = flat[scales:]
+    return torch.from_numpy(payload)
+
+
+def _scale_bytes(codec: ThinCodec, nbytes: int) -> int:
+    """How many bytes of a payload of this length are scales."""
+    whole = codec.block_bytes + 2
+    return 2 * -(-nbytes // whole)
+
+
+def _tensor(buffer: Buffer) -> Tensor:
+    """A tensor over received bytes; copied only where they cannot be written."""
+    flat = np.frombuffer(buffer, dtype=np.uint8)
+    return torch.from_numpy(flat if flat.flags.writeable else flat.copy())
