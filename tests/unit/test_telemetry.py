@@ -138,3 +138,13 @@ def test_what_a_stream_takes_to_read_is_the_steps_time_also_where_the_script_ask
     steps = [event for event in events if isinstance(event, StepEnded)]
     assert sum(step.step_s for step in steps) >= 0.23
     assert events[-1].samples_per_s <= 24 / 0.23
+
+
+def test_a_guests_link_is_told_once_its_time_is_more_than_that_of_a_buffer() -> None:
+    events: list[Any] = []
+    telemetry, guest, result = table(events)
+    telemetry._change_bytes = 1e6
+    for way_s in (0.001, 0.5):
+        guest.transfer.value = way_s
+        telemetry.step_ended(1, 1.0, result, 0.0, time.monotonic(), applied=True, outside=(0.0, 0.0))
+    assert [event.machines[1].link_bytes_per_s for event in events] == [None, 2e6]

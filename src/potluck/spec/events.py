@@ -91,7 +91,7 @@ class MachineFigures(Struct, frozen=True, kw_only=True, omit_defaults=True):
     answered_s: float | None = None
     """The same guest: seconds from its lease to the arrival of its gradient."""
     link_bytes_per_s: float | None = None
-    """Bytes of the weights' change ÷ the time that it takes to the guest, smoothed."""
+    """Bytes of the weights' change ÷ the time that it takes to the guest, smoothed; absent below 5 ms."""
 
 
 class StepEnded(_Event, frozen=True, kw_only=True, tag="step"):

@@ -24,6 +24,10 @@ from potluck.train.gain import RECENT_STEPS, AloneRate, Gain
 from potluck.train.options import Options
 
 
+LEAST_WAY_S = 0.005
+"""A change that arrives faster was in some buffer: that time says nothing of the link."""
+
+
 def versions() -> dict[str, str]:
     return {"potluck": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
 
@@ -238,7 +242,7 @@ def _guest(member: Member, result: StepResult, step_s: float, change_bytes: floa
         receive_s=round(member.receive_s, 4) if samples and member.receive_s > 0 else None,
         send_s=_rounded(member.tail.value) if samples else None,
         answered_s=round(member.answered_s, 4) if samples else None,
-        link_bytes_per_s=round(change_bytes / way_s) if (way_s := member.transfer.value) else None,
+        link_bytes_per_s=_link(change_bytes, member.transfer.value),
     )
 
 
@@ -246,6 +250,10 @@ def _micro_batches(machine: str, result: StepResult) -> tuple[int | None, int]:
     """Most samples that it computed at once in the step, and the number of its micro-batches."""
     sizes = result.micro_batches.get(machine, ())
     return max(sizes, default=None), len(sizes)
+
+
+def _link(change_bytes: float, way_s: float | None) -> float | None:
+    return round(change_bytes / way_s) if way_s is not None and way_s >= LEAST_WAY_S else None
 
 
 def _rounded(value: float | None) -> float | None:

@@ -57,7 +57,7 @@ class WebPage:
         shown = f"[{serving.address}]" if ":" in serving.address else serving.address
         self.url = f"http://{shown}:{port}/{serving.secret}/"
         if pulse is not None:
-            with suppress(OSError):
+            with suppress(OSError, AttributeError):  # on Windows only from Python 3.12 on
                 os.set_blocking(self._pipe, False)
             self._thread = threading.Thread(target=self._beat, args=(pulse,), name="potluck-web", daemon=True)
             self._thread.start()
@@ -145,7 +145,8 @@ def open_page(context: RunContext) -> WebPage:
         if port:
             raise
         page = WebPage(msgspec.structs.replace(serving, port=0), pulse)
-    durable.replace(file, page.url + "\n", what="web", private=True)
+    with suppress(OSError):  # the run prints the address as well
+        durable.replace(file, page.url + "\n", what="web", private=True)
     return page
 
 

@@ -259,7 +259,9 @@ class PageState:
             value = gain_text(summary.speedup, summary.speedup_margin)
             now = f"the host alone; now {step.speedup:.2f}×" if step.speedup is not None else "the host alone"
             made.append(Headline(label="speed-up", value=value, note=now))
-        off = f"predicted {seconds_text(summary.predicted_s)}" if summary.predicted_s is not None else "the median"
+        off = "median"
+        if summary.predicted_s is not None:
+            off += f"; predicted {seconds_text(summary.predicted_s)}"
         if summary.planned_s is not None:
             off += f", planned {seconds_text(summary.planned_s)}"
         made.append(Headline(label="a step takes", value=seconds_text(summary.step_s), note=off))
