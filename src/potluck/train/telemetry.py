@@ -23,7 +23,6 @@ from potluck.train.context import ALONE, RunContext
 from potluck.train.gain import RECENT_STEPS, AloneRate, Gain
 from potluck.train.options import Options
 
-
 LEAST_WAY_S = 0.005
 """A change that arrives faster was in some buffer: that time says nothing of the link."""
 
