@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import potluck
 from potluck.errors import ConfigError, LoopError
-from potluck.train.ending import Interrupted
-from support.fleet import Fleet
+from potluck.train.ending import GuestDone, Interrupted
+from support.fleet import TORCH_STARTS_S, Fleet
 
 if TYPE_CHECKING:
     import tokenizers
@@ -81,42 +81,45 @@ def test_alone_it_is_the_plain_trainer(plain: Any, tmp_path: Path) -> None:
     assert figures(ours) == figures(plain)
 
 
-def test_a_guest_that_comes_and_goes_changes_nothing(plain: Any, tmp_path: Path) -> None:
+@pytest.mark.timeout(240)
+def test_a_guest_that_comes_and_goes_changes_nothing(tmp_path: Path) -> None:
+    """It joins while the training runs, and leaves while it runs on. Samples are of unequal length."""
+    plain = hf_job.trained(PlainTrainer, tmp_path / "plain", max_steps=30)
     with Fleet(tmp_path / "fleet") as fleet:
         run = potluck.start(
             host=True,
             bind="127.0.0.1",
-            wait_for=1,
             codec="none",
             runs=fleet.runs,
             script=JOB,
             view="quiet",
-            device="paced:0.02",
+            device="paced:0.03",
             threads=1,
             micro_batch=2,
         )
-        guest = fleet.guest("ann", "--device", "paced:0.02", "--micro-batch", "3")
-        gone_after = 0
+        ann = fleet.guest("ann", "--device", "paced:0.03", "--micro-batch", "3")
+        left_after = 0
 
-        def leaves(args: Any, state: Any, control: Any, **ignored: Any) -> None:
-            nonlocal gone_after
-            if not gone_after and state.global_step >= 10 and fleet.steps_with("ann"):
-                gone_after = state.global_step
-                guest.interrupt()
-                guest.wait(20)
+        def comes_and_goes(args: Any, state: Any, control: Any, **ignored: Any) -> None:
+            nonlocal left_after
+            if state.global_step == 3:
+                ann.wait_until(lambda: "ready" in ann.stdout(), 2 * TORCH_STARTS_S, "its script")
+            if not left_after and len(fleet.steps_with("ann")) > 2:
+                left_after = state.global_step
+                ann.interrupt()
+                ann.wait(20)
 
         def hosted(*given: Any, **keywords: Any) -> Any:
-            return Trainer(*given, run=run, callbacks=[callback(on_step_end=leaves)], **keywords)
+            return Trainer(*given, run=run, callbacks=[callback(on_step_end=comes_and_goes)], **keywords)
 
-        ours = hf_job.trained(hosted, tmp_path)
+        ours = hf_job.trained(hosted, tmp_path, max_steps=30)
         steps, helped = fleet.steps(), fleet.steps_with("ann")
-        assert guest.returncode == INTERRUPTED, guest.tails()
+        assert ann.returncode == INTERRUPTED, ann.tails()
         assert not list(fleet.folder.glob("checkpoints/*")), "the Trainer saves, Potluck does not"
     assert_same(hf_job.weights(ours), hf_job.weights(plain))
     assert figures(ours) == figures(plain)
-    assert [sum(e["samples"].values()) for e in steps] == ([8] * 5 + [4]) * 3 + [8] * 2
-    assert len(helped) > 5
-    assert max(helped) <= gone_after < len(steps)
+    assert [sum(e["samples"].values()) for e in steps] == ([8] * 5 + [4]) * 5
+    assert 3 < min(helped) <= max(helped) <= left_after < 30
 
 
 def test_it_resumes_from_its_own_checkpoint(plain: Any, tmp_path: Path) -> None:
@@ -229,9 +232,23 @@ def test_a_stream(tmp_path: Path) -> None:
 
 
 class Guest:
-    """As much of a run on a guest as the Trainer asks for before it trains."""
+    """A run on a guest that is given one step with one batch."""
 
     is_guest, device = True, torch.device("cpu")
+
+    def steps(self, model: Any, *given: Any, **keywords: Any) -> Iterator[Any]:
+        yield Step()
+        raise GuestDone("the run is over")
+
+
+class Step:
+    index = 7
+
+    def __iter__(self) -> Iterator[Any]:
+        first = line_data()[0]
+        yield {"x": first["x"].unsqueeze(0), "labels": torch.tensor([first["labels"]])}
+
+    def backward(self, loss: Tensor, items: Any = None) -> None: ...
 
 
 def test_on_a_guest_it_reports_saves_and_reads_nothing(tmp_path: Path) -> None:
@@ -243,12 +260,22 @@ def test_on_a_guest_it_reports_saves_and_reads_nothing(tmp_path: Path) -> None:
     )
     ours = callback()
     args.report_to = ["wandb"]  # which is not installed
-    trainer = Trainer(model=Line(), args=args, train_dataset=data, callbacks=[ours], run=Guest())  # type: ignore[arg-type]
+    at: list[int] = []
+
+    class Looks(Trainer):  # type: ignore[misc]
+        def compute_loss(self, *given: Any, **keywords: Any) -> Any:
+            at.append(self.state.global_step)
+            return super().compute_loss(*given, **keywords)
+
+    trainer = Looks(model=Line(), args=args, train_dataset=data, callbacks=[ours], run=Guest())
     assert trainer.args.report_to == []
     assert ours not in trainer.callback_handler.callbacks
     assert trainer.train_dataset is None
     assert not (tmp_path / "out").exists()
     assert args.report_to == ["wandb"], "the script's own arguments stay as they were"
+    with pytest.raises(GuestDone):
+        trainer.train()
+    assert at == [7], "a loss may depend on the step's number"
 
 
 def test_a_step_that_is_not_finite_is_left_out(tmp_path: Path) -> None:

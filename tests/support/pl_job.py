@@ -82,4 +82,6 @@ def fitted(out: Path, *, batches: Any = None, ckpt_path: Any = None, **changed: 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=20)
-    fitted(Path("out"), max_steps=parser.parse_args().steps)
+    asked = parser.parse_args()
+    print("ready", flush=True)  # for a test that waits until everything is imported
+    fitted(Path("out"), max_steps=asked.steps)

@@ -333,3 +333,9 @@ def test_what_did_not_count_is_not_what_it_brought(guest: Guest) -> None:
     late = guest.asks("lease", step=0)
     guest.revokes()
     assert not guest.hub.finish(late, count=1, loss_sum=1.0, compute_s=0.1)
+
+
+@pytest.mark.parametrize("kind", ["lease", "check"])
+def test_a_guest_knows_the_epoch_of_its_step(guest: Guest, kind: str) -> None:
+    guest.link.hear(kind, lease=7, check=7, step=0, sizes=[1], epoch=3)
+    assert guest.hub.next_work().epoch == 3

@@ -57,7 +57,7 @@ def test_a_guest_joins_is_brought_up_to_date_checked_and_counts() -> None:
     world.take()
     world.compute()
     (check,) = [s for s in world.sent["a"] if s.message.kind == "check"]
-    assert check.message == CheckMessage(check=1, step=1, sizes=(2,), seed=common.seed)
+    assert check.message == CheckMessage(check=1, step=1, sizes=(2,), seed=common.seed, epoch=0)
     (samples,) = [s for s in world.sent["a"] if s.message.kind == "samples"]
     assert samples.message == SamplesMessage(lease=-1, batch=0, tree=BATCH.tree)
     assert samples.frames == BATCH.frames
@@ -233,7 +233,7 @@ def test_local_data_is_named_in_a_lease_and_a_random_common_batch_is_the_hosts()
     (lease,) = [s for s in world.sent["a"] if s.message.kind == "lease"]
     count = sum(lease.message.sizes)
     assert struct.unpack(f"<{count}q", *lease.frames) == tuple(world.ledger.samples_of(range(12 - count, 12)))
-    assert world.of_lease == {}
+    assert world.read == []
 
 
 # -- going

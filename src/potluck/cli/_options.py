@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar, get_args
@@ -18,6 +19,17 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 RECIPE_FLAGS = ("depth", "sequence", "batch_tokens", "steps", "lr", "data", "seed")
 RUN_FLAGS = ("device", "threads", "name", "micro_batch", "codec", "checkpoint_every", "max_bad_steps", "log", "web")
 HOST_FLAGS = ("bind", "port", "wait_for", "wait_s")
+_UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+
+
+def duration(context: click.Context, option: click.Parameter, value: str | None) -> float | None:
+    """A time in seconds from 90, 90s, 10m or 1.5h; an option's callback."""
+    if value is None:
+        return None
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", value, re.ASCII)
+    if match is None or match[2] not in _UNITS_S:
+        raise click.BadParameter(f"{value!r} is not a duration: write 90, 90s, 10m or 2h", context, option)
+    return float(match[1]) * _UNITS_S[match[2]]
 
 
 class ListenFlags(TypedDict):
@@ -39,6 +51,9 @@ class TrainFlags(TypedDict):
     resume: Path | None
     view: str
     launched: bool
+    token_file: Path | None
+    lan: bool
+    qr: bool
 
 
 def view_option(command: Command) -> Command:

@@ -17,6 +17,7 @@ from potluck.cli import _options as options
 from potluck.cli._app import Settings
 from potluck.cli._options import TrainFlags
 from potluck.cli._runs import runs_folder
+from potluck.cli._sharing import Sharing
 from potluck.errors import RunFolderError, UserError
 from potluck.spec.config import RunConfig
 from potluck.spec.manifest import RecipeEntry
@@ -126,7 +127,7 @@ def resumed_spec(settings: Settings, flags: TrainFlags, command: str) -> RunSpec
     )
 
 
-def run_recipe(settings: Settings, spec: RunSpec, view: str) -> None:
+def run_recipe(settings: Settings, spec: RunSpec, view: str, sharing: Sharing | None = None) -> None:
     from potluck.cli import _session
     from potluck.report.curve import loss_curve_png
     from potluck.report.summary import losses, read_events
@@ -139,7 +140,7 @@ def run_recipe(settings: Settings, spec: RunSpec, view: str) -> None:
     recipe = recipes.get(spec.recipe.name)
     config = build(recipe.Config, spec.recipe.config)
     try:
-        with _session.session(settings, spec, view) as session:
+        with _session.session(settings, spec, view, sharing) as session:
             model = train_recipe(recipe, config)
     except Interrupted:
         _session.say_resume(session)

@@ -136,7 +136,8 @@ def power(case: Case, facts: Facts) -> Iterator[Finding | Fine]:
             machine=facts.name,
             what=f"this machine runs on battery{percent}",
             how=state.how,
-            breaks="it computes slower, and sleeps or ends in the middle of a run",
+            breaks="it computes slower, and sleeps or ends in the middle of a run: what keeps a machine awake "
+            "prevents neither that nor the sleep of a closed lid",
             fix="plug it in",
             pains=(25,),
         )
@@ -151,7 +152,7 @@ def power(case: Case, facts: Facts) -> Iterator[Finding | Fine]:
             breaks="a guest vanishes (the run continues without it); a host that sleeps stops the run",
             fix="powercfg /change standby-timeout-ac 0"
             if facts.platform == "win32"
-            else f"{awake}potluck join TOKEN   (or potluck host)",
+            else f"{awake}potluck join TOKEN   (or potluck host; potluck up does this itself. Keep the lid open)",
             pains=(25,),
         )
     if (

@@ -73,6 +73,8 @@ def _serve(requests: _Requests, tasks: dict[int, _Task], output: _Output) -> Non
                 tasks[number] = _Task(request, output)
             elif kind == "signal" and number in tasks:
                 tasks[number].signal(request["number"])
+            elif kind == "beat":
+                output.say({"beat": 1})
             elif kind == "end" and number in tasks:
                 threading.Thread(target=tasks[number].end, args=(request["patience_s"],), daemon=True).start()
         except OSError as error:
@@ -203,8 +205,9 @@ class _Task:
 
 
 def _entries(folder: str) -> list[str]:
+    """The newest few: what is looked for has just been written."""
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
-        return [entry.path for entry in entries]
+        return [entry.path for entry in sorted(entries, key=lambda e: -e.stat().st_mtime)[:20]]
     return []
 
 

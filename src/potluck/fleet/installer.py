@@ -59,7 +59,8 @@ def _make(env: str, plan: dict[str, Any]) -> int:
     if subprocess.run(make).returncode:
         return 1
     install = [uv, "pip", "install", "--python", python] if uv else [python, "-m", "pip", "install", "-q"]
-    quiet = ["--compile-bytecode"] if uv else ["--disable-pip-version-check", "--no-input"]
+    # Compiling all of torch takes half a minute; the check below compiles what an import needs.
+    quiet = [] if uv else ["--disable-pip-version-check", "--no-input", "--no-compile"]
     pins = os.path.join(env, "constraints.txt")
     with open(pins, "w") as file:
         file.write("\n".join(plan["pins"]) + "\n")

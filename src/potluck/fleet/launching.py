@@ -122,6 +122,9 @@ class Launcher:
                 f"none of {len(self._guests)} machine{'s' if len(self._guests) > 1 else ''} can be used",
                 hint=f"fix what is named above; the first: {self._findings[name][0].fix}",
             )
+        self._prepare_host()
+        if self._interrupts:
+            return INTERRUPTED
         work = self._work
         for path, content in work.files.items():
             if (put := self._fleet.prepare(work.machine).link.put(path, content, self._log)).status != 0:
@@ -148,6 +151,26 @@ class Launcher:
                 sent = self._stop(task)
         return self._status(ended)
 
+    def _prepare_host(self) -> None:
+        """Reach the host's machine and install there, while Ctrl-C is heard."""
+        failed: list[MachineError] = []
+        done = threading.Event()
+
+        def prepare() -> None:
+            try:
+                self._fleet.prepare(self._work.machine)
+            except MachineError as error:
+                failed.append(error)
+            done.set()
+
+        # It ends when the fleet is closed, if not before.
+        threading.Thread(target=prepare, name="potluck-prepare-host", daemon=True).start()
+        self._wait_for(lambda: done.is_set() or self._interrupts)
+        if failed:
+            self._tell_problems()
+            self._observer.problems(failed[0].findings)
+            raise failed[0]
+
     @property
     def _log(self) -> Path:
         return self._fleet.log(self._work.machine)
@@ -163,6 +186,8 @@ class Launcher:
         return self._interrupts
 
     def _status(self, ended: GuestEnd) -> int:
+        if self._interrupts > 1:
+            return INTERRUPTED
         if ended.status is None:
             words = f"{ended.why}; the host there saves and ends. Resume with --resume"
             self._failed(self._work.machine, words)
@@ -190,8 +215,10 @@ class Launcher:
                 facts = self._fleet.reach(name).facts
                 if slot >= max(1, facts.gpus):
                     return
-                self._looked(name, self._fleet.reach(name).findings, usable=True)
-                self._fleet.prepare(name)
+                if not self._fleet.in_place(name):
+                    self._looked(name, self._fleet.reach(name).findings, usable=True)
+                reached = self._fleet.prepare(name)
+                self._looked(name, reached.findings, usable=True)
                 began = time.monotonic()
                 ended = self._guest(name, slot, several=facts.gpus > 1)
                 if ended is None or not self._again(name, ended):
@@ -207,7 +234,8 @@ class Launcher:
                     self._failed(name, error.what)
                     if failures == 1:
                         self._observer.problems(error.findings)
-                elif not self._keep_trying:
+                lost = not first and any(finding.code.startswith("ssh-") for finding in error.findings)
+                if not lost and not self._keep_trying:
                     return
             if failures > MOST_AGAIN and not self._keep_trying:
                 self._observer.tell(name, f"given up after {failures} tries (--keep-trying goes on)")

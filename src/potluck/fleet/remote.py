@@ -27,6 +27,8 @@ from potluck.fleet.interface import GuestEnd
 from potluck.fleet.local import end_words
 
 BEAT_S = 1.0
+SILENT_S = 8.0
+"""A machine that has not answered a beat for so long is lost. Its agent gives up sooner."""
 _TOKEN = re.compile(r"(potluck\d{1,3}-)[A-Za-z0-9_-]{20,}")
 _UNPACKS = "import sys,zlib,base64,json;exec(zlib.decompress(base64.b64decode(sys.argv[1])));"
 _CALLS = "sys.exit(main(json.loads(base64.b64decode(sys.argv[2]))))"
@@ -112,6 +114,7 @@ class AgentLink:
         self.noise: list[str] = []
         """What came before the agent's first word: a shell's banner."""
         self._greeted = threading.Event()
+        self._heard = time.monotonic()
         self._said: deque[str] = deque(maxlen=40)
         parts = {"read": self._read, "errors": self._read_errors, "beat": self._beat}
         self._threads = [
@@ -189,6 +192,9 @@ class AgentLink:
     def _beat(self) -> None:
         while not self._closed.wait(BEAT_S) and not self.lost.is_set():
             self.send({"do": "beat"})
+            if self.facts is not None and time.monotonic() - self._heard > SILENT_S:
+                self._said.append(f"nothing came for {SILENT_S:.0f} s")
+                self._process.kill()
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -201,6 +207,7 @@ class AgentLink:
         self._greeted.set()
 
     def _hear(self, line: str) -> None:
+        self._heard = time.monotonic()
         if self.facts is None:
             before, hello, rest = line.partition(agent.HELLO)
             if before.strip() and len(self.noise) < 100:
@@ -211,8 +218,8 @@ class AgentLink:
             return
         try:
             message = json.loads(line)
-            task = self._tasks.get(message["id"])
-        except (ValueError, TypeError, KeyError):
+            task = self._tasks.get(message.get("id"))
+        except (ValueError, AttributeError):
             return  # not the agent's: something that it started wrote to the same stream
         if task is not None:
             task.hear(message)

@@ -5,12 +5,12 @@ The first use of a machine connects, looks at it, and installs what is missing. 
 
 from __future__ import annotations
 
-import contextlib
 import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,8 @@ OPTIONS = (
     *("-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}"),
     # A machine that does not answer for 6 s is gone: ssh ends, as the agent does there.
     *("-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=3"),
-    # Its own connection: one that another program shares could be closed by that program.
-    *("-o", "ControlMaster=no", "-o", "ControlPath=none"),
+    # A connection that you have open is used (it may have asked you for a second factor), but none is kept open.
+    *("-o", "ControlMaster=no"),
     *("-o", "ForwardX11=no", "-o", "ForwardAgent=no", "-o", "ClearAllForwardings=yes"),
 )
 _PLACES = ("$HOME/.local/bin/python3", "/opt/homebrew/bin/python3", "/usr/local/bin/python3")
@@ -173,6 +173,11 @@ class SshFleet:
             raise _unusable(machine.name, findings)
         return ReachedMachine(link, facts, findings, own and not facts.lacks)
 
+    def in_place(self, name: str) -> bool:
+        """Whether all but Potluck itself is installed there, so that `prepare` takes no time."""
+        reached = self.reach(name)
+        return reached.own or reached.facts.ready
+
     def prepare(self, name: str) -> ReachedMachine:
         """Connect and install what is missing; MachineError if either fails."""
         reached = self.reach(name)
@@ -226,21 +231,9 @@ class SshFleet:
             except MachineError as error:
                 report(name, error.findings)
 
-        with _threads(look, self._machines):
-            pass
+        with ThreadPoolExecutor(max(1, len(self._machines)), thread_name_prefix="potluck-look") as pool:
+            list(pool.map(look, self._machines))
         return [name for name in self._machines if name in usable]
-
-
-@contextlib.contextmanager
-def _threads(work: Callable[[str], None], names: Sequence[str] | dict[str, Any]) -> Iterator[None]:
-    started = [threading.Thread(target=work, args=(name,), name=f"potluck-look-{name}") for name in names]
-    for thread in started:
-        thread.start()
-    try:
-        yield
-    finally:
-        for thread in started:
-            thread.join()
 
 
 def _unusable(name: str, findings: Sequence[Finding]) -> MachineError:

@@ -391,6 +391,7 @@ class GuestHub:
                             check=False,
                             step=message.step,
                             sizes=message.sizes,
+                            epoch=message.epoch,
                             received=time.monotonic(),
                             quota=message.quota,
                             within_s=message.within_s,
@@ -401,9 +402,9 @@ class GuestHub:
                         ),
                         frames,
                     )
-                case CheckMessage(check=number, step=step, sizes=sizes, seed=seed):
+                case CheckMessage(check=number, step=step, sizes=sizes, seed=seed, epoch=epoch):
                     now = time.monotonic()
-                    work = Work(id=number, check=True, step=step, sizes=sizes, received=now, seed=seed)
+                    work = Work(id=number, check=True, step=step, sizes=sizes, received=now, seed=seed, epoch=epoch)
                     self._new_work(work, frames)
                 case RevokeMessage():
                     self._revoke(message.lease)

@@ -198,6 +198,11 @@ class HostHub:
         with self._lock:
             return self._protocol.host_sample_s
 
+    def judges(self) -> bool:
+        """Whether the norm of the host's own gradient of this step is needed, to judge guests' by it."""
+        with self._lock:
+            return self._protocol.judges
+
     def members(self) -> list[Member]:
         with self._lock:
             return list(self._protocol.members.values())

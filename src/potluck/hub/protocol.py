@@ -35,11 +35,11 @@ from potluck.hub.checks import Checks
 from potluck.hub.feed import Feed, lacking
 from potluck.hub.feeding import Feeding
 from potluck.hub.guard import ReplicaGuard
-from potluck.hub.members import CHECKING, JOINING, SYNCING, Member
+from potluck.hub.members import CHECKING, JOINING, SITTING_OUT, SYNCING, Member, gone
 from potluck.hub.norms import Norms
 from potluck.hub.stepping import Stepping
 from potluck.spec.config import MOST_GUESTS
-from potluck.spec.events import GuestHello, GuestLeft, GuestLost, GuestRefused, RunEvent, RunNote
+from potluck.spec.events import GuestHello, GuestRefused, RunNote
 from potluck.spec.layout import TensorSpec, fingerprint_from_json, fingerprint_to_json, first_difference
 from potluck.spec.messages import (
     AliveMessage,
@@ -194,6 +194,12 @@ class HostProtocol:
     def samples_of(self, positions: Sequence[int]) -> list[int]:
         """The data set's indices of these positions."""
         return self.ledger.samples_of(positions)
+
+    @property
+    def judges(self) -> bool:
+        """Whether the norm of the host's own gradient of this step is needed: guests' are judged by it."""
+        takes_part = any(m.state not in (JOINING, SITTING_OUT) for m in self.members.values())
+        return takes_part or self.norms.suspects
 
     def holds(self, guest: str, lease: int) -> bool:
         """Whether the guest still holds the lease."""
@@ -435,7 +441,8 @@ class HostProtocol:
         self.checks.begin_step(pieces)
         actions = self.stepping.begin(now, pieces, keeps, event.head_start_s)
         actions += self.guard.begin_step(self.ledger.step)
-        if any(m.feed.open for m in self.members.values()):
+        needed = self.checks.due is not None or any(m.lease is not None for m in self.members.values())
+        if self.feeding.begin_step(now, self.stepping.alone_s, needed=needed):
             actions.append(CodeChange())
         return actions
 
@@ -460,7 +467,7 @@ class HostProtocol:
         if self.ledger.in_pool:
             return False
         members = self.members.values()
-        coded = self.feeding.coded(self.ledger.step)
+        coded = not self.feeding.coding or self.feeding.coded(self.ledger.step)
         waiting = any(m.state == CHECKING or (m.feed.open and not coded) for m in members)
         return waiting or not self.ledger.full
 
@@ -614,7 +621,7 @@ class HostProtocol:
         self.ahead.forget(member)
         del self.members[member.id]
         return [
-            Emit(event=_gone(member, kind, reason, 1 + (lease.step if lease and back else self.ledger.step), back)),
+            Emit(event=gone(member, kind, reason, 1 + (lease.step if lease and back else self.ledger.step), back)),
             Forget(guest=member.id),
             Wake(),
         ]
@@ -628,23 +635,3 @@ class HostProtocol:
         while name in taken:
             name, number = f"{wanted}-{number}", number + 1
         return name
-
-
-_GONE: dict[str, type[GuestLeft] | type[GuestLost] | type[GuestRefused]] = {
-    "guest_left": GuestLeft,
-    "guest_lost": GuestLost,
-    "guest_refused": GuestRefused,
-}
-
-
-def _gone(member: Member, kind: str, reason: str, step: int, samples_taken_back: int) -> RunEvent:
-    """The event that tells of a guest's end."""
-    return _GONE[kind](
-        machine=member.name,
-        address=member.address,
-        reason=reason,
-        step=step,
-        samples_taken_back=samples_taken_back,
-        put_out=member.put_out,
-        failed=member.failed,
-    )

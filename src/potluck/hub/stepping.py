@@ -24,6 +24,8 @@ from potluck.hub.members import (
     GAIN_WINDOW,
     LATE,
     LATE_BEFORE_BENCH,
+    LONGEST_BENCH_STEPS,
+    LONGEST_REST_S,
     QUOTA_RETRY_STEPS,
     SITTING_OUT,
     TRIAL_SAMPLES,
@@ -110,6 +112,8 @@ class Stepping:
             self.ahead.begun()
             return []
         actions: list[Action] = []
+        for member in self.members.values():
+            member.longest_rest = max(LONGEST_BENCH_STEPS, int(LONGEST_REST_S / (self.alone_s or LONGEST_REST_S)))
         able = self._shares(self._candidates(), host_keeps)
         trial = [m for m in self._candidates() if m.id not in able.guests and _deserves_trial(m, able.step_s)]
         for member in self._candidates():
@@ -155,6 +159,12 @@ class Stepping:
         """Seconds that a sample takes the host: over the last steps, or so far in the first one."""
         count, seconds = self._host_now
         return self._host_sample_s.value or (seconds / count if count else None)
+
+    @property
+    def alone_s(self) -> float | None:
+        """Seconds that the open step would take the host alone, if that is known."""
+        seconds = self.host_sample_s
+        return self.ledger.global_batch * seconds if seconds else None
 
     @property
     def predicted_s(self) -> float | None:
@@ -263,6 +273,7 @@ class Stepping:
             host_sample_s=lot.host_sample_s,
             transfer_s=speed.transfer_s,
             tail_s=tail_s,
+            epoch=self.ledger.epoch,
             ahead=tuple(sent.number if sent else 0 for _, sent in cut) if used else (),
         )
         if self.local_data:
@@ -270,14 +281,18 @@ class Stepping:
             return more + extra, [Send(guest=member.id, message=message, frames=(indices,))]
         actions: list[Action] = [Send(guest=member.id, message=message)]
         actions += self.ahead.lent(member, used)
-        start = 0
-        for number, (size, sent) in enumerate(cut):
-            if sent is None:
-                positions = lease.positions[start : start + size]
-                actions.append(SendSamples(guest=member.id, lease=lease.id, batch=number, positions=positions))
-            start += size
+        ends = itertools.accumulate(sizes)
+        fresh = [
+            SendSamples(guest=member.id, lease=lease.id, batch=number, positions=lease.positions[end - size : end])
+            for (number, (size, sent)), end in zip(enumerate(cut), ends)
+            if sent is None
+        ]
+        first = fresh
+        if member.ahead.is_heavy(quota):
+            first = [each for each in fresh if each.batch == 0]
+            member.ahead.after_weights = [each for each in fresh if each.batch]
         member.ahead.plan(lease.step, anew)
-        return more + extra, actions
+        return more + extra, [*actions, *first]
 
     # -- the host's own work ----------------------------------------------------------------------------
 

@@ -121,9 +121,9 @@ class StepEnded(_Event, frozen=True, kw_only=True, tag="step"):
     parameter for each token, attention not counted. Null if the device's peak or the tokens per sample are not
     known."""
     speedup: float | None
-    """Speed-up over the host alone: `(global_batch · host's seconds per sample + update) ÷ step`, over the last 8
-    steps. The seconds per sample are those of the host's micro-batches of the fastest size. Null without guests,
-    and until a guest has contributed."""
+    """Speed-up over the host alone: `(global_batch · host's seconds per sample + update + rest) ÷ step`, over the
+    last 8 steps. The seconds per sample are those of the host's micro-batches of the fastest size; the rest is what
+    steps without guests took besides. Null without guests, and until a guest has contributed."""
     predicted_s: float | None
     """Compute time of this step that the quotas expected."""
     eta_s: float | None
@@ -295,7 +295,8 @@ class ReplicaMismatch(_GuestEvent, frozen=True, kw_only=True, tag="replica_misma
 
 
 class StrangerRefused(_Event, frozen=True, kw_only=True, tag="refused_stranger"):
-    """A connection without the token's key was refused. After the first five only every hundredth is written."""
+    """A connection without the token's key, or with a wrong code, was refused. Of those without the key, only every
+    hundredth is written after the first five."""
 
     address: str
     """Address of the connection."""

@@ -258,6 +258,8 @@ class CheckMessage(Message, frozen=True, kw_only=True):
     """Samples in each micro-batch; a check has one."""
     seed: Count | None = None
     """For the random generators, before the loop's body."""
+    epoch: Count | None = None
+    """The epoch of the step, from 0."""
 
     def unfit(self, frames: Sequence[bytes | memoryview]) -> str:
         return super().unfit(frames) or _unfit_indices(self, frames)
@@ -365,6 +367,8 @@ class LeaseMessage(Message, frozen=True, kw_only=True):
     ahead: Annotated[tuple[Count, ...], Meta(max_length=MOST_SIZES)] = ()
     """For each micro-batch the number under which it was sent ahead; 0, or no number: it comes as `samples`. What
     was sent ahead for this step or an earlier one and has no number here is dropped."""
+    epoch: Count | None = None
+    """The epoch of the step, from 0."""
 
     def unfit(self, frames: Sequence[bytes | memoryview]) -> str:
         return super().unfit(frames) or _unfit_indices(self, frames)

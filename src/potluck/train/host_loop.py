@@ -451,7 +451,7 @@ class HostTrainer:
             self._finish()
         given.check_frozen(self._frozen)
         # Before the guests' parts are added to it: they are measured by it.
-        own = own_norm(self._trained) if self._hub.members() else None
+        own = own_norm(self._trained) if self._hub.judges() else None
         whole = self._p.ledger.global_batch
         result = self._hub.end_step()
         total = None if self._ranks is None else self._sum_of_ranks(step, result, whole)

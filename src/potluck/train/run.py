@@ -73,7 +73,7 @@ class Run:
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
-        self.state: dict[str, Any] = ScriptState()
+        self.state = ScriptState()
         """The script's own values: the best loss, sums, anything like JSON, objects with a `state_dict()`.
 
         Each checkpoint has them. What is put in before `steps` is called holds in a new run; a resumed one
