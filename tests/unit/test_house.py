@@ -55,6 +55,7 @@ BORDER = (
     "hashes",
     "inputs",
     "members",
+    "newcomers",
     "norms",
     "protocol",
     "reasons",

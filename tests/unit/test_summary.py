@@ -225,3 +225,11 @@ def test_steps_that_a_resumed_run_undid_do_not_count() -> None:
         sample.step(2),
     ]
     assert summarize(events).steps == 2
+
+
+def test_samples_sent_ahead_and_those_not_needed_are_counted() -> None:
+    steps = [sample.step(n, ahead=8, unneeded=3 * (n == 2), unneeded_bytes=450_000 * (n == 2)) for n in (1, 2)]
+    summary = summarize(steps)
+    assert (summary.ahead_samples, summary.unneeded_samples, summary.unneeded_bytes) == (16, 3, 450_000)
+    assert "16 samples before their lease; 3 (450 kB) were not needed" in summary_text(summary)
+    assert "sent ahead" not in summary_text(summarize([sample.step(1)]))
