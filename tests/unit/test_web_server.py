@@ -282,6 +282,7 @@ def serving_processes() -> set[psutil.Process]:
     return {child for child in psutil.Process().children() if "potluck.web.serving" in child.cmdline()}
 
 
+@pytest.mark.slow
 def test_nothing_listens_unless_asked_for_and_nothing_is_left(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
