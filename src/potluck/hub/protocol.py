@@ -361,6 +361,7 @@ class HostProtocol:
             member.transfer.value = done.receive_s  # what the first weights told was a guess
         elif done.receive_s > 0:
             member.transfer.add(done.receive_s)
+        member.receive_s = done.receive_s
         self.stepping.learn(member, count=count, compute_s=done.compute_s, now=now)
         actions: list[Action] = []
         if member.lease.closing_at is None:
