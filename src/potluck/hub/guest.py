@@ -43,6 +43,7 @@ from potluck.limits import usable_memory
 from potluck.spec.layout import fingerprint_to_json
 from potluck.spec.messages import (
     MOST_ITEMS,
+    MOST_LOSS,
     AheadMessage,
     ByeMessage,
     ChangeMessage,
@@ -257,7 +258,7 @@ class GuestHub:
             if work.over:
                 self._tell_stopped(work, count, compute_s)
                 return False
-            finite = self._finite and math.isfinite(loss_sum) and 0.0 <= (items or 0.0) <= MOST_ITEMS
+            finite = self._finite and abs(loss_sum) <= MOST_LOSS and 0.0 <= (items or 0.0) <= MOST_ITEMS
         usual, most = self._at_once()
         done = DoneMessage(
             lease=work.id,

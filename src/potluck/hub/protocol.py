@@ -36,6 +36,7 @@ from potluck.hub.feed import Feed, lacking
 from potluck.hub.feeding import Feeding
 from potluck.hub.guard import ReplicaGuard
 from potluck.hub.members import CHECKING, JOINING, SITTING_OUT, SYNCING, Member, gone
+from potluck.hub.newcomers import Newcomers
 from potluck.hub.norms import Norms
 from potluck.hub.stepping import Stepping
 from potluck.spec.config import MOST_GUESTS
@@ -142,12 +143,14 @@ class HostProtocol:
         self.norms = Norms(terms.guest_bound)
         self._most_about_bytes = ABOUT_BYTES + 4 * len(dump_json(fingerprint_to_json(terms.fingerprint)))
         self._last_alive = 0.0
+        self._newcomers = Newcomers()
         self._weights_stay = True
         """Whether the model has the weights of a version: in a step, and before the first one."""
         self._handlers = self._table()
 
     def handle(self, event: inputs.Input, now: float) -> list[Action]:
         """Take in what happened, and say what to do about it. `now` is by the host's monotonic clock."""
+        self._newcomers.now = now
         return self._handlers[type(event)](event, now)
 
     def _table(self) -> dict[type[inputs.Input], Callable[[Any, float], list[Action]]]:
@@ -291,7 +294,7 @@ class HostProtocol:
         actions: list[Action] = [
             *gone,
             SendWelcome(guest=guest, name=member.name),
-            Emit(event=GuestHello(machine=member.name, address=address, device=member.device)),
+            *self._newcomers.told(GuestHello(machine=member.name, address=address, device=member.device)),
         ]
         for part in ("potluck", "torch"):
             if about[part] != self.terms.versions.get(part):
@@ -299,7 +302,7 @@ class HostProtocol:
                     f"{member.name} runs {part} {about[part]}, this host {self.terms.versions.get(part)}: its "
                     "gradients are checked before they count"
                 )
-                actions.append(Emit(event=RunNote(machine=member.name, text=text)))
+                actions += self._newcomers.told(RunNote(machine=member.name, text=text))
         return actions
 
     def _other_protocol(self, event: inputs.OtherProtocolArrived, now: float) -> list[Action]:
@@ -607,7 +610,7 @@ class HostProtocol:
     def _refuse(self, guest: str, name: str, address: str, reason: str) -> list[Action]:
         return [
             Send(guest=guest, message=RefuseMessage(reason=reason)),
-            Emit(event=GuestRefused(machine=name, address=address, reason=reason)),
+            *self._newcomers.told(GuestRefused(machine=name, address=address, reason=reason)),
         ]
 
     def _remove(self, member: Member, kind: str, reason: str) -> list[Action]:
@@ -619,8 +622,9 @@ class HostProtocol:
         back = self.stepping.gone(member)
         self.ahead.forget(member)
         del self.members[member.id]
+        event = gone(member, kind, reason, 1 + (lease.step if lease and back else self.ledger.step), back)
         return [
-            Emit(event=gone(member, kind, reason, 1 + (lease.step if lease and back else self.ledger.step), back)),
+            *([Emit(event=event)] if member.joined else self._newcomers.told(event)),
             Forget(guest=member.id),
             Wake(),
         ]

@@ -44,6 +44,9 @@ HostSeconds = Annotated[float, Meta(ge=0.0, le=float(LARGEST))]
 MOST_ITEMS = 1e15
 """Items of one contribution; float64 counts them exactly up to there."""
 Items = Annotated[float, Meta(ge=0.0, le=MOST_ITEMS)]
+MOST_LOSS = 1e30
+"""The summed loss of one contribution; any number of them can be added up."""
+LossSum = Annotated[float, Meta(ge=-MOST_LOSS, le=MOST_LOSS)]
 Sizes = Annotated[tuple[Positive, ...], Meta(min_length=1, max_length=MOST_SIZES)]
 Short = Annotated[str, Meta(max_length=200)]
 Long = Annotated[str, Meta(max_length=4096)]
@@ -441,7 +444,7 @@ class DoneMessage(Message, frozen=True, kw_only=True):
     """Number of the lease."""
     count: Count
     """Samples in the sum."""
-    loss_sum: float
+    loss_sum: LossSum
     """Their summed loss; 0 if it is not finite."""
     items: Items | None = None
     """What `backward(loss, items=…)` counted in them; null where samples count."""
