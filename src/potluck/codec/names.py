@@ -11,6 +11,7 @@ NAMES: tuple[str, ...] = ("none", "fp16", "bf16", "int8", "int4", "thin", "topk"
 DEFAULT_TOPK_RATIO = 0.01
 DEFAULT_STEP = 1.0
 """Of thin: a block's step in root mean squares of its values."""
+DOWN_THIN = "thin:1.25"
 LEAST_STEP, MOST_STEP = 0.25, 4.0
 
 
@@ -44,6 +45,17 @@ def parse(name: str) -> tuple[str, float | None]:
             hint="give a number above 0 and at most 1, for example 'topk:0.01' for one value in a hundred",
         )
     return family, argument
+
+
+def down_of(codec: str) -> str:
+    """The codec of the weights' changes for this one of the gradients.
+
+    topk would drop too much of them: int8. They bear larger steps than gradients do (docs/log.md): thin:1.25.
+    """
+    family, argument = parse(codec)
+    if family == "topk":
+        return "int8"
+    return DOWN_THIN if family == "thin" and argument == DEFAULT_STEP else codec
 
 
 def _nearest(family: str) -> str:

@@ -43,6 +43,8 @@ class OpenLease:
     revoked: bool = False
     arrived: bool = False
     """The whole contribution is here and being decoded. The lease can no longer be taken back."""
+    codec: str = ""
+    """How its gradient is coded; empty: as at first."""
     tail_s: float = 0.0
     """The seconds that the guest was told to expect from its last backward to the arrival of its contribution."""
     closing_at: float | None = None
@@ -91,6 +93,8 @@ class Member:
     """Seconds that the weights' change takes to arrive. The gradient has the same size and takes about as long."""
     tail: Estimate = field(default_factory=lambda: Estimate(doubts=True))
     """Seconds from the end of its last backward to the arrival of the contribution."""
+    codec: str = ""
+    """How the gradient of its next lease is coded; empty: as the run's others."""
     misses: list[str] = field(default_factory=list)
     """Why its last leases in a row did not count, as clauses. Empty once one counts."""
     leased: bool = False

@@ -80,7 +80,11 @@ class HostTerms:
     versions: dict[str, str]
     fingerprint: tuple[TensorSpec, ...]
     piece_bytes: tuple[int, ...]
-    """The length of each piece's gradient in the run's codec."""
+    """The length of each piece's gradient in the run's codec, the longest where it varies."""
+    lengths_vary: bool = False
+    """Whether a gradient may be shorter: some codecs' messages have lengths that depend on the values."""
+    coded_bytes: int | None = None
+    """What all messages of a gradient have together, as far as it is known before one has come."""
     window_bytes: int = 4 << 20
     heartbeat_s: float = 1.0
     silence_s: float = 5.0
@@ -323,8 +327,9 @@ class HostProtocol:
         index = grad.piece
         if index >= self.terms.pieces:
             raise WireError(f"a gradient for piece {index}, which does not exist")
-        if len(payload) != self.terms.piece_bytes[index]:
-            raise WireError(f"{len(payload)} bytes for piece {index}, not {self.terms.piece_bytes[index]}")
+        most = self.terms.piece_bytes[index]
+        if len(payload) > most or (len(payload) < most and not self.terms.lengths_vary):
+            raise WireError(f"{len(payload)} bytes for piece {index}, not {most}")
         self.stepping.piece(member, lease=grad.lease, index=index, payload=payload)
         return []
 
@@ -359,6 +364,7 @@ class HostProtocol:
             loss_sum=done.loss_sum,
             count=count,
             items=done.items or 0.0,
+            codec=member.lease.codec,
         )
         return [*actions, decode]
 
@@ -531,7 +537,8 @@ class HostProtocol:
             member.rate.add(answer.count / answer.compute_s)
         synced_s = member.sync_ended - member.sync_started
         if member.sync_bytes and not member.joined:
-            member.transfer.add(sum(self.terms.piece_bytes) * synced_s / member.sync_bytes)
+            coded_bytes = self.terms.coded_bytes or sum(self.terms.piece_bytes)
+            member.transfer.add(coded_bytes * synced_s / member.sync_bytes)
         return actions
 
     # -- time -------------------------------------------------------------------------------------------

@@ -224,6 +224,7 @@ class Stepping:
             count=count,
             sizes=sizes,
             started=now,
+            codec=member.codec,
             tail_s=tail_s,
             unread=0 if self.local_data else len(sizes),
         )
@@ -241,6 +242,7 @@ class Stepping:
             host_sample_s=lot.host_sample_s,
             transfer_s=speed.transfer_s,
             tail_s=tail_s,
+            codec=member.codec,
         )
         frames = (pack_samples(self.ledger.samples_of(lease.positions)),) if self.local_data else ()
         actions: list[Action] = [Send(guest=member.id, message=message, frames=frames)]

@@ -21,6 +21,8 @@ _GPT_HEAD_SIZE = 64
 _CNN_WIDTH = 32
 _BYTES = {"none": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1 + 2 / 128, "int4": 0.5 + 2 / 128}
 """Bytes per parameter of each codec; int8 and int4 have a scale of two bytes for every 128 values."""
+_THIN_BITS = 2.05
+"""Bits per parameter of thin, the mean of both directions: its messages are as long as the values need."""
 _TOPK_BYTES = 6.0
 _TOPK_RATIO = 0.01
 
@@ -79,10 +81,12 @@ def gradient_bytes(workload: Workload) -> int:
 
 
 def codec_bytes(codec: str) -> float:
-    """Bytes on the wire for one parameter."""
+    """Bytes on the wire for one parameter, the mean of both directions where they differ."""
     family, _, ratio = codec.partition(":")
     if family == "topk":
         return _TOPK_BYTES * float(ratio or _TOPK_RATIO)
+    if family == "thin":
+        return (_THIN_BITS - math.log2(float(ratio or 1.0))) / 8
     return _BYTES.get(family, float(FP32_BYTES))
 
 

@@ -327,9 +327,11 @@ class ChangeMessage(Message, frozen=True, kw_only=True):
     kind = "change"
     sender = "host"
     channel = DATA
-    frames = Frames(least=1, most=1, holds="coded with `codec_down`")
+    frames = Frames(least=1, most=1, holds="coded with its `codec`")
     piece: Count
     """Number of the piece."""
+    codec: Name = ""
+    """How it is coded; empty: with `codec_down` of `welcome`."""
     base: Whole
     """The version that the guest must hold."""
     version: Count
@@ -358,6 +360,8 @@ class LeaseMessage(Message, frozen=True, kw_only=True):
     """What the coded change or gradient takes on the guest's link, each way."""
     tail_s: HostSeconds = 0.0
     """Measured time from the last backward to the arrival."""
+    codec: Name = ""
+    """How its gradient is to be coded; empty: with `codec` of `welcome`."""
 
     def unfit(self, frames: Sequence[bytes | memoryview]) -> str:
         return super().unfit(frames) or _unfit_indices(self, frames)
@@ -396,7 +400,7 @@ class GradMessage(Message, frozen=True, kw_only=True):
 
     kind = "grad"
     channel = DATA
-    frames = Frames(least=1, most=1, holds="coded with `codec`")
+    frames = Frames(least=1, most=1, holds="coded with the lease's `codec`")
     lease: Count
     """Number of the lease."""
     piece: Count

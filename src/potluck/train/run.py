@@ -27,6 +27,7 @@ from potluck.hub.protocol import HostProtocol, HostTerms
 from potluck.hub.recorder import Recorder
 from potluck.hub.tensors import ModelTensors
 from potluck.sinks import guarded
+from potluck.spec.about import codec_bytes
 from potluck.spec.config import RunConfig
 from potluck.spec.events import Logged, RunEvent, RunNote
 from potluck.spec.messages import WelcomeMessage
@@ -367,11 +368,11 @@ class Run:
     def _open_hub(self, parts: Parts) -> HostHub:
         context, tensors, admission = self._context, parts.tensors, self._context.admission
         assert admission is not None
-        up, down = codecs.get(context.config.codec), codecs.get(down_codec(context.config))
+        up, pieces = codecs.get(context.config.codec), tensors.layout.pieces
         coder = HostCoder(
             tensors,
-            down=down,
-            up=up,
+            down=down_codec(context.config),
+            up=up.name,
             device=context.device,
             notify=admission.socket.wake,
             replica_on_host=replica_on_host(context),
@@ -381,7 +382,9 @@ class Run:
             name=context.name,
             versions={**versions(), "protocol": str(PROTOCOL)},
             fingerprint=tensors.fingerprint,
-            piece_bytes=tuple(up.nbytes(p.count) for p in tensors.layout.pieces),
+            piece_bytes=tuple(codecs.least_and_most_bytes(up, p.count)[1] for p in pieces),
+            lengths_vary=codecs.least_and_most_bytes(up, 128)[0] < up.nbytes(128),
+            coded_bytes=round(codec_bytes(context.config.codec) * tensors.layout.count),
             local_data=parts.options.data == "local",
             codec=context.config.codec,
             guest_bound=context.config.guest_bound,
@@ -443,8 +446,8 @@ class Run:
         hub = GuestHub(
             context.link,
             tensors,
-            down=codecs.get(welcome.codec_down),
-            up=codecs.get(welcome.codec),
+            down=welcome.codec_down,
+            up=welcome.codec,
             device=context.device,
         )
         parts = GuestParts(
@@ -475,10 +478,8 @@ def replica_on_host(context: RunContext) -> bool:
 
 
 def down_codec(config: RunConfig) -> str:
-    """The codec of the weights' changes: topk drops too much of them, so int8 takes its place."""
-    if config.codec_down is not None:
-        return config.codec_down
-    return "int8" if config.codec.startswith("topk") else config.codec
+    """The codec of the weights' changes: as the gradients', unless another suits them better."""
+    return config.codec_down or codecs.down_of(config.codec)
 
 
 def start(show: Callable[[RunEvent], None] | None = None, config: RunConfig | None = None) -> Run:
