@@ -255,7 +255,7 @@ def test_contributions_are_added_to_the_hosts_gradients(codec: str, host_too: bo
 
 
 def test_the_codec_of_changes_can_change_with_each_version() -> None:
-    """The replica is what both hold, whatever codec brought them there; pieces coded before go as they were coded."""
+    """The replica is what both hold, whatever codec brought them there."""
     with Pair("int4").running() as pair:
         pair.sync()
         wholes = pair.wholes
@@ -278,7 +278,7 @@ def test_the_residual_outlives_a_change_of_the_codec() -> None:
             assert decode(pair, lease, pieces, codec) is None
             if codec == "thin":
                 why_not = decode(pair, lease, pieces, "")
-                assert why_not is not None and "bytes" in why_not, "it was decoded as what it is not"
+                assert "bytes" in str(why_not), "it was decoded as what it is not"
         expected = 5 * torch.cat([value.reshape(-1) for value in values])
         assert torch.allclose(summed(pair), expected, atol=1e-4)
 

@@ -8,6 +8,8 @@ from potluck.errors import ConfigError
 
 NAMES: tuple[str, ...] = ("none", "fp16", "bf16", "int8", "int4", "thin", "topk")
 
+AUTO = "auto"
+"""No codec, but the choice of one for each guest by its link: see `balance/codecs.py`."""
 DEFAULT_TOPK_RATIO = 0.01
 DEFAULT_STEP = 1.0
 """Of thin: a block's step in root mean squares of its values."""
@@ -47,6 +49,25 @@ def parse(name: str) -> tuple[str, float | None]:
     return family, argument
 
 
+def check(name: str) -> None:
+    """Raises ConfigError unless a run can have this codec."""
+    if name.strip().lower() != AUTO:
+        parse(name)
+
+
+def first_of(codec: str) -> str:
+    """The codec of gradients that a run starts with."""
+    return "int4" if codec.strip().lower() == AUTO else codec
+
+
+def parse_collective(name: str) -> tuple[str, float | None]:
+    """As `parse`, for the all-reduces of torch.distributed: there every message has a length known before."""
+    family, argument = parse(name)
+    if family == "thin":
+        raise ConfigError(f"codec {name!r} is for a host and its guests only", hint="use 'int4'")
+    return family, argument
+
+
 def down_of(codec: str) -> str:
     """The codec of the weights' changes for this one of the gradients.
 
@@ -59,6 +80,6 @@ def down_of(codec: str) -> str:
 
 
 def _nearest(family: str) -> str:
-    everything = "the codecs are " + ", ".join(NAMES)
+    everything = "the codecs are " + ", ".join(NAMES) + ", and auto for a run"
     close = get_close_matches(family, NAMES, n=1, cutoff=0.4)
     return f"did you mean {close[0]}? {everything}" if close else everything

@@ -21,6 +21,11 @@ class Codecs:
         self.first = get(first) if isinstance(first, str) else first
         self._made: dict[str, Codec] = {"": self.first}
 
+    @property
+    def likely(self) -> tuple[Codec, ...]:
+        """What may be asked for: a run that begins with int4 may go over to thin."""
+        return (self.first, get("thin")) if isinstance(self.first, Int4Codec) else (self.first,)
+
     def called(self, name: str) -> Codec:
         """Raises ConfigError where there is no such codec."""
         found = self._made.get(name)

@@ -128,7 +128,10 @@ class GuestHub:
         """
         self._micro_batch = micro_batch
         self._hashes = self._tensors.hashes()  # once: what is frozen does not change, and may be large
-        for codec in (self._down.first, self._up.first):  # now, or the first lease would seem to take a slow link
+        for codec in (
+            *self._down.likely,
+            *self._up.likely,
+        ):  # now, or the first lease would seem to take a slow link
             rehearse(codec, (piece.count for piece in self._layout.pieces), self._device.torch_device)
         self._worker.start()
         self._link.lost = self._lost

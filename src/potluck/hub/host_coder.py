@@ -166,7 +166,7 @@ class HostCoder:
     def _run(self) -> None:
         try:
             with self._device.beside():
-                for codec in (self._down.first, self._up.first):
+                for codec in (*self._down.likely, *self._up.likely):
                     rehearse(codec, (piece.count for piece in self._layout.pieces), self._device.torch_device)
                 while self._turn():
                     self._notify()

@@ -95,6 +95,8 @@ class Member:
     """Seconds from the end of its last backward to the arrival of the contribution."""
     codec: str = ""
     """How the gradient of its next lease is coded; empty: as the run's others."""
+    codec_known: bool = False
+    """Whether that was chosen by its link, and everybody was told."""
     misses: list[str] = field(default_factory=list)
     """Why its last leases in a row did not count, as clauses. Empty once one counts."""
     leased: bool = False

@@ -31,6 +31,7 @@ from potluck.hub.actions import (
     Wake,
 )
 from potluck.hub.checks import Checks
+from potluck.hub.codec_choice import CodecChoice
 from potluck.hub.feed import Feed, lacking
 from potluck.hub.feeding import Feeding
 from potluck.hub.guard import ReplicaGuard
@@ -98,6 +99,10 @@ class HostTerms:
     local_data: bool = False
     codec: str = ""
     """The gradients' codec, for error messages."""
+    auto: bool = False
+    """Whether each guest's codec is chosen by its link."""
+    down: tuple[str, str] | None = None
+    """With `auto`, the codecs of the weights' changes for int4 and for thin; None: that is not chosen."""
     guest_bound: float = 0.0
     """A contribution counts if its norm a sample is at most this many times the host's own. 0: no limit."""
     check_replica_every: int = 50
@@ -117,12 +122,15 @@ class HostProtocol:
         self.terms = terms
         self.ledger = ledger
         self.members: dict[str, Member] = {}
+        values = sum(tensor.count for tensor in terms.fingerprint if tensor.role == "trained")
+        self.codecs = CodecChoice(self.members, auto=terms.auto, down=terms.down, values=values)
         self.stepping = Stepping(
             ledger=ledger,
             members=self.members,
             host_name=terms.name,
             local_data=terms.local_data,
             least=terms.least,
+            codecs=self.codecs,
         )
         self.feeding = Feeding(pieces=terms.pieces, members=self.members)
         self.guard = ReplicaGuard(
@@ -275,6 +283,7 @@ class HostProtocol:
             joined_at=now,
             feed=Feed(pieces=self.terms.pieces, window_bytes=self.terms.window_bytes),
             least=self.terms.least,
+            codec=self.codecs.first,
         )
         self.members[guest] = member
         actions: list[Action] = [
@@ -383,7 +392,8 @@ class HostProtocol:
                 continue
             member.wrong_in_a_row = member.wrong_in_a_row + 1 if guilty else 0
             if member.wrong_in_a_row >= WRONG_BEFORE_OUT:
-                packed = f" (in codec {self.terms.codec})" if self.terms.codec else ""
+                codec = member.codec or self.terms.codec
+                packed = f" (in codec {codec})" if codec else ""
                 actions += self._put_out(
                     member,
                     f"sent gradients that are not finite or far too large {member.wrong_in_a_row} times in a row"
@@ -428,7 +438,7 @@ class HostProtocol:
         actions = self.stepping.begin(now, pieces, keeps, event.head_start_s)
         actions += self.guard.begin_step(self.ledger.step)
         if any(m.feed.open for m in self.members.values()):
-            actions.append(CodeChange())
+            actions.append(CodeChange(codec=self.codecs.change))
         return actions
 
     def _batch_wanted(self, event: inputs.BatchWanted, now: float) -> list[Action]:
@@ -507,7 +517,7 @@ class HostProtocol:
         member.feed.open, member.fixed_digests = True, None
         # Between two steps the user's code may have other weights in the model (an evaluation): then the next step
         # codes them.
-        code: list[Action] = [CodeChange()] if self._weights_stay else []
+        code: list[Action] = [CodeChange(codec=self.codecs.change)] if self._weights_stay else []
         return [*code, *self._pump(member)]
 
     def _samples_packed(self, event: inputs.SamplesPacked, now: float) -> list[Action]:
@@ -538,7 +548,7 @@ class HostProtocol:
         synced_s = member.sync_ended - member.sync_started
         if member.sync_bytes and not member.joined:
             coded_bytes = self.terms.coded_bytes or sum(self.terms.piece_bytes)
-            member.transfer.add(coded_bytes * synced_s / member.sync_bytes)
+            member.transfer.add(self.codecs.part * coded_bytes * synced_s / member.sync_bytes)
         return actions
 
     # -- time -------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from potluck.balance.leases import Least, Quotas, Speed, lease_sizes, quotas, sp
 from potluck.balance.ledger import Ledger
 from potluck.balance.quota import Estimate, extra_samples
 from potluck.hub.actions import Action, CommonBatch, Emit, Send, SendSamples, StepResult, Take, Wake
+from potluck.hub.codec_choice import CodecChoice
 from potluck.hub.feed import PieceState
 from potluck.hub.members import (
     COMPUTING,
@@ -65,7 +66,9 @@ class Stepping:
         host_name: str,
         local_data: bool,
         least: Least | None = None,
+        codecs: CodecChoice | None = None,
     ) -> None:
+        self._codecs = codecs
         self.least = least or Least()
         self.ledger = ledger
         self.members = members
@@ -104,6 +107,8 @@ class Stepping:
         if not seconds:
             return []
         actions: list[Action] = []
+        if self._codecs is not None:
+            actions += self._codecs.begin_step(self.ledger.global_batch, seconds, self.ledger.step)
         able = self._shares(self._candidates(), host_keeps)
         trial = [m for m in self._candidates() if m.id not in able.guests and _deserves_trial(m, able.step_s)]
         for member in self._candidates():

@@ -87,6 +87,8 @@ def codec_bytes(codec: str) -> float:
         return _TOPK_BYTES * float(ratio or _TOPK_RATIO)
     if family == "thin":
         return (_THIN_BITS - math.log2(float(ratio or 1.0))) / 8
+    if family == "auto":
+        return _BYTES["int4"]  # what it starts with
     return _BYTES.get(family, float(FP32_BYTES))
 
 

@@ -46,7 +46,7 @@ class Workload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Steps that every strategy trains."""
     seed: Natural = 1
     """Random seed for the weights and the sample order."""
-    codec: str = "int4"
+    codec: str = "auto"
     """Compression that potluck uses for weight changes and gradients."""
 
     def __post_init__(self) -> None:

@@ -368,7 +368,9 @@ class Run:
     def _open_hub(self, parts: Parts) -> HostHub:
         context, tensors, admission = self._context, parts.tensors, self._context.admission
         assert admission is not None
-        up, pieces = codecs.get(context.config.codec), tensors.layout.pieces
+        up, pieces = codecs.get(codecs.names.first_of(context.config.codec)), tensors.layout.pieces
+        auto = context.config.codec == codecs.names.AUTO
+        longest = codecs.get("thin") if auto else up
         coder = HostCoder(
             tensors,
             down=down_codec(context.config),
@@ -382,11 +384,13 @@ class Run:
             name=context.name,
             versions={**versions(), "protocol": str(PROTOCOL)},
             fingerprint=tensors.fingerprint,
-            piece_bytes=tuple(codecs.least_and_most_bytes(up, p.count)[1] for p in pieces),
-            lengths_vary=codecs.least_and_most_bytes(up, 128)[0] < up.nbytes(128),
-            coded_bytes=round(codec_bytes(context.config.codec) * tensors.layout.count),
+            piece_bytes=tuple(codecs.least_and_most_bytes(longest, p.count)[1] for p in pieces),
+            lengths_vary=codecs.least_and_most_bytes(longest, 128)[0] < longest.nbytes(128),
+            coded_bytes=round(codec_bytes(up.name) * tensors.layout.count),
             local_data=parts.options.data == "local",
             codec=context.config.codec,
+            auto=auto,
+            down=None if context.config.codec_down else (up.name, codecs.names.DOWN_THIN),
             guest_bound=context.config.guest_bound,
             check_replica_every=context.config.check_replica_every,
             least=parts.least,
@@ -425,7 +429,7 @@ class Run:
             name=name,
             host=context.name,
             run=context.folder.id if context.folder else "",
-            codec=context.config.codec,
+            codec=codecs.names.first_of(context.config.codec),
             codec_down=down_codec(context.config),
             versions=versions(),
             source=admission.source,
@@ -479,7 +483,7 @@ def replica_on_host(context: RunContext) -> bool:
 
 def down_codec(config: RunConfig) -> str:
     """The codec of the weights' changes: as the gradients', unless another suits them better."""
-    return config.codec_down or codecs.down_of(config.codec)
+    return config.codec_down or codecs.down_of(codecs.names.first_of(config.codec))
 
 
 def start(show: Callable[[RunEvent], None] | None = None, config: RunConfig | None = None) -> Run:

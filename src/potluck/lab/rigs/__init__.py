@@ -33,7 +33,7 @@ def load(name_or_path: str) -> Rig:
 def check(rig: Rig, where: str) -> Rig:
     """The rig, if all it names exists."""
     try:
-        codecs.parse(rig.workload.codec)
+        codecs.check(rig.workload.codec)
     except ConfigError as error:
         raise ConfigError(f"{where}: workload: {error.what}", hint=error.hint) from error
     return rig

@@ -1,0 +1,96 @@
+"""The codecs of a run that leaves them open: each guest's by its own link, the weights' changes' by all. PURE.
+
+The residual of a guest and the replica do not depend on the codec, so that both can change from one step to the
+next. The change of the weights is coded once for all guests: in thin as soon as one of them needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from potluck.balance.codecs import CODING_S_PER_PARAMETER, INT4, THIN, THIN_PART, choose
+from potluck.balance.leases import Speed
+from potluck.hub.actions import Action, Emit
+from potluck.hub.members import COMPUTING, LATE, SITTING_OUT, Member
+from potluck.spec.events import GuestCodec
+
+LOOK_EVERY = 8
+"""Steps between two choices for a guest that has been leased."""
+
+
+class CodecChoice:
+    """Chooses at the beginning of a step. Without `auto` nothing is chosen, and no message names a codec."""
+
+    def __init__(
+        self, members: Mapping[str, Member], *, auto: bool, down: tuple[str, str] | None, values: int
+    ) -> None:
+        """
+        Args:
+            down: the codecs of the weights' changes with int4 and with thin; None: that is not left open.
+            values: how many the model has.
+        """
+        self._members, self._auto, self._down = members, auto, down
+        self._coding_s = CODING_S_PER_PARAMETER * values
+        self._thin_down = False
+
+    @property
+    def first(self) -> str:
+        """What a guest has that was not chosen for yet."""
+        return INT4 if self._auto else ""
+
+    @property
+    def change(self) -> str:
+        """The codec of the weights' changes."""
+        return "" if not self._auto or self._down is None else self._down[self._thin_down]
+
+    @property
+    def part(self) -> float:
+        """What the weights' change takes on a link now ÷ what it takes in int4."""
+        return THIN_PART if self._thin_down else 1.0
+
+    def begin_step(self, batch: int, host_sample_s: float, step: int) -> list[Action]:
+        """Choose for those whose link has been measured, now and then."""
+        if not self._auto:
+            return []
+        actions: list[Action] = []
+        for member in self._members.values():
+            speed = member.speed
+            if member.state not in (COMPUTING, LATE, SITTING_OUT) or speed is None or member.lease is not None:
+                continue
+            if member.leased and step % LOOK_EVERY and member.codec_known:
+                continue
+            speeds = {**self._speeds(), member.id: self._int4(speed)}
+            found = choose(batch, 1 / host_sample_s, speeds, member.id, coding_s=self._coding_s, now=member.codec)
+            if found.codec != member.codec or not member.codec_known:
+                member.codec, member.codec_known = found.codec, True
+                event = GuestCodec(machine=member.name, step=step + 1, codec=found.codec, reason=found.reason)
+                actions.append(Emit(event=event))
+        self._choose_change()
+        return actions
+
+    def _choose_change(self) -> None:
+        thin = self._down is not None and any(m.codec == THIN for m in self._members.values())
+        if thin == self._thin_down:
+            return
+        self._thin_down = thin
+        times = THIN_PART if thin else 1 / THIN_PART
+        for member in self._members.values():
+            # What was measured with the other codec; the next measurements correct it.
+            for estimate in (member.transfer, member.tail):
+                if estimate.value is not None:
+                    estimate.value *= times
+                    estimate.spread *= times
+
+    def _int4(self, speed: Speed) -> Speed:
+        return replace(speed, transfer_s=speed.transfer_s / self.part)
+
+    def _speeds(self) -> dict[str, Speed]:
+        """Of all that may help, each with its own codec."""
+        found = {}
+        for member in self._members.values():
+            speed = member.speed
+            if speed is not None and member.state in (COMPUTING, LATE):
+                part = THIN_PART if member.codec == THIN else 1.0
+                found[member.id] = replace(speed, transfer_s=part * speed.transfer_s / self.part)
+        return found
