@@ -49,7 +49,7 @@ def test_a_rig_is_a_fleet() -> None:
     assert [m.name for m in fleet.machines] == ["desk", "ann", "ben", "cem"]
     assert fleet.host.bytes_per_s == pytest.approx(84e6 / 8 * 1448 / 1514)
     assert fleet.guests[0].link_bytes_per_s is None
-    assert (job.batch, job.codec, job.tokens_per_sample) == (90, "int4", 32)
+    assert (job.batch, job.codec, job.tokens_per_sample) == (90, "auto", 32)
 
 
 def test_a_fleet_that_changes_is_predicted_step_by_step() -> None:

@@ -190,7 +190,7 @@ class TestFiles:
             assert name in caught.value.hint
 
     def test_a_codec_that_does_not_exist(self) -> None:
-        assert loads('name="x"\n[[machine]]\nname="a"\nrole="host"\n', "x").workload.codec == "int4"
+        assert loads('name="x"\n[[machine]]\nname="a"\nrole="host"\n', "x").workload.codec == "auto"
         with pytest.raises(ConfigError, match="int5"):
             rigs.check(parse(with_workload(codec="int5")), "x")
 
@@ -281,7 +281,7 @@ def rigs_of_any_kind(draw: st.DrawFn) -> Rig:
         global_batch=draw(st.integers(1, 2**40)),
         steps=draw(st.integers(1, 99)),
         seed=draw(st.integers(0, 2**64)),
-        codec=draw(st.sampled_from(["none", "int4", "topk:0.01"])),
+        codec=draw(st.sampled_from(["none", "auto", "topk:0.01"])),
     )
     text = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
     title = draw(text.filter(lambda t: bool(t.strip()) and t.isprintable() and not set(t) & set("/\\")))

@@ -41,7 +41,7 @@ WORTH = 1.02
 LEVER_WORTH = 1.005
 RUNGS = 2
 """How many faster links are tried for each machine."""
-MOST_LEVERS = 6
+MOST_LEVERS = 7
 CODECS = ("int8", "int4", "thin", "topk:0.01")
 BATCHES = (2, 4)
 MOST_TRIED = 16

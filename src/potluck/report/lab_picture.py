@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
+from potluck.balance.codecs import AUTO, INT4
 from potluck.report.curve import BLOCKS
 from potluck.report.line import Line, cut
 from potluck.report.screen import paragraph
@@ -215,7 +216,7 @@ def _fact_texts(rig: Rig, facts: RigFacts) -> list[tuple[str, str]]:
 
 def _links(rig: Rig, facts: RigFacts, width: int) -> list[Line]:
     """The seconds that the gradients take on each guest's link."""
-    codec = rig.workload.codec
+    codec = INT4 if rig.workload.codec == AUTO else rig.workload.codec
     coded = facts.parameters * codec_bytes(codec)
     sizes = f"{bytes_text(facts.gradient_bytes)} of gradients in fp32, {bytes_text(coded)} in {codec}"
     lines = paragraph(sizes, width, label="on the link", indent=_INDENT)
