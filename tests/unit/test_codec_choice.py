@@ -10,7 +10,7 @@ from msgspec.structs import replace as changed
 from potluck.balance.codecs import INT4, THIN, choose
 from potluck.balance.leases import Speed
 from potluck.codec.names import DOWN_THIN
-from potluck.hub.codec_choice import LOOK_EVERY, CodecChoice
+from potluck.hub.codec_choice import CodecChoice
 from potluck.lab import rigs
 from potluck.plan.hub import potluck
 from potluck.plan.rigs import fleet_of, job_of
@@ -89,7 +89,7 @@ def test_a_link_that_becomes_slow_gets_thin_and_one_that_recovers_int4() -> None
     for _ in range(2):
         world.whole_step()
     for link_s, wanted in ((0.5, "thin"), (0.0, "int4")):
-        for _ in range(2 * LOOK_EVERY):
+        for _ in range(3):
             member.transfer.value = link_s * world.protocol.codecs.part
             world.whole_step()
         assert member.codec == wanted
@@ -112,7 +112,7 @@ def test_what_was_measured_with_one_codec_is_scaled_for_the_other() -> None:
     choice = world.protocol.codecs
     choice.begin_step(12, 0.1, 0)
     assert (member.codec, member.transfer.value) == ("thin", 0.25)
-    choice.begin_step(12, 0.1, LOOK_EVERY)
+    choice.begin_step(12, 0.1, 1)
     assert (member.codec, member.transfer.value) == ("thin", 0.25), "it flips to and fro"
 
 

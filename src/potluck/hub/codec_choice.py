@@ -15,9 +15,6 @@ from potluck.hub.actions import Action, Emit
 from potluck.hub.members import COMPUTING, LATE, SITTING_OUT, Member
 from potluck.spec.events import GuestCodec
 
-LOOK_EVERY = 8
-"""Steps between two choices for a guest that has been leased."""
-
 
 class CodecChoice:
     """Chooses at the beginning of a step. Without `auto` nothing is chosen, and no message names a codec."""
@@ -50,15 +47,15 @@ class CodecChoice:
         return THIN_PART if self._thin_down else 1.0
 
     def begin_step(self, batch: int, host_sample_s: float, step: int) -> list[Action]:
-        """Choose for those whose link has been measured, now and then."""
+        """Choose for all newcomers, and again for one of the others: each choice solves the step's quotas twice."""
         if not self._auto:
             return []
+        members = [m for m in self._members.values() if m.state in (COMPUTING, LATE, SITTING_OUT)]
+        known = [m for m in members if m.codec_known]
         actions: list[Action] = []
-        for member in self._members.values():
+        for member in (*(m for m in members if not m.codec_known), *known[step % max(1, len(known)) :][:1]):
             speed = member.speed
-            if member.state not in (COMPUTING, LATE, SITTING_OUT) or speed is None or member.lease is not None:
-                continue
-            if member.leased and step % LOOK_EVERY and member.codec_known:
+            if speed is None:
                 continue
             speeds = {**self._speeds(), member.id: self._int4(speed)}
             found = choose(batch, 1 / host_sample_s, speeds, member.id, coding_s=self._coding_s, now=member.codec)
