@@ -27,7 +27,9 @@ BARS: dict[str, tuple[str, float]] = {
     "i9-i5": ("efficiency", 0.96),
     "twins": ("efficiency", 0.95),
     "three-friends": ("efficiency", 0.93),
-    "wifi": ("speedup", 1.10),
+    "wifi": ("speedup", 1.30),
+    "thin-twins": ("speedup", 1.40),
+    "internet": ("speedup", 1.15),
     "moody": ("efficiency", 0.90),
     "hopeless": ("speedup", 0.99),
 }

@@ -329,6 +329,8 @@ def test_the_built_in_rigs(name: str) -> None:
         ("twins", [1], 0.4),
         ("three-friends", [2, 4, 8], 0.2),
         ("wifi", [2], 3.0),
+        ("thin-twins", [1], 2.8),
+        ("internet", [2], 1.68),
         ("moody", [2, 4], 0.1),
         ("hopeless", [50], 3.46),
     ],

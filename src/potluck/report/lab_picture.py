@@ -154,7 +154,10 @@ def _on_stem(rig: Rig) -> bool:
 
 
 def _rate_text(machine: Machine) -> str:
-    return f"{machine.link_mbit:.4g} Mbit/s" if machine.link_mbit is not None else ""
+    if machine.link_mbit is None:
+        return ""
+    up = f"{machine.link_up_mbit:.4g} up, " if machine.link_up_mbit is not None else ""
+    return f"{up}{machine.link_mbit:.4g} Mbit/s"
 
 
 def _latency_text(machine: Machine) -> str:

@@ -93,8 +93,8 @@ def codec_bytes(codec: str) -> float:
 
 
 def link_mbit(rig: Rig, machine: Machine) -> float | None:
-    """The rate between a guest and the host: the slower of both links; None where neither is shaped."""
-    rates = [m.link_mbit for m in (machine, rig.host) if m.link_mbit is not None]
+    """The rate between a guest and the host, of the slower link and direction; None where neither is shaped."""
+    rates = [m.slower_mbit for m in (machine, rig.host) if m.slower_mbit is not None]
     return min(rates) if rates else None
 
 
@@ -182,7 +182,7 @@ def _machine_facts(rig: Rig, machine: Machine) -> MachineFacts:
         role=machine.role,
         samples_per_s=None if seconds is None else 1 / seconds,
         relative_speed=None if seconds is None or host_s is None else host_s / seconds,
-        link_mbit=link_mbit(rig, machine) if machine.name != rig.host.name else machine.link_mbit,
+        link_mbit=link_mbit(rig, machine) if machine.name != rig.host.name else machine.slower_mbit,
         gradient_ratio=ratio,
         coded_ratio=None if ratio is None else ratio * codec_bytes(rig.workload.codec) / FP32_BYTES,
     )

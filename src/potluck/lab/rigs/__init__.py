@@ -6,6 +6,8 @@
     twins           two equal machines
     three-friends   three guests on the host's one link
     wifi            a thin link
+    thin-twins      two equal machines on a thin link
+    internet        a home's link: slow up, fast down, far away
     moody           speeds change, a guest leaves and returns
     hopeless        a guest that cannot help
 
@@ -22,7 +24,18 @@ from potluck.lab import builtin
 from potluck.spec import rig as rigs
 from potluck.spec.rig import Rig
 
-NAMES = ("home-pair", "desk-and-mac", "i9-i5", "twins", "three-friends", "wifi", "moody", "hopeless")
+NAMES = (
+    "home-pair",
+    "desk-and-mac",
+    "i9-i5",
+    "twins",
+    "three-friends",
+    "wifi",
+    "thin-twins",
+    "internet",
+    "moody",
+    "hopeless",
+)
 
 
 def load(name_or_path: str) -> Rig:
