@@ -1,5 +1,5 @@
 """Writes the parts of the docs that are made from the source: the list of files in architecture.md, the tables of
-events in reference/run-folder.md and of messages in reference/protocol.md.
+events in reference/run-folder.md, of messages in reference/protocol.md and of examples in guides/trainers.md.
 
 python docs/generate.py          write them
 python docs/generate.py --check  say what is out of date, and end with status 1 if anything is
@@ -8,6 +8,7 @@ python docs/generate.py --check  say what is out of date, and end with status 1 
 from __future__ import annotations
 
 import ast
+import difflib
 import itertools
 import re
 import sys
@@ -63,19 +64,23 @@ def file_list() -> Iterator[str]:
 
 def class_tables(path: Path) -> Iterator[str]:
     """A heading for each `# -- part --` comment of a file and for each public class, its docstring and a table of
-    its fields. A class with a tag is called by its tag."""
+    its fields. A class with a tag is called by its tag, and has the fields of its private bases but the first."""
     text = path.read_text(encoding="utf-8")
     parts = {n: m[1] for n, line in enumerate(text.splitlines(), 1) if (m := re.match(r"# -- (.+?) -+$", line))}
-    last = 0
-    for node in ast.parse(text).body:
-        if not isinstance(node, ast.ClassDef) or node.name.startswith("_"):
+    last, classes = 0, [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
+    inherited: dict[str, list[tuple[str, str, str]]] = {}
+    for node in classes:
+        fields = [*inherited.get(ast.unparse(node.bases[0]) if node.bases else "", []), *fields_of(node)]
+        if node.name.startswith("_"):
+            is_first = any(keyword.arg == "tag_field" for keyword in node.keywords)
+            inherited[node.name] = [] if is_first else fields
             continue
         for line in [line for line in parts if last < line < node.lineno]:
             yield f"\n### {parts[line].capitalize()}\n"
         last = node.lineno
         yield f"\n#### `{tag_of(node) or node.name}`\n"
         yield " ".join((ast.get_docstring(node) or "").split())
-        rows = [f"| `{name}` | {kind} | {about} |" for name, kind, about in fields_of(node)]
+        rows = [f"| `{name}` | {kind} | {about} |" for name, kind, about in fields]
         if rows:
             yield "\n| field | type | |\n|---|---|---|"
             yield from rows
@@ -189,6 +194,37 @@ def number_text(number: float) -> str:
     return f"-{text}" if number < 0 else text
 
 
+# -- the examples ---------------------------------------------------------------------------------------
+
+EXAMPLES = {
+    "my_train.py": ("plain.py", "a loop of one's own"),
+    "cnn.py": ("plain_cnn.py", "a ResNet: augmentation, BatchNorm, OneCycle, validation, the best weights kept"),
+    "finetune.py": ("plain_finetune.py", "the Hugging Face Trainer with LoRA"),
+    "with_lightning.py": ("plain_lightning.py", "Lightning's Trainer, with a data module and a checkpoint"),
+}
+"""Each example with the plain version of it, and what it shows."""
+
+
+def lines_of(name: str) -> list[str]:
+    """An example's lines without blank ones and without its docstring, which says another thing in each version."""
+    text = (ROOT / "examples" / name).read_text(encoding="utf-8")
+    begin = ast.parse(text).body[0].end_lineno
+    return [line for line in text.splitlines()[begin:] if line.strip()]
+
+
+def changed_lines(name: str) -> list[str]:
+    """The lines of an example that its plain version has not."""
+    plain, _ = EXAMPLES[name]
+    return [line[2:] for line in difflib.ndiff(lines_of(plain), lines_of(name)) if line.startswith("+ ")]
+
+
+def example_table() -> Iterator[str]:
+    yield "| example | plain version | what it trains | lines | of them new or changed |\n|---|---|---|---|---|"
+    for name, (plain, about) in EXAMPLES.items():
+        links = " | ".join(f"[{file}](../../examples/{file})" for file in (name, plain))
+        yield f"| {links} | {about} | {len(lines_of(name))} | {len(changed_lines(name))} |"
+
+
 # -- pages ----------------------------------------------------------------------------------------------
 
 
@@ -223,6 +259,7 @@ def protocol_page(path: Path) -> str:
 def main() -> None:
     reference = DOCS / "reference"
     architecture, folder = DOCS / "architecture.md", reference / "run-folder.md"
+    trainers = DOCS / "guides" / "trainers.md"
     pages = {
         architecture: page(architecture, {"files": file_list()}),
         folder: page(
@@ -233,6 +270,7 @@ def main() -> None:
             },
         ),
         reference / "protocol.md": protocol_page(reference / "protocol.md"),
+        trainers: page(trainers, {"examples": example_table()}),
     }
     old = []
     for path, wanted in pages.items():

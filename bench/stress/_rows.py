@@ -222,5 +222,17 @@ ROWS = (
             "test_sockets.py::test_nobody_listens_after_the_end",
         ),
     ),
+    Row(
+        name="S6",
+        script="s6_codes.py",
+        what="wrong codes of `potluck host --lan`, and all codes against a recorded exchange",
+        must="0 let in; no code of the whole space is confirmed, not even the right one",
+        wanted=10_000,
+        minutes=8,
+        short=(
+            "test_codes.py::test_ten_thousand_wrong_codes_let_nobody_in",
+            "test_codes.py::test_a_recording_confirms_no_code_not_even_the_right_one",
+        ),
+    ),
 )
 NAMES = tuple(row.name for row in ROWS)

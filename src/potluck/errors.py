@@ -15,6 +15,7 @@
     │   ├── HostGoneError      the host stayed silent past the deadline
     │   ├── GuestsMissingError guests that were waited for did not come
     │   ├── RefusedError       the host turned this guest away, with its reason
+    │   ├── MachineError       a machine on which nothing can be started
     │   ├── CollectiveTimeoutError  ranks never came to a collective (also RuntimeError)
     │   └── RankGoneError      a rank of the group died or cannot be reached (also RuntimeError)
     ├── WireError              bytes that are not a message of this protocol
@@ -25,6 +26,8 @@ Every class has a `code`; `troubleshooting/<code>.md` is its page, which `potluc
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 
 class PotluckError(Exception):
@@ -113,6 +116,12 @@ class GuestsMissingError(NetworkError):
 
 class RefusedError(NetworkError):
     code = "refused"
+
+
+class MachineError(NetworkError):
+    code = "bad-machine"
+    findings: tuple[Any, ...] = ()
+    """All that the doctor found there (`spec.finding.Finding`), the reason first."""
 
 
 class CollectiveTimeoutError(NetworkError, RuntimeError):

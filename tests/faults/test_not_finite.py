@@ -305,8 +305,9 @@ def test_a_checkpoint_that_is_not_finite_is_not_written_and_costs_none(tmp_path:
         spoilt[2] = INF
     writer = CheckpointWriter(tmp_path)
     assert writer.start(Snapshot(step=3, model=model, optimizer=optimizer))
-    with pytest.raises(NonFiniteError, match=f"{what}.* after step 3 cannot be saved: .* is not finite"):
+    with pytest.raises(NonFiniteError, match=what) as caught:
         writer.wait()
+    assert caught.value.step == 3
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
     assert load_latest(tmp_path).step == 2  # type: ignore[union-attr]
 

@@ -18,18 +18,21 @@ EPOCHS = 8
 PER_EPOCH = -(-loader_job.SAMPLES // loader_job.BATCH)
 DEVICE = ["--device", "paced:0.01", "--micro-batch", "4"]
 INTERRUPTED = 130
+WIDE = 70_000
+"""Values of a sample that is worth sending ahead of its lease: 280 kB."""
 
 
 def test_ctrl_c_ends_the_workers_and_a_resumed_run_equals_a_plain_loop(tmp_path: Path) -> None:
     marks, out = tmp_path / "marks", tmp_path / "weights"
     marks.mkdir()
-    words = ["--epochs", EPOCHS, "--marks", marks, "--out", out]
+    words = ["--epochs", EPOCHS, "--marks", marks, "--out", out, "--wide", WIDE]
     with Fleet(tmp_path / "fleet") as fleet:
         host = fleet.host(JOB, "--wait-for", "1", "--codec", "none", *DEVICE, arguments=words)
         guest = fleet.guest("ann", *DEVICE)
         fleet.wait_for(
             host, lambda: fleet.steps_with("ann") and fleet.step_reached() > PER_EPOCH, "a guest's samples"
         )
+        fleet.wait_for(host, lambda: sum(e.get("ahead", 0) for e in fleet.steps()), "samples sent ahead")
         below = descendants(host)
         assert len(below) == 2
         host.interrupt()

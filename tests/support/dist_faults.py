@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -32,6 +32,27 @@ def allow(timeout_s: float) -> None:
     dist.group.WORLD.set_timeout(timedelta(seconds=timeout_s))  # type: ignore[union-attr]
 
 
+def say(name: str) -> None:
+    """This rank is so far: for `heard`, without a collective."""
+    store().set(f"{name}-{dist.get_rank()}", "")
+
+
+def heard(name: str, ranks: Iterable[int]) -> None:
+    """Wait until these ranks have said so."""
+    store().wait([f"{name}-{rank}" for rank in ranks], timedelta(seconds=30))
+
+
+def over(world: int) -> None:
+    """Rank 0 has the store, and leaves last."""
+    say("over")
+    if dist.get_rank() == 0:
+        heard("over", range(world))
+
+
+def store() -> Any:
+    return dist.distributed_c10d._get_default_store()
+
+
 def told_by(call: Callable[[], object]) -> Told:
     began = time.monotonic()
     try:
@@ -47,7 +68,8 @@ def mismatch(rank: int, world: int, transport: str, kind: str) -> list[Told]:
     try:
         dist.all_reduce(torch.ones(3))
         # A quarrel ends all that is under way, also a rank's part in this one: let everybody be through.
-        time.sleep(0.5)
+        say("through")
+        heard("through", range(world))
         odd = rank == world - 1
         calls: dict[str, Callable[[], object]] = {
             "dtype": lambda: dist.all_reduce(torch.ones(6, dtype=torch.float64 if odd else torch.float32)),
@@ -71,9 +93,13 @@ def absent(rank: int, world: int, transport: str, timeout_s: float) -> Told:
         dist.all_reduce(torch.ones(3))
         allow(timeout_s)
         if rank == world - 1:
-            time.sleep(timeout_s + 2.5)
+            heard("told", range(rank))
+            over(world)
             return "", "", 0.0
-        return told_by(lambda: dist.all_reduce(torch.ones(4, 5)))
+        told = told_by(lambda: dist.all_reduce(torch.ones(4, 5)))
+        say("told")
+        over(world)
+        return told
     finally:
         dist.destroy_process_group()
 
@@ -134,9 +160,12 @@ def aborted(rank: int, world: int, transport: str) -> Told:
         if rank == 0:
             threading.Timer(0.5, dist.group.WORLD.abort).start()  # type: ignore[union-attr]
         if rank == world - 1:
-            time.sleep(2.0)
-            return told_by(lambda: dist.all_reduce(torch.ones(3)))
-        return told_by(lambda: dist.all_reduce(torch.ones(3)))
+            heard("told", range(rank))
+        # What the others had sent may be enough for one, before the last rank hears of the abort.
+        told = told_by(lambda: [dist.all_reduce(torch.ones(3)) for _ in range(3)])
+        say("told")
+        over(world)
+        return told
     finally:
         dist.destroy_process_group()
 
@@ -147,9 +176,13 @@ def monitored(rank: int, world: int) -> Told:
         group: Any = dist.group.WORLD
         group.monitored_barrier(timedelta(seconds=10))
         if rank == world - 1:
-            time.sleep(2.0)
+            heard("told", range(rank))
+            over(world)
             return "", "", 0.0
-        return told_by(lambda: group.monitored_barrier(timedelta(seconds=0.8), wait_all_ranks=True))
+        told = told_by(lambda: group.monitored_barrier(timedelta(seconds=0.8), wait_all_ranks=True))
+        say("told")
+        over(world)
+        return told
     finally:
         dist.destroy_process_group()
 
@@ -183,11 +216,13 @@ def bounded_wait(rank: int, world: int) -> Told:
     begin("tcp", 20.0)
     try:
         if rank == 1:
-            time.sleep(1.5)
+            heard("told", [0])
         work = dist.all_reduce(torch.ones(3), async_op=True)
         assert work is not None
         told = told_by(lambda: work.wait(timedelta(seconds=0.3)))
+        say("told")
         work.wait()
+        over(world)
         return told
     finally:
         dist.destroy_process_group()

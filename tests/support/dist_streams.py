@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from potluck.dist import formation
-from support.dist_faults import Told, allow, begin, told_by
+from support.dist_faults import Told, allow, begin, heard, over, say, told_by
 
 LARGE = (1 << 20) + 77
 """Elements: above the size from which a stream is used, and no multiple of anything."""
@@ -166,9 +166,12 @@ def stuck(rank: int, world: int, timeout_s: float) -> Told:
         from potluck.dist import streams
 
         kept = streams.Stream.pull
-        streams.Stream.pull = lambda *_: time.sleep(timeout_s + 2.0)  # type: ignore[method-assign, assignment]
+        streams.Stream.pull = lambda *_: heard("told", range(rank))  # type: ignore[method-assign, assignment]
     try:
-        return told_by(lambda: dist.all_reduce(tensor))
+        told = told_by(lambda: dist.all_reduce(tensor))
+        say("told")
+        over(world)
+        return told
     finally:
         if rank == world - 1:
             streams.Stream.pull = kept  # type: ignore[method-assign]
@@ -179,7 +182,8 @@ def mismatch(rank: int, world: int) -> Told:
     begin("tcp")
     try:
         dist.all_reduce(torch.ones(LARGE))
-        time.sleep(0.3)
+        say("through")
+        heard("through", range(world))
         return told_by(lambda: dist.all_reduce(torch.ones(LARGE + rank)))
     finally:
         dist.destroy_process_group()

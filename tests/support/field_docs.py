@@ -10,10 +10,13 @@ import typing
 
 
 def field_docs(config_type: type) -> dict[str, str]:
-    """The docstring that stands under each field, by the field's name."""
+    """The docstring that stands under each field, by the field's name; inherited fields too."""
+    docs: dict[str, str] = {}
+    for base in config_type.__bases__:
+        if base.__module__ == config_type.__module__:
+            docs |= field_docs(base)
     tree = ast.parse(textwrap.dedent(inspect.getsource(config_type)))
     body = typing.cast(ast.ClassDef, tree.body[0]).body
-    docs: dict[str, str] = {}
     for field, below in itertools.pairwise(body):
         if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
             continue

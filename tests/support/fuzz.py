@@ -201,6 +201,7 @@ def examples() -> list[Plain]:
     script = msg.Source(files=("a.py",), arguments=("--x",), sha256="0", imports={"sklearn": "scikit-learn"})
     of_host = [
         plain(msg.SamplesMessage(lease=1, batch=0, tree=spec), *map(bytes, views)),
+        plain(msg.AheadMessage(batch=1, step=2, bytes=9, tree=spec), b"part"),
         plain(msg.WelcomeMessage(**names, versions={"torch": "2"}, source=recipe)),
         plain(msg.WelcomeMessage(**names, versions={}, source=script), b"print()"),
         plain(msg.LeaseMessage(lease=3, step=1, sizes=(4, 4), quota=8, within_s=0.3, tail_s=0.1)),

@@ -107,6 +107,7 @@ if __name__ == "__main__":
     asked = parser.parse_args()
     from potluck.integrations.transformers import Trainer
 
+    print("ready", flush=True)  # for a test that waits until everything is imported
     trainer = trained(Trainer, asked.out.parent / "out", lora=asked.lora, max_steps=asked.steps)
     save_file({name: w.contiguous() for name, w in weights(trainer).items()}, asked.out)
     print(f"trained {trainer.state.global_step} steps", file=sys.stderr)

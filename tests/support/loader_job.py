@@ -1,6 +1,7 @@
 """A training with a DataLoader and worker processes, as a user would write it: what tests of whole runs run.
 
 The last batch of an epoch is smaller, the order is random, and reading draws random numbers that nothing uses.
+Where samples are `wide`, most of their values are not used either: they are large, and travel ahead of their lease.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ SAMPLES, BATCH, FEATURES = 72, 16, 24
 class Data(Dataset[tuple[Tensor, Tensor]]):
     """Points with a number. With `marks`, whoever reads one leaves a file named for its role and process there."""
 
-    def __init__(self, marks: Path | None = None, role: str = "") -> None:
-        self._marks, self._role = marks, role
+    def __init__(self, marks: Path | None = None, role: str = "", wide: int = FEATURES) -> None:
+        self._marks, self._role, self._wide = marks, role, wide
 
     def __len__(self) -> int:
         return SAMPLES
@@ -35,7 +36,7 @@ class Data(Dataset[tuple[Tensor, Tensor]]):
             (self._marks / f"{self._role}-{os.getpid()}").touch()
         torch.rand(1)
         point = torch.sin(torch.arange(FEATURES) * (index + 1.0))
-        return point, point.sum()
+        return F.pad(point, (0, self._wide - FEATURES)), point.sum()
 
 
 def loader(data: Data, workers: int) -> DataLoader[tuple[Tensor, Tensor]]:
@@ -71,6 +72,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, required=True)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--wide", type=int, default=FEATURES, help="values of a sample")
     parser.add_argument("--data", default="sent")
     parser.add_argument("--marks", type=Path)
     parser.add_argument("--fails-at", type=int, help="the script fails in this step")
@@ -79,10 +81,10 @@ def main(words: Sequence[str] | None = None) -> None:
     run = potluck.start()
     model = build().to(run.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    batches = loader(Data(options.marks, run.role), options.workers)
+    batches = loader(Data(options.marks, run.role, options.wide), options.workers)
     for step in run.steps(model, optimizer, batches, epochs=options.epochs, data=options.data):
         for points, targets in step:
-            step.backward(F.mse_loss(model(points)[:, 0], targets))
+            step.backward(F.mse_loss(model(points[:, :FEATURES])[:, 0], targets))
             if run.is_host and step.index == options.fails_at:
                 raise ValueError("as it was asked to")
     if options.out is not None:

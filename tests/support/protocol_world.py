@@ -19,9 +19,10 @@ from potluck.hub.feed import NOTHING, FixedTensor, PieceState
 from potluck.hub.inputs import Packed
 from potluck.hub.members import COMPUTING, Member
 from potluck.hub.protocol import HostProtocol, HostTerms
+from potluck.hub.work import Kept
 from potluck.spec.events import RunEvent, kind_of
 from potluck.spec.layout import TensorSpec, fingerprint_to_json
-from potluck.spec.messages import FromGuest, RefuseMessage
+from potluck.spec.messages import AheadMessage, FromGuest, LeaseMessage, RefuseMessage
 from potluck.train.data import epoch_order
 from potluck.wire.frames import FROM_GUEST, FROM_HOST, MalformedError, UnknownKindError, dump_json, pack
 from support.plain import Plain, packed
@@ -37,6 +38,8 @@ KINDS = [*(kind.kind for kind in get_args(FromGuest)), "nonsense"]
 SIZES: dict[str, Any] = {"micro_batch": 2, "largest_micro_batch": 2}
 DONE: dict[str, Any] = {"compute_s": 0.1, "loss_sum": 1.0, "finite": True, "receive_s": 0.0, **SIZES}
 """What a contribution ends with, beside its lease and its count."""
+AHEAD_BYTES = 4 << 20
+"""What guests keep of samples that come ahead of their lease."""
 DIGESTS = bytes(8 * PIECES)
 """The host's hashes of its replica, whatever the version."""
 BATCH = Packed(tree=["x", "uint8", [6]], frames=(b"sample",))
@@ -77,8 +80,16 @@ def _check_travels(action: act.Send) -> None:
 class World:
     """What surrounds the protocol: a clock, the coder, the loader, and guests as honest as a test wants them."""
 
-    def __init__(self, batch: int = 6, samples: int = 7, tape: list[str] | None = None, **terms: Any) -> None:
+    def __init__(
+        self,
+        batch: int = 6,
+        samples: int = 7,
+        tape: list[str] | None = None,
+        sample_bytes: int = 0,
+        **terms: Any,
+    ) -> None:
         """`tape`: what the protocol is told is recorded there, see `support.replay`."""
+        self.sample_bytes = sample_bytes
         self.protocol = new_protocol(batch, samples, **terms)
         if tape is not None:
             record(self.protocol, tape.append)
@@ -91,7 +102,11 @@ class World:
         self.comparing: list[act.CompareSketch] = []
         self.asked: list[act.ReadPart] = []
         self.hashing: list[int] = []
-        self.of_lease: dict[int, list[int]] = defaultdict(list)
+        self.reading: list[act.SendAhead] = []
+        self.of_lease: dict[int, dict[int, tuple[int, ...]]] = defaultdict(dict)
+        """The positions of each micro-batch of a lease."""
+        self.of_ahead: dict[int, tuple[int, ...]] = {}
+        self.kept: dict[str, Kept] = {}
         self.is_open = False
         self.in_hand: tuple[tuple[int, ...], CommonBatch | None] | None = None
         self.by_host: list[int] = []
@@ -110,13 +125,18 @@ class World:
                 case act.Send():
                     _check_travels(action)
                     self.sent[action.guest].append(action)
+                    self._keep(action)
                 case act.SendSamples():
-                    self.of_lease[action.lease] += action.positions
+                    self.of_lease[action.lease][action.batch] = action.positions
+                    frame = bytes(self.sample_bytes * len(action.positions))
                     self.handle(
                         inputs.SamplesPacked(
-                            guest=action.guest, lease=action.lease, batch=action.batch, tree=None, frames=()
+                            guest=action.guest, lease=action.lease, batch=action.batch, tree=None, frames=(frame,)
                         )
                     )
+                case act.SendAhead():
+                    self.of_ahead[action.batch] = action.positions
+                    self.reading.append(action)
                 case act.HashFixed():
                     self.handle(inputs.FixedHashed(guest=action.guest, tensors=FIXED))
                 case act.Decode():
@@ -134,6 +154,23 @@ class World:
                     self.asked = [a for a in self.asked if a.guest != action.guest]
                     assert all(d.guest != action.guest for d in self.decoding)
         return actions
+
+    def _keep(self, action: act.Send) -> None:
+        """What a guest does with samples that come ahead, and with the lease that names them."""
+        message, kept = action.message, self.kept.get(action.guest)
+        if kept is not None and isinstance(message, AheadMessage):
+            kept.add(message, action.frames[0])
+        elif kept is not None and isinstance(message, LeaseMessage):
+            kept.leased(message.step, message.ahead)
+            for number, ahead in enumerate(message.ahead):
+                if ahead:
+                    self.of_lease[message.lease][number] = self.of_ahead[ahead]
+
+    def check_kept(self, guest: str) -> None:
+        """The guest has all that its lease names."""
+        lease = [s.message for s in self.sent[guest] if isinstance(s.message, LeaseMessage)][-1]
+        for size, ahead in zip(lease.sizes, lease.ahead):
+            assert not ahead or self.kept[guest].take(ahead)[0] == size * self.sample_bytes
 
     def ask(self, happened: inputs.Input) -> Any:
         """The protocol's reply to the training thread."""
@@ -165,7 +202,8 @@ class World:
     def decode(self, why_not: str | None = None, wrong_norm: float | None = None) -> None:
         done = self.decoding.pop(0)
         if why_not is None:
-            self.summed += self.of_lease[done.lease][: done.count]
+            batches = self.of_lease[done.lease]
+            self.summed += [p for number in sorted(batches) for p in batches[number]][: done.count]
         self.handle(
             inputs.ContributionDecoded(
                 guest=done.guest,
@@ -202,7 +240,28 @@ class World:
         self.say(guest, "hello", name=guest, device="cpu", potluck="1", torch="2")
 
     def ready(self, guest: str) -> None:
-        self.say(guest, "ready", dump_json(ABOUT), **SIZES)
+        self.kept[guest] = Kept(AHEAD_BYTES, lambda tree, parts: sum(map(len, parts)))
+        self.say(guest, "ready", dump_json(ABOUT), ahead_bytes=AHEAD_BYTES, **SIZES)
+
+    def read_ahead(self, *, fails: bool = False) -> None:
+        """The loader has read what was asked for the next step; `fails`: it could not be packed."""
+        asked = self.reading.pop(0)
+        content = memoryview(bytes(self.sample_bytes * len(asked.positions)))
+        parts = tuple(content[at : at + asked.part_bytes] for at in range(0, len(content), asked.part_bytes))
+        packed = inputs.AheadPacked(guest=asked.guest, batch=asked.batch, parts=() if fails else parts)
+        self.handle(packed)
+
+    def take_ahead(self, guest: str) -> None:
+        """Everything that may be sent ahead of the next lease arrives."""
+        for _ in range(1000):
+            member = self.members.get(guest)
+            if member is not None and member.ahead.in_flight_bytes:
+                self.say(guest, "taken", bytes=member.ahead.in_flight_bytes, ahead=True)
+            elif self.reading:
+                self.read_ahead()
+            else:
+                return
+        raise AssertionError("it never ends")
 
     def take_all(self, guest: str) -> None:
         """Everything that is under way to a guest arrives there."""
@@ -247,6 +306,9 @@ class World:
     def begin(self) -> None:
         self.is_open, self.by_host, self.summed = True, [], []
         self.handle(inputs.StepBegun())
+        for guest, member in self.members.items():
+            if member.lease is not None and member.lease.step == self.ledger.step:
+                self.check_kept(guest)
         self.code()
 
     def take(self) -> float | None:
@@ -316,6 +378,7 @@ class World:
             if member.check is not None:
                 self.take_all(guest)
                 self.sketch(guest)
+            self.take_ahead(guest)
             if member.lease is not None:
                 self.deliver(guest)
         while self.comparing:
@@ -331,9 +394,9 @@ class World:
         return self.members[guest]
 
 
-def joined(*guests: str, batch: int = 6, **terms: Any) -> World:
+def joined(*guests: str, batch: int = 6, samples: int = 100, **terms: Any) -> World:
     """Everybody is checked and the host knows its speed."""
-    world = World(batch=batch, samples=100, **terms)
+    world = World(batch=batch, samples=samples, **terms)
     for guest in guests:
         world.join(guest)
     world.code()

@@ -103,6 +103,10 @@ def joined(name: str = "laptop", **changes: Any) -> ev.GuestJoined:
     return msgspec.structs.replace(event, **changes)
 
 
+def sits_out(**changes: Any) -> ev.GuestSitsOut:
+    return msgspec.structs.replace(ev.GuestSitsOut(machine="laptop", step=2, reason="too slow"), **changes)
+
+
 def taken_back(**changes: Any) -> ev.LeaseTakenBack:
     event = ev.LeaseTakenBack(**LAPTOP, step=2, samples=8, reason="was late", silent=False)
     return msgspec.structs.replace(event, **changes)
@@ -121,7 +125,7 @@ def news() -> list[RunEvent]:
         ev.GuestLeft(**LAPTOP, reason="its user stopped it", step=2, samples_taken_back=0),
         ev.GuestLost(**LAPTOP, reason="silent for 5 s", step=2, samples_taken_back=8),
         ev.GuestRefused(**LAPTOP, reason="another model"),
-        ev.GuestSitsOut(machine="laptop", step=2, reason="too slow"),
+        sits_out(),
         ev.GuestCodec(machine="laptop", step=2, codec="thin", reason="its link"),
         taken_back(),
         ev.ReplicaMismatch(**LAPTOP, step=2, samples=8, pieces=1, reason="held other weights"),

@@ -11,7 +11,9 @@ from potluck.balance.leases import Least
 from potluck.balance.ledger import EpochSteps, Ledger
 from potluck.balance.quota import Estimate
 from potluck.hub.actions import Action, Emit, Send, Take
+from potluck.hub.ahead import SendingAhead
 from potluck.hub.feed import Feed, PieceState
+from potluck.hub.feeding import Feeding
 from potluck.hub.members import COMPUTING, Member
 from potluck.hub.stepping import Stepping
 from potluck.spec.events import kind_of
@@ -36,8 +38,14 @@ class Table:
         self.least = least or Least()
         self.ledger = Ledger(EpochSteps(samples=1000, global_batch=batch, order=epoch_order(1000, 0)))
         self.members: dict[str, Member] = {}
+        feeding = Feeding(pieces=1, members=self.members)
         self.stepping = Stepping(
-            ledger=self.ledger, members=self.members, host_name="host", local_data=local_data, least=least
+            ledger=self.ledger,
+            members=self.members,
+            host_name="host",
+            local_data=local_data,
+            ahead=SendingAhead(ledger=self.ledger, members=self.members, feeding=feeding),
+            least=least,
         )
         self.now = 100.0
         for guest in guests:

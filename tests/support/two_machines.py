@@ -58,8 +58,9 @@ class Machine:
                 "--fork",
                 "--kill-child",
                 "--mount-proc",
-                "sleep",
-                "600",
+                "sh",
+                "-c",
+                "sleep 600 & wait",  # the shell also waits for what others have left
             ]
         )
         self.pid = _only_child(self._holder.pid)

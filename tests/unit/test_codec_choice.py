@@ -117,7 +117,7 @@ def test_what_was_measured_with_one_codec_is_scaled_for_the_other() -> None:
 
 
 def test_without_auto_no_message_names_a_codec() -> None:
-    choice = CodecChoice({}, auto=False, down=("int4", DOWN_THIN), values=1000)
+    choice = CodecChoice({}, (), auto=False, down=("int4", DOWN_THIN))
     assert (choice.first, choice.change, choice.begin_step(12, 0.1, 0)) == ("", "", [])
     world = joined("a", batch=12)
     world.whole_step()

@@ -79,8 +79,9 @@ def test_a_wrong_value_says_what_the_field_takes(key: str, value: Any, hint: str
 
 
 def test_an_unknown_key_gets_the_nearest_name() -> None:
-    with pytest.raises(ConfigError, match="there is no key 'dept'") as caught:
+    with pytest.raises(ConfigError) as caught:
         build(Example, {"dept": 3})
+    assert caught.value.path == ("dept",)
     assert caught.value.hint == "did you mean depth? valid: data, depth, lr, mode"
     with pytest.raises(ConfigError) as caught:
         build(Example, {"zzzz": 3})
@@ -124,8 +125,9 @@ def test_the_defaults_of_a_run_are_sound() -> None:
 )
 def test_numbers_out_of_range_are_refused_also_from_a_file(key: str, value: Any) -> None:
     """On the command line click says so; a TOML file has nobody else to ask."""
-    with pytest.raises(ConfigError, match=f"{key} is {value}") as caught:
+    with pytest.raises(ConfigError) as caught:
         build(RunConfig, {key: value})
+    assert caught.value.path == (key,)
     assert caught.value.hint
 
 

@@ -20,7 +20,7 @@ from potluck.spec.events import StepNotApplied
 from potluck.train.context import ALONE, RunContext
 from potluck.train.events import EventLog
 from potluck.train.run import Run
-from potluck.train.step import Step
+from potluck.train.step import Step, StepRules
 from support import fake_device
 
 fake_device.install()
@@ -236,7 +236,8 @@ def test_a_mean_over_nothing_leaves_no_trace_there() -> None:
         step.hand_out(4)
         yield 0
 
-    step = Step(0, one_batch, lambda samples: None, "mean", [weights])
+    rules = StepRules(batches=one_batch, after_backward=lambda samples: None, loss_is="mean", trained=[weights])
+    step = Step(0, rules)
     for _ in step:
         labels = torch.full((4,), -100).to(FAKE)
         step.backward(F.cross_entropy(weights, labels), items=(labels != -100).sum())

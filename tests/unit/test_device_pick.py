@@ -29,11 +29,19 @@ def _restore_threads() -> Iterator[None]:
 @no_cuda
 @no_mps
 @pytest.mark.parametrize("name", [None, "auto"])
-def test_auto_falls_back_to_the_cpu_and_says_why(name: str | None) -> None:
+def test_auto_falls_back_to_the_cpu_and_says_why(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("potluck.device.cuda.seems_present", lambda: True)
     device = pick(name)
     assert device.kind == "cpu"
     assert device.reason.startswith("CUDA is not available: ")
-    assert "MPS is not available: " in device.reason
+
+
+@no_cuda
+@no_mps
+def test_where_there_is_no_gpu_nothing_is_said_about_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("potluck.device.cuda.seems_present", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_built", lambda: False)
+    assert pick().reason == "no GPU found"
 
 
 def test_auto_takes_cuda_before_mps_before_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -247,7 +247,7 @@ def delivers(guest: Guest, work: Work) -> dict[str, Any]:
 
 def test_it_says_how_many_samples_it_computes_at_once_and_could_at_most(guest: Guest) -> None:
     (ready,) = [fields for kind, fields in guest.link.said if kind == "ready"]
-    assert ready == {"micro_batch": 1, "largest_micro_batch": 4}
+    assert ready == {"micro_batch": 1, "largest_micro_batch": 4, "ahead_bytes": guest.hub._kept.most_bytes}
     guest.hub._micro_batch = lambda: (2, 8)  # it has found out more since
     done = delivers(guest, guest.asks("lease", step=0))
     assert (done["micro_batch"], done["largest_micro_batch"]) == (2, 8)
@@ -317,3 +317,19 @@ def test_no_more_is_asked_for_at_once_than_can_be_sent(guest: Guest, monkeypatch
     said = dict(guest.link.said)["sketch"]
     assert (said["micro_batch"], said["largest_micro_batch"]) == (1, 3)  # it could compute 4
     guest.hub.leave()
+
+
+def test_what_did_not_count_is_not_what_it_brought(guest: Guest) -> None:
+    """Too late: the host had gone on. Or it was delivered, and the host dropped it."""
+    work = guest.asks("lease", step=0)
+    delivers(guest, work)
+    assert guest.hub.dropped_samples == 0
+    guest.link.hear("dropped", lease=0)  # a whole step that was not applied: nobody's samples
+    guest.link.hear("dropped", lease=8)
+    assert guest.hub.dropped_samples == 0
+    guest.link.hear("dropped", lease=7)
+    guest.link.hear("dropped", lease=7)
+    assert guest.hub.dropped_samples == 1
+    late = guest.asks("lease", step=0)
+    guest.revokes()
+    assert not guest.hub.finish(late, count=1, loss_sum=1.0, compute_s=0.1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import socket
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +15,7 @@ from potluck.hub import link as links
 from potluck.hub.link import HANG_UPS_BELIEVED, GuestLink
 from potluck.spec.messages import HelloMessage, RefuseMessage, Source, WelcomeMessage
 from potluck.wire.frames import pack
+from potluck.wire.reach import NobodyListensError
 from potluck.wire.token import Token
 from potluck.wire.transport import HungUpError
 
@@ -116,3 +119,35 @@ def test_the_model_is_no_reason_to_put_one_out_that_took_part(sockets: Sockets, 
         link._dispatch(pack(refuse))
     assert ("same model" in (refused.value.hint or "")) == (not took_part)
     link.close()
+
+
+def closed_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_a_closed_port_is_told_within_seconds_and_a_host_that_is_about_to_start_is_waited_for() -> None:
+    token = dataclasses.replace(TOKEN, port=closed_port())
+    asked: list[NetworkError] = []
+    for timeout_s, closed_s in ((20.0, 0.7), (0.7, None)):
+        link = GuestLink(token, HelloMessage())
+        link.waiting = asked.append
+        began = time.monotonic()
+        with pytest.raises(NobodyListensError, match="refused, nothing listens there") as caught:
+            link.connect(timeout_s, closed_s)
+        assert time.monotonic() - began < 10.0
+        assert "its run has probably ended" in caught.value.hint
+    assert len(asked) >= 2  # each was asked again before it was given up
+
+
+def test_a_host_that_does_not_answer_is_waited_for_longer_than_a_closed_port(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(links, "FIRST_BACKOFF_S", 0.01)
+    sockets = Sockets(NetworkError("no answer"), NetworkError("no answer"), None)
+    monkeypatch.setattr(links, "GuestSocket", sockets)
+    link = GuestLink(TOKEN, HelloMessage())
+    link.connect(10.0, closed_s=0.0)
+    link.close()
+    assert sockets.made == 3

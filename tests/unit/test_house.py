@@ -181,7 +181,7 @@ def test_what_decides_is_pure() -> None:
     assert_none(impure_imports, PURE)
 
 
-READ_BY_THE_SHELL = {"handle", "members", "synced", "host_sample_s", "samples_of", "holds"}
+READ_BY_THE_SHELL = {"handle", "members", "synced", "host_sample_s", "samples_of", "holds", "judges"}
 """What `hub/host.py` uses of the protocol: its way in, and what only reads."""
 READ_OF_MEMBERS = {"get", "values"}
 

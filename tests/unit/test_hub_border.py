@@ -30,7 +30,7 @@ def test_every_input_has_its_handler_and_there_is_one_way_in() -> None:
     protocol = new_protocol(6, 7)
     assert set(protocol._handlers) == set(get_args(inputs.Input))
     public = {name for name in vars(HostProtocol) if not name.startswith("_")}
-    assert public == {"handle", "synced", "host_sample_s", "samples_of", "holds"}
+    assert public == {"handle", "synced", "host_sample_s", "samples_of", "holds", "judges"}
 
 
 # -- the training thread

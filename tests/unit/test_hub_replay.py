@@ -18,7 +18,7 @@ from support.replay import INPUTS, replay
 def tape() -> list[str]:
     """A host and two guests that are checked and contribute, until one is lost in the middle of a step."""
     tape: list[str] = []
-    world = World(batch=12, samples=100, tape=tape, check_replica_every=2, guest_bound=10.0)
+    world = World(batch=12, samples=100, tape=tape, check_replica_every=2, guest_bound=10.0, sample_bytes=100_000)
     for guest in ("a", "b"):
         world.join(guest)
     for _ in range(4):

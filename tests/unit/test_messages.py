@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import struct
 from typing import Any, get_args
 
@@ -13,6 +12,7 @@ import pytest
 from potluck.errors import RefusedError, WireError
 from potluck.hub.link import GuestLink
 from potluck.report.guest_view import GuestView
+from potluck.spec import events as ev
 from potluck.spec import messages
 from potluck.spec.messages import (
     LARGEST,
@@ -121,9 +121,9 @@ def test_a_field_that_is_missing_is_named(kind: str) -> None:
     fields = msgspec.structs.fields(type(read(HONEST[kind])))
     for field in fields:
         if field.required:
-            why = f"a malformed {kind!r} message: it has no {field.name!r}"
-            with pytest.raises(MalformedError, match=f"^{re.escape(why)}$"):
+            with pytest.raises(MalformedError) as caught:
                 read(lacking(kind, field.name))
+            assert (caught.value.kind, repr(field.name) in caught.value.why) == (kind, True)
         else:
             read(lacking(kind, field.name))
 
@@ -160,8 +160,9 @@ def test_of_a_key_that_comes_twice_the_last_one_counts_and_is_checked() -> None:
 
 
 def test_a_whole_number_is_one_and_a_number_may_be_whole() -> None:
-    with pytest.raises(MalformedError, match="expected `int`, got `float`"):
+    with pytest.raises(MalformedError) as caught:
         read(changed("done", count=3.0))
+    assert (caught.value.kind, "count" in caught.value.why) == ("done", True)
     found = read(changed("done", loss_sum=3, compute_s=1))
     assert isinstance(found, DoneMessage)
     assert (type(found.loss_sum), found.compute_s) == (float, 1.0)
@@ -187,8 +188,9 @@ def test_a_duration_too_short_for_a_rate_is_raised_and_none_is_none() -> None:
     ],
 )
 def test_frames_that_do_not_fit_are_refused(kind: str, frames: tuple[bytes, ...], why: str) -> None:
-    with pytest.raises(MalformedError, match=f"{kind}.*{why}"):
+    with pytest.raises(MalformedError) as caught:
         read(Plain(kind=kind, fields=HONEST[kind].fields, frames=frames))
+    assert (caught.value.kind, caught.value.why) == (kind, why)
 
 
 def test_a_lease_may_bring_the_indices_of_its_samples() -> None:
@@ -281,3 +283,12 @@ def test_a_guest_ends_with_a_clear_error_when_the_host_sends_what_cannot_be_read
 
 def test_what_a_host_says_of_itself_is_cleaned_too() -> None:
     assert RefuseMessage(reason="a\nb").reason == "a b"
+
+
+def test_a_guest_says_what_it_brought_without_what_did_not_count(capsys: pytest.CaptureFixture[str]) -> None:
+    view = GuestView("plain")
+    view.event(ev.Delivered(step=3, samples=8, loss=1.0, compute_s=0.1, total_samples=24))
+    view.event(ev.GuestEnded(samples=16, compute_s=0.3, dropped=8))
+    view.ended("the run is over: finished")
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.endswith("this machine brought 16 samples (8 more came too late or did not count)")

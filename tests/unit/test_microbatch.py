@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -240,3 +241,93 @@ def test_samples_of_unequal_length_do_not_end_the_search_early() -> None:
 
     search(micro, seconds)
     assert micro.settled == 32
+
+
+# -- reviews
+
+
+def computed(micro: MicroBatch, seconds: Seconds, micro_batches: int) -> float:
+    """Go on computing; the seconds that took."""
+    total = 0.0
+    for _ in range(micro_batches):
+        size = micro.size()
+        took = seconds(size)
+        micro.record(size, took)
+        total += took
+    return total
+
+
+def overhead(size: int) -> float:
+    """A micro-batch has 40 ms of its own and 5 ms a sample."""
+    return 0.04 + 0.005 * size
+
+
+def test_a_size_that_was_found_on_a_busy_machine_is_found_anew_later() -> None:
+    micro, calls = MicroBatch(limit=64, reviews=True), []
+
+    def busy(size: int) -> float:
+        """Another program has the processor just when the size 4 is tried."""
+        calls.append(size)
+        return overhead(size) * (3.0 if size == 4 else 1.0)
+
+    search(micro, busy)
+    assert micro.settled == 2
+    computed(micro, overhead, 600)
+    assert micro.settled == 64
+
+
+def test_a_size_that_was_found_too_large_shrinks_again() -> None:
+    micro = MicroBatch(limit=64, reviews=True)
+    micro.settled = 32
+    computed(micro, lambda size: size * (0.01 if size <= 16 else 0.02) + 0.02, 600)
+    assert micro.settled == 16
+
+
+def test_reviews_are_cheap() -> None:
+    """Where every other size is twice as slow, all of them together cost a hundredth."""
+
+    def seconds(size: int) -> float:
+        return 0.004 * size * (1.0 if size == 16 else 2.0)
+
+    micro = MicroBatch(limit=64, settled=16, reviews=True)
+    tried: list[int] = []
+    took = computed(micro, lambda size: tried.append(size) or seconds(size), 20_000)  # type: ignore[func-returns-value]
+    assert took <= 1.011 * seconds(16) / 16 * sum(tried)
+    assert {8, 32} <= set(tried)
+    assert micro.settled == 16
+
+
+def test_reviews_on_a_noisy_machine_stay_near_the_best() -> None:
+    random = Random(3)
+    micro = MicroBatch(limit=64, settled=8, reviews=True)
+    samples = took = 0.0
+    for _ in range(4000):
+        size = micro.size()
+        seconds = overhead(size) * (1.0 if random.random() < 0.6 else random.uniform(1.2, 3.0))
+        micro.record(size, seconds)
+        samples, took = samples + size, took + overhead(size)
+    assert took / samples <= 1.05 * overhead(64) / 64
+
+
+def test_no_review_asks_for_more_than_fits_or_than_a_step_has() -> None:
+    micro = MicroBatch(limit=48, free_bytes=10_000, reviews=True)
+    tried = search(micro, overhead, bytes_a_sample=120)
+    computed(micro, lambda size: tried.append(size) or overhead(size), 1000)  # type: ignore[func-returns-value]
+    assert max(tried) == 41 <= MEMORY_PART * 10_000 / 120
+    roomy = MicroBatch(limit=48, settled=32, reviews=True)
+    computed(roomy, overhead, 1000)
+    assert roomy.settled == 48
+
+
+def test_without_reviews_and_with_a_size_that_was_asked_for_nothing_is_tried() -> None:
+    for micro in (MicroBatch(limit=64, settled=2), MicroBatch(limit=64, fixed=2, reviews=True)):
+        computed(micro, overhead, 300)
+        assert micro.size() == 2
+
+
+def test_a_review_that_gets_other_sizes_ends() -> None:
+    """Leases of one sample say nothing about 4 and 8."""
+    micro = MicroBatch(limit=16, settled=4, reviews=True)
+    for _ in range(200):
+        micro.record(1, 0.1)
+    assert micro.size() == 4

@@ -57,9 +57,14 @@ guests = st.sampled_from("abcd")
 class ProtocolMachine(RuleBasedStateMachine):
     """Guests that help, guests that lie, guests that die, in any order."""
 
-    @initialize(batch=st.integers(1, 12), samples=st.integers(1, 12), well=st.integers(0, 3))
-    def start(self, batch: int, samples: int, well: int) -> None:
-        self.world = World(batch=batch, samples=samples, check_replica_every=1)
+    @initialize(
+        batch=st.integers(1, 12),
+        samples=st.integers(1, 12),
+        well=st.integers(0, 3),
+        sample_bytes=st.sampled_from([0, 130_000, 600_000]),
+    )
+    def start(self, batch: int, samples: int, well: int, sample_bytes: int) -> None:
+        self.world = World(batch=batch, samples=samples, check_replica_every=1, sample_bytes=sample_bytes)
         for guest in "abc"[:well]:
             self.joins_well(guest)
 
@@ -85,6 +90,19 @@ class ProtocolMachine(RuleBasedStateMachine):
     def takes_all(self, guest: str) -> None:
         if self.member(guest) is not None:
             self.world.take_all(guest)
+
+    @precondition(lambda self: self.world.reading)
+    @rule(fails=st.sampled_from([False, False, False, True]))
+    def reads_ahead(self, fails: bool) -> None:
+        self.world.read_ahead(fails=fails)
+
+    @rule(guest=guests)
+    def takes_ahead(self, guest: str) -> None:
+        self.world.take_ahead(guest)
+
+    @rule(guest=guests, nbytes=st.sampled_from([0, 1, 10**9]))
+    def lies_about_ahead(self, guest: str, nbytes: int) -> None:
+        self.world.say(guest, "taken", bytes=nbytes, ahead=True)
 
     @rule()
     def codes(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 from potluck.balance.leases import Speed
 from potluck.balance.ledger import EpochSteps, Ledger
 from potluck.hub.actions import Action, SendSamples, Wake
+from potluck.hub.ahead import SendingAhead
+from potluck.hub.feeding import Feeding
 from potluck.hub.members import COMPUTING, GAIN_WINDOW, LATE, QUOTA_RETRY_STEPS, SITTING_OUT, SYNCING
 from potluck.hub.reasons import why_not
 from potluck.hub.stepping import SILENT_S, Stepping
@@ -22,7 +25,8 @@ from support.stepping_table import HOST_S, STATE, Table, events, freeze, sends
 
 def test_nobody_gets_a_lease_before_the_host_knows_its_own_speed() -> None:
     ledger = Ledger(EpochSteps(samples=10, global_batch=4, order=epoch_order(10, 0)))
-    stepping = Stepping(ledger=ledger, members={}, host_name="host", local_data=False)
+    ahead = SendingAhead(ledger=ledger, members={}, feeding=Feeding(pieces=1, members={}))
+    stepping = Stepping(ledger=ledger, members={}, host_name="host", local_data=False, ahead=ahead)
     assert stepping.begin(0.0, STATE, 1) == []
     assert stepping.host_sample_s is None
     take, _ = stepping.take(2, 0.0)
@@ -503,6 +507,41 @@ def test_a_guest_that_cannot_help_sits_out_and_tries_again_later() -> None:
         assert member.lease is None
     assert events(table.begin(), "guest_sits_out") == []  # it is known already
     assert member.rests_until_step > 1 + QUOTA_RETRY_STEPS
+
+
+def test_after_its_rest_a_guest_that_gets_no_lease_is_told_why() -> None:
+    """It was late, and is tried again. By then it is known to be too slow: that is another reason."""
+    table = Table("g")
+    member = table.members["g"]
+    freeze(member.overhead)
+    table.step("g")
+    table.step("g")
+    assert member.reason == "was too late 2 times in a row"
+    member.rate.value, member.rate.spread = 0.4, 0.0  # a sample takes it longer than the step
+    told: list[Any] = []
+    for _ in range(4):
+        actions = table.begin()
+        told += [action.message.text for action in sends(actions, "note")]
+        told += [event.reason for event in events(actions, "guest_sits_out")]
+        table.compute_all()
+        table.stepping.end()
+    event, note = sorted(told, key=len)
+    assert event.startswith("cannot deliver one sample within a step: 2.")
+    assert note == f"this machine sits out for a while: {event}"
+
+
+def test_a_guest_is_told_once_for_each_reason() -> None:
+    table = Table()
+    member = table.join("slow", rate=0.4)
+    (note,) = sends(table.begin(), "note")
+    assert note.guest == "slow"
+    table.compute_all()
+    table.stepping.end()
+    for _ in range(40):
+        assert sends(table.begin(), "note") == []
+        table.compute_all()
+        table.stepping.end()
+    assert member.state == SITTING_OUT
 
 
 @pytest.mark.parametrize("of", ["overhead", "rate"])

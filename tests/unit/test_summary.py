@@ -46,6 +46,40 @@ def test_efficiency_and_recovery_follow_their_definitions() -> None:
     assert summary.recovery == pytest.approx(0.25 / (16 / 24))
 
 
+def test_recovery_of_about_nothing_is_said_in_words() -> None:
+    """A guest with a thousandth of the host's speed, and noise in the speed-up: the ratio was -8.19."""
+    machines = [sample.host(32), sample.machine("pi", 0, rate=0.024, state="sitting out")]
+    summary = summarize([sample.step(n, machines=machines, speedup=0.992) for n in range(1, 5)])
+    assert summary.recovery is None
+    assert summary.could_add == pytest.approx(0.001)
+    assert "the guests could add about nothing: 0.1% of the host's speed" in summary_text(summary)
+
+
+def test_a_negative_recovery_is_nothing() -> None:
+    machines = [sample.host(32), sample.machine("laptop", 0, rate=12.0, state="sitting out")]
+    summary = summarize([sample.step(n, machines=machines, speedup=0.97) for n in range(1, 5)])
+    assert summary.recovery is not None
+    assert "recovery    nothing of what the guests could add" in summary_text(summary)
+
+
+def test_the_reports_seconds_are_the_views_and_its_figures_agree() -> None:
+    steps = [sample.step(n, t_s=2.0 + n, step_s=0.04 if n < 10 else 0.64) for n in range(1, 11)]
+    summary = summarize([sample.run_start(t_s=2.0), *steps, sample.run_end(t_s=13.0, seconds=10.5)])
+    assert summary.run_s == pytest.approx(10.5)
+    assert summary.seconds == pytest.approx(1.0)
+    assert "finished; 10.5 s, 1.00 s of it in steps, 100 ms a step (median 40 ms)" in summary_text(summary)
+
+
+def test_the_seconds_of_a_run_that_was_killed_and_resumed() -> None:
+    first = [sample.run_start(t_s=1.0), sample.step(1, t_s=4.0)]
+    again = [
+        sample.run_start(t_s=2.0, resumed_from=1),
+        sample.step(2, t_s=3.0),
+        sample.run_end(t_s=9.0, seconds=6.0),
+    ]
+    assert summarize([*first, *again]).run_s == pytest.approx(3.0 + 6.0)
+
+
 def test_a_guest_that_sits_out_lowers_the_efficiency() -> None:
     idle = sample.machine("pi", 0, rate=8.0, state="sitting out")
     summary = summarize([sample.step(1, machines=[sample.host(24), sample.machine("laptop", 8), idle])])

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from potluck.hub.actions import StepResult
 from potluck.hub.feed import Feed
 from potluck.hub.members import Member
 from potluck.report.summary import summarize
+from potluck.spec.events import StepEnded
 from potluck.train.context import HOST
+from potluck.train.gain import AloneRate
+from potluck.train.run import start
 from potluck.train.telemetry import Telemetry
 
 
@@ -74,3 +81,79 @@ def test_the_runs_speed_and_speed_up_are_those_of_the_report() -> None:
     assert events[-1].speedup == pytest.approx(summary.speedup, rel=1e-3)
     assert events[-1].samples_per_s == pytest.approx(summary.samples_per_s, rel=1e-3)
     assert events[-1].speedup != pytest.approx(events[-2].speedup, rel=1e-3), "the last steps are not the run"
+
+
+def test_alone_is_what_the_best_size_gives() -> None:
+    """While sizes are tried, and in what guests leave over, the host's small micro-batches are no measure."""
+    events: list[Any] = []
+    telemetry, guest, result = table(events)
+    guest.samples = 3
+    start = time.monotonic()
+    for size, sample_s in ((2, 0.2), (2, 0.2), (4, 0.1), (8, 0.05), (8, 0.05), (1, 0.3)):
+        telemetry.computed(size, size * sample_s)
+    telemetry.step_ended(1, 1.0, result, 0.0, start + 0.4, applied=True, outside=(start, start))
+    assert events[0].speedup == pytest.approx(1.0, rel=0.01)  # 8 samples of 0.05 s in 0.4 s
+    assert events[0].machines[0].rate == pytest.approx(20.0)
+
+
+def test_a_few_samples_that_went_fast_are_not_the_speed_alone() -> None:
+    alone = AloneRate()
+    for _ in range(10):
+        alone.add(16, 1.6)
+    alone.add(2, 0.02)
+    assert alone.sample_s == pytest.approx(0.1)
+    alone.add(8, 0.78)  # hardly faster, and smaller: noise
+    assert alone.sample_s == pytest.approx(0.1)
+
+
+def test_the_speed_alone_is_that_of_the_last_steps() -> None:
+    alone = AloneRate()
+    assert alone.sample_s is None
+    for sample_s in [0.1] * 20 + [0.4] * 9:
+        alone.step_ended()
+        alone.add(16, 16 * sample_s)
+    assert alone.sample_s == pytest.approx(0.4)
+
+
+class Slow(IterableDataset[Any]):
+    """Ten milliseconds a sample."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(24):
+            time.sleep(0.01)
+            yield torch.ones(2)
+
+
+def test_what_a_stream_takes_to_read_is_the_steps_time_also_where_the_script_asks_for_the_epochs_end() -> None:
+    """To know it the next batch is read, after the step: that is not what the script does between steps."""
+    events: list[Any] = []
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ended = []
+    for step in start(events.append).steps(model, optimizer, DataLoader(Slow(), batch_size=4), epochs=1):
+        for batch in step:
+            step.backward(model(batch).mean())
+        ended.append(step.ends_epoch)
+    assert ended == [False] * 5 + [True]
+    steps = [event for event in events if isinstance(event, StepEnded)]
+    assert sum(step.step_s for step in steps) >= 0.23
+    assert events[-1].samples_per_s <= 24 / 0.23
+
+
+def test_what_a_step_takes_besides_computing_it_would_also_take_alone() -> None:
+    """Steps of 1.5 ms, of which 0.5 ms are Python's: with a guest that does nothing 1.00, not 0.67."""
+    events: list[Any] = []
+    telemetry, guest, result = table(events)
+    hub: Any = telemetry._hub
+    hub.members = list
+    at = time.monotonic()
+    telemetry._last_end = at
+    for step in range(1, 41):
+        if step == 21:
+            hub.members, guest.samples = lambda: [guest], 3
+        telemetry.computed(8, 0.001)
+        at += 0.0015
+        telemetry.step_ended(step, 1.0, result, 0.0, at, applied=True, outside=(0.0, 0.0))
+    steps = [event for event in events if isinstance(event, StepEnded)]
+    assert {step.speedup for step in steps[:20]} == {None}
+    assert steps[-1].speedup == pytest.approx(1.0, rel=0.02)

@@ -716,6 +716,11 @@ def test_a_loader_that_cannot_be_dealt(loader: Any, what: str) -> None:
     ("given", "keywords", "what"),
     [
         (LOADERS["in order"], {"global_batch": 6}, "global_batch is 6, and the loader's batch_size is 5"),
+        (
+            DataLoader(Numbers(), batch_sampler=[[0, 1], [2, 3, 4]]),  # type: ignore[arg-type]
+            {"global_batch": 6},
+            "global_batch is 6, and the loader's batch sampler decides how many samples a step has",
+        ),
         (LOADERS["in order"], {"global_batch": None, "collate": padded}, "collate was given beside a DataLoader"),
         (Numbers(), {"global_batch": None}, "does not know how many samples a step has"),
     ],

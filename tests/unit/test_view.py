@@ -226,6 +226,19 @@ class TestRepeats:
         view.close()
         return stream.getvalue().splitlines()
 
+    def test_another_reason_is_shown_at_once(self) -> None:
+        first, other = (
+            "was too late 2 times in a row; tries again at step 9",
+            "cannot deliver one sample within a step",
+        )
+        lines = self.run(
+            *((n / 1000, sample.sits_out(step=n, reason=first)) for n in range(1, 5)),
+            (0.1, sample.sits_out(step=69, reason=other)),
+            (0.2, sample.step(70)),
+        )
+        assert lines[1] == f"! laptop sits out: {other}"
+        assert lines[2].startswith("step 70")
+
     def test_what_repeats_within_seconds_is_one_line_with_a_count(self) -> None:
         late = sample.taken_back
         lines = self.run(
@@ -264,3 +277,17 @@ class TestRepeats:
         lines = self.run((0.0, late()), (9.0, late(step=3)), (20.0, sample.step(1)), (99.0, sample.not_applied()))
         assert [line[:5] for line in lines] == ["! lap", "! lap", "step ", "! ste"]
         assert "step 3" in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("steps", "epochs", "said"),
+    [
+        (None, None, "steps without end of 32 samples"),
+        (None, 1, "1 epoch in steps of 32 samples"),
+        (None, 3, "3 epochs in steps of 32 samples"),
+        (12, 3, "12 steps of 32 samples"),
+    ],
+)
+def test_a_stream_that_is_read_for_some_epochs_has_an_end(steps: int | None, epochs: int | None, said: str) -> None:
+    line, *_ = shown(sample.run_start(steps=steps, epochs=epochs))
+    assert f", {said}, " in line

@@ -10,7 +10,7 @@ in the pool, with the host, in a lease, or counted.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -32,12 +32,18 @@ class StepSamples:
     epoch: int
     """The epoch of the first sample, from 0."""
 
+    def holds(self, position: int) -> bool:
+        return self.first <= position < self.first + self.count
+
 
 class StepSource(Protocol):
     """Where steps come from."""
 
     def next_step(self) -> StepSamples | None:
         """The samples of the next step; None if there is none."""
+
+    def peek(self) -> StepSamples | None:
+        """The step after the one that was given last, if it is known already. Changes nothing, never waits."""
 
 
 class EpochSteps:
@@ -54,8 +60,12 @@ class EpochSteps:
         self._epochs: dict[int, Sequence[int]] = {}
 
     def next_step(self) -> StepSamples:
-        first = self._step * self.global_batch
+        samples = self.peek()
         self._step += 1
+        return samples
+
+    def peek(self) -> StepSamples:
+        first = self._step * self.global_batch
         keys = self.samples_of(range(first, first + self.global_batch))
         return StepSamples(first=first, count=self.global_batch, keys=keys, epoch=first // self.samples)
 
@@ -119,6 +129,10 @@ class Ledger:
             self._next = self.source.next_step()
         return self._next
 
+    def after(self) -> StepSamples | None:
+        """The samples of the step after the open one, if they are known already."""
+        return self.source.peek() if self._now is not None and self._next is None else None
+
     def open_step(self) -> None:
         if self._now is not None:
             raise LedgerError(f"step {self.step} is open already")
@@ -139,6 +153,10 @@ class Ledger:
         self._now = None
         self.step += 1
         return now.by_machine
+
+    @property
+    def is_open(self) -> bool:
+        return self._now is not None
 
     @property
     def global_batch(self) -> int:
@@ -175,16 +193,40 @@ class Ledger:
 
     # -- the guests -------------------------------------------------------------------------------------
 
-    def lease(self, guest: str, count: int) -> Lease:
-        """Hand `count` positions from the end of the pool to a guest (the host takes from the front)."""
+    def lease(
+        self, guest: str, count: int, *, wanted: Sequence[int | None] = (), spare: Collection[int] = ()
+    ) -> Lease:
+        """Hand `count` positions from the end of the pool to a guest (the host takes from the front).
+
+        `wanted`: the lease's positions in their order; None for any. `spare`: those that are taken last.
+        """
         now = self._open()
         if not 0 < count <= len(now.pool):
             raise LedgerError(f"a lease of {count} from a pool of {len(now.pool)}")
-        positions = tuple(now.pool.pop() for _ in range(count))[::-1]
+        if wanted or spare:
+            positions = self._chosen(wanted or (None,) * count, spare)
+            taken = set(positions)
+            now.pool = deque(p for p in now.pool if p not in taken)
+        else:
+            positions = tuple(now.pool.pop() for _ in range(count))[::-1]
         lease = Lease(id=self._next_lease, guest=guest, step=self.step, positions=positions)
         self._next_lease += 1
         now.leases[lease.id] = lease
         return lease
+
+    def _chosen(self, wanted: Sequence[int | None], spare: Collection[int]) -> tuple[int, ...]:
+        """`wanted` with positions from the end of the pool where it says None."""
+        held = {p for p in wanted if p is not None}
+        if not self.are_free(held):
+            raise LedgerError("a lease of positions that are not in the pool")
+        free = [p for p in self._open().pool if p not in held]
+        free = [*(p for p in free if p in spare), *(p for p in free if p not in spare)]
+        rest = iter(free[len(free) - wanted.count(None) :])
+        return tuple(next(rest) if p is None else p for p in wanted)
+
+    def are_free(self, positions: Collection[int]) -> bool:
+        """Whether all these positions are in the pool."""
+        return set(positions) <= set(self._open().pool)
 
     def trim(self, lease_id: int, keep: int) -> int:
         """Keep only the first `keep` samples of a lease and return the others to the pool. Returns how many."""

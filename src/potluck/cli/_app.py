@@ -41,6 +41,7 @@ VERBS: dict[str, Verb] = {
     "train": Verb("potluck.cli.train:train", "Train a built-in recipe on this machine. Needs no download."),
     "host": Verb("potluck.cli.host:host", "Start a run that other machines can join, and print the token."),
     "join": Verb("potluck.cli.join:join", "Join a run with this machine."),
+    "up": Verb("potluck.cli.up:up", "Start a run on several machines at once, over ssh."),
     "doctor": Verb(
         "potluck.cli.doctor:doctor", "Find problems on this machine or between two, and how to fix them."
     ),
@@ -59,6 +60,8 @@ class Settings:
 
     debug: bool = False
     environment: env.Environment = field(default_factory=env.Environment)
+    launched: bool = False
+    """A launcher starts the guests. It reads the token from the run folder, so the token is not printed."""
 
 
 class _ReaderLeft(Exception):

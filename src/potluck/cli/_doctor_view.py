@@ -37,8 +37,7 @@ def lines_of(case: Case, diagnosis: Diagnosis, width: int, stream: object) -> It
         yield Line(f"{clean(case.here.name, 40)}, as it is now", "bold")
         yield Line()
     for finding in diagnosis.findings:
-        yield from _finding(finding, width, utf8, finding.severity)
-        yield Line()
+        yield from finding_lines(finding, width, utf8)
     for fine in diagnosis.fine:
         yield from _fine(fine, width, utf8, several)
     for facts in (case.here, case.there):
@@ -76,6 +75,12 @@ def _log(log: LogReading, width: int, utf8: bool) -> Iterator[Line]:
     for finding in log.findings:
         yield from _finding(finding, width, utf8, _LOG_LABELS.get(finding.severity, finding.severity))
         yield Line()
+
+
+def finding_lines(finding: Finding, width: int, utf8: bool) -> Iterator[Line]:
+    """One finding, with an empty line after it."""
+    yield from _finding(finding, width, utf8, finding.severity)
+    yield Line()
 
 
 def _finding(finding: Finding, width: int, utf8: bool, label: str) -> Iterator[Line]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypedDict, TypeVar, get_args
 
 import click
 import msgspec
@@ -18,6 +19,41 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 RECIPE_FLAGS = ("depth", "sequence", "batch_tokens", "steps", "lr", "data", "seed")
 RUN_FLAGS = ("device", "threads", "name", "micro_batch", "codec", "checkpoint_every", "max_bad_steps", "log")
 HOST_FLAGS = ("bind", "port", "wait_for", "wait_s")
+_UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+
+
+def duration(context: click.Context, option: click.Parameter, value: str | None) -> float | None:
+    """A time in seconds from 90, 90s, 10m or 1.5h; an option's callback."""
+    if value is None:
+        return None
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", value, re.ASCII)
+    if match is None or match[2] not in _UNITS_S:
+        raise click.BadParameter(f"{value!r} is not a duration: write 90, 90s, 10m or 2h", context, option)
+    return float(match[1]) * _UNITS_S[match[2]]
+
+
+class ListenFlags(TypedDict):
+    """What `listen_options` adds to a verb."""
+
+    listen: bool
+    bind: str | None
+    port: int | None
+    for_s: float
+    token_file: Path | None
+
+
+class TrainFlags(TypedDict):
+    """The flags of a run that the command line itself reads; the others only go into a config."""
+
+    more: tuple[str, ...]
+    config_file: Path | None
+    runs: Path | None
+    resume: Path | None
+    view: str
+    launched: bool
+    token_file: Path | None
+    lan: bool
+    qr: bool
 
 
 def view_option(command: Command) -> Command:
@@ -117,7 +153,7 @@ run_options = shared(*RUN_FLAGS, "runs", "resume", "view")
 host_options = shared(*HOST_FLAGS)
 
 
-def given(flags: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+def given(flags: Mapping[str, object], names: Sequence[str]) -> dict[str, Any]:
     """The flags in `names` that were given."""
     return {name: flags[name] for name in names if flags.get(name) is not None}
 
@@ -153,7 +189,7 @@ def read_config_file(path: Path | None, recipe: str | None) -> tuple[dict[str, A
     return tables["run"], tables.get(recipe or "", {})
 
 
-def run_config(table: dict[str, Any], flags: dict[str, Any]) -> RunConfig:
+def run_config(table: dict[str, Any], flags: Mapping[str, object]) -> RunConfig:
     from potluck.codec import names
 
     config = checked.build(RunConfig, {**table, **given(flags, (*RUN_FLAGS, *HOST_FLAGS))})
@@ -185,7 +221,7 @@ def listen_options(*, listen: str, port: str) -> Callable[[Command], Command]:
     return _all_of(options)
 
 
-def check_listening(verb: str, flags: Mapping[str, Any], *names: str) -> None:
+def check_listening(verb: str, flags: ListenFlags, *names: str) -> None:
     """Refuse options that have no effect without --listen."""
     context = click.get_current_context()
     for name in names if not flags["listen"] else ():

@@ -1,4 +1,4 @@
-"""What the command line adds to a run's life: its view, the printed join line, and how to resume it."""
+"""What the command line adds to a run's life: its view, the ways to join it, and how to resume it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
-import click
-
 from potluck.cli._app import Settings
+from potluck.cli._sharing import Sharing, shared
 from potluck.fleet.life import reader_watched
 from potluck.fleet.local import LocalGuests
 from potluck.loggers.writing import loggers
@@ -23,8 +22,10 @@ from potluck.train.session import RunSpec, Session
 
 
 @contextmanager
-def session(settings: Settings, spec: RunSpec, view: Any) -> Iterator[Session]:
+def session(settings: Settings, spec: RunSpec, view: Any, sharing: Sharing | None = None) -> Iterator[Session]:
     """Open a run for the script or recipe that is run inside; `view` is the mode that was asked for."""
+    if sharing is not None:
+        sharing.check()
     listener = loggers(spec.config.log)
     opened = Session(spec, settings.environment, make_view(view), guests=LocalGuests, listener=listener)
     with opened, launched(opened.context):
@@ -32,8 +33,9 @@ def session(settings: Settings, spec: RunSpec, view: Any) -> Iterator[Session]:
             with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
                 yield opened
             return
-        if opened.token is not None and not spec.guests and view != "quiet":
-            _tell_token(opened.token, on_stderr=view == "json")
+        joining: AbstractContextManager[None] = nullcontext()
+        if opened.token is not None and not spec.guests:
+            joining = shared(opened, sharing or Sharing(), view, tell=view != "quiet" and not settings.launched)
 
         def on_gone() -> None:
             # Ctrl-C ends the other programs of a pipe too: then this is no news.
@@ -41,13 +43,8 @@ def session(settings: Settings, spec: RunSpec, view: Any) -> Iterator[Session]:
                 opened.context.request_stop()
                 say("nobody reads the output any more (a closed pipe): stopping, as with Ctrl-C")
 
-        with reader_watched(on_gone) if view != "quiet" else nullcontext():
+        with joining, reader_watched(on_gone) if view != "quiet" else nullcontext():
             yield opened
-
-
-def _tell_token(token: str, *, on_stderr: bool) -> None:
-    click.echo("On each machine that should help, type:\n", err=on_stderr)
-    click.echo(f"  potluck join {token}\n", err=on_stderr)
 
 
 def resumed_by(*words: str, arguments: Sequence[str] = ()) -> Callable[[Path], str]:

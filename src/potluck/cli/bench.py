@@ -9,16 +9,20 @@ import time
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import click
 
 from potluck import checked
 from potluck.cli._app import INTERRUPTED, LazyGroup, Verb
+from potluck.cli._options import given
 from potluck.errors import RankGoneError, ScriptError, UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from torch.distributed import ProcessGroup
+    from torch.distributed.distributed_c10d import Store
 
 VERBS: dict[str, Verb] = {
     "collectives": Verb(
@@ -35,6 +39,25 @@ _GLOO_HINT = (
 )
 _OF_TORCH_ITSELF = ("undefined", "fake")
 """Names in torch's list of backends that cannot be measured."""
+
+
+class BackendFlags(TypedDict):
+    """What both verbs have."""
+
+    backend: str
+    against: str | None
+    parent: int | None
+    json_file: str | None
+
+
+class CollectiveFlags(BackendFlags):
+    sizes: str
+    processes: int
+    op: str
+    dtype: str
+    repeats: int | None
+    threads: int
+    tolerance: float
 
 
 @click.group(cls=LazyGroup, verbs=VERBS)
@@ -93,7 +116,7 @@ def bench() -> None:
     help="Write the rows to FILE as JSON (-: standard output, instead of the table).",
 )
 @click.option("--parent", type=int, hidden=True)
-def collectives(**flags: Any) -> None:
+def collectives(**flags: Unpack[CollectiveFlags]) -> None:
     """Time a collective over many sizes, in the columns of nccl-tests, and check every element of every result.
 
     Starts its own ranks on this machine, or runs as one of the ranks under torchrun. algbw is the tensor's bytes
@@ -115,25 +138,17 @@ def collectives(**flags: Any) -> None:
     check_settings(flags, flags["processes"])
     writable(json_file)
     if not is_rank():
-        passed = ("backend", "against", "sizes", "op", "dtype", "repeats", "tolerance")
-        own = [word for name in passed if flags[name] for word in (f"--{name}", str(flags[name]))]
+        passed = given(flags, ("backend", "against", "sizes", "op", "dtype", "repeats", "tolerance"))
+        own = [word for name, value in passed.items() for word in (f"--{name}", str(value))]
         own += ["--json", json_file] if json_file else []
         start_ranks(["collectives", *own], flags["processes"], flags["threads"])
         return
     names = list(dict.fromkeys(name for name in (flags["backend"], flags["against"]) if name))
     with joined(names, flags["parent"]) as (groups, store):
-        asked = {name: flags[name] for name in ("dtype", "repeats", "tolerance")}
-        _measure(groups, store, flags["op"], wanted, asked, json_file)
+        _measure(groups, store, wanted, flags)
 
 
-def _measure(
-    groups: dict[str, Any],
-    store: Any,
-    op: str,
-    sizes: list[int],
-    asked: dict[str, Any],
-    json_file: str | None,
-) -> None:
+def _measure(groups: dict[str, ProcessGroup], store: Store, sizes: list[int], flags: CollectiveFlags) -> None:
     import torch
     import torch.distributed as dist
 
@@ -143,6 +158,7 @@ def _measure(
     from potluck.report.text import fitted
     from potluck.spec import collectives as table
 
+    op, json_file = flags["op"], flags["json_file"]
     first, speaks = dist.get_rank() == 0, dist.get_rank() == 0 and json_file != "-"
 
     def say(line: str) -> None:
@@ -154,8 +170,15 @@ def _measure(
     for line in table.header():
         say(line)
     rows = []
-    asked |= {"dtype": getattr(torch, asked["dtype"]), "link_bytes_per_s": rate}
-    for row in measure(groups, op, sizes, **asked):
+    for row in measure(
+        groups,
+        op,
+        sizes,
+        dtype=getattr(torch, flags["dtype"]),
+        repeats=flags["repeats"],
+        tolerance=flags["tolerance"],
+        link_bytes_per_s=rate,
+    ):
         rows.append(row)
         say(table.line(row))
     names = list(groups)
@@ -171,17 +194,17 @@ def _measure(
 # -- backends -------------------------------------------------------------------------------------------
 
 
-def check_backends(flags: dict[str, Any]) -> None:
+def check_backends(flags: BackendFlags) -> None:
     """Refuse an unknown --backend or --against once, before any rank is started."""
-    given = {flag: flags[flag] for flag in ("backend", "against") if flags[flag] is not None}
-    if set(given.values()) <= {"potluck"}:
+    named = {"backend": flags["backend"], "against": flags["against"] or "potluck"}
+    if set(named.values()) <= {"potluck"}:
         return  # what is always there needs no torch to be imported in this process
     import torch.distributed as dist
 
     known = dist.Backend.backend_list
     here = [name for name in known if name not in _OF_TORCH_ITSELF and not _unfit(name)]
     here.sort(key=lambda name: name != "potluck")
-    for flag, name in given.items():
+    for flag, name in named.items():
         lower = name.lower()
         what = _unfit(lower) if lower in known else f"torch.distributed knows no backend {name!r}"
         if what:
@@ -190,7 +213,7 @@ def check_backends(flags: dict[str, Any]) -> None:
             raise UserError(f"--{flag} {name}: {what}", hint=f"{meant}the backends here are {', '.join(here)}")
 
 
-def check_settings(flags: dict[str, Any], processes: int) -> None:
+def check_settings(flags: BackendFlags, processes: int) -> None:
     """Refuse POTLUCK_DIST_* settings that do not fit this machine once, before any rank is started.
 
     Under torchrun each rank checks its own, since ranks may be on different machines.
@@ -243,7 +266,7 @@ def start_ranks(arguments: list[str], processes: int, threads: int) -> None:
 
 
 @contextmanager
-def joined(names: list[str], parent: int | None) -> Iterator[tuple[dict[str, Any], Any]]:
+def joined(names: list[str], parent: int | None) -> Iterator[tuple[dict[str, ProcessGroup], Store]]:
     """The process groups by backend, the first of them the default group, and their store."""
     import torch
     import torch.distributed as dist
@@ -255,7 +278,7 @@ def joined(names: list[str], parent: int | None) -> Iterator[tuple[dict[str, Any
     try:
         # The parent ends all ranks at once when nobody reads. One that ended before would be a failure to others.
         with leased(parent, reader=parent is None):
-            groups: dict[str, Any] = {}
+            groups: dict[str, ProcessGroup] = {}
             for name in names:
                 groups[name] = _joined_by(name, first=not groups)
             try:

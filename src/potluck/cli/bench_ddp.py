@@ -6,15 +6,34 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Unpack
 
 import click
 import msgspec
 
-from potluck.cli.bench import check_backends, check_settings, is_rank, joined, start_ranks, writable, write_json
+from potluck.cli._options import given
+from potluck.cli.bench import (
+    BackendFlags,
+    check_backends,
+    check_settings,
+    is_rank,
+    joined,
+    start_ranks,
+    writable,
+    write_json,
+)
 
 if TYPE_CHECKING:
     from potluck.probe.ddp import Trained
+
+
+class DdpFlags(BackendFlags):
+    processes: str
+    lab_mbit: float | None
+    depth: int
+    sequence: int
+    batch: int
+    steps: int
 
 
 @click.command()
@@ -38,7 +57,7 @@ if TYPE_CHECKING:
 @click.option("--steps", type=click.IntRange(1), default=8, show_default=True, help="Steps to measure.")
 @click.option("--json", "json_file", metavar="FILE", help="Write the rows to FILE as JSON (-: standard output).")
 @click.option("--parent", type=int, hidden=True)
-def ddp(**flags: Any) -> None:
+def ddp(**flags: Unpack[DdpFlags]) -> None:
     """Train a small GPT under DistributedDataParallel and show what exchanging the gradients costs.
 
     Each process computes its own samples, so twice the processes do twice the work. all-reduce is the time to
@@ -52,7 +71,7 @@ def ddp(**flags: Any) -> None:
       potluck bench ddp --against gloo --processes 2
       potluck bench ddp --lab 1000                  also two emulated machines with 1 Gbit/s between them
     """
-    job, json_file = {name: flags[name] for name in ("depth", "sequence", "batch", "steps")}, flags["json_file"]
+    job, json_file = given(flags, ("depth", "sequence", "batch", "steps")), flags["json_file"]
     check_backends(flags)
     writable(json_file)
     names = [name for name in (flags["backend"], flags["against"]) if name]

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import click
 from msgspec.structs import replace
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from potluck.spec.facts import Case, Facts
     from potluck.spec.finding import Diagnosis, LogReading
 
+    LogParts = tuple[list[Part], int]
+    """A log in parts, and how many bytes were left out of it."""
+
 _MOST_FACTS_BYTES = 16 << 20
 LIMIT_S = 20.0
 """Time limit of one `potluck doctor`, as the docs promise."""
@@ -34,6 +37,17 @@ UNKNOWN_FAILURE = 2
 """Exit status for a log with an unknown failure; the same as for a file that is not a log."""
 _OF_A_RUN = ("manifest.json", "events.jsonl", "checkpoints")
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}
+
+
+class DoctorFlags(options.ListenFlags):
+    log: Path | None
+    runs: Path | None
+    run: Path | None
+    cluster: Path | None
+    parameters: str | None
+    save: Path | None
+    facts: Path | None
+    as_json: bool
 
 
 @click.command()
@@ -63,7 +77,7 @@ _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the diagnosis as JSON.")
 @click.pass_obj
-def doctor(settings: Settings, /, target: str | None, **flags: Any) -> int:
+def doctor(settings: Settings, /, target: str | None, **flags: Unpack[DoctorFlags]) -> int:
     """Find problems on this machine or between two machines, and say how to fix them.
 
     Without an argument, check this machine. With the TOKEN of `potluck doctor --listen` or of a running host, also
@@ -87,19 +101,18 @@ def doctor(settings: Settings, /, target: str | None, **flags: Any) -> int:
     """
     _check_flags(target, flags)
     # Read before anything slow, so that a typing error is reported at once.
-    flags["read"] = _log_parts(flags["log"]) if flags["log"] is not None else None
+    log = _log_parts(flags["log"]) if flags["log"] is not None else None
     if flags["facts"] is not None:
-        case = _recorded(flags["facts"])
-        return _finish(case, flags)
+        return _finish(_recorded(flags["facts"]), flags, log)
     wanted = _wanted(settings, flags)
     with _progress() as say:
         case = _look(target, flags, wanted, say)
     if flags["listen"]:
         return _listen(case.here, flags)
-    return _finish(case, flags)
+    return _finish(case, flags, log)
 
 
-def _check_flags(target: str | None, flags: dict[str, Any]) -> None:
+def _check_flags(target: str | None, flags: DoctorFlags) -> None:
     if target is not None:
         _check_target(target, flags)
     alone = {"--facts": flags["facts"], "--listen": flags["listen"] or None}
@@ -115,7 +128,7 @@ def _check_flags(target: str | None, flags: dict[str, Any]) -> None:
     options.check_listening("doctor", flags, "bind", "for")
 
 
-def _check_target(target: str, flags: dict[str, Any]) -> None:
+def _check_target(target: str, flags: DoctorFlags) -> None:
     """Refuse an empty target or one that names a file."""
     if not target.strip():
         raise ConfigError(
@@ -139,7 +152,7 @@ def _check_target(target: str, flags: dict[str, Any]) -> None:
     )
 
 
-def _wanted(settings: Settings, flags: dict[str, Any]) -> Wanted:
+def _wanted(settings: Settings, flags: DoctorFlags) -> Wanted:
     from potluck.doctor.facts.machine import Wanted
 
     run = flags["run"]
@@ -172,7 +185,7 @@ def _count(text: str | None) -> int | None:
     return count
 
 
-def _look(target: str | None, flags: dict[str, Any], wanted: Wanted, say: Callable[[str], None]) -> Case:
+def _look(target: str | None, flags: DoctorFlags, wanted: Wanted, say: Callable[[str], None]) -> Case:
     from potluck.cli._target import address_of, token_text
     from potluck.doctor.facts.machine import collect
     from potluck.doctor.facts.system import System
@@ -210,28 +223,28 @@ def _recorded(path: Path) -> Case:
         ) from None
 
 
-def _log_parts(path: Path) -> tuple[list[Part], int]:
+def _log_parts(path: Path) -> LogParts:
     """The log of a failed run; - is standard input."""
     from potluck.cli._log_file import read_parts
 
     return read_parts(path)
 
 
-def _reading(case: Case, flags: dict[str, Any]) -> LogReading | None:
+def _reading(case: Case, flags: DoctorFlags, log: LogParts | None) -> LogReading | None:
     """What was found in the log, if one was given."""
     from potluck.doctor.log import read_log
 
-    if flags["read"] is None:
+    if log is None:
         return None
-    parts, left_out = flags["read"]
+    parts, left_out = log
     name = "stdin" if str(flags["log"]) == "-" else str(flags["log"])
     return read_log(parts, name, left_out, cores=case.here.cpu.physical)
 
 
-def _finish(case: Case, flags: dict[str, Any]) -> int:
+def _finish(case: Case, flags: DoctorFlags, log: LogParts | None = None) -> int:
     from potluck.doctor import examine
 
-    diagnosis = replace(examine(case), log=_reading(case, flags))
+    diagnosis = replace(examine(case), log=_reading(case, flags, log))
     if flags["save"] is not None:
         _save(flags["save"], case)
     _show(case, diagnosis, flags["as_json"])
@@ -269,7 +282,7 @@ def _save(path: Path, case: Case) -> None:
     click.echo(f"wrote {path}", err=True)
 
 
-def _listen(here: Facts, flags: dict[str, Any]) -> int:
+def _listen(here: Facts, flags: DoctorFlags) -> int:
     """Answer the other machine until time or Ctrl-C ends it."""
     from potluck.cli._listening import Listening
     from potluck.probe.meeting import Listener

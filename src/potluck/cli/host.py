@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 import click
 
 from potluck.cli import _options as options
 from potluck.cli._app import Settings
+from potluck.cli._options import TrainFlags
 from potluck.cli._runs import runs_folder
+from potluck.cli._sharing import Sharing
 from potluck.cli.train import recipe_spec, run_recipe
 from potluck.errors import UserError
 
@@ -27,9 +29,23 @@ from potluck.errors import UserError
 @options.recipe_options
 @options.run_options
 @options.host_options
+@click.option(
+    "--token-file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write the token to this file before the first step, and remove it at the end.",
+)
+@click.option("--lan", is_flag=True, help="Let machines in this network find the run, and join it by a short code.")
+@click.option("--qr", is_flag=True, help="Also print the line for guests as a QR code.")
+@click.option("--launched", is_flag=True, hidden=True, help="Started by `potluck up`: do not print the token.")
 @click.pass_obj
 def host(
-    settings: Settings, /, what: str, arguments: tuple[str, ...], send: tuple[Path, ...], **flags: Any
+    settings: Settings,
+    /,
+    what: str,
+    arguments: tuple[str, ...],
+    send: tuple[Path, ...],
+    **flags: Unpack[TrainFlags],
 ) -> None:
     """Start a run that other machines can join, and print the command to type on them.
 
@@ -42,22 +58,30 @@ def host(
       potluck host my_train.py --send model.py -- --epochs 3
       potluck host --wait-for 2             start as soon as two guests are ready
       potluck host --log tensorboard        see it with: tensorboard --logdir runs
+      potluck host --lan                    guests in this network type a short code
       potluck host --resume runs/ID         resume; the same token still works
+      potluck host --token-file FILE        for a batch system: guests join with the same option
 
     \b
     Several GPUs in this machine, one process each:
       torchrun --standalone --nproc-per-node 2 -m potluck host my_train.py
     """
+    settings.launched = flags["launched"]
     if what.endswith(".py") or "/" in what:
         run_script(settings, Path(what), arguments, send, flags)
         return
     if arguments:
         raise UserError("a recipe takes no arguments", hint="use settings instead, for example --set warmup=50")
-    run_recipe(settings, recipe_spec(settings, what, flags, command="host"), flags["view"])
+    spec = recipe_spec(settings, what, flags, command="host")
+    run_recipe(settings, spec, flags["view"], _sharing(flags))
+
+
+def _sharing(flags: TrainFlags) -> Sharing:
+    return Sharing(token_file=flags["token_file"], lan=flags["lan"], qr=flags["qr"])
 
 
 def run_script(
-    settings: Settings, path: Path, arguments: tuple[str, ...], send: tuple[Path, ...], flags: dict[str, Any]
+    settings: Settings, path: Path, arguments: tuple[str, ...], send: tuple[Path, ...], flags: TrainFlags
 ) -> None:
     from potluck.cli import _session
     from potluck.fleet.running import running
@@ -92,7 +116,7 @@ def run_script(
         more = " ".join(f"--send {file}" for file in files)
         _session.say(f"warning: {path.name} imports {', '.join(files)}, which guests will lack: add {more}")
     try:
-        with _session.session(settings, spec, flags["view"]) as session, running(path.name):
+        with _session.session(settings, spec, flags["view"], _sharing(flags)) as session, running(path.name):
             try:
                 run_file(path, arguments)
             except SystemExit as left:

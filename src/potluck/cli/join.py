@@ -2,23 +2,47 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import click
 
 from potluck.cli._app import Settings
-from potluck.cli._options import shared
+from potluck.cli._options import duration, shared
 from potluck.errors import TokenError
+from potluck.units import seconds_text
 
 if TYPE_CHECKING:
     from potluck.wire.token import Token
 
+ANSWERS_S = 30.0
+"""How long a host may take to answer, at least."""
+LOOK_S = 0.2
+_MOST_TOKEN_BYTES = 4096
+
+
+class JoinFlags(TypedDict):
+    device: str | None
+    threads: int | None
+    name: str | None
+    micro_batch: int | None
+    script: Path | None
+    wait_s: float | None
+    give_up_s: float
+    runs: Path | None
+    view: str
+
 
 @click.command()
 @click.argument("token", required=False)
-@click.option("--token-file", type=click.Path(path_type=Path), help="Read the token from a file.")
+@click.option(
+    "--token-file",
+    type=click.Path(path_type=Path),
+    help="Read the token from a file (-: the first line of standard input). With --wait, it may not exist yet.",
+)
 @shared("device", "threads", "name", "micro_batch")
 @click.option(
     "--script",
@@ -28,18 +52,18 @@ if TYPE_CHECKING:
 @click.option(
     "--wait",
     "wait_s",
-    type=float,
-    default=30.0,
-    show_default=True,
-    help="Seconds to wait for the host to answer.",
+    callback=duration,
+    metavar="DURATION",
+    help="How long to wait for the token file and for the host to answer, such as 10m (default: 30s for the host, "
+    "and 3s if its port is closed: its run has ended).",
 )
 @click.option(
     "--give-up",
     "give_up_s",
-    type=click.FloatRange(0.0),
-    default=600.0,
+    callback=duration,
+    default="10m",
     show_default=True,
-    metavar="SECONDS",
+    metavar="DURATION",
     help="Leave after the host has been unreachable for this long.",
 )
 @click.option(
@@ -50,46 +74,98 @@ if TYPE_CHECKING:
 @click.option("--parent", type=int, hidden=True, help="End when this process is gone.")
 @shared("view")
 @click.pass_obj
-def join(settings: Settings, /, token: str | None, token_file: Path | None, **flags: Any) -> int:
-    """Join a run with this machine. TOKEN is the text that the host printed.
+def join(
+    settings: Settings,
+    /,
+    token: str | None,
+    token_file: Path | None,
+    parent: int | None,
+    **flags: Unpack[JoinFlags],
+) -> int:
+    """Join a run with this machine. TOKEN is the text that the host printed, or its code for this network.
 
     The host's script runs on this machine: join only runs of people you trust. Without TOKEN, the token is read
-    from --token-file, then from the variable POTLUCK_TOKEN, then asked for.
+    from --token-file, then from the variable POTLUCK_TOKEN. Otherwise potluck lists the runs that it sees in this
+    network (those of `potluck host --lan`) and asks for the code or the token.
 
     \b
     Examples:
       potluck join potluck2-…
+      potluck join                            look in this network, and ask
+      potluck join 12-maple-otter             the same without a question
       potluck join --token-file token.txt --device cpu --threads 4
+      potluck join --token-file token.txt --wait 10m    the host may write the file later
     """
     from potluck.fleet.life import leased
     from potluck.wire.token import decode
 
+    if str(token_file) == "-":
+        # Before `leased`, which may read stdin to its end. If whoever started this dies first, the line is empty.
+        token, token_file = token or _line_of_stdin(), None
     # Before anything slow: whatever this process waits for, it must not outlive who started it.
-    with leased(flags["parent"]):
-        decoded = decode(_find_token(token, token_file, settings))
-        return _serve(settings, decoded, flags)
+    with leased(parent):
+        began = time.monotonic()
+        decoded = decode(_find_token(token, token_file, settings, flags["wait_s"] or 0.0))
+        return _serve(settings, decoded, flags, _left(flags["wait_s"], time.monotonic() - began))
 
 
-def _find_token(token: str | None, token_file: Path | None, settings: Settings) -> str:
+def _left(wait_s: float | None, waited_s: float) -> float | None:
+    """How long the host may take to answer, after a wait for the token; None: the default."""
+    return None if wait_s is None else max(wait_s - waited_s, min(wait_s, ANSWERS_S))
+
+
+def _line_of_stdin() -> str:
+    """The first line, without a byte of what follows it."""
+    line = b""
+    while len(line) < _MOST_TOKEN_BYTES and not line.endswith(b"\n") and (byte := os.read(0, 1)):
+        line += byte
+    if not line.strip():
+        raise TokenError("standard input has no token", hint="its first line must be the token")
+    return line.decode(errors="replace")
+
+
+def _find_token(token: str | None, token_file: Path | None, settings: Settings, wait_s: float) -> str:
+    from potluck.cli import _by_code
+    from potluck.wire.code import parse_code
+
     if token:
-        return token
+        code = parse_code(token)
+        return token if code is None else _by_code.token_by_code(code)
     if token_file is not None:
-        try:
-            return token_file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise TokenError(
-                f"cannot read a token from {token_file}: {error}",
-                hint="the host's run folder has it in the file `token`; copy that, or type the token",
-            ) from error
+        return _read_token(token_file, wait_s)
     if settings.environment.token:
         return settings.environment.token
     if sys.stdin.isatty():
-        answer: str = click.prompt("token", hide_input=True)
-        return answer
+        return _by_code.asked()
     raise TokenError("no token was given", hint="type the command that the host printed: potluck join TOKEN")
 
 
-def _serve(settings: Settings, token: Token, flags: dict[str, Any]) -> int:
+def _read_token(path: Path, wait_s: float) -> str:
+    """The token in a file, which the host may write only later. The host's rename lets it appear whole."""
+    deadline = time.monotonic() + wait_s
+    told = False
+    while True:
+        try:
+            if text := path.read_text(encoding="utf-8").strip():
+                return text
+            found: Exception | str = "it is empty"
+        except FileNotFoundError as error:
+            found = error
+        except (OSError, UnicodeDecodeError) as error:
+            found, deadline = error, 0.0
+        if time.monotonic() >= deadline:
+            raise TokenError(
+                f"cannot read a token from {path}: {found}",
+                hint="the host writes it with --token-file, and into its run folder as `token`"
+                + ("" if wait_s else "; to wait for the file, add --wait 10m"),
+            )
+        if not told:
+            click.echo(f"waiting for {path} ({seconds_text(wait_s)} at most)", err=True)
+            told = True
+        time.sleep(min(LOOK_S, wait_s))
+
+
+def _serve(settings: Settings, token: Token, flags: JoinFlags, wait_s: float | None) -> int:
     """Connect, build the host's model and compute until the run is over; returns the exit status."""
     from potluck.device import pick
     from potluck.fleet.received import run_work
@@ -111,7 +187,7 @@ def _serve(settings: Settings, token: Token, flags: dict[str, Any]) -> int:
         device=device,
         name=machine_name(config, settings.environment),
         view=view,
-        wait_s=flags["wait_s"],
+        wait_s=wait_s,
         give_up_s=flags["give_up_s"],
         records=flags["runs"],
     )

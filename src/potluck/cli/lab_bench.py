@@ -190,7 +190,7 @@ def progress() -> Iterator[Report]:
         yield _lines
         return
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
     with Progress(
         TextColumn("{task.description:20}"),
@@ -200,7 +200,7 @@ def progress() -> Iterator[Report]:
         TimeElapsedColumn(),
         console=Console(stderr=True),
     ) as bars:
-        tasks: dict[str, Any] = {}
+        tasks: dict[str, TaskID] = {}
 
         def report(now: Any) -> None:
             if now.strategy not in tasks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import click
 from msgspec import Struct
@@ -20,6 +20,22 @@ if TYPE_CHECKING:
 
 _DEFAULT_MODEL = "gpt2-124m"
 _MOST_FACTS_BYTES = 64 << 20
+
+
+class PlanFlags(TypedDict):
+    machines: tuple[str, ...]
+    facts: tuple[Path, ...]
+    model: str | None
+    batch_tokens: int | None
+    batch: int | None
+    sequence: int | None
+    bytes_: float | None
+    codec: str | None
+    precision: str
+    strategies: tuple[str, ...]
+    save: Path | None
+    catalogue: bool
+    as_json: bool
 
 
 @click.command()
@@ -80,7 +96,9 @@ _MOST_FACTS_BYTES = 64 << 20
 )
 @click.option("--catalogue", is_flag=True, help="List the devices, links and models known by name.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
-def plan(rig: str | None, sweep: str | None, plot: Path | None, guests: int | None, **flags: Any) -> None:
+def plan(
+    rig: str | None, sweep: str | None, plot: Path | None, guests: int | None, **flags: Unpack[PlanFlags]
+) -> None:
     """Predict step time, speed-up, waiting and memory of each training strategy on a fleet, and give a verdict.
 
     The fleet is a RIG (a built-in name or a TOML file), or machines given with --machine, --facts or both. Nothing
@@ -178,7 +196,7 @@ def _check_plot(plot: Path, sweep: str | None) -> None:
 # -- what is planned for --------------------------------------------------------------------------------
 
 
-def _given(rig: str | None, flags: dict[str, Any]) -> tuple[Given, Job]:
+def _given(rig: str | None, flags: PlanFlags) -> tuple[Given, Job]:
     """The fleet and the job: from a rig, or from machines, facts or both."""
     ways = [
         name for name, way in (("RIG", rig), ("--machine", flags["machines"]), ("--facts", flags["facts"])) if way
@@ -193,13 +211,13 @@ def _given(rig: str | None, flags: dict[str, Any]) -> tuple[Given, Job]:
     return _of_rig(rig, flags) if rig is not None else _of_machines(flags)
 
 
-def _of_rig(name: str, flags: dict[str, Any]) -> tuple[Given, Job]:
+def _of_rig(name: str, flags: PlanFlags) -> tuple[Given, Job]:
     from potluck.lab import rigs
     from potluck.plan.inputs import Given
     from potluck.plan.rigs import fleet_of, job_of
 
-    for flag in ("model", "sequence"):
-        if flags[flag] is not None:
+    for flag, value in (("model", flags["model"]), ("sequence", flags["sequence"])):
+        if value is not None:
             raise ConfigError(
                 f"--{flag} cannot be combined with a RIG", hint="a rig has its own model: change its file"
             )
@@ -213,7 +231,7 @@ def _of_rig(name: str, flags: dict[str, Any]) -> tuple[Given, Job]:
     return Given(fleet=fleet_of(rig), assumptions=moving), job
 
 
-def _of_machines(flags: dict[str, Any]) -> tuple[Given, Job]:
+def _of_machines(flags: PlanFlags) -> tuple[Given, Job]:
     from potluck.plan import inputs, models
 
     model = models.find(flags["model"] or _DEFAULT_MODEL, flags["sequence"])

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import click
 from msgspec.structs import replace
@@ -20,7 +20,11 @@ from potluck.cli._app import Settings
 from potluck.errors import ConfigError, PotluckError, UserError
 
 if TYPE_CHECKING:
+    from potluck.env import Environment
+    from potluck.probe.speed import Training
+    from potluck.spec.config import RunConfig
     from potluck.spec.probed import DeviceSpeed, Probed
+    from potluck.wire.token import Token
 
 Say = Callable[[str], None]
 DEVICE_PART = 1 / 3
@@ -28,6 +32,19 @@ DEVICE_PART = 1 / 3
 LINK_S = 1.0
 _RECIPE_FLAGS = ("depth", "sequence", "data")
 _RUN_FLAGS = ("device", "threads", "name", "micro_batch")
+
+
+class ProbeFlags(options.ListenFlags):
+    """Beside these there are _RECIPE_FLAGS and _RUN_FLAGS, which only go into a config."""
+
+    seconds: float
+    recipe: str
+    more: tuple[str, ...]
+    config_file: Path | None
+    no_device: bool
+    no_iperf3: bool
+    save: Path | None
+    as_json: bool
 
 
 @click.command()
@@ -50,7 +67,7 @@ _RUN_FLAGS = ("device", "threads", "name", "micro_batch")
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 @click.pass_obj
-def probe(settings: Settings, /, target: str | None, **flags: Any) -> None:
+def probe(settings: Settings, /, target: str | None, **flags: Unpack[ProbeFlags]) -> None:
     """Measure this device and the link to another machine in ten seconds.
 
     Without an argument, measure this device: samples/s of a recipe, matrix products by number format, memory and
@@ -90,7 +107,7 @@ def probe(settings: Settings, /, target: str | None, **flags: Any) -> None:
     _finish(probed, flags)
 
 
-def _check_flags(target: str | None, flags: dict[str, Any]) -> None:
+def _check_flags(target: str | None, flags: ProbeFlags) -> None:
     if flags["listen"] and (target or flags["token_file"]):
         raise ConfigError("--listen takes no address and no token", hint="potluck probe --help shows examples")
     options.check_listening("probe", flags, "bind", "port", "for")
@@ -129,16 +146,16 @@ def _check_place(path: Path) -> None:
 class _Work:
     """What to measure. Its settings are checked before anything slow starts."""
 
-    flags: dict[str, Any]
+    flags: ProbeFlags
     name: str
-    token: Any
+    token: Token | None
     address: tuple[str, int | None] | None
     recipe: dict[str, Any]
-    run: Any
-    environment: Any
+    run: RunConfig
+    environment: Environment
 
     @classmethod
-    def of(cls, settings: Settings, target: str | None, flags: dict[str, Any]) -> _Work:
+    def of(cls, settings: Settings, target: str | None, flags: ProbeFlags) -> _Work:
         import socket
 
         from potluck.checked import build
@@ -200,7 +217,7 @@ class _Work:
         )
         return speed.measure(device, training, self.name, seconds, say)
 
-    def _training(self) -> Any:
+    def _training(self) -> Training:
         from potluck.checked import build
         from potluck.train import recipes
 
@@ -222,7 +239,7 @@ def _ranks() -> int:
     return int(given[1]) if all(given) and given[1].isdigit() else 1
 
 
-def _in_group(work: _Work, flags: dict[str, Any]) -> None:
+def _in_group(work: _Work, flags: ProbeFlags) -> None:
     """Measure as one of several ranks: rank 0 its device while the others wait, then all of them collectives."""
     import os
 
@@ -257,7 +274,7 @@ def _quiet(words: str) -> None:
     """Progress of ranks other than rank 0 is not shown."""
 
 
-def _listen(work: _Work, flags: dict[str, Any]) -> None:
+def _listen(work: _Work, flags: ProbeFlags) -> None:
     """Answer the other machine until time or Ctrl-C ends it."""
     from potluck.cli._listening import Listening
     from potluck.probe.link_server import LinkServer
@@ -283,7 +300,7 @@ def _listen(work: _Work, flags: dict[str, Any]) -> None:
 # -- what is shown and kept -------------------------------------------------------------------------------------
 
 
-def _finish(probed: Probed, flags: dict[str, Any]) -> None:
+def _finish(probed: Probed, flags: ProbeFlags) -> None:
     if flags["save"] is not None:
         from potluck import durable
 

@@ -7,7 +7,7 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Unpack
 
 import click
 import msgspec
@@ -15,7 +15,9 @@ import msgspec
 from potluck.checked import build
 from potluck.cli import _options as options
 from potluck.cli._app import Settings
+from potluck.cli._options import TrainFlags
 from potluck.cli._runs import runs_folder
+from potluck.cli._sharing import Sharing
 from potluck.errors import RunFolderError, UserError
 from potluck.spec.config import RunConfig
 from potluck.spec.manifest import RecipeEntry
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
 @options.recipe_options
 @options.run_options
 @click.pass_obj
-def train(settings: Settings, /, recipe: str, **flags: Any) -> None:
+def train(settings: Settings, /, recipe: str, guests: int | None, **flags: Unpack[TrainFlags]) -> None:
     """Train a RECIPE (gpt or cnn) on this machine, with one host and one guest process.
 
     \b
@@ -52,12 +54,12 @@ def train(settings: Settings, /, recipe: str, **flags: Any) -> None:
     from potluck.train.context import ALONE, HOST
 
     spec = recipe_spec(settings, recipe, flags, command="train")
-    guests = spec.guests if flags["guests"] is None else flags["guests"]
+    guests = spec.guests if guests is None else guests
     spec = replace(spec, guests=guests, role=HOST if guests else ALONE)
     run_recipe(settings, spec, flags["view"])
 
 
-def recipe_spec(settings: Settings, recipe: str, flags: dict[str, Any], *, command: str) -> RunSpec:
+def recipe_spec(settings: Settings, recipe: str, flags: TrainFlags, *, command: str) -> RunSpec:
     """A recipe's run, new or resumed."""
     from potluck.cli._session import resumed_by
     from potluck.train import recipes
@@ -87,14 +89,14 @@ def recipe_spec(settings: Settings, recipe: str, flags: dict[str, Any], *, comma
     )
 
 
-def resumed_spec(settings: Settings, flags: dict[str, Any], command: str) -> RunSpec:
+def resumed_spec(settings: Settings, flags: TrainFlags, command: str) -> RunSpec:
     """A run that is resumed: as its manifest says, but for what the flags change."""
     from potluck.cli._session import resumed_by
     from potluck.train.context import HOST
     from potluck.train.folder import find_run, open_folder
     from potluck.train.session import RunSpec
 
-    fixed = [n for n in options.RECIPE_FLAGS if n != "steps" and flags.get(n) is not None]
+    fixed = [n for n in options.given(flags, options.RECIPE_FLAGS) if n != "steps"]
     fixed += [n for n in ("config_file", "more") if flags.get(n)]
     if fixed:
         names = ", ".join(
@@ -111,8 +113,7 @@ def resumed_spec(settings: Settings, flags: dict[str, Any], command: str) -> Run
             f"{folder.path} is the run of a script, not of a recipe",
             hint=f"potluck host SCRIPT --resume {shlex.quote(str(folder.path))}",
         )
-    steps = {} if flags.get("steps") is None else {"steps": flags["steps"]}
-    table = {**recipe.config, **steps}
+    table = {**recipe.config, **options.given(flags, ["steps"])}
     run = {**manifest.settings_to_resume(), **options.given(flags, (*options.RUN_FLAGS, *options.HOST_FLAGS))}
     return RunSpec(
         role=HOST,
@@ -126,7 +127,7 @@ def resumed_spec(settings: Settings, flags: dict[str, Any], command: str) -> Run
     )
 
 
-def run_recipe(settings: Settings, spec: RunSpec, view: str) -> None:
+def run_recipe(settings: Settings, spec: RunSpec, view: str, sharing: Sharing | None = None) -> None:
     from potluck.cli import _session
     from potluck.report.curve import loss_curve_png
     from potluck.report.summary import losses, read_events
@@ -139,7 +140,7 @@ def run_recipe(settings: Settings, spec: RunSpec, view: str) -> None:
     recipe = recipes.get(spec.recipe.name)
     config = build(recipe.Config, spec.recipe.config)
     try:
-        with _session.session(settings, spec, view) as session:
+        with _session.session(settings, spec, view, sharing) as session:
             model = train_recipe(recipe, config)
     except Interrupted:
         _session.say_resume(session)

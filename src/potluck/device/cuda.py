@@ -5,7 +5,9 @@ CUDA is not initialized before a device is made.
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -162,6 +164,11 @@ def why_not() -> str | None:
     except (RuntimeError, AssertionError) as error:
         return str(error).strip().splitlines()[0].rstrip(".")
     return "no GPU was found"
+
+
+def seems_present() -> bool:
+    """Whether this machine has an NVIDIA or AMD GPU's driver, whatever torch can do with it."""
+    return any(map(os.path.exists, ("/proc/driver/nvidia/version", "/dev/kfd"))) or bool(shutil.which("nvidia-smi"))
 
 
 def make(argument: str) -> CudaDevice:

@@ -102,13 +102,14 @@ def _pick_best() -> Device:
         device = cuda.CudaDevice()
         device.reason = "CUDA is available"
         return device
-    reasons = [f"CUDA is not available: {no_cuda}"]
     no_mps = mps.why_not()
     if no_mps is None:
         device = mps.MpsDevice()
-        reasons = ["MPS is available"]
-    else:
-        device = CpuDevice()
-        reasons.append(f"MPS is not available: {no_mps}")
-    device.reason = "; ".join(reasons)
+        device.reason = "MPS is available"
+        return device
+    device = CpuDevice()
+    # Of what the machine does not have, nobody wants to read.
+    why = [f"CUDA is not available: {no_cuda}"] if cuda.seems_present() else []
+    why += [f"MPS is not available: {no_mps}"] if torch.backends.mps.is_built() else []
+    device.reason = "; ".join(why) or "no GPU found"
     return device

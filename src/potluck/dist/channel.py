@@ -279,8 +279,8 @@ class Channel:
         for rank in self.others:
             if rank not in answers:
                 missing[peers.numbers[rank]] = "does not answer"
-            elif answers[rank].get("sequence", 0) < self._call.seq:
-                missing[peers.numbers[rank]] = str(answers[rank].get("where", "unknown"))
+            elif answers[rank].sequence < self._call.seq:
+                missing[peers.numbers[rank]] = answers[rank].where
         told = peers.queues.aborted(peers.group)
         if told is not None:  # another rank was first, and its text holds for all
             raise CollectiveTimeoutError(told, hint="look at the ranks that it names")

@@ -28,6 +28,7 @@ SHARED = (
     "transport", "chunk_bytes", "small_bytes", "algorithm", "compression", "checksum", "encryption", "heartbeat_s",
 )  # fmt: skip
 """Settings that must be the same on all ranks of a group."""
+SharedSettings = dict[str, bool | int | float | str | None]
 
 _KIB, _MIB = 1024, 1024**2
 _UNITS = {"b": 1, "kib": _KIB, "mib": _MIB, "k": _KIB, "m": _MIB}
@@ -152,7 +153,7 @@ class Resolved:
     said_by: Mapping[str, str] = field(default_factory=dict)
     """The source of each setting: Config, the variable's name, or default."""
 
-    def shared(self) -> dict[str, Any]:
+    def shared(self) -> SharedSettings:
         """The settings that must be the same on all ranks, for the rendezvous."""
         return {name: getattr(self, name) for name in SHARED}
 

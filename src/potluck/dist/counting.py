@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypedDict, TypeVar
 
 from potluck.units import bits_text, bytes_text, count_text, seconds_text
 
@@ -29,6 +29,29 @@ _MOST_KINDS = 64
 log = logging.getLogger("potluck.dist")
 
 
+class Figures(TypedDict):
+    """The metrics of one kind of collective, or of all."""
+
+    ops: int
+    errors: int
+    bytes: int
+    sent_bytes: int
+    avg_s: float | None
+    p50_s: float | None
+    p99_s: float | None
+    peak_bytes_per_s: float | None
+    queue_s: float
+    staging_s: float
+    network_s: float
+    reduction_s: float
+
+
+class MetricsSnapshot(TypedDict):
+    since_s: float
+    total: Figures
+    by_op: dict[str, Figures]
+
+
 @dataclass(slots=True)
 class _Kind:
     count: int = 0
@@ -40,7 +63,7 @@ class _Kind:
     phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     latencies: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_LATENCIES))
 
-    def figures(self) -> dict[str, Any]:
+    def figures(self) -> Figures:
         ordered = sorted(self.latencies)
         return {
             "ops": self.count,
@@ -51,7 +74,10 @@ class _Kind:
             "p50_s": _quantile(ordered, 0.50),
             "p99_s": _quantile(ordered, 0.99),
             "peak_bytes_per_s": self.peak_bytes_per_s or None,
-            **{f"{phase}_s": self.phases[phase] for phase in PHASES},
+            "queue_s": self.phases["queue"],
+            "staging_s": self.phases["staging"],
+            "network_s": self.phases["network"],
+            "reduction_s": self.phases["reduction"],
         }
 
 
@@ -128,7 +154,7 @@ class Metrics:
         """`with metrics.op("all_reduce", 4096): ...`."""
         return Operation(self, name, nbytes)
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> MetricsSnapshot:
         """All metrics, ready for JSON: `total`, and `by_op` with the same for each kind of collective."""
         with self._lock:
             total = _Kind()
@@ -183,7 +209,7 @@ METRICS = Metrics()
 """The metrics of this process, over all groups."""
 
 
-def metrics() -> dict[str, Any]:
+def metrics() -> MetricsSnapshot:
     """What the backend did in this process so far, over all groups.
 
     Example:
@@ -208,7 +234,7 @@ def log_metrics(level: int = logging.INFO) -> None:
         print(words, file=sys.stderr, flush=True)
 
 
-def table(snapshot: dict[str, Any]) -> str:
+def table(snapshot: MetricsSnapshot) -> str:
     """A snapshot as a table for people."""
     head = ("collective", "ops", "errors", "data", "sent", "avg", "p50", "p99", "peak", *PHASES)
     rows = [head]
@@ -224,7 +250,10 @@ def table(snapshot: dict[str, Any]) -> str:
                 seconds_text(figures["p50_s"]),
                 seconds_text(figures["p99_s"]),
                 bits_text(figures["peak_bytes_per_s"]),
-                *(seconds_text(figures[f"{phase}_s"]) for phase in PHASES),
+                seconds_text(figures["queue_s"]),
+                seconds_text(figures["staging_s"]),
+                seconds_text(figures["network_s"]),
+                seconds_text(figures["reduction_s"]),
             )
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]

@@ -22,7 +22,7 @@ from potluck.dist.local import LocalGroup
 from potluck.dist.network_collectives import Collectives, NetworkCollectives
 from potluck.dist.peers import Peers
 from potluck.dist.point_to_point import PointToPoint
-from potluck.dist.queues import MessageQueues
+from potluck.dist.queues import MessageQueues, RankState
 from potluck.dist.record import Record
 from potluck.dist.rendezvous import Membership, RankInfo, all_ready, meet, new_namespace
 from potluck.errors import CollectiveError, ConfigError, PotluckError
@@ -128,9 +128,9 @@ class Formation:
             self.sequence += 1
             return self.sequence
 
-    def _answer(self) -> dict[str, Any]:
+    def _answer(self) -> RankState:
         """For another rank that asks why nothing comes."""
-        return {"sequence": self.sequence, "where": self.record.where()}
+        return RankState(sequence=self.sequence, where=self.record.where())
 
     # -- ending ---------------------------------------------------------------------------------------------
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from potluck.dist.config import Resolved
 from potluck.dist.connections import Endpoint
-from potluck.dist.queues import MessageQueues
+from potluck.dist.queues import MessageQueues, RankState
 from potluck.dist.streams import Stream
 from potluck.errors import CollectiveError
 
@@ -90,7 +88,7 @@ class Peers:
         own = self.queues.endpoint.name
         self.queues.abort(self.group, text, [other for other in self._everybody if other.name != own])
 
-    def ask(self) -> dict[int, dict[str, Any]]:
+    def ask(self) -> dict[int, RankState]:
         """Where the other ranks are, by rank; those that do not answer are left out."""
         told = self.queues.ask(self.group, self.others, _ASK_S)
         return {self._ranks[name]: answer for name, answer in told.items()}

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import json
 import struct
 import threading
 import time
@@ -21,6 +20,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
+
+import msgspec
 
 from potluck.dist.config import Resolved
 from potluck.dist.connections import Connections, Endpoint
@@ -52,6 +53,14 @@ class Kind(enum.IntEnum):
     """Asks where the peer is in a group."""
     TELL = 7
     CLOSE_ACK = 8
+
+
+class RankState(msgspec.Struct, frozen=True, kw_only=True):
+    """TELL: where a rank is in a group."""
+
+    sequence: int = 0
+    """Number of its last collective."""
+    where: str = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +113,8 @@ class MessageQueues:
         self._sources: dict[tuple[int, int], deque[str]] = {}
         """For each (group, tag): the senders of waiting point-to-point messages, in the order of arrival."""
         self._aborted: dict[int, str] = {}
-        self._told: dict[tuple[int, str], dict[str, Any]] = {}
-        self._answers: dict[int, Callable[[], dict[str, Any]]] = {}
+        self._told: dict[tuple[int, str], RankState] = {}
+        self._answers: dict[int, Callable[[], RankState]] = {}
         self._known: dict[str, Endpoint] = {}
         self._sent_bytes: dict[str, int] = {}
         """For each peer to which data was sent."""
@@ -123,7 +132,7 @@ class MessageQueues:
         self.connections.admit(endpoints)
         self._known.update((endpoint.name, endpoint) for endpoint in endpoints)
 
-    def open(self, group: int, answer: Callable[[], dict[str, Any]]) -> None:
+    def open(self, group: int, answer: Callable[[], RankState]) -> None:
         """Begin a group; `answer` says where this rank is when another asks."""
         with self.lock:
             self._answers[group] = answer
@@ -282,12 +291,12 @@ class MessageQueues:
         elif kind == Kind.ASK:
             answer, known = self._answers.get(group), self._known.get(source)
             if known is not None:
-                told = json.dumps(answer() if answer is not None else {}).encode()
+                told = msgspec.json.encode(answer() if answer is not None else RankState())
                 with contextlib.suppress(PotluckError):
                     self.send(known, (Kind.TELL, group, 0), about=told)
         elif kind == Kind.TELL:
             with contextlib.suppress(ValueError), self.lock:
-                self._told[group, source] = json.loads(about)
+                self._told[group, source] = msgspec.json.decode(about, type=RankState)
         elif kind == Kind.CLOSE_ACK:
             with self.lock:
                 self._acknowledged.add(source)
@@ -309,7 +318,7 @@ class MessageQueues:
     def aborted(self, group: int) -> str | None:
         return self._aborted.get(group)
 
-    def ask(self, group: int, others: list[Endpoint], within_s: float) -> dict[str, dict[str, Any]]:
+    def ask(self, group: int, others: list[Endpoint], within_s: float) -> dict[str, RankState]:
         """Where the others are in this group, by name; peers that do not answer in time are left out."""
         wanted = {other.name for other in others}
         with self.lock:

@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from potluck._version import __version__
 from potluck.dist import shm
-from potluck.dist.config import disagreement, ranks_text
+from potluck.dist.config import SharedSettings, disagreement, ranks_text
 from potluck.dist.connections import Endpoint, ShortText, check_printable
 from potluck.dist.queues import PROTOCOL
 from potluck.errors import CollectiveError, GuestsMissingError, WireError
@@ -60,7 +60,7 @@ class RankInfo(_Version, frozen=True, kw_only=True):
         check_printable(self.version, self.machine, self.torch, *self.shared.values())
 
     @classmethod
-    def own(cls, endpoint: Endpoint, shared: dict[str, Any]) -> RankInfo:
+    def own(cls, endpoint: Endpoint, shared: SharedSettings) -> RankInfo:
         return cls(
             version=__version__,
             protocol=PROTOCOL,

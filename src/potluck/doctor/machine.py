@@ -136,7 +136,8 @@ def power(case: Case, facts: Facts) -> Iterator[Finding | Fine]:
             machine=facts.name,
             what=f"this machine runs on battery{percent}",
             how=state.how,
-            breaks="it computes slower, and sleeps or ends in the middle of a run",
+            breaks="it computes slower, and sleeps or ends in the middle of a run: what keeps a machine awake "
+            "prevents neither that nor the sleep of a closed lid",
             fix="plug it in",
             pains=(25,),
         )
@@ -151,7 +152,7 @@ def power(case: Case, facts: Facts) -> Iterator[Finding | Fine]:
             breaks="a guest vanishes (the run continues without it); a host that sleeps stops the run",
             fix="powercfg /change standby-timeout-ac 0"
             if facts.platform == "win32"
-            else f"{awake}potluck join TOKEN   (or potluck host)",
+            else f"{awake}potluck join TOKEN   (or potluck host; potluck up does this itself. Keep the lid open)",
             pains=(25,),
         )
     if (
@@ -206,7 +207,7 @@ def ssh(case: Case, facts: Facts) -> Iterator[Finding | Fine]:
         if host.status == 0 and host.python:
             yield Fine(machine=facts.name, what=f"ssh {host.host}: no password needed, {host.python}")
             continue
-        code, what, fix = _ssh_trouble(host)
+        code, what, fix = ssh_trouble(host)
         yield Finding(
             code=code,
             severity=BLOCKER,
@@ -221,12 +222,26 @@ def ssh(case: Case, facts: Facts) -> Iterator[Finding | Fine]:
         )
 
 
-def _ssh_trouble(host: SshHost) -> tuple[str, str, str]:
+def ssh_trouble(host: SshHost) -> tuple[str, str, str]:
+    """The finding's code, what is wrong with a login that failed, and the fix."""
     said = host.said.lower()
     if host.status is None:
         return "ssh-silent", "no answer in time", f"ssh -v {host.host}"
+    if "permission denied" in said and "password" not in said and "keyboard-interactive" not in said:
+        return (
+            "ssh-no-key",
+            "it takes none of your keys, and no password either",
+            f"ssh -v {host.host}   (shows the keys that were tried; add one to ~/.ssh/authorized_keys there)",
+        )
     if "permission denied" in said:
         return "ssh-password", "it asks for a password", f"ssh-copy-id {host.host}"
+    if "identification has changed" in said:
+        name = host.host.rpartition("@")[2]
+        return (
+            "ssh-changed-key",
+            "its host key is not the one that is known here: it was installed anew, or another machine answers",
+            f"ssh-keygen -R {name} && ssh {host.host}   (after you have made sure that it is the right machine)",
+        )
     if "host key verification failed" in said:
         return "ssh-unknown-host", "its key is not known here, or has changed", f"ssh {host.host}   (once, by hand)"
     if "could not resolve" in said or "not known" in said:

@@ -39,6 +39,16 @@ class SendSamples(Struct, frozen=True, kw_only=True):
     positions: tuple[int, ...]
 
 
+class SendAhead(Struct, frozen=True, kw_only=True):
+    """Fetch and pack the samples of a micro-batch of the next step, and report `AheadPacked`."""
+
+    guest: str
+    batch: int
+    positions: tuple[int, ...]
+    part_bytes: int
+    """The largest part to cut it into."""
+
+
 class HashFixed(Struct, frozen=True, kw_only=True):
     """A guest's model fits: hash the frozen parameters and buffers, and report `FixedHashed`."""
 
@@ -159,6 +169,11 @@ class StepResult(Struct, frozen=True, kw_only=True):
     guests_loss_sum: float = 0.0
     guests_items: float = 0.0
     """What `backward(loss, items=…)` counted there; 0 where samples count."""
+    ahead_samples: int = 0
+    """Leased samples that had been sent before their lease."""
+    unneeded_samples: int = 0
+    """Samples sent ahead that were not lent to the guest."""
+    unneeded_bytes: int = 0
 
 
 class Reply(Struct, frozen=True, kw_only=True):
@@ -181,6 +196,7 @@ Action = (
     Send
     | SendWelcome
     | SendSamples
+    | SendAhead
     | HashFixed
     | ReadPart
     | CodeChange

@@ -63,6 +63,9 @@ class AloneHub:
     def host_sample_s(self) -> float | None:
         return self._sample_s.value
 
+    def judges(self) -> bool:
+        return False
+
     def members(self) -> list[Member]:
         return []
 

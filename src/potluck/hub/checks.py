@@ -20,7 +20,7 @@ from potluck.errors import WireError
 from potluck.hub.actions import Action, CommonBatch, CompareSketch, Emit, Send, Verdict
 from potluck.hub.feed import PieceState
 from potluck.hub.inputs import Packed
-from potluck.hub.members import CHECKING, COMPUTING, LONGEST_BENCH_STEPS, SYNCING, Member
+from potluck.hub.members import CHECKING, COMPUTING, SYNCING, Member
 from potluck.hub.stepping import pack_samples
 from potluck.spec.events import GuestJoined, RunNote
 from potluck.spec.messages import CheckMessage, NoteMessage, SamplesMessage, SketchMessage
@@ -161,7 +161,7 @@ class Checks:
         if member is not None and member.state == CHECKING and member.check in (check, None):
             member.state, member.check = SYNCING, None
             member.reason = reason
-            member.rests_until_step = self.ledger.step + min(2**member.rests, LONGEST_BENCH_STEPS)
+            member.rests_until_step = self.ledger.step + min(2**member.rests, member.longest_rest)
             member.rests += 1
 
     def compared(self, guest: str, check: int, verdict: Verdict) -> list[Action]:

@@ -6,7 +6,7 @@ next. The change of the weights is coded once for all guests: in thin as soon as
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from potluck.balance.codecs import CODING_S_PER_PARAMETER, INT4, THIN, THIN_PART, choose
@@ -14,21 +14,23 @@ from potluck.balance.leases import Speed
 from potluck.hub.actions import Action, Emit
 from potluck.hub.members import COMPUTING, LATE, SITTING_OUT, Member
 from potluck.spec.events import GuestCodec
+from potluck.spec.layout import TensorSpec
 
 
 class CodecChoice:
     """Chooses at the beginning of a step. Without `auto` nothing is chosen, and no message names a codec."""
 
     def __init__(
-        self, members: Mapping[str, Member], *, auto: bool, down: tuple[str, str] | None, values: int
+        self,
+        members: Mapping[str, Member],
+        model: Sequence[TensorSpec],
+        *,
+        auto: bool,
+        down: tuple[str, str] | None,
     ) -> None:
-        """
-        Args:
-            down: the codecs of the weights' changes with int4 and with thin; None: that is not left open.
-            values: how many the model has.
-        """
+        """`down`: the codecs of the weights' changes with int4 and with thin; None: that is not left open."""
         self._members, self._auto, self._down = members, auto, down
-        self._coding_s = CODING_S_PER_PARAMETER * values
+        self._coding_s = CODING_S_PER_PARAMETER * sum(t.count for t in model if t.role == "trained")
         self._thin_down = False
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from potluck.hub.actions import Action, ReadPart, Send
@@ -10,6 +11,9 @@ from potluck.hub.inputs import PartRead
 from potluck.hub.members import Member
 from potluck.spec.messages import ChangeMessage, TensorMessage, WholeMessage
 
+FOLLOW_S = 0.25
+"""So often the change is coded for guests that have no part in the step: they join, catch up, or are checked."""
+
 
 class Feeding:
     """Sends every guest what its `Feed` says is next."""
@@ -17,6 +21,22 @@ class Feeding:
     def __init__(self, *, pieces: int, members: Mapping[str, Member]) -> None:
         self.pieces = [PieceState(NOTHING, NOTHING, 0, 0)] * pieces
         self._members = members
+        self.coding = False
+        """Whether the change to this step's weights is coded."""
+        self._coded_at = -math.inf
+
+    def begin_step(self, now: float, step_s: float | None, *, needed: bool) -> bool:
+        """Whether to code the change to this step's weights, of which the host takes about `step_s`.
+
+        `needed`: a guest computes on them. For guests that only follow, short steps are not coded one by one: a
+        model of 1.5 ms a step would be slowed down by a guest that cannot help it.
+        """
+        short = step_s is not None and step_s < FOLLOW_S
+        followed = any(m.feed.open for m in self._members.values())
+        self.coding = followed and (needed or not short or now - self._coded_at >= FOLLOW_S)
+        if self.coding:
+            self._coded_at = now
+        return self.coding
 
     def coded(self, version: int) -> bool:
         """Whether all pieces are at the weights' version."""

@@ -25,6 +25,7 @@ from potluck.codec import Codecs, encode_with_feedback, from_wire, rehearse, to_
 from potluck.device import Device, Mark
 from potluck.errors import PotluckError, WireError
 from potluck.failpoints import hit
+from potluck.hub.ahead import MOST_BYTES
 from potluck.hub.feed import NOTHING
 from potluck.hub.hashes import PieceHashes
 from potluck.hub.link import GuestLink, RawFrames
@@ -37,10 +38,12 @@ from potluck.hub.tensors import (
     write_part,
     write_piece,
 )
-from potluck.hub.work import Arrivals, Work
+from potluck.hub.work import Arrivals, Kept, Work
+from potluck.limits import usable_memory
 from potluck.spec.layout import fingerprint_to_json
 from potluck.spec.messages import (
     MOST_ITEMS,
+    AheadMessage,
     ByeMessage,
     ChangeMessage,
     CheckMessage,
@@ -67,8 +70,13 @@ from potluck.wire.frames import Received, dump_json
 from potluck.wire.tree import unpack_tree
 
 MAX_BATCH_BYTES = 1 << 30
+AHEAD_PART = 16
+"""Of this machine's memory, for samples that come ahead of their lease."""
 EASY_BATCH_BYTES = 1 << 28
 """No more is asked for at once where samples are sent, however much memory there is: half of what can be sent."""
+
+REMEMBERED = 16
+"""Contributions of which the host may still say that they do not count."""
 
 Update = ChangeMessage | WholeMessage | TensorMessage | HashMessage | ResyncMessage
 """What the worker applies, in the order in which it arrived."""
@@ -95,6 +103,10 @@ class GuestHub:
         self._works: deque[Work] = deque()
         self._early: dict[int, dict[int, Any]] = {}
         """Samples that came before their lease did (they travel on the other connection)."""
+        self._kept = Kept(
+            min(MOST_BYTES, usable_memory()[0] // AHEAD_PART),
+            lambda tree, frames: unpack_tree(tree, frames, max_bytes=MAX_BATCH_BYTES),
+        )
         self._incoming: deque[Received[Update]] = deque()
         self._busy = False
         """The worker is reading gradients or changing weights at this moment."""
@@ -115,6 +127,10 @@ class GuestHub:
         self._arrivals = Arrivals()
         self._micro_batch: Callable[[], tuple[int, int]] = lambda: (1, 1)
         self._sample_bytes = 0.0
+        self._delivered: dict[int, int] = {}
+        """The samples of the last contributions, by lease."""
+        self.dropped_samples = 0
+        """Samples that were delivered and did not count."""
         self.note: Callable[[str], None] = lambda text: None
         """Told what the host has to say to whoever sits at this machine."""
         self._worker = threading.Thread(target=self._run, name="potluck-coder", daemon=True)
@@ -147,7 +163,8 @@ class GuestHub:
             "hashes": {**self._hashes, **self._tensors.buffer_hashes()},
         }
         usual, most = self._micro_batch()
-        self._link.send(ReadyMessage(micro_batch=usual, largest_micro_batch=most), dump_json(about))
+        ready = ReadyMessage(micro_batch=usual, largest_micro_batch=most, ahead_bytes=self._kept.most_bytes)
+        self._link.send(ready, dump_json(about))
 
     def next_work(self) -> Work:
         """Wait for the next lease or check. Raises RunOver, or the link's failure."""
@@ -189,10 +206,17 @@ class GuestHub:
 
     def batch(self, work: Work, number: int) -> Any | None:
         """The samples of one micro-batch, or None when the work is over."""
+        ahead = work.ahead[number] if number < len(work.ahead) else 0
         with self._changed:
-            self._wait(lambda: number in work.batches or work.over or self._done_waiting())
+            self._wait(lambda: number in work.batches or self._kept.has(ahead) or work.over or self._done_waiting())
             self._raise_end()
-            return None if work.over else work.batches.pop(number)
+            if work.over:
+                return None
+            if number in work.batches:
+                return work.batches.pop(number)
+            batch, nbytes = self._kept.take(ahead)
+            self._sample_bytes = max(self._sample_bytes, nbytes / work.sizes[number])
+            return batch
 
     def wait_for_pieces(self, work: Work, pieces: Iterable[int]) -> float:
         """Wait until these pieces are at the work's version (or the work is over); the seconds it took."""
@@ -228,15 +252,15 @@ class GuestHub:
 
     def finish(
         self, work: Work, *, count: int, loss_sum: float, compute_s: float, items: float | None = None
-    ) -> None:
-        """The gradient is complete: code what is left of it, and say so."""
+    ) -> bool:
+        """The gradient is complete: code what is left of it, and say so. Returns False if it is too late."""
         with self._changed:
             self.code(work, range(len(self._have)))
             self._changed.wait_for(lambda: len(self._coded) == len(self._have) or work.over or self._done_waiting())
             self._raise_end()
             if work.over:
                 self._tell_stopped(work, count, compute_s)
-                return
+                return False
             finite = self._finite and math.isfinite(loss_sum) and 0.0 <= (items or 0.0) <= MOST_ITEMS
         usual, most = self._at_once()
         done = DoneMessage(
@@ -251,8 +275,13 @@ class GuestHub:
             largest_micro_batch=most,
         )
         hit("guest.before-finish")
+        with self._changed:
+            for old in list(self._delivered)[:-REMEMBERED]:
+                del self._delivered[old]
+            self._delivered[work.id] = count
         self._link.send(done)
         hit("guest.finished")
+        return True
 
     def send_sketch(
         self,
@@ -335,6 +364,7 @@ class GuestHub:
                 work.over = True
             self._incoming.clear()
             self._early.clear()
+            self._kept.clear()
             self._clear_residual = True
             self._hashing = None
             self._have = [NOTHING] * len(self._have)
@@ -354,7 +384,11 @@ class GuestHub:
                     self._incoming.append(Received(message, tuple(frames)))
                 case SamplesMessage():
                     self._samples(message, frames)
+                case AheadMessage():
+                    self._kept.add(message, frames[0])
+                    self._link.send(TakenMessage(bytes=len(frames[0]), ahead=True))
                 case LeaseMessage():
+                    self._kept.leased(message.step, message.ahead)
                     self._new_work(
                         Work(
                             id=message.lease,
@@ -368,6 +402,7 @@ class GuestHub:
                             transfer_s=message.transfer_s,
                             tail_s=message.tail_s,
                             codec=message.codec,
+                            ahead=message.ahead,
                         ),
                         frames,
                     )
@@ -379,6 +414,7 @@ class GuestHub:
                     self._revoke(message.lease)
                 case DroppedMessage():
                     self._clear_residual = True
+                    self.dropped_samples += self._delivered.pop(message.lease, 0)
                 case NoteMessage():
                     self.note(message.text)
                 case ByeMessage():

@@ -6,6 +6,7 @@ the `actions` that come back. The training thread never touches a socket and wai
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -31,7 +32,7 @@ from potluck.spec.events import FlightRecorded, RunEvent
 from potluck.spec.messages import DATA, FromHost, WelcomeMessage
 from potluck.wire.frames import FROM_GUEST, MalformedError, UnknownKindError, VersionError, pack
 from potluck.wire.transport import HostSocket
-from potluck.wire.tree import pack_tree
+from potluck.wire.tree import pack_tree, split_frames
 
 TICK = inputs.Tick()
 
@@ -48,6 +49,8 @@ class HubParts:
     """The welcome for a guest of this name, and the script's files."""
     fetch: Callable[[Sequence[int]], Any]
     """The collated batch of these positions; None if their step is over."""
+    fetch_ahead: Callable[[Sequence[int]], Any]
+    """The collated batch of positions of the step after this one; None if it cannot be had yet."""
     emit: Callable[[RunEvent], None]
     early: Sequence[tuple[bytes, Sequence[Any]]] = ()
     """Messages that arrived before there was a hub."""
@@ -66,6 +69,8 @@ class HostHub:
         self._bytes_up = self._bytes_down = 0
         self._hashes: dict[str, str] | None = None
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="potluck-loader")
+        # A thread of its own: the next step may have to be waited for, and this one's samples must not.
+        self._ahead = ThreadPoolExecutor(1, thread_name_prefix="potluck-ahead")
         self._stop = False
         self._failure: BaseException | None = None
         self._standstill = Standstill(time.monotonic())
@@ -193,6 +198,11 @@ class HostHub:
         with self._lock:
             return self._protocol.host_sample_s
 
+    def judges(self) -> bool:
+        """Whether the norm of the host's own gradient of this step is needed, to judge guests' by it."""
+        with self._lock:
+            return self._protocol.judges
+
     def members(self) -> list[Member]:
         with self._lock:
             return list(self._protocol.members.values())
@@ -208,7 +218,8 @@ class HostHub:
         self._socket.wake()
         if self._thread.is_alive():
             self._thread.join(5.0)
-        self._loader.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._loader, self._ahead):
+            threads.shutdown(wait=False, cancel_futures=True)
         self._coder.close()
         self._socket.close()
         self._record(now=True)
@@ -345,6 +356,8 @@ class HostHub:
                 self._coder.forget(action.guest)
             case act.SendSamples():
                 self._loader.submit(self._guarded, self._load, action)
+            case act.SendAhead():
+                self._ahead.submit(self._guarded, self._load_ahead, action)
             case act.HashFixed():
                 self._loader.submit(self._guarded, self._hash_fixed, action)
             case act.CompareSketch():
@@ -388,6 +401,16 @@ class HostHub:
                 guest=action.guest, lease=action.lease, batch=action.batch, tree=tree, frames=tuple(frames)
             )
         )
+
+    def _load_ahead(self, action: act.SendAhead) -> None:
+        batch = self._parts.fetch_ahead(action.positions)
+        tree: Any = None
+        frames: list[memoryview] = []
+        if batch is not None:
+            with contextlib.suppress(LoopError):  # its lease says why it cannot be sent
+                tree, frames = pack_tree(batch)
+        parts = tuple(part for frame in frames for part in split_frames(frame, action.part_bytes))
+        self._report(inputs.AheadPacked(guest=action.guest, batch=action.batch, tree=tree, parts=parts))
 
     def _hash_fixed(self, action: act.HashFixed) -> None:
         hit("host.before-introduce")

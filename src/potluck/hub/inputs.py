@@ -142,6 +142,15 @@ class SamplesNotPacked(_Input, frozen=True, kw_only=True):
     why: str
 
 
+class AheadPacked(_Input, frozen=True, kw_only=True):
+    """A micro-batch of the next step is ready to be sent: the answer to `SendAhead`. No parts: it cannot be."""
+
+    guest: str
+    batch: int
+    tree: Any = None
+    parts: tuple[Any, ...] = ()
+
+
 class SketchCompared(_Input, frozen=True, kw_only=True):
     """The outcome of a parity check: the answer to `CompareSketch`."""
 
@@ -245,6 +254,7 @@ Input = (
     | FixedHashed
     | SamplesPacked
     | SamplesNotPacked
+    | AheadPacked
     | SketchCompared
     | StepBegun
     | BatchWanted

@@ -31,6 +31,7 @@ from potluck.spec.messages import (
     WelcomeMessage,
 )
 from potluck.wire.frames import FROM_HOST, PROTOCOL, MalformedError, Received, VersionError, pack
+from potluck.wire.reach import NobodyListensError
 from potluck.wire.token import Token
 from potluck.wire.transport import GuestSocket, HungUpError
 
@@ -104,18 +105,22 @@ class GuestLink:
 
     # -- any thread -------------------------------------------------------------------------------------
 
-    def connect(self, timeout_s: float = 15.0) -> Received[WelcomeMessage]:
+    def connect(self, timeout_s: float = 15.0, closed_s: float | None = None) -> Received[WelcomeMessage]:
         """Connect and say hello; the host's welcome. Errors are for the person at this machine.
 
-        A host that is still preparing its run does not answer yet: until the time is over, it is asked again.
+        A host that is still preparing its run does not answer yet: until the time is over, it is asked again. Where
+        the machine answers and its port is closed, for `closed_s` only.
         """
-        deadline = time.monotonic() + timeout_s
+        began = time.monotonic()
+        deadline = began + timeout_s
+        closed_by = deadline if closed_s is None else min(deadline, began + closed_s)
         while True:
             try:
                 self._open(max(0.5, min(ATTEMPT_S, deadline - time.monotonic())))
                 break
             except NetworkError as error:
-                if self._is_final(error) or time.monotonic() + FIRST_BACKOFF_S > deadline:
+                until = closed_by if isinstance(error, NobodyListensError) else deadline
+                if self._is_final(error) or time.monotonic() + FIRST_BACKOFF_S > until:
                     raise
                 self.waiting(error)
                 time.sleep(FIRST_BACKOFF_S)

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 from potluck.balance.leases import Least, Speed
 from potluck.balance.quota import Estimate
+from potluck.hub.ahead import Ahead
 from potluck.hub.feed import Feed
+from potluck.spec.events import GuestLeft, GuestLost, GuestRefused, RunEvent
 
 JOINING = "joining"
 SYNCING = "syncing"
@@ -20,7 +22,8 @@ LATE_BEFORE_BENCH = 2
 """After this many leases in a row that did not count (most often too late) a guest sits out for a while."""
 TRIAL_SAMPLES = 2
 """A guest whose link seems too slow, judged only by its first weights, gets one lease of this size as a test."""
-LONGEST_BENCH_STEPS = 64
+LONGEST_BENCH_STEPS, LONGEST_REST_S = 64, 30.0
+"""A guest sits out at most so long, whichever is longer: where steps take milliseconds, 64 of them are no rest."""
 QUOTA_RETRY_STEPS = 4
 LARGEST_MICRO_BATCH = 1 << 20
 """The largest micro-batch that a guest may claim."""
@@ -69,6 +72,7 @@ class Member:
     last_heard: float
     joined_at: float
     feed: Feed
+    ahead: Ahead = field(default_factory=Ahead)
     state: str = JOINING
     reason: str = ""
     micro_batch: int = 1
@@ -99,11 +103,15 @@ class Member:
     """Whether that was chosen by its link, and everybody was told."""
     misses: list[str] = field(default_factory=list)
     """Why its last leases in a row did not count, as clauses. Empty once one counts."""
+    told: str = ""
+    """The kind of reason for which it was last told that it sits out. Empty once a contribution counts."""
     leased: bool = False
     """It has had a lease, so its link was measured."""
     wrong_in_a_row: int = 0
     """Contributions in a row that were wrong: the host computed their samples and found something else."""
     rests: int = 0
+    longest_rest: int = LONGEST_BENCH_STEPS
+    """The most steps that it sits out."""
     rests_until_step: int = 0
     gains_s: deque[float] = field(default_factory=lambda: deque(maxlen=GAIN_WINDOW))
     sync_started: float = 0.0
@@ -176,7 +184,7 @@ class Member:
     def rest(self, step: int, reason: str, *, steps: int | None = None) -> None:
         """Sit out for a number of steps that doubles each time in a row."""
         length = steps if steps is not None else 2 ** (self.rests + 1)
-        self.rests_until_step = step + min(length, LONGEST_BENCH_STEPS)
+        self.rests_until_step = step + min(length, self.longest_rest)
         self.rests += 1
         self.state, self.reason = SITTING_OUT, reason
         self.feed.open = False
@@ -190,3 +198,23 @@ class Member:
             unhidden_s = speed.unhidden_s(count) if speed is not None else 0.0
             self.overhead.add(max(0.0, since_start_s - compute_s - unhidden_s))
             self.busy_s = compute_s
+
+
+_GONE: dict[str, type[GuestLeft] | type[GuestLost] | type[GuestRefused]] = {
+    "guest_left": GuestLeft,
+    "guest_lost": GuestLost,
+    "guest_refused": GuestRefused,
+}
+
+
+def gone(member: Member, kind: str, reason: str, step: int, samples_taken_back: int) -> RunEvent:
+    """The event that tells of a guest's end."""
+    return _GONE[kind](
+        machine=member.name,
+        address=member.address,
+        reason=reason,
+        step=step,
+        samples_taken_back=samples_taken_back,
+        put_out=member.put_out,
+        failed=member.failed,
+    )

@@ -37,6 +37,11 @@ class Norms:
         self.most_a_sample = math.inf
         """The norm of a contribution, divided by its samples, up to which it counts."""
 
+    @property
+    def suspects(self) -> bool:
+        """Whether somebody waits to be judged."""
+        return bool(self._suspects)
+
     def suspect(self, guest: str, *, step: int, norm: float) -> None:
         """A contribution to this step was dropped for its norm; infinite: it was not finite."""
         self._suspects.append(_Suspect(guest, step, norm))

@@ -30,16 +30,17 @@ from potluck.hub.actions import (
     Take,
     Wake,
 )
+from potluck.hub.ahead import MOST_BYTES, SendingAhead
 from potluck.hub.checks import Checks
 from potluck.hub.codec_choice import CodecChoice
 from potluck.hub.feed import Feed, lacking
 from potluck.hub.feeding import Feeding
 from potluck.hub.guard import ReplicaGuard
-from potluck.hub.members import CHECKING, JOINING, SYNCING, Member
+from potluck.hub.members import CHECKING, JOINING, SITTING_OUT, SYNCING, Member, gone
 from potluck.hub.norms import Norms
 from potluck.hub.stepping import Stepping
 from potluck.spec.config import MOST_GUESTS
-from potluck.spec.events import GuestHello, GuestLeft, GuestLost, GuestRefused, RunEvent, RunNote
+from potluck.spec.events import GuestHello, GuestRefused, RunNote
 from potluck.spec.layout import TensorSpec, fingerprint_from_json, fingerprint_to_json, first_difference
 from potluck.spec.messages import (
     AliveMessage,
@@ -83,9 +84,9 @@ class HostTerms:
     piece_bytes: tuple[int, ...]
     """The length of each piece's gradient in the run's codec, the longest where it varies."""
     lengths_vary: bool = False
-    """Whether a gradient may be shorter: some codecs' messages have lengths that depend on the values."""
+    """Whether a gradient may be shorter."""
     coded_bytes: int | None = None
-    """What all messages of a gradient have together, as far as it is known before one has come."""
+    """Expected length of all pieces together, where lengths vary."""
     window_bytes: int = 4 << 20
     heartbeat_s: float = 1.0
     silence_s: float = 5.0
@@ -100,15 +101,16 @@ class HostTerms:
     codec: str = ""
     """The gradients' codec, for error messages."""
     auto: bool = False
-    """Whether each guest's codec is chosen by its link."""
+    """Whether each guest's codec is chosen by its link; `down`: see CodecChoice."""
     down: tuple[str, str] | None = None
-    """With `auto`, the codecs of the weights' changes for int4 and for thin; None: that is not chosen."""
     guest_bound: float = 0.0
     """A contribution counts if its norm a sample is at most this many times the host's own. 0: no limit."""
     check_replica_every: int = 50
     """Steps between two comparisons of the replica's hash with the guests'. 0: never."""
     least: Least = field(default_factory=Least)
     """The smallest micro-batch and the smallest lease that the model can train on."""
+    steps: int | None = None
+    """Steps of the whole run, if they are known: nothing is sent ahead in the last one."""
 
     @property
     def pieces(self) -> int:
@@ -122,17 +124,21 @@ class HostProtocol:
         self.terms = terms
         self.ledger = ledger
         self.members: dict[str, Member] = {}
-        values = sum(tensor.count for tensor in terms.fingerprint if tensor.role == "trained")
-        self.codecs = CodecChoice(self.members, auto=terms.auto, down=terms.down, values=values)
+        self.codecs = CodecChoice(self.members, terms.fingerprint, auto=terms.auto, down=terms.down)
+        self.feeding = Feeding(pieces=terms.pieces, members=self.members)
+        change_bytes, steps = terms.coded_bytes or sum(terms.piece_bytes), terms.steps
+        self.ahead = SendingAhead(
+            ledger=ledger, members=self.members, feeding=self.feeding, change_bytes=change_bytes, steps=steps
+        )
         self.stepping = Stepping(
             ledger=ledger,
             members=self.members,
             host_name=terms.name,
             local_data=terms.local_data,
+            ahead=self.ahead,
             least=terms.least,
             codecs=self.codecs,
         )
-        self.feeding = Feeding(pieces=terms.pieces, members=self.members)
         self.guard = ReplicaGuard(
             every=terms.check_replica_every, members=self.members, stepping=self.stepping, pump=self._pump
         )
@@ -171,6 +177,7 @@ class HostProtocol:
             inputs.FixedHashed: self._fixed_hashed,
             inputs.SamplesPacked: self._samples_packed,
             inputs.SamplesNotPacked: self._samples_not_packed,
+            inputs.AheadPacked: self.ahead.packed,
             inputs.SketchCompared: self._sketch_compared,
             inputs.StepBegun: self._step_begun,
             inputs.BatchWanted: self._batch_wanted,
@@ -197,6 +204,12 @@ class HostProtocol:
     def samples_of(self, positions: Sequence[int]) -> list[int]:
         """The data set's indices of these positions."""
         return self.ledger.samples_of(positions)
+
+    @property
+    def judges(self) -> bool:
+        """Whether the norm of the host's own gradient of this step is needed: guests' are judged by it."""
+        takes_part = any(m.state not in (JOINING, SITTING_OUT) for m in self.members.values())
+        return takes_part or self.norms.suspects
 
     def holds(self, guest: str, lease: int) -> bool:
         """Whether the guest still holds the lease."""
@@ -318,11 +331,15 @@ class HostProtocol:
         if difference is not None:
             return self._put_out(member, f"a different model: {difference}", refused=True)
         member.computes(ready.micro_batch, ready.largest_micro_batch)
+        member.ahead.most_bytes = 0 if self.terms.local_data else min(ready.ahead_bytes, MOST_BYTES)
         member.fixed_digests = model.hashes
         member.state, member.sync_started = SYNCING, now
         return [HashFixed(guest=member.id), Wake()]
 
     def _taken(self, member: Member, taken: TakenMessage, now: float) -> list[Action]:
+        if taken.ahead:
+            member.ahead.took(taken.bytes)
+            return self.ahead.pump(member)
         member.feed.taken(taken.bytes)
         if member.state == SYNCING:
             member.sync_bytes += taken.bytes
@@ -392,8 +409,7 @@ class HostProtocol:
                 continue
             member.wrong_in_a_row = member.wrong_in_a_row + 1 if guilty else 0
             if member.wrong_in_a_row >= WRONG_BEFORE_OUT:
-                codec = member.codec or self.terms.codec
-                packed = f" (in codec {codec})" if codec else ""
+                packed = f" (in codec {member.codec or self.terms.codec})" if self.terms.codec else ""
                 actions += self._put_out(
                     member,
                     f"sent gradients that are not finite or far too large {member.wrong_in_a_row} times in a row"
@@ -437,7 +453,8 @@ class HostProtocol:
         self.checks.begin_step(pieces)
         actions = self.stepping.begin(now, pieces, keeps, event.head_start_s)
         actions += self.guard.begin_step(self.ledger.step)
-        if any(m.feed.open for m in self.members.values()):
+        needed = self.checks.due is not None or any(m.lease is not None for m in self.members.values())
+        if self.feeding.begin_step(now, self.stepping.alone_s, needed=needed):
             actions.append(CodeChange(codec=self.codecs.change))
         return actions
 
@@ -462,7 +479,7 @@ class HostProtocol:
         if self.ledger.in_pool:
             return False
         members = self.members.values()
-        coded = self.feeding.coded(self.ledger.step)
+        coded = not self.feeding.coding or self.feeding.coded(self.ledger.step)
         waiting = any(m.state == CHECKING or (m.feed.open and not coded) for m in members)
         return waiting or not self.ledger.full
 
@@ -497,7 +514,7 @@ class HostProtocol:
     # -- what guests are sent -----------------------------------------------------------------------------
 
     def _pump(self, member: Member) -> list[Action]:
-        return [*self.feeding.pump(member), *self.guard.ask(member)]
+        return [*self.feeding.pump(member), *self.guard.ask(member), *self.ahead.pump(member)]
 
     def _piece_coded(self, event: inputs.PieceCoded, now: float) -> list[Action]:
         self.feeding.pieces[event.index] = event.piece
@@ -524,11 +541,13 @@ class HostProtocol:
         member = self.members.get(event.guest)
         if member is None:
             return []
+        nbytes = sum(len(frame) for frame in event.frames)
         if member.lease is not None and member.lease.id == event.lease:
             member.lease.unread -= 1
-        member.feed.extra(sum(len(frame) for frame in event.frames))
+            member.ahead.measured(nbytes, member.lease.sizes[event.batch])
+        member.feed.extra(nbytes)
         samples = SamplesMessage(lease=event.lease, batch=event.batch, tree=event.tree)
-        return [Send(guest=member.id, message=samples, frames=event.frames)]
+        return [Send(guest=member.id, message=samples, frames=event.frames), *self.ahead.pump(member)]
 
     def _samples_not_packed(self, event: inputs.SamplesNotPacked, now: float) -> list[Action]:
         """The guest cannot help with such batches. The training itself goes on."""
@@ -547,8 +566,8 @@ class HostProtocol:
             member.rate.add(answer.count / answer.compute_s)
         synced_s = member.sync_ended - member.sync_started
         if member.sync_bytes and not member.joined:
-            coded_bytes = self.terms.coded_bytes or sum(self.terms.piece_bytes)
-            member.transfer.add(self.codecs.part * coded_bytes * synced_s / member.sync_bytes)
+            coded = self.codecs.part * (self.terms.coded_bytes or sum(self.terms.piece_bytes))
+            member.transfer.add(coded * synced_s / member.sync_bytes)
         return actions
 
     # -- time -------------------------------------------------------------------------------------------
@@ -612,9 +631,10 @@ class HostProtocol:
             return []
         lease = member.lease
         back = self.stepping.gone(member)
+        self.ahead.forget(member)
         del self.members[member.id]
         return [
-            Emit(event=_gone(member, kind, reason, 1 + (lease.step if lease and back else self.ledger.step), back)),
+            Emit(event=gone(member, kind, reason, 1 + (lease.step if lease and back else self.ledger.step), back)),
             Forget(guest=member.id),
             Wake(),
         ]
@@ -628,23 +648,3 @@ class HostProtocol:
         while name in taken:
             name, number = f"{wanted}-{number}", number + 1
         return name
-
-
-_GONE: dict[str, type[GuestLeft] | type[GuestLost] | type[GuestRefused]] = {
-    "guest_left": GuestLeft,
-    "guest_lost": GuestLost,
-    "guest_refused": GuestRefused,
-}
-
-
-def _gone(member: Member, kind: str, reason: str, step: int, samples_taken_back: int) -> RunEvent:
-    """The event that tells of a guest's end."""
-    return _GONE[kind](
-        machine=member.name,
-        address=member.address,
-        reason=reason,
-        step=step,
-        samples_taken_back=samples_taken_back,
-        put_out=member.put_out,
-        failed=member.failed,
-    )

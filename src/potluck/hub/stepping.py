@@ -17,6 +17,7 @@ from potluck.balance.leases import Least, Quotas, Speed, lease_sizes, quotas, sp
 from potluck.balance.ledger import Ledger
 from potluck.balance.quota import Estimate, extra_samples
 from potluck.hub.actions import Action, CommonBatch, Emit, Send, SendSamples, StepResult, Take, Wake
+from potluck.hub.ahead import AheadBatch, AheadCount, SendingAhead
 from potluck.hub.codec_choice import CodecChoice
 from potluck.hub.feed import PieceState
 from potluck.hub.members import (
@@ -24,20 +25,24 @@ from potluck.hub.members import (
     GAIN_WINDOW,
     LATE,
     LATE_BEFORE_BENCH,
+    LONGEST_BENCH_STEPS,
+    LONGEST_REST_S,
     QUOTA_RETRY_STEPS,
     SITTING_OUT,
     TRIAL_SAMPLES,
     Member,
     OpenLease,
 )
-from potluck.hub.reasons import in_a_row, why_late, why_not
+from potluck.hub.reasons import in_a_row, kind_of, why_late, why_not
 from potluck.spec.events import ContributionDropped, GuestSitsOut, LeaseTakenBack
-from potluck.spec.messages import DroppedMessage, LeaseMessage, RevokeMessage
+from potluck.spec.messages import DroppedMessage, LeaseMessage, NoteMessage, RevokeMessage
 
 FIRST_TAIL_S = 0.05
 """A guess of the time to deliver the end of a gradient, until the first contribution is measured."""
 MOST_MICRO_BATCHES = 512
 """The most micro-batches of a lease: all are sent at once, and one header lists them."""
+MOST_EXTRA_BYTES = 256 << 10
+"""Samples beyond a quota are not worth more: they travel in the step that needs the link for its weights."""
 SILENT_S = 2.5
 """At the end of a step, a guest that was silent for this long is not waited for."""
 
@@ -65,11 +70,13 @@ class Stepping:
         members: dict[str, Member],
         host_name: str,
         local_data: bool,
+        ahead: SendingAhead,
         least: Least | None = None,
         codecs: CodecChoice | None = None,
     ) -> None:
         self._codecs = codecs
         self.least = least or Least()
+        self.ahead = ahead
         self.ledger = ledger
         self.members = members
         self.host_name = host_name
@@ -105,8 +112,11 @@ class Stepping:
         self._head_start_s = head_start_s
         seconds = self.host_sample_s
         if not seconds:
+            self.ahead.begun()
             return []
         actions: list[Action] = []
+        for member in self.members.values():
+            member.longest_rest = max(LONGEST_BENCH_STEPS, int(LONGEST_REST_S / (self.alone_s or LONGEST_REST_S)))
         if self._codecs is not None:
             actions += self._codecs.begin_step(self.ledger.global_batch, seconds, self.ledger.step)
         able = self._shares(self._candidates(), host_keeps)
@@ -137,6 +147,7 @@ class Stepping:
             quota = min(max(TRIAL_SAMPLES, least), member.micro_batch, self.ledger.in_pool - host_keeps)
             if quota >= least:
                 actions += self._lease(member, Lot(quota, 0, lent, shares.step_s, seconds), now)[1]
+        self.ahead.begun()
         self._predicted = shares.step_s
         return actions
 
@@ -155,6 +166,12 @@ class Stepping:
         return self._host_sample_s.value or (seconds / count if count else None)
 
     @property
+    def alone_s(self) -> float | None:
+        """Seconds that the open step would take the host alone, if that is known."""
+        seconds = self.host_sample_s
+        return self.ledger.global_batch * seconds if seconds else None
+
+    @property
     def predicted_s(self) -> float | None:
         """How long this step should take. None where no guest takes part."""
         return self._predicted
@@ -165,6 +182,7 @@ class Stepping:
         if count:
             self._host_sample_s.add(seconds / count)
         self._host_now = (0, 0.0)
+        ahead, self.ahead.count = self.ahead.count, AheadCount()
         return StepResult(
             samples=samples,
             wait_s=self._wait_s,
@@ -174,6 +192,9 @@ class Stepping:
             micro_batches=self._sizes,
             guests_loss_sum=self._guests_loss_sum,
             guests_items=self._guests_items,
+            ahead_samples=ahead.used_samples,
+            unneeded_samples=ahead.unneeded_samples,
+            unneeded_bytes=ahead.unneeded_bytes,
         )
 
     def _candidates(self) -> list[Member]:
@@ -191,7 +212,6 @@ class Stepping:
         """The quota is under one sample: let the guest sit out, and try again later."""
         assert member.speed is not None
         reason = why_not(self._counted_on(member.speed), step_s, guessed=not member.samples)
-        told = member.state == SITTING_OUT
         # A guest that has helped before is asked again soon, then less and less often.
         steps = None if member.samples else QUOTA_RETRY_STEPS * 2**member.rests
         member.rest(self.ledger.step, reason, steps=steps)
@@ -203,11 +223,16 @@ class Stepping:
                 estimate.value *= 0.7
                 estimate.spread *= 0.7
         member.rate.spread *= 0.7
-        return (
-            []
-            if told
-            else [Emit(event=GuestSitsOut(machine=member.name, step=self.ledger.step + 1, reason=reason))]
-        )
+        return [] if kind_of(reason) == member.told else self._sits_out(member, reason)
+
+    def _sits_out(self, member: Member, reason: str, until: str = "") -> list[Action]:
+        """Tell everybody; the guest itself, unless it was told the same before."""
+        kind = kind_of(reason)
+        note = NoteMessage(text=f"this machine sits out for a while: {reason}{until}")
+        news: list[Action] = [] if kind == member.told else [Send(guest=member.id, message=note)]
+        member.told = kind
+        event = GuestSitsOut(machine=member.name, step=self.ledger.step + 1, reason=reason + until)
+        return [Emit(event=event), *news]
 
     def _lease(self, member: Member, lot: Lot, now: float) -> tuple[int, list[Action]]:
         """Hand out a lease. Returns also how many samples beyond the quota it has."""
@@ -215,29 +240,36 @@ class Stepping:
         quota = min(lot.quota, most)
         speed = member.speed
         assert speed is not None
-        spare = min(lot.spare, most - quota)
+        anew = lease_sizes(quota, speed)
+        cut: list[tuple[int, AheadBatch | None]] = self.ahead.cut(member, quota, lot.spare, speed)
+        cut = cut or [(size, None) for size in anew]
+        quota = sum(size for size, _ in cut)
+        more = max(0, quota - lot.quota)
+        spare = min(lot.spare - more, most - quota)
+        if member.ahead.sample_bytes:
+            spare = min(spare, int(MOST_EXTRA_BYTES / member.ahead.sample_bytes))
         extra = extra_samples(quota, speed, lot.host_sample_s, lent=lot.lent, spare=spare)
-        count = quota + extra
-        lease = self.ledger.lease(member.name, count)
+        # A micro-batch ends where the quota ends: guests usually stop there.
+        cut += [(size, None) for size in split_evenly(extra, member.micro_batch)]
+        wanted = [p for size, sent in cut for p in (sent.positions if sent else (None,) * size)]
+        used = [sent for _, sent in cut if sent is not None]
+        lease = self.ledger.lease(
+            member.name, quota + extra, wanted=wanted if used else (), spare=self.ahead.spared(member)
+        )
         tail_s = FIRST_TAIL_S if member.tail.value is None else member.tail.value
         member.leased = True
-        # A micro-batch ends where the quota ends: guests usually stop there.
-        sizes = lease_sizes(quota, speed) + split_evenly(extra, member.micro_batch)
+        sizes = tuple(size for size, _ in cut)
         member.lease = OpenLease(
             id=lease.id,
             step=lease.step,
-            count=count,
+            count=quota + extra,
             sizes=sizes,
             started=now,
             codec=member.codec,
             tail_s=tail_s,
-            unread=0 if self.local_data else len(sizes),
+            unread=0 if self.local_data else len(sizes) - len(used),
         )
         member.state, member.reason = COMPUTING, ""
-        batches, start = [], 0
-        for size in sizes:
-            batches.append(lease.positions[start : start + size])
-            start += size
         message = LeaseMessage(
             lease=lease.id,
             step=lease.step,
@@ -248,15 +280,21 @@ class Stepping:
             transfer_s=speed.transfer_s,
             tail_s=tail_s,
             codec=member.codec,
+            ahead=tuple(sent.number if sent else 0 for _, sent in cut) if used else (),
         )
-        frames = (pack_samples(self.ledger.samples_of(lease.positions)),) if self.local_data else ()
-        actions: list[Action] = [Send(guest=member.id, message=message, frames=frames)]
-        if not self.local_data:
-            actions += [
-                SendSamples(guest=member.id, lease=lease.id, batch=number, positions=positions)
-                for number, positions in enumerate(batches)
-            ]
-        return extra, actions
+        if self.local_data:
+            indices = pack_samples(self.ledger.samples_of(lease.positions))
+            return more + extra, [Send(guest=member.id, message=message, frames=(indices,))]
+        actions: list[Action] = [Send(guest=member.id, message=message)]
+        actions += self.ahead.lent(member, used)
+        start = 0
+        for number, (size, sent) in enumerate(cut):
+            if sent is None:
+                positions = lease.positions[start : start + size]
+                actions.append(SendSamples(guest=member.id, lease=lease.id, batch=number, positions=positions))
+            start += size
+        member.ahead.plan(lease.step, anew)
+        return more + extra, actions
 
     # -- the host's own work ----------------------------------------------------------------------------
 
@@ -375,8 +413,7 @@ class Stepping:
         else:
             return []
         member.rest(self.ledger.step, reason)
-        words = f"{reason}; tries again at step {member.rests_until_step + 1}"
-        return [Emit(event=GuestSitsOut(machine=member.name, step=self.ledger.step + 1, reason=words))]
+        return self._sits_out(member, reason, f"; tries again at step {member.rests_until_step + 1}")
 
     # -- what guests say about their lease --------------------------------------------------------------
 
@@ -464,6 +501,7 @@ class Stepping:
         self._computed(member.name, [size for size, end in zip(own.sizes, ends) if end <= own.count])
         member.samples += own.count
         member.misses.clear()
+        member.told = ""
         member.rests = member.wrong_in_a_row = 0
         gain = own.count * (self.host_sample_s or 0.0) - own.waited_s
         member.gains_s.append(gain)

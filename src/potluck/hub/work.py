@@ -1,11 +1,14 @@
-"""What a guest is asked to compute, and when its weights came. Owns no decision and no thread."""
+"""What a guest is asked to compute, what it keeps for later, and when its weights came. Owns no thread."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from potluck.errors import WireError
 from potluck.hub.feed import NOTHING
+from potluck.spec.messages import MOST_AHEAD, AheadMessage
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,6 +36,8 @@ class Work:
     """Of a check: what the random generators are seeded with before the loop's body computes it."""
     samples: list[list[int]] | None = None
     batches: dict[int, Any] = field(default_factory=dict)
+    ahead: tuple[int, ...] = ()
+    """The numbers of its micro-batches that were sent ahead; 0 for one that was not."""
     over: bool = False
     """The host has taken it back, or has gone on."""
 
@@ -63,3 +68,72 @@ class Arrivals:
             return 0.0
         # The clock starts when the first piece is here already.
         return (self.last - self.first) * pieces / (pieces - 1)
+
+
+@dataclass(slots=True)
+class _Coming:
+    """A micro-batch of which parts have come."""
+
+    step: int
+    nbytes: int
+    tree: Any
+    parts: list[bytes | memoryview] = field(default_factory=list)
+    come_bytes: int = 0
+    batch: Any = None
+    complete: bool = False
+
+
+class Kept:
+    """Micro-batches that came ahead of their lease: never more than `most_bytes`, nor of more than two steps."""
+
+    def __init__(self, most_bytes: int, unpack: Callable[[Any, list[bytes | memoryview]], Any]) -> None:
+        self.most_bytes = most_bytes
+        self._unpack = unpack
+        self._batches: dict[int, _Coming] = {}
+        self._named: frozenset[int] = frozenset()
+        self._leased = NOTHING
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in self._batches.values())
+
+    def add(self, message: AheadMessage, part: bytes | memoryview) -> None:
+        """A part has come. WireError: more than is kept."""
+        number = message.batch
+        if message.step <= self._leased and number not in self._named:
+            return  # its step has begun without it
+        coming = self._batches.get(number)
+        if coming is None:
+            self._drop(lambda _, each: each.step < message.step - 1)
+            if self.nbytes + message.bytes > self.most_bytes or len(self._batches) >= 2 * MOST_AHEAD:
+                raise WireError(f"the host sent more ahead than the {self.most_bytes} bytes that are kept here")
+            coming = self._batches[number] = _Coming(message.step, message.bytes, message.tree)
+        coming.parts.append(part)
+        coming.come_bytes += len(part)
+        if coming.come_bytes > coming.nbytes:
+            raise WireError(f"the host sent {coming.come_bytes} bytes of a batch of {coming.nbytes}")
+        if coming.come_bytes == coming.nbytes:
+            coming.batch, coming.complete = self._unpack(coming.tree, coming.parts), True
+            coming.parts.clear()
+
+    def leased(self, step: int, named: tuple[int, ...]) -> None:
+        """A lease of this step needs these; what else was meant for it, or for an earlier step, is dropped."""
+        self._leased, self._named = step, frozenset(named)
+        self._drop(lambda number, each: each.step <= step and number not in self._named)
+
+    def has(self, number: int) -> bool:
+        coming = self._batches.get(number)
+        return coming is not None and coming.complete
+
+    def take(self, number: int) -> tuple[Any, int]:
+        """A batch and its bytes; it is kept no longer."""
+        coming = self._batches.pop(number)
+        return coming.batch, coming.nbytes
+
+    def clear(self) -> None:
+        self._batches.clear()
+        self._named, self._leased = frozenset(), NOTHING
+
+    def _drop(self, which: Callable[[int, _Coming], bool]) -> None:
+        for number in [number for number, each in self._batches.items() if which(number, each)]:
+            del self._batches[number]

@@ -48,7 +48,6 @@ class Proxy:
         links: Sequence[LinkSpec],
         *,
         shared: LinkSpec | None = None,
-        listen: str = "127.0.0.1",
         counters: list[int] | memoryview | None = None,
     ) -> None:
         """All links' bytes cross `shared` too; its faults strike them all.
@@ -67,7 +66,6 @@ class Proxy:
         self.flow = Flow(self.counters)
         self.refused = 0
         """Number of connections refused because there were too many."""
-        self._listen = listen
         self._listeners: list[socket.socket] = []
         self._asked: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopped = False
@@ -119,11 +117,11 @@ class Proxy:
         try:
             target = (socket.gethostbyname(target[0]), target[1])
             prepare(listener)
-            listener.bind((self._listen, port))
+            listener.bind(("127.0.0.1", port))
             listener.listen(MOST_CONNECTIONS)
         except OSError as error:
             listener.close()
-            raise NetworkError(f"no way from {self._listen} port {port} to {target[0]}: {error}") from error
+            raise NetworkError(f"no way from 127.0.0.1 port {port} to {target[0]}: {error}") from error
         listener.setblocking(False)
         self._listeners.append(listener)
         self.flow.selector.register(

@@ -17,6 +17,8 @@ def recipe_settings(workload: Workload, *, steps: int | None = None, batch: int 
             settings["depth"] = workload.depth
     else:
         settings["global_batch"] = samples
+        if workload.enlarge is not None:
+            settings["enlarge"] = workload.enlarge
     return settings
 
 

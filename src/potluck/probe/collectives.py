@@ -128,10 +128,8 @@ def measure(
             )
 
 
-def short(
-    *, seconds: float = 5.0, op: str = "all_reduce", link_bytes_per_s: float | None = None
-) -> list[CollectiveRow]:
-    """A short table of the default group, which is up: call it on every rank, print it on one.
+def short(*, seconds: float = 5.0, link_bytes_per_s: float | None = None) -> list[CollectiveRow]:
+    """A short table of all-reduces in the default group, which is up: call it on every rank, print it on one.
 
         for line in potluck.spec.collectives.table(potluck.probe.collectives.short()):
             print(line)
@@ -157,7 +155,8 @@ def short(
         if guessed_s * (_WARM_UP + _LEAST_SHORT) > left_s:
             break
         repeats = int(min(_MOST_SHORT, max(_LEAST_SHORT, share_s / guessed_s))) if guessed_s > 0 else _LEAST_SHORT
-        rows += measure({name: dist.group.WORLD}, op, [size], repeats=repeats, link_bytes_per_s=link_bytes_per_s)
+        groups = {str(name): dist.group.WORLD}
+        rows += measure(groups, "all_reduce", [size], repeats=repeats, link_bytes_per_s=link_bytes_per_s)
         # Two barriers and the check of every element come on top: some such time again.
         left_s -= 2 * rows[-1].time_s * (_WARM_UP + repeats)
     return rows

@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from potluck.device import Device
@@ -53,7 +54,7 @@ def measure(device: Device, training: Training, name: str, seconds: float, progr
     """All figures of a device, in about `seconds`, plus the time to make the model and its data."""
     busy = busy_note(psutil.getloadavg()[0], psutil.cpu_count() or 1)  # now: measuring is a load, too
     progress(f"preparing {training.recipe.name}")
-    trained = _trained(device, training, TRAINING_PART * seconds, progress)
+    trained = _trained(name, device, training, TRAINING_PART * seconds, progress)
     rates = {}
     for dtype, kind in DTYPES.items():
         progress(f"matrix products in {dtype}")
@@ -62,21 +63,20 @@ def measure(device: Device, training: Training, name: str, seconds: float, progr
             rates[dtype] = rate
     progress("memory")
     share = MEMORY_TIME_PART * seconds / 3
-    copies: dict[str, Any] = {"memory_bytes_per_s": memory_bytes_per_s(device, share)}
-    if device.torch_device.type != "cpu":
-        there, back = copies_bytes_per_s(device, share)
-        copies |= {"to_device_bytes_per_s": there, "from_device_bytes_per_s": back}
+    copied = memory_bytes_per_s(device, share)
+    there, back = copies_bytes_per_s(device, share) if device.torch_device.type != "cpu" else (None, None)
     memory = device.memory()
-    return DeviceSpeed(
-        name=name,
+    return replace(
+        trained,
         device=device.label,
         reason=device.reason,
         memory_bytes=memory.total_bytes,
         memory_free_bytes=memory.free_bytes,
         matmul_flops_per_s=rates,
         note=busy,
-        **copies,
-        **trained,
+        memory_bytes_per_s=copied,
+        to_device_bytes_per_s=there,
+        from_device_bytes_per_s=back,
     )
 
 
@@ -93,7 +93,8 @@ def busy_note(load: float, cores: int) -> str:
 # -- training ---------------------------------------------------------------------------------------------------
 
 
-def _trained(device: Device, training: Training, seconds: float, progress: Progress) -> dict[str, Any]:
+def _trained(name: str, device: Device, training: Training, seconds: float, progress: Progress) -> DeviceSpeed:
+    """What training says of the device; the other figures are not in it."""
     recipe, config = training.recipe, training.config
     loader = Loader(lambda: recipe.dataset(config), None)
     limit = min(MOST_SAMPLES, loader.samples)
@@ -124,18 +125,19 @@ def _trained(device: Device, training: Training, seconds: float, progress: Progr
         words += ", bf16"
     if compiled(getattr(config, "compile", "no"), device.torch_device, guest=True):
         words += ", compiled"
-    return {
-        "training": words,
-        "model": planned,
-        "sequence": sequence,
-        "parameters": parameters,
-        "samples_per_s": 1 / per_sample,
-        "samples_variation": variation,
-        "flops_per_s": flops / per_sample,
-        "micro_batch": micro.size(),
-        "saved_bytes_per_sample": saved or None,
-        "largest_micro_batch": largest(micro.size(), micro.free_bytes, saved),
-    }
+    return DeviceSpeed(
+        name=name,
+        training=words,
+        model=planned,
+        sequence=sequence,
+        parameters=parameters,
+        samples_per_s=1 / per_sample,
+        samples_variation=variation,
+        flops_per_s=flops / per_sample,
+        micro_batch=micro.size(),
+        saved_bytes_per_sample=saved or None,
+        largest_micro_batch=largest(micro.size(), micro.free_bytes, saved),
+    )
 
 
 class _Trainer:

@@ -11,7 +11,7 @@ import time
 from potluck import units
 from potluck.report.messages import loss_text
 from potluck.report.text import clean
-from potluck.spec.events import Delivered, HostBack, HostGone, HostPreparing, RunEvent, RunNote, to_json
+from potluck.spec.events import Delivered, GuestEnded, HostBack, HostGone, HostPreparing, RunEvent, RunNote, to_json
 
 EVERY_S = 2.0
 """Seconds between two progress lines."""
@@ -32,7 +32,7 @@ class GuestView:
         self._in_place = mode in ("auto", "live") and sys.stdout.isatty()
         self._started = time.monotonic()
         self._last = 0.0
-        self._samples = 0
+        self._samples = self._dropped = 0
         self._line = ""
         self._waited = False
         self._reminded: float | None = None
@@ -84,6 +84,8 @@ class GuestView:
             return
         if isinstance(event, RunNote):
             self._say(clean(event.text))
+        if isinstance(event, GuestEnded):
+            self._samples, self._dropped = event.samples, event.dropped
         if not isinstance(event, Delivered):
             return
         self._samples = event.total_samples
@@ -102,7 +104,8 @@ class GuestView:
             self._say(line)
 
     def ended(self, words: str) -> None:
-        self._say(f"{words}; this machine brought {self._samples} samples")
+        more = f" ({self._dropped} more came too late or did not count)" if self._dropped else ""
+        self._say(f"{words}; this machine brought {self._samples} samples{more}")
 
     def close(self) -> None:
         pass

@@ -46,7 +46,7 @@ def _kind_of_reason(event: ev.RunEvent) -> str:
     # A stranger's reason counts the attempts, which may have no end.
     if isinstance(event, ev.StrangerRefused):
         return ""
-    return re.sub(r"\d+(\.\d+)?", "#", clean(getattr(event, "reason", None)))
+    return re.sub(r"\d+(\.\d+)?( (µs|ms|s|min|h)\b)?", "#", clean(getattr(event, "reason", None)))
 
 
 def _sentence(event: ev.RunEvent, with_step: bool) -> tuple[Level, str] | None:

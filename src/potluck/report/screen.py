@@ -37,9 +37,9 @@ _ASCII = str.maketrans(
 )
 
 
-def columns(most: int = 120) -> int:
-    """Columns of the terminal, at most `most`."""
-    return max(min(shutil.get_terminal_size((80, 24)).columns, most), 40)
+def columns() -> int:
+    """Columns of the terminal, 40 to 120."""
+    return max(min(shutil.get_terminal_size((80, 24)).columns, 120), 40)
 
 
 def show(lines: Iterable[Line], stream: TextIO) -> None:

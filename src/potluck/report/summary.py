@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -30,6 +31,8 @@ from potluck.train.events import events_in
 from potluck.train.gain import Gain
 
 EVENTS_FILE = "events.jsonl"
+LEAST_TO_ADD = 0.02
+"""Where guests could add less than this part of the host's speed, nobody can say how much of it arrived."""
 
 
 class MachineSummary(Struct, frozen=True, kw_only=True):
@@ -67,11 +70,15 @@ class Summary(Struct, frozen=True, kw_only=True):
     """Steps whose gradient was not finite: their updates were not made."""
     ended: str
     """finished, interrupted, failed, or 'still going or killed' if the log has no end."""
+    run_s: float
+    """Seconds of the run, as its last line says; of a resumed run, of all its parts."""
     seconds: float
     """Sum of the steps' seconds."""
     samples: int
     samples_per_s: float | None
     tokens_per_s: float | None
+    mean_step_s: float | None
+    """Seconds a step, the mean."""
     step_s: float | None
     """Seconds a step, the median."""
     predicted_s: float | None
@@ -83,11 +90,19 @@ class Summary(Struct, frozen=True, kw_only=True):
     efficiency: float | None
     """Samples per second ÷ the sum of what each machine reaches alone."""
     recovery: float | None
-    """(speed-up − 1) ÷ Σ(guest rate ÷ host rate): how much of what the guests could bring arrived."""
+    """(speed-up − 1) ÷ Σ(guest rate ÷ host rate): how much of what the guests could bring arrived. None where they
+    could bring less than a fiftieth of the host's speed: the ratio would be noise."""
+    could_add: float | None
+    """Σ(guest rate ÷ host rate), the median over the steps."""
     wait_s: float
     update_s: float
     bytes_up: int
     bytes_down: int
+    ahead_samples: int
+    """Leased samples that had been sent before their lease."""
+    unneeded_samples: int
+    """Samples sent ahead that their guest was not lent."""
+    unneeded_bytes: int
     dropped_samples: int
     strangers_refused: int
     batch_layers: int
@@ -150,20 +165,26 @@ def summarize(events: Sequence[RunEvent]) -> Summary:
         last_loss=steps[-1].loss if steps else None,
         not_applied=sum(not e.applied for e in steps),
         ended=_ended(events),
+        run_s=_run_s(events),
         seconds=seconds,
         samples=samples,
         samples_per_s=samples_per_s,
         tokens_per_s=samples_per_s * tokens if samples_per_s and tokens else None,
+        mean_step_s=seconds / len(steps) if steps else None,
         step_s=_median(e.step_s for e in steps),
         predicted_s=_median(_predicted_s(e) for e in steps),
         off=_median(_off(e) for e in steps),
         speedup=gain.value,
         efficiency=_efficiency(steps),
         recovery=_recovery(steps),
+        could_add=_median(_could_add(e) for e in steps),
         wait_s=math.fsum(e.wait_s for e in steps),
         update_s=math.fsum(e.update_s for e in steps),
         bytes_up=sum(e.bytes_up for e in steps),
         bytes_down=sum(e.bytes_down for e in steps),
+        ahead_samples=sum(e.ahead for e in steps),
+        unneeded_samples=sum(e.unneeded for e in steps),
+        unneeded_bytes=sum(e.unneeded_bytes for e in steps),
         dropped_samples=sum(e.dropped for e in steps),
         strangers_refused=sum(isinstance(e, StrangerRefused) for e in events),
         batch_layers=statistics.layers if statistics is not None else 0,
@@ -180,6 +201,22 @@ def _ended(events: Sequence[RunEvent]) -> str:
     # A resumed run has several starts; an end before the last of them is not the end.
     last = next((e for e in reversed(events) if isinstance(e, (RunStarted, RunEnded))), None)
     return (clean(last.reason) or "ended") if isinstance(last, RunEnded) else "still going or killed"
+
+
+def _run_s(events: Sequence[RunEvent]) -> float:
+    """From each start to its end, or to the last event before the next start."""
+    total = 0.0
+    for i, event in enumerate(events):
+        if isinstance(event, RunStarted):
+            later = itertools.takewhile(lambda e: not isinstance(e, RunStarted), events[i + 1 :])
+            end = event.t_s
+            for other in later:
+                end = max(end, other.t_s)
+                if isinstance(other, RunEnded):
+                    end = event.t_s + other.seconds
+                    break
+            total += end - event.t_s
+    return total
 
 
 def _median(values: Iterable[float | None]) -> float | None:
@@ -263,12 +300,14 @@ def _efficiency(steps: Sequence[StepEnded]) -> float | None:
     return done / possible if possible else None
 
 
+def _could_add(step: StepEnded) -> float | None:
+    """What the guests of a step could bring, as a part of the host's speed."""
+    rates = {"host": 0.0, "guest": 0.0}
+    for machine in _present(step):
+        rates[machine.role] += machine.rate or 0.0
+    return rates["guest"] / rates["host"] if all(rates.values()) else None
+
+
 def _recovery(steps: Sequence[StepEnded]) -> float | None:
-    values: list[float | None] = []
-    for step in steps:
-        rates = {"host": 0.0, "guest": 0.0}
-        for machine in _present(step):
-            rates[machine.role] += machine.rate or 0.0
-        if step.speedup is not None and all(rates.values()):
-            values.append((step.speedup - 1) / (rates["guest"] / rates["host"]))
-    return _median(values)
+    possible = [(step.speedup, _could_add(step)) for step in steps]
+    return _median((s - 1) / more for s, more in possible if s is not None and more and more >= LEAST_TO_ADD)

@@ -34,7 +34,7 @@ def _facts(s: Summary) -> list[tuple[str, str]]:
     title = ", ".join(filter(None, (s.recipe, size)))
     facts = [("run", f"{s.run_id or 'unnamed'}" + (f" ({title})" if title else ""))]
     steps = f"{s.steps} of {s.planned_steps}" if s.planned_steps else str(s.steps)
-    facts.append(("steps", f"{steps}, {s.ended}; {seconds_text(s.seconds)}, {seconds_text(s.step_s)} a step"))
+    facts.append(("steps", f"{steps}, {s.ended}; {_durations(s)}"))
     if s.first_loss is not None or s.not_applied:
         facts.append(("loss", f"{loss_text(s.first_loss)} at first, {loss_text(s.last_loss)} at last"))
     if s.not_applied:
@@ -55,23 +55,43 @@ def _facts(s: Summary) -> list[tuple[str, str]]:
     return facts
 
 
+def _durations(s: Summary) -> str:
+    """The run's time, that of its steps, and of one: the mean, and the median where that is another."""
+    text = (
+        f"{seconds_text(s.run_s)}, {seconds_text(s.seconds)} of it in steps, {seconds_text(s.mean_step_s)} a step"
+    )
+    if s.step_s and s.mean_step_s and abs(s.step_s / s.mean_step_s - 1) > 0.05:
+        text += f" (median {seconds_text(s.step_s)})"
+    return text
+
+
 def _fleet_facts(s: Summary) -> list[tuple[str, str]]:
     facts = []
     if s.speedup is not None:
         facts.append(("gain", f"{factor_text(s.speedup)} the host alone"))
     if s.predicted_s is not None and s.off is not None:
         facts.append(
-            ("predicted", f"{seconds_text(s.predicted_s)} a step, from the speeds measured; {_came(s.off)}")
+            (
+                "predicted",
+                f"{seconds_text(s.predicted_s)} a step (median), from the speeds measured; {_came(s.off)}",
+            )
         )
     if s.efficiency is not None:
         facts.append(("efficiency", f"{s.efficiency:.3f} of the machines' summed speed"))
-    if s.recovery is not None:
+    if s.recovery is not None and s.recovery < 0.005:
+        facts.append(("recovery", "nothing of what the guests could add"))
+    elif s.recovery is not None:
         facts.append(("recovery", f"{s.recovery:.2f} of what the guests could add"))
+    elif s.could_add is not None:
+        facts.append(("recovery", f"the guests could add about nothing: {s.could_add:.1%} of the host's speed"))
     waited = f"{seconds_text(s.wait_s)} ({s.wait_s / s.seconds if s.seconds else 0.0:.1%} of the time)"
     facts.append(("host", f"waited {waited}, updates took {seconds_text(s.update_s)}"))
     if s.bytes_up or s.bytes_down:
         each = bytes_text((s.bytes_up + s.bytes_down) / max(s.steps, 1))
         facts.append(("wire", f"{wire_text(s.bytes_up, s.bytes_down)} ({each} a step)"))
+    if s.ahead_samples or s.unneeded_samples:
+        unneeded = f"{count_text(s.unneeded_samples)} ({bytes_text(s.unneeded_bytes)}) were not needed"
+        facts.append(("sent ahead", f"{count_text(s.ahead_samples)} samples before their lease; {unneeded}"))
     return facts
 
 

@@ -125,12 +125,13 @@ class PlainView:
             return []
         mark = "! " if message.level in ("warn", "bad") else "" if isinstance(event, RunNote | Logged) else "* "
         if message.level == "warn" and message.about[1]:
-            return [*self._repeats.due(), *self._repeats.add(message.about[:2], mark, message.text)]
+            return [*self._repeats.due(), *self._repeats.add(message.about, mark, message.text)]
         return [mark + message.text]
 
 
 def _start_lines(event: RunStarted) -> list[str]:
-    steps = f"{event.steps} steps" if event.steps else "steps without end"
+    epochs = f"{event.epochs} epoch{'s' if event.epochs != 1 else ''} in steps" if event.epochs else None
+    steps = f"{event.steps} steps" if event.steps else epochs or "steps without end"
     facts = [
         clean(event.recipe) or "training",
         f"{count_text(event.parameters)} parameters",

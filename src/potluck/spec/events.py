@@ -40,7 +40,7 @@ class RunStarted(_Event, frozen=True, kw_only=True, tag="run_start"):
     device: str
     """Device of the host."""
     steps: Natural | None
-    """Steps in total; null in an endless run."""
+    """Steps in total; null in an endless run, and where a stream does not say its length."""
     global_batch: Natural
     """Samples in a step."""
     parameters: Natural
@@ -57,6 +57,8 @@ class RunStarted(_Event, frozen=True, kw_only=True, tag="run_start"):
     """Steps that were finished before; null in a new run."""
     join: bool
     """Whether guests can join."""
+    epochs: Positive | None = None
+    """Epochs in total; absent without `epochs=`."""
 
 
 class MachineFigures(Struct, frozen=True, kw_only=True):
@@ -111,8 +113,9 @@ class StepEnded(_Event, frozen=True, kw_only=True, tag="step"):
     parameter for each token, attention not counted. Null if the device's peak or the tokens per sample are not
     known."""
     speedup: float | None
-    """Speed-up over the host alone: `(global_batch · host's seconds per sample + update) ÷ step`, over the last 8
-    steps. Null without guests, and until a guest has contributed."""
+    """Speed-up over the host alone: `(global_batch · host's seconds per sample + update + rest) ÷ step`, over the
+    last 8 steps. The seconds per sample are those of the host's micro-batches of the fastest size; the rest is what
+    steps without guests took besides. Null without guests, and until a guest has contributed."""
     predicted_s: float | None
     """Compute time of this step that the quotas expected."""
     eta_s: float | None
@@ -131,6 +134,12 @@ class StepEnded(_Event, frozen=True, kw_only=True, tag="step"):
     """Leased samples that the host took back."""
     machines: tuple[MachineFigures, ...]
     """The host first, then the guests that are present."""
+    ahead: Natural = 0
+    """Leased samples that had been sent before their lease; absent if none."""
+    unneeded: Natural = 0
+    """Samples sent ahead that their guest was not lent; absent if none."""
+    unneeded_bytes: Natural = 0
+    """Bytes sent of those; absent if none."""
 
 
 class RunEnded(_Event, frozen=True, kw_only=True, tag="run_end"):
@@ -157,24 +166,36 @@ class RunEnded(_Event, frozen=True, kw_only=True, tag="run_end"):
 # -- guests ---------------------------------------------------------------------------------------------
 
 
-class GuestHello(_Event, frozen=True, kw_only=True, tag="guest_hello"):
-    """A machine with the token is joining."""
-
+class _GuestEvent(_Event, frozen=True, kw_only=True):
     machine: str
     """Name of the guest."""
     address: str
     """Its address."""
+
+
+class _GuestGone(_GuestEvent, frozen=True, kw_only=True):
+    reason: str
+    """What happened."""
+    step: Positive
+    """Step under way."""
+    samples_taken_back: Natural
+    """Samples of its lease that the host took back."""
+    put_out: bool = False
+    """True if the host excluded it; otherwise absent."""
+    failed: bool = False
+    """True if its script had failed; otherwise absent."""
+
+
+class GuestHello(_GuestEvent, frozen=True, kw_only=True, tag="guest_hello"):
+    """A machine with the token is joining."""
+
     device: str
     """What it computes on."""
 
 
-class GuestJoined(_Event, frozen=True, kw_only=True, tag="guest_joined"):
+class GuestJoined(_GuestEvent, frozen=True, kw_only=True, tag="guest_joined"):
     """A guest passed the parity check: its gradients count from now on."""
 
-    machine: str
-    """Name of the guest."""
-    address: str
-    """Its address."""
     device: str
     """What it computes on."""
     parity: float
@@ -209,13 +230,9 @@ class GuestCodec(_Event, frozen=True, kw_only=True, tag="guest_codec"):
     """Why: what its link takes, and what that means for a step."""
 
 
-class LeaseTakenBack(_Event, frozen=True, kw_only=True, tag="lease_taken_back"):
+class LeaseTakenBack(_GuestEvent, frozen=True, kw_only=True, tag="lease_taken_back"):
     """The host no longer waits for a lease."""
 
-    machine: str
-    """Name of the guest."""
-    address: str
-    """Its address."""
     step: Positive
     """Step of the lease."""
     samples: Natural
@@ -239,51 +256,17 @@ class ContributionDropped(_Event, frozen=True, kw_only=True, tag="contribution_d
     """Why it does not count."""
 
 
-class GuestLeft(_Event, frozen=True, kw_only=True, tag="guest_left"):
+class GuestLeft(_GuestGone, frozen=True, kw_only=True, tag="guest_left"):
     """A guest left in order."""
 
-    machine: str
-    """Name of the guest."""
-    address: str
-    """Its address."""
-    reason: str
-    """Why it left."""
-    step: Positive
-    """Step under way."""
-    samples_taken_back: Natural
-    """Samples of its lease that the host took back."""
-    put_out: bool = False
-    """True if the host excluded it meanwhile; otherwise absent."""
-    failed: bool = False
-    """True if its script had failed; otherwise absent."""
 
-
-class GuestLost(_Event, frozen=True, kw_only=True, tag="guest_lost"):
+class GuestLost(_GuestGone, frozen=True, kw_only=True, tag="guest_lost"):
     """A guest fell silent, its connection ended, or it was put out."""
 
-    machine: str
-    """Name of the guest."""
-    address: str
-    """Its address."""
-    reason: str
-    """What happened."""
-    step: Positive
-    """Step under way."""
-    samples_taken_back: Natural
-    """Samples of its lease that the host took back."""
-    put_out: bool = False
-    """True if the host excluded it; otherwise absent."""
-    failed: bool = False
-    """True if its script had failed; otherwise absent."""
 
-
-class GuestRefused(_Event, frozen=True, kw_only=True, tag="guest_refused"):
+class GuestRefused(_GuestEvent, frozen=True, kw_only=True, tag="guest_refused"):
     """A guest has a different model or protocol or different gradients, or there are too many guests."""
 
-    machine: str
-    """Name of the guest."""
-    address: str
-    """Its address."""
     reason: str
     """Why it was refused."""
     step: Positive | None = None
@@ -296,24 +279,16 @@ class GuestRefused(_Event, frozen=True, kw_only=True, tag="guest_refused"):
     """True if its script had failed; otherwise absent."""
 
 
-class ReplicaChecked(_Event, frozen=True, kw_only=True, tag="replica_checked"):
+class ReplicaChecked(_GuestEvent, frozen=True, kw_only=True, tag="replica_checked"):
     """The hashes of a guest's weights equal the host's."""
 
-    machine: str
-    """Name of the guest."""
-    address: str
-    """Its address."""
     step: Positive
     """First step with these weights."""
 
 
-class ReplicaMismatch(_Event, frozen=True, kw_only=True, tag="replica_mismatch"):
+class ReplicaMismatch(_GuestEvent, frozen=True, kw_only=True, tag="replica_mismatch"):
     """A guest's weights differ from the host's and are sent to it again."""
 
-    machine: str
-    """Name of the guest."""
-    address: str
-    """Its address."""
     step: Positive
     """First step with these weights."""
     samples: Natural
@@ -325,7 +300,8 @@ class ReplicaMismatch(_Event, frozen=True, kw_only=True, tag="replica_mismatch")
 
 
 class StrangerRefused(_Event, frozen=True, kw_only=True, tag="refused_stranger"):
-    """A connection without the token's key was refused. After the first five only every hundredth is written."""
+    """A connection without the token's key, or with a wrong code, was refused. Of those without the key, only every
+    hundredth is written after the first five."""
 
     address: str
     """Address of the connection."""
@@ -474,7 +450,7 @@ class Delivered(_Event, frozen=True, kw_only=True, tag="delivered"):
     compute_s: float
     """Seconds of computing."""
     total_samples: Natural
-    """Samples of all contributions so far."""
+    """Samples of all contributions so far, without those that the host has said did not count."""
 
 
 class HostPreparing(_Event, frozen=True, kw_only=True, tag="host_preparing"):
@@ -499,9 +475,11 @@ class GuestEnded(_Event, frozen=True, kw_only=True, tag="guest_end"):
     """The guest's part is over."""
 
     samples: Natural
-    """Samples of all contributions."""
+    """Samples of all contributions, without those that did not count."""
     compute_s: float
     """Seconds of computing."""
+    dropped: Natural = 0
+    """Samples of contributions that did not count; absent if there were none."""
 
 
 RunEvent = (

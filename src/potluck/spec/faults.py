@@ -21,7 +21,6 @@ Direction = Literal["both", "up", "down"]
 Seconds = Annotated[float, Meta(ge=0, le=1e6)]
 
 LINK_KINDS = get_args(LinkKind)
-PROCESS_KINDS = get_args(ProcessKind)
 MOST_FAULTS = 1000
 _AT_ONCE = ("reset", "kill")
 """Kinds that may be momentary: for_s is not required."""

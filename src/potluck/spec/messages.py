@@ -31,6 +31,8 @@ SHORTEST_S, LONGEST_S = 1e-6, 1e7
 """Durations that a guest may report, apart from 0: rates are computed from them."""
 MOST_SIZES = 4096
 """Micro-batches of one lease; a host makes 512 at most."""
+MOST_AHEAD = 512
+"""Micro-batches that a guest keeps of those sent ahead."""
 INDEX_BYTES = 8
 """One index of the data set in a frame: a little-endian int64."""
 
@@ -202,6 +204,8 @@ class ReadyMessage(Message, frozen=True, kw_only=True):
     """Samples it computes at once."""
     largest_micro_batch: Count
     """The most it could."""
+    ahead_bytes: Count = 0
+    """Bytes of samples that it keeps ahead of their lease; 0: it wants none."""
 
 
 class ModelDescription(Struct, frozen=True, kw_only=True):
@@ -362,6 +366,9 @@ class LeaseMessage(Message, frozen=True, kw_only=True):
     """Measured time from the last backward to the arrival."""
     codec: Name = ""
     """How its gradient is to be coded; empty: with `codec` of `welcome`."""
+    ahead: Annotated[tuple[Count, ...], Meta(max_length=MOST_SIZES)] = ()
+    """For each micro-batch the number under which it was sent ahead; 0, or no number: it comes as `samples`. What
+    was sent ahead for this step or an earlier one and has no number here is dropped."""
 
     def unfit(self, frames: Sequence[bytes | memoryview]) -> str:
         return super().unfit(frames) or _unfit_indices(self, frames)
@@ -380,6 +387,24 @@ class SamplesMessage(Message, frozen=True, kw_only=True):
     """Number of the micro-batch in it."""
     tree: Any
     """Describes the batch."""
+
+
+class AheadMessage(Message, frozen=True, kw_only=True):
+    """A part of a micro-batch that the guest will probably be lent in the next step. It is not lent yet: a lease
+    names it, or it is dropped."""
+
+    kind = "ahead"
+    sender = "host"
+    channel = DATA
+    frames = Frames(least=1, most=1, holds="the next bytes of the batch's tensors")
+    batch: Positive
+    """Number of the micro-batch, counted over the whole run."""
+    step: Count
+    """The step that it belongs to."""
+    bytes: Positive
+    """Bytes of all its parts."""
+    tree: Any = None
+    """Describes the batch; only in its first part."""
 
 
 class ClosingMessage(Message, frozen=True, kw_only=True):
@@ -521,6 +546,8 @@ class TakenMessage(Message, frozen=True, kw_only=True):
     kind = "taken"
     bytes: Count
     """Bytes of all frames of the message that it has read."""
+    ahead: bool = False
+    """They were sent ahead."""
 
 
 class LeaveMessage(Message, frozen=True, kw_only=True):
@@ -593,6 +620,7 @@ FromHost = (
     | ChangeMessage
     | LeaseMessage
     | SamplesMessage
+    | AheadMessage
     | RevokeMessage
     | DroppedMessage
     | HashMessage

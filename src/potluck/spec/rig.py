@@ -23,7 +23,6 @@ HOST: Literal["host"] = "host"
 GUEST: Literal["guest"] = "guest"
 MOST_MACHINES = 64
 MOST_NAME = 40
-RECIPES = ("gpt", "cnn")
 _TOML_EXAMPLE = "`potluck lab show home-pair --toml` shows one"
 
 # Values outside are mistakes, and their reciprocals could become infinite.
@@ -40,6 +39,8 @@ class Workload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """gpt: number of blocks; the width is 64 times the depth. The recipe's default if not given."""
     sequence: Positive | None = None
     """gpt: bytes per sample. The recipe's default (128) if not given."""
+    enlarge: Annotated[int, Meta(ge=1, le=256)] | None = None
+    """cnn: every pixel becomes so many in both directions, which makes samples large: 49 gives 154 kB."""
     global_batch: Positive = 32
     """Samples per step, over all machines."""
     steps: Positive = 12
@@ -53,6 +54,8 @@ class Workload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         for name in ("depth", "sequence"):
             if self.recipe != "gpt" and getattr(self, name) is not None:
                 raise ConfigError(f"{name} does not apply to the recipe {self.recipe}", hint=f"leave {name} out")
+        if self.recipe != "cnn" and self.enlarge is not None:
+            raise ConfigError(f"enlarge does not apply to the recipe {self.recipe}", hint="leave enlarge out")
 
 
 class SpeedChange(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -31,6 +31,17 @@ class StepFacts:
     """The samples or items that the gradient is the mean of."""
 
 
+def how_to_go_on(saved: int | None, resume: str | None, *, by_trainer: bool) -> str:
+    """After too many of them. `saved`: the step of the last checkpoint; `resume`: how to resume, in words."""
+    if by_trainer:
+        return "go on from one of the trainer's own checkpoints, with a smaller learning rate"
+    if resume is None:
+        return "a script started with plain python keeps no checkpoints, one started by potluck host does"
+    if saved is None:
+        return "nothing was saved yet: start it again, with a smaller learning rate or with clip_norm"
+    return f"go on from the last good checkpoint, of step {saved}: {resume}"
+
+
 class BadSteps:
     """Counts them in one run of the host."""
 

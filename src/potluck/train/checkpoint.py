@@ -17,8 +17,9 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
+import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -46,6 +47,42 @@ _NOT_AS_WRITTEN = (
     SafetensorError,
 )
 """What reading a manifest or a file raises that this module did not write."""
+
+Described = str | list[Any]
+"""A tensor's number format and shape, or a text: of a tied tensor, whose memory it shares."""
+
+
+class _WeightsEntry(TypedDict):
+    tensors: dict[str, Described]
+    other: dict[str, Any]
+    """What the model's state has besides tensors."""
+
+
+class _OptimizerEntry(TypedDict):
+    parts: dict[str, Described | int]
+    state: Any
+
+
+class _StateEntry(TypedDict):
+    values: dict[str, Any]
+    objects: dict[str, Any]
+
+
+class ManifestEntries(TypedDict):
+    """What a checkpoint's manifest says besides its files: JSON, in which tensors are names."""
+
+    weights: _WeightsEntry
+    optimizer: _OptimizerEntry
+    objects: dict[str, Any]
+    state: NotRequired[_StateEntry]
+    """`run.state`; an older version wrote none."""
+    rng: optimizer_state.RngState
+    extra: dict[str, Any]
+
+
+class CheckpointManifest(ManifestEntries):
+    step: int
+    files: dict[str, checkpoint_folder.FileEntry]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +126,7 @@ class Loaded:
     device_rng: dict[str, Tensor]
     """For the device layer to put back."""
 
-    manifest: dict[str, Any] = field(repr=False)
+    manifest: CheckpointManifest = field(repr=False)
 
     def restore(
         self,
@@ -126,9 +163,8 @@ class Loaded:
         self.restore_rng()
 
     @property
-    def _own_state(self) -> Mapping[str, Any]:
-        own: Mapping[str, Any] = self.manifest.get("state", {"values": {}, "objects": {}})
-        return own  # a checkpoint of an older version has none
+    def _own_state(self) -> _StateEntry:
+        return self.manifest.get("state", _StateEntry(values={}, objects={}))
 
     def _check_state(self, state: dict[str, Any]) -> None:
         try:
@@ -310,12 +346,10 @@ def load_latest(folder: Path) -> Loaded | None:
     )
 
 
-def _loaded(path: Path, manifest: dict[str, Any], skipped: tuple[tuple[Path, str], ...]) -> Loaded:
-    """The checkpoint of this manifest, which is not trusted to have what it needs."""
+def _loaded(path: Path, raw: dict[str, Any], skipped: tuple[tuple[Path, str], ...]) -> Loaded:
+    """The checkpoint of this manifest, which somebody else may have written."""
     try:
-        tables = (manifest["weights"]["tensors"], manifest["optimizer"]["parts"], manifest["objects"])
-        if not all(isinstance(table, dict) for table in tables):
-            raise TypeError("no table")
+        manifest = msgspec.convert(raw, CheckpointManifest)
         return Loaded(
             step=manifest["step"],
             extra=dict(optimizer_state.unflatten(manifest["extra"], {})),
@@ -356,14 +390,14 @@ class _Image:
     """A checkpoint before it is written: its small parts as JSON, its tensors as slots by kind of file."""
 
     step: int
-    entries: dict[str, Any]
+    entries: ManifestEntries
     tensors: dict[str, dict[str, _Slot]]
     finite: Mapping[str, Collection[str]]
     """Names of tensors that must be, by kind of file."""
 
     def write(self, folder: Path) -> dict[str, Any]:
         """Files into `folder`, one group of tensors in memory at a time; returns the manifest's entries."""
-        files: dict[str, Any] = {}
+        files: dict[str, checkpoint_folder.FileEntry] = {}
         for kind, slots in self.tensors.items():
             for number, shard in enumerate(_shards(slots, always=kind != "objects")):
                 file = folder / f"{kind}-{number:03d}.safetensors"
@@ -412,7 +446,7 @@ def _capture(snapshot: Snapshot) -> _Image:
     moments: dict[str, Tensor] = {}
     others: dict[str, Tensor] = {}
     plain, stateful = script_state.split(snapshot.state)
-    entries = {
+    entries: ManifestEntries = {
         "weights": {
             "tensors": described,
             "other": optimizer_state.flatten(rest, "", others, of="the model"),
@@ -455,9 +489,9 @@ def _capture(snapshot: Snapshot) -> _Image:
     return _Image(step=snapshot.step, entries=entries, tensors=tensors, finite=finite)
 
 
-def _describe(state: Mapping[str, Any]) -> dict[str, Any]:
+def _describe(state: Mapping[str, Any]) -> dict[str, Described]:
     """Each tensor's number format and shape, or for a tied one, as text, whose memory it shares."""
-    described: dict[str, Any] = {}
+    described: dict[str, Described] = {}
     first: dict[tuple[Any, ...], str] = {}
     for name, value in state.items():
         if not isinstance(value, Tensor):
@@ -472,10 +506,10 @@ def _describe(state: Mapping[str, Any]) -> dict[str, Any]:
     return described
 
 
-def _parts(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
+def _parts(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Described | int]:
     """What must be the same for an optimizer to take another's state, by words that a message can use."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    parts: dict[str, Any] = {
+    parts: dict[str, Described | int] = {
         "class": type(optimizer).__name__,
         "number of groups": len(optimizer.param_groups),
     }

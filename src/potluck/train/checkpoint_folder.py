@@ -18,7 +18,7 @@ import shutil
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import safetensors
 
@@ -34,6 +34,13 @@ _TEMPORARY = ".tmp-"
 
 # One checkpoint at a time: tidying up for one must not take away the temporary folder of another.
 _WRITING = threading.Lock()
+
+
+class FileEntry(TypedDict):
+    """What the manifest says of a file."""
+
+    bytes: int
+    sha256: str
 
 
 class DamagedError(Exception):
@@ -126,8 +133,7 @@ def verified(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def fingerprint(file: Path) -> dict[str, Any]:
-    """What the manifest says of a file."""
+def fingerprint(file: Path) -> FileEntry:
     return {"bytes": file.stat().st_size, "sha256": _sha256(file)}
 
 

@@ -6,6 +6,7 @@ Owns access to the data set (one thread at a time). It knows no lease and no net
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,8 +16,8 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
 
 from potluck.device import Device
-from potluck.errors import DataError
-from potluck.train.packing import Collate, collated
+from potluck.errors import DataError, PotluckError
+from potluck.train.packing import Collate, Unread, collated, in_words
 
 
 def epoch_order(samples: int, seed: int) -> Callable[[int], Sequence[int]]:
@@ -64,12 +65,7 @@ class Loader:
 
     def fetch_locked(self, keys: Sequence[Any]) -> Any:
         """The same, for who has the lock: see `nobody_reads`."""
-        return collated(self._read(list(keys)), self._collate, keys)
-
-    def _read(self, keys: list[Any]) -> list[Any]:
-        if callable(getattr(self.dataset, "__getitems__", None)):
-            return list(self.dataset.__getitems__(keys))
-        return [self.dataset[key] for key in keys]
+        return collated(read(self.dataset, list(keys)), self._collate, keys)
 
     def close(self) -> None:
         """Nothing to end in this process."""
@@ -79,6 +75,50 @@ class Loader:
         """Inside, other threads wait before they read: samples may be made with random numbers."""
         with self._lock:
             yield
+
+
+def read(dataset: Any, keys: list[Any]) -> list[Any]:
+    """The samples of these indices; where one cannot be read, the error names it."""
+    if callable(getattr(dataset, "__getitems__", None)):
+        try:
+            return list(dataset.__getitems__(keys))
+        except Exception as error:
+            for key in keys:
+                _sample(dataset, key)
+            raise _unreadable(f"samples {keys[0]!r} to {keys[-1]!r}", error) from error  # each alone can be
+    return [_sample(dataset, key) for key in keys]
+
+
+def _sample(dataset: Any, key: Any) -> Any:
+    try:
+        return dataset[key]
+    except PotluckError:
+        raise
+    except Exception as error:
+        raise _unreadable(f"sample {key!r}", error) from error
+
+
+def _unreadable(which: str, error: Exception) -> DataError:
+    return DataError(
+        f"{which} of the data set cannot be read: {in_words(error)}",
+        hint="correct the sample or leave it out of the data set; --debug shows where it failed",
+    )
+
+
+class NamesSamples:
+    """A data set as worker processes read it: what cannot be read is told with its index."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.dataset[key]
+
+    def __getitems__(self, keys: list[Any]) -> list[Any]:
+        try:
+            return read(self.dataset, keys)
+        except PotluckError as error:
+            return [Unread(error.what, error.hint, traceback.format_exc())]
 
 
 def length(dataset: Any) -> int:

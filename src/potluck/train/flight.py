@@ -14,6 +14,11 @@ from dataclasses import dataclass
 
 from potluck.device import Device, Mark
 
+LEAD, LONGEST_LEAD_S = 0.8, 0.1
+"""Of a micro-batch, and at most so long: by so much guests should be done before a host whose device queues its
+work. Then the next step is there before the device has nothing left to do, and what comes late within that time is
+not waited for. Guests stand idle for as long: it is what Python needs between two steps, and some more."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Given:
@@ -79,6 +84,10 @@ class Flight:
                 return 0.0
             samples = sum(given.samples for given in self._out)
             return max(0.0, max(self._out[0].began, self._landed_at) + samples * sample_s - time.monotonic())
+
+    def ahead_of_s(self, micro_batch: int, sample_s: float) -> float:
+        """How much later than a step begins the device needs the next one; less than nothing where it waits."""
+        return self.behind_s(sample_s) - min(LEAD * micro_batch * sample_s, LONGEST_LEAD_S)
 
     def finish(self) -> None:
         """Wait for everything."""

@@ -1,6 +1,50 @@
-"""The speed-up of a whole run over the host alone: one formula for the run's last line and for the report. PURE."""
+"""The host's speed alone, and the speed-up of a whole run over it: one formula for all that is shown. PURE."""
 
 from __future__ import annotations
+
+from collections import deque
+
+RECENT_STEPS = 8
+"""Rates and speed-ups of a step are over this many steps."""
+ENOUGH = 0.25
+"""A size counts if so much of what was computed was computed at it: remainders and single trials do not."""
+SAME = 1.03
+"""A smaller size must be faster by more than this: noise alone is no better size."""
+
+
+class AloneRate:
+    """Seconds that a sample takes this machine at the best of the sizes that it computes at once.
+
+    In the search for that size, and in what guests leave over, micro-batches are small. Alone they would not be.
+    """
+
+    def __init__(self) -> None:
+        self._steps: deque[dict[int, tuple[int, float]]] = deque([{}], maxlen=RECENT_STEPS)
+
+    def add(self, samples: int, seconds: float) -> None:
+        """A micro-batch; sizes up to the same power of two are one."""
+        size, now = 1 << (samples - 1).bit_length(), self._steps[-1]
+        count, total_s = now.get(size, (0, 0.0))
+        now[size] = count + samples, total_s + seconds
+
+    def step_ended(self) -> None:
+        self._steps.append({})
+
+    @property
+    def sample_s(self) -> float | None:
+        """Over the last steps; None where nothing was computed."""
+        counts: dict[int, int] = {}
+        seconds: dict[int, float] = {}
+        for step in self._steps:
+            for size, (count, total_s) in step.items():
+                counts[size] = counts.get(size, 0) + count
+                seconds[size] = seconds.get(size, 0.0) + total_s
+        everything = sum(counts.values())
+        each = {size: seconds[size] / count for size, count in counts.items() if count >= ENOUGH * everything}
+        if not each:
+            return sum(seconds.values()) / everything if everything else None
+        fastest = min(each.values())
+        return next(each[size] for size in sorted(each, reverse=True) if each[size] <= SAME * fastest)
 
 
 class Gain:

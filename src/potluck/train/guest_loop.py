@@ -26,7 +26,7 @@ from potluck.train.ending import Ending, GuestDone
 from potluck.train.microbatch import MicroBatch
 from potluck.train.options import Options
 from potluck.train.randomness import RandomState, digests, seed
-from potluck.train.step import SavedBytes, Step
+from potluck.train.step import SavedBytes, Step, StepRules
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,18 +65,18 @@ class GuestTrainer:
         log = self._p.context.log
         self._hub.note = lambda text: log.emit(RunNote(text=text))
         self._hub.open(lambda: (self._p.micro.size(), self._p.micro.most()))
+        rules = StepRules(
+            batches=self._batches,
+            after_backward=self._after_backward,
+            loss_is=self._p.options.loss_is,
+            trained=self._p.tensors.trained,
+            sends=True,
+        )
         step: Step | None = None
         try:
             while True:
                 self._work = self._hub.next_work()
-                step = Step(
-                    self._work.step,
-                    self._batches,
-                    self._after_backward,
-                    self._p.options.loss_is,
-                    self._p.tensors.trained,
-                    sends=True,
-                )
+                step = Step(self._work.step, rules)
                 yield step
                 if not step.finished:
                     raise LoopError(
@@ -98,7 +98,9 @@ class GuestTrainer:
         if self._p.loader is not None:
             self._p.loader.close()
         self._hub.close(reason, failed=bool(self._p.context.failure))
-        self._p.context.log.emit(GuestEnded(samples=self._samples, compute_s=round(self._seconds, 3)))
+        dropped = self._hub.dropped_samples
+        ended = GuestEnded(samples=self._samples - dropped, compute_s=round(self._seconds, 3), dropped=dropped)
+        self._p.context.log.emit(ended)
 
     def _batches(self, step: Step) -> Iterator[Any]:
         work = self._work
@@ -145,7 +147,9 @@ class GuestTrainer:
     def _deliver(self, step: Step, work: Work, count: int) -> None:
         loss_sum = step.loss_sum()
         step.loss = loss = step.mean_loss(count)
-        self._hub.finish(work, count=count, loss_sum=loss_sum, items=step.items(), compute_s=self._compute_s)
+        items, compute_s = step.items(), self._compute_s
+        if not self._hub.finish(work, count=count, loss_sum=loss_sum, items=items, compute_s=compute_s):
+            return
         self._samples += count
         self._seconds += self._compute_s
         self._p.context.log.emit(
@@ -154,7 +158,7 @@ class GuestTrainer:
                 samples=count,
                 loss=loss if math.isfinite(loss) else None,
                 compute_s=round(self._compute_s, 4),
-                total_samples=self._samples,
+                total_samples=self._samples - self._hub.dropped_samples,
             )
         )
 

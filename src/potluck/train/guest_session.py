@@ -29,6 +29,8 @@ from potluck.wire.token import Token
 
 RUN_FAILED = "failed"
 """The reason a host gives its guests when its training ended with an error."""
+ANSWER_S, CLOSED_S = 30.0, 3.0
+"""How long a host is waited for that does not answer, and one whose machine answers with a closed port."""
 LEFT_ITS_LOOP = "its script left the loop"
 
 
@@ -53,13 +55,14 @@ def connect(
     device: Device,
     name: str,
     view: GuestObserver,
-    wait_s: float,
+    wait_s: float | None,
     give_up_s: float,
     records: Path | None = None,
 ) -> RunContext:
     """Join the run; returns the context of this guest's part, for `compute`.
 
-    `wait_s` is the time for the host to answer. From then on, the host may be unreachable for `give_up_s`.
+    `wait_s` is the time for the host to answer; None: half a minute, but little where its port is closed, as it is
+    when the run has ended. From then on, the host may be unreachable for `give_up_s`.
     `records` is the folder for flight records after a fault (default: the temporary folder).
     """
     if records is None:  # all processes of this machine share the folder for temporary files
@@ -72,7 +75,7 @@ def connect(
     link.preparing = view.preparing
     link.missing = lambda seconds: view.missing(seconds, give_up_s)
     link.found = view.found
-    welcome = link.connect(wait_s)
+    welcome = link.connect(ANSWER_S, CLOSED_S) if wait_s is None else link.connect(wait_s)
     view.joined(
         host=welcome.message.host,
         address=link.address,

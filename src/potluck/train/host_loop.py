@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from potluck.balance.leases import Least
 from potluck.balance.ledger import Ledger
-from potluck.errors import LoopError, NonFiniteError, RunFolderError
+from potluck.errors import DataError, LoopError, NonFiniteError, RunFolderError
 from potluck.hub.actions import CommonBatch, StepResult
 from potluck.hub.alone import AloneHub
 from potluck.hub.host import HostHub
@@ -28,7 +28,7 @@ from potluck.hub.parity import Reference, Sketch, sketch
 from potluck.hub.tensors import ModelTensors
 from potluck.spec.events import CheckpointFailed, CheckpointSaved, RunNote
 from potluck.train import given
-from potluck.train.bad_steps import BadSteps, StepFacts
+from potluck.train.bad_steps import BadSteps, StepFacts, how_to_go_on
 from potluck.train.batch_statistics import BatchStatistics
 from potluck.train.beginning import Beginning, Buffers
 from potluck.train.checkpoint import CheckpointWriter, Loaded, Snapshot, finite_state
@@ -37,24 +37,20 @@ from potluck.train.data import cloned, to_device
 from potluck.train.ending import Ending
 from potluck.train.flight import Flight
 from potluck.train.microbatch import MicroBatch
+from potluck.train.optimizer_state import Stateful
 from potluck.train.options import Options
 from potluck.train.randomness import RandomState, digests, seed
 from potluck.train.ranks import RoundMark, shares
 from potluck.train.scheduling import Scheduling
-from potluck.train.step import TOTALS, SavedBytes, Step, mean_of
+from potluck.train.step import TOTALS, SavedBytes, Step, StepRules, mean_of
 from potluck.train.step_loader import StepLoader
 from potluck.train.telemetry import Telemetry
-from potluck.train.update import Collected, Update, own_norm, prepare_gradients
+from potluck.train.update import Collected, Divisor, Update, own_norm, prepare_gradients
 from potluck.train.update_hooks import UpdateHooks
 
 TURN_S = 0.0002
 """How long Python's other threads may keep the one that feeds a device which queues its work. At Python's own 5 ms
 a GPU ran dry while contributions came: an H200 with 8 guests lost 33 % of its speed, with this 25 %."""
-
-LEAD, LONGEST_LEAD_S = 0.8, 0.1
-"""Of a micro-batch, and at most so long: by so much guests should be done before a host whose device queues its
-work. Then the next step is there before the device has nothing left to do, and what comes late within that time is
-not waited for. Guests stand idle for as long: it is what Python needs between two steps, and some more."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,7 +68,7 @@ class Parts:
     statistics: BatchStatistics | None = None
     least: Least = field(default_factory=Least)
     restored: Loaded | None = None
-    objects: dict[str, Any] = field(default_factory=dict)
+    objects: dict[str, Stateful] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
 
 
@@ -86,6 +82,12 @@ class HostTrainer:
         if self._device.ahead:
             sys.setswitchinterval(TURN_S)
         self._trained = parts.tensors.trained
+        self._rules = StepRules(
+            batches=self._batches,
+            after_backward=self._after_backward,
+            loss_is=parts.options.loss_is,
+            trained=self._trained,
+        )
         self._frozen = {n: t for n, t in parts.tensors.fixed.items() if isinstance(t, nn.Parameter)}
         folder = parts.context.folder
         # The log goes to the disk first: after a power cut it tells of every step up to the checkpoint.
@@ -113,11 +115,11 @@ class HostTrainer:
         self._buffers: Buffers | None = None
         self._own_samples = 0  # what this process itself has computed of the step
         self._beginning: Beginning | None = None
-        self._waiting = partial(parts.context.waiting, self._stop_if_asked if parts.loader.waits else None)
+        self._waiting = partial(parts.context.waiting, None if parts.options.by_trainer else self._stop_if_asked)
         self._place: dict[str, Any] | None = None  # where in the data the next step begins, while it is awaited
         self._checkpoint_due = False
         self._comparing = False
-        self._counts_items: bool | None = None  # whether the body says items=…; None before the first update
+        self._divisor = Divisor()
         self._alike = contextlib.ExitStack()
         """Open while a common batch is computed: what this thread has to put back and to let go of."""
         self._loss: float | None = None
@@ -125,7 +127,7 @@ class HostTrainer:
         """The last step that is finished: in the update the ledger has closed one that may still fail."""
         self._returned = time.monotonic()  # when the script was given the last step back
         self._outside = self._returned, self._returned
-        self._interrupted = False
+        self._interrupted = self._abandoned = False
         self._saved_step = parts.restored.step if parts.restored is not None else None
         self._saving_last = False
         self._last_save_failed: RunFolderError | NonFiniteError | None = None
@@ -178,7 +180,7 @@ class HostTrainer:
         if not (enough := options.steps is not None and ledger.step >= options.steps):
             if self._writer is not None and loader.waits:
                 self._beginning, self._place = Beginning(self._device), loader.state(ledger.step)
-            with self._waiting():
+            with self._waiting() if loader.waits else contextlib.nullcontext(), self._unread_is_saved():
                 samples = ledger.prepare()
             self._place = None
         self._returned += time.monotonic() - before  # a stream may have to be waited for: not the script's time
@@ -189,15 +191,14 @@ class HostTrainer:
             return None
         # A batch sampler may give larger batches than any so far.
         self._p.micro.limit = max(self._p.micro.limit, -(-samples.count // self._width))
-        return Step(
-            ledger.step,
-            self._batches,
-            self._after_backward,
-            options.loss_is,
-            self._trained,
-            epoch=samples.epoch,
-            ends_epoch=loader.ends_epoch,
-        )
+        return Step(ledger.step, self._rules, epoch=samples.epoch, ends_epoch=self._ends_epoch)
+
+    def _ends_epoch(self) -> bool:
+        before = time.monotonic()
+        try:
+            return self._p.loader.ends_epoch()
+        finally:
+            self._returned += time.monotonic() - before  # it may have read a batch: not the script's time
 
     def _left(self) -> None:
         """Save what is whole now: what the script does next with the weights is not the run's affair."""
@@ -243,7 +244,7 @@ class HostTrainer:
             return
         if self._last_save_failed is not None:
             raise self._last_save_failed
-        if reason == "failed":
+        if reason == "failed" and not self._abandoned:
             self._writer.settle()
         else:
             self._checkpoint(wait=True)
@@ -270,6 +271,13 @@ class HostTrainer:
         self._buffers, self._own_samples = Buffers(self._p.model), 0
         if self._writer is not None:
             self._beginning = Beginning(self._device, self._buffers)
+        with self._unread_is_saved():
+            yield from self._share(step)
+        self._update(step)
+        self._returned = time.monotonic()
+
+    def _share(self, step: Step) -> Iterator[Any]:
+        """What this machine computes of the step."""
         with self._waiting():
             self._p.loader.ready()
         self._device.at_step(step.index + 1)
@@ -288,7 +296,7 @@ class HostTrainer:
             own = positions if self._ranks is None else self._dealt(positions, common is not None)
             self._own_samples += len(own)
             if common is None:
-                batch = to_device(self._p.loader.fetch(own), self._device)
+                batch = to_device(self._fetch(own), self._device)
                 yield from self._hand_out(step, batch, len(own))
             else:
                 began = yield from self._common(step, own, common)
@@ -296,8 +304,10 @@ class HostTrainer:
             self._flight.launched(len(positions), began)
             if self._measuring:
                 self._finish()
-        self._update(step)
-        self._returned = time.monotonic()
+
+    def _fetch(self, positions: tuple[int, ...]) -> Any:
+        with self._waiting():  # a data set may hang
+            return self._p.loader.fetch(positions)
 
     def _head_start_s(self) -> float:
         """What guests have beyond the time of this machine's own samples: see `Stepping.begin`.
@@ -306,8 +316,7 @@ class HostTrainer:
         """
         if not self._device.ahead or self._ranks is not None:
             return 0.0
-        sample_s = self._hub.host_sample_s() or 0.0
-        return self._flight.behind_s(sample_s) - min(LEAD * self._p.micro.size() * sample_s, LONGEST_LEAD_S)
+        return self._flight.ahead_of_s(self._p.micro.size(), self._hub.host_sample_s() or 0.0)
 
     def _busy(self) -> bool:
         """Whether this machine's own device still computes what it was given."""
@@ -375,7 +384,7 @@ class HostTrainer:
         """
         assert not isinstance(self._hub, AloneHub)
         before = digests(self._device)
-        batch = self._p.loader.fetch(positions)
+        batch = self._fetch(positions)
         reading_draws = digests(self._device) != before
         packed = self._hub.pack_common(batch)  # before the loop's body, which may change the batch in place
         if self._p.options.data == "local" and not packed.why_not:
@@ -442,11 +451,11 @@ class HostTrainer:
             self._finish()
         given.check_frozen(self._frozen)
         # Before the guests' parts are added to it: they are measured by it.
-        own = own_norm(self._trained) if self._hub.members() else None
+        own = own_norm(self._trained) if self._hub.judges() else None
         whole = self._p.ledger.global_batch
         result = self._hub.end_step()
         total = None if self._ranks is None else self._sum_of_ranks(step, result, whole)
-        divisor = self._divisor(step, result.guests_items, whole, total)
+        divisor = self._divisor.of(step, result.guests_items, whole, total)
         norm = prepare_gradients(step.number, self._trained, self._p.options, self._p.model, divisor)
         finite = norm.isfinite() if self._ranks is None else self._ranks.agree(norm.isfinite())
         if self._writer is not None:
@@ -538,33 +547,10 @@ class HostTrainer:
         if self._writer is not None:
             with contextlib.suppress(Exception):  # of one error it is told, and this one ends the run
                 self._writer.wait()
-        context, saved = self._p.context, self._saved_step
-        if self._p.options.by_trainer:
-            again = "go on from one of the trainer's own checkpoints, with a smaller learning rate"
-        elif context.folder is None:
-            again = "a script started with plain python keeps no checkpoints, one started by potluck host does"
-        elif saved is None:
-            again = "nothing was saved yet: start it again, with a smaller learning rate or with clip_norm"
-        else:
-            again = f"go on from the last good checkpoint, of step {saved}: {context.again(context.folder.path)}"
+        context = self._p.context
+        resume = None if context.folder is None else context.again(context.folder.path)
+        again = how_to_go_on(self._saved_step, resume, by_trainer=self._p.options.by_trainer)
         return NonFiniteError(what, hint=again, step=self._done)
-
-    def _divisor(self, step: Step, guests_items: float, samples: int, total: Tensor | None) -> float | Tensor:
-        """What the step's summed gradient is divided by: its samples, or its items on all machines."""
-        if step.counts_items is not None:
-            if self._counts_items not in (None, step.counts_items):
-                raise LoopError(
-                    f"step {step.number} {'counts' if step.counts_items else 'does not count'} items, unlike the "
-                    "steps before it",
-                    hint="give step.backward() items=… in every step, or in none",
-                )
-            self._counts_items = step.counts_items
-        if total is not None:
-            return step.divisor(total, samples)
-        own = step.items_so_far()
-        if own is None:  # perhaps guests computed all of it
-            return guests_items if self._counts_items else samples
-        return own + guests_items
 
     def _sum_of_ranks(self, step: Step, guests: StepResult, samples: int) -> Tensor:
         """All ranks' gradients, with the guests' that are in this rank's, on every rank; their summed totals."""
@@ -585,17 +571,31 @@ class HostTrainer:
     # -- stopping and saving ----------------------------------------------------------------------------
 
     def _stop_if_asked(self) -> None:
-        # A trainer saves by itself: it ends after the step.
+        """A trainer saves by itself: it ends after the step."""
         if self._p.context.stop_requested() and not self._p.options.by_trainer:
-            # The step under way is abandoned: a resumed run begins it again, from the same random numbers.
             if self._ranks is not None:
                 self._finish()
                 # torchrun also asks us to stop when a rank has died: then there is somebody who does not hear this.
                 self._ranks.end(strict=True)
-            if self._beginning is not None:
-                self._beginning.undo()
+            self._abandon()
             self._interrupted = True
             raise self._p.context.interruption
+
+    def _abandon(self) -> None:
+        """Leave no trace of the step under way: a resumed run begins it again, from the same random numbers."""
+        if self._beginning is not None:
+            self._beginning.undo()
+        self._abandoned = True
+
+    @contextlib.contextmanager
+    def _unread_is_saved(self) -> Iterator[None]:
+        """Where samples cannot be read, what was trained before is saved as it is when the run is stopped."""
+        try:
+            yield
+        except DataError:
+            if self._ranks is None:
+                self._abandon()
+            raise
 
     @contextlib.contextmanager
     def _saving(self) -> Iterator[None]:

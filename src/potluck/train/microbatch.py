@@ -1,5 +1,8 @@
 """How many samples this machine computes at once: given, or found by doubling while it pays and fits.
 
+On a busy machine the search can end too early. So the neighbours of the size in use are compared with it again, now
+and then, at a bounded cost.
+
 Where a model has batch statistics, as many as fit: there a second micro-batch costs learning, whatever its speed.
 
 PURE apart from its measurements, which are handed in. It knows no device and no loop.
@@ -8,6 +11,7 @@ PURE apart from its measurements, which are handed in. It knows no device and no
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from potluck.spec.config import MEMORY_PART, MOST_MICRO_BATCH
 
@@ -30,6 +34,84 @@ FIRST_OF_MANY = 8
 """The first micro-batch of a model with batch statistics: it tells what a sample takes of the memory, and the
 second has all that fit. More could be too much for a small device before anything is known."""
 
+REVIEW_TRIALS = 4
+"""Measurements of each of the two sizes that a review compares, in turns; the fastest counts."""
+FASTER = 0.97
+"""A review changes the size if a sample then takes at most this part of its time."""
+FIRST_REVIEW, LAST_REVIEW, REVIEW_S = 32, 2048, 2.0
+"""Micro-batches between two reviews: at first, and at most after doubling with each that changed nothing. And at
+least so many seconds of computing."""
+REVIEW_PART = 0.01
+"""Of the time computed, reviews may cost this part: the next one waits until they do not."""
+
+
+@dataclass(slots=True)
+class Review:
+    """Compares the size in use with twice or half of it, and says which to use from then on."""
+
+    now: int
+    """The size in use."""
+    _other: int | None = None
+    _trials: dict[int, list[float]] = field(default_factory=dict)
+    _larger: bool = True
+    """Whether the next review tries the larger neighbour."""
+    _every: int = FIRST_REVIEW
+    _since: int = 0
+    _since_s: float = 0.0
+    _computed_s: float = 0.0
+    _cost_s: float = 0.0
+    """Seconds that reviews have taken beyond the same samples at the size in use."""
+    _missed: int = 0
+
+    def size(self) -> int:
+        """What to compute next: in a review, the size that was measured less often."""
+        if self._other is None or len(self._trials[self._other]) > len(self._trials[self.now]):
+            return self.now
+        return self._other
+
+    def record(self, size: int, seconds: float, most: int) -> None:
+        """A micro-batch of `size` took so long; none larger than `most` may be tried."""
+        self._computed_s += seconds
+        if self._other is not None:
+            self._compare(size, seconds)
+            return
+        self._since += 1
+        self._since_s += seconds
+        affordable = self._cost_s <= REVIEW_PART * self._computed_s
+        if self._since >= self._every and self._since_s >= REVIEW_S and affordable:
+            self._begin(most, brief=seconds < 2 * SHORT_S)
+
+    def _begin(self, most: int, *, brief: bool) -> None:
+        self._since, self._since_s, self._missed = 0, 0.0, 0
+        larger, smaller = min(2 * self.now, most), self.now // 2
+        sizes = [larger] if larger > self.now else []
+        sizes += [smaller] if smaller and not brief else []  # nothing is gained by cutting a brief one finer
+        if sizes:
+            self._other = sizes[0 if self._larger else -1]
+            self._trials = {self.now: [], self._other: []}
+        self._larger = not self._larger
+
+    def _compare(self, size: int, seconds: float) -> None:
+        assert self._other is not None
+        # A remainder, or a lease cut into equal parts, rarely has the very size that was asked for.
+        near = next((of for of in sorted(self._trials) if of / 2 < size <= of), None)
+        if near is None:
+            self._missed += 1
+            if self._missed >= MISSES:
+                self._other = None
+            return
+        self._trials[near].append(seconds / size)
+        if min(map(len, self._trials.values())) < REVIEW_TRIALS:
+            return
+        other, self._other = self._other, None
+        there, here = self._trials[other], self._trials[self.now]
+        self._cost_s += max(0.0, (fmean(there) - fmean(here)) * len(there) * other)
+        if min(there) <= FASTER * min(here):
+            self._larger = other > self.now  # further in this direction
+            self.now, self._every = other, FIRST_REVIEW
+        else:
+            self._every = min(2 * self._every, LAST_REVIEW)
+
 
 @dataclass(slots=True)
 class MicroBatch:
@@ -44,17 +126,21 @@ class MicroBatch:
     settled: int | None = None
     statistics: bool = False
     """The model normalises over the batch: no single sample, and as many at once as fit."""
+    reviews: bool = False
+    """Whether the size that was found is compared with others later."""
     _now: int = 2
     _seconds: dict[int, list[float]] = field(default_factory=dict)
     _bytes_per_sample: float = 0.0
     _warm: bool = False
     _missed: int = 0
+    _review: Review | None = None
 
     def __post_init__(self) -> None:
         self._now = min(FIRST_OF_MANY if self.statistics else self._now, self.limit)
 
     def size(self) -> int:
-        size = self.fixed or self.settled or self._now
+        now = self._review.size() if self._review is not None else self.settled
+        size = self.fixed or now or self._now
         return max(2, size) if self.statistics else size
 
     def most(self) -> int:
@@ -69,7 +155,10 @@ class MicroBatch:
 
     def record(self, size: int, seconds: float, saved_bytes: int = 0) -> None:
         """A micro-batch of `size` took so long and kept so many bytes for its backward."""
-        if not self.searching or size <= 0:
+        if size <= 0:
+            return
+        if not self.searching:
+            self._reviewed(size, seconds)
             return
         if saved_bytes:
             self._bytes_per_sample = max(self._bytes_per_sample, saved_bytes / size)
@@ -92,6 +181,15 @@ class MicroBatch:
         trials.append(seconds / size)
         if len(trials) >= (TRIALS if min(trials) * self._now >= BRIEF_S else BRIEF_TRIALS):
             self._decide()
+
+    def _reviewed(self, size: int, seconds: float) -> None:
+        if self.fixed is not None or self.settled is None or self.statistics or not self.reviews:
+            return
+        if self._review is None:
+            self._review = Review(self.settled)
+        most = self.limit if self._fits(self.limit) else self._fitting()
+        self._review.record(size, seconds, most)
+        self.settled = self._review.now
 
     def stop(self) -> None:
         """End the search with what is known now."""

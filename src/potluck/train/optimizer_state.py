@@ -14,7 +14,7 @@ import random
 import struct
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 import numpy as np
 import torch
@@ -31,6 +31,15 @@ STORABLE_DTYPES = frozenset(
     )
     if hasattr(torch, name)
 )
+
+
+class RngState(TypedDict):
+    """States of random generators, as JSON."""
+
+    python: list[Any]
+    numpy: Any
+    torch: str
+    devices: dict[str, str]
 
 
 class Stateful(Protocol):
@@ -107,7 +116,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
                 loaded[key] = value.to(present.device)
 
 
-def capture_rng(device_rng: Mapping[str, Tensor]) -> dict[str, Any]:
+def capture_rng(device_rng: Mapping[str, Tensor]) -> RngState:
     """The states of Python's, numpy's, torch's and the devices' random generators, as JSON."""
     version, words, gauss = random.getstate()
     return {
@@ -118,7 +127,7 @@ def capture_rng(device_rng: Mapping[str, Tensor]) -> dict[str, Any]:
     }
 
 
-def restore_rng(saved: Mapping[str, Any]) -> None:
+def restore_rng(saved: RngState) -> None:
     """Put Python's, numpy's and torch's CPU generators back where capture_rng() found them."""
     version, text, gauss = saved["python"]
     words = base64.b64decode(text)
@@ -127,7 +136,7 @@ def restore_rng(saved: Mapping[str, Any]) -> None:
     torch.set_rng_state(_bytes_tensor(saved["torch"]))
 
 
-def device_rng(saved: Mapping[str, Any]) -> dict[str, Tensor]:
+def device_rng(saved: RngState) -> dict[str, Tensor]:
     """The devices' states among what capture_rng() returned."""
     return {name: _bytes_tensor(text) for name, text in saved["devices"].items()}
 

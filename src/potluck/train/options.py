@@ -20,7 +20,7 @@ class Options:
     """How the loop trains; the same on every machine."""
 
     global_batch: int | None = None
-    """Samples per step, over all machines. A DataLoader's batch size, where one is given."""
+    """Samples per step, over all machines. A DataLoader's batch size, where one is given: no other is taken."""
     steps: int | None = None
     """Total number of steps; a resumed run continues up to it. Endless if not given: break when done."""
     epochs: int | None = None
@@ -57,7 +57,7 @@ class Options:
         assert self.global_batch is not None
         return self.global_batch
 
-    def saved_objects(self) -> dict[str, Any]:
+    def saved_objects(self) -> dict[str, Stateful]:
         """What goes into checkpoints besides the model and the optimizer, by name."""
         return {**self.also_save, **({"scheduler": self.scheduler} if self.scheduler is not None else {})}
 

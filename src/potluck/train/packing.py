@@ -23,7 +23,7 @@ from potluck.errors import DataError
 
 Collate = Callable[[list[Any]], Any]
 
-COLLATED, SAMPLES, FAILED = "collated", "samples", "failed"
+COLLATED, SAMPLES, FAILED, UNREAD = "collated", "samples", "failed", "unread"
 """What a packed step holds."""
 
 ALIGN_BYTES = 16
@@ -48,28 +48,45 @@ class _Forms:
     samples: list[Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """In place of samples: why they cannot be read. torch would make other words of what a worker raises."""
+
+    what: str
+    hint: str
+    trace: str
+
+
 class PackStep:
-    """Runs in a worker as its DataLoader's collate function: the samples of a step, packed."""
+    """Runs in a worker as its DataLoader's collate function: the samples of a step, packed.
+
+    The user's own collate function is not sent to the worker: a lambda could not be.
+    """
 
     def __init__(self, collate: Collate) -> None:
-        self._collate = collate
+        self._collates = collate is default_collate
 
     def __call__(self, samples: list[Any]) -> list[Any]:
-        if self._collate is default_collate and (form := _form(samples[0])) is not None:
+        if self._collates and (form := _form(samples[0])) is not None:
             try:
                 return [COLLATED, len(samples), form, default_collate(samples)]
             except Exception as error:
-                told = f"{type(error).__name__}: {error}"
-                return [FAILED, len(samples), culprit(samples, default_collate), told, traceback.format_exc()]
+                at = culprit(samples, default_collate)
+                return [FAILED, len(samples), at, in_words(error), traceback.format_exc()]
         return packed_samples(samples)
 
 
 def packed_samples(samples: list[Any]) -> list[Any]:
     """The samples of a step or of a part of it, one by one."""
+    if samples and isinstance(unread := samples[0], Unread):
+        return [UNREAD, 0, unread.what, unread.hint, unread.trace]
     return [SAMPLES, len(samples), *_packed(samples)]
 
 
 def unpacked_samples(packed: Sequence[Any]) -> list[Any]:
+    if packed[0] == UNREAD:
+        what, hint, trace = packed[2:]
+        raise DataError(what, hint=hint) from RuntimeError(f"in a worker process:\n{trace}")
     return _unpacked(*packed[2:])
 
 
@@ -119,7 +136,16 @@ def collated(samples: list[Any], collate: Collate, keys: Sequence[Any] | None, *
     try:
         return collate(_mapped(samples, _copied) if kept else samples)
     except Exception as error:
-        raise cannot_collate(culprit(samples, collate), keys, f"{type(error).__name__}: {error}") from error
+        raise cannot_collate(culprit(samples, collate), keys, in_words(error)) from error
+
+
+def in_words(error: Exception) -> str:
+    """The type of an error and its first line. torch puts a worker's behind its traceback."""
+    lines = str(error).strip().splitlines()
+    if lines and lines[0].startswith("Caught ") and "DataLoader worker" in lines[0]:
+        heads = [number for number, line in enumerate(lines) if "Traceback (most recent call last)" in line]
+        return next((line for line in lines[heads[-1] + 1 :] if line[:1].strip()), lines[0]) if heads else lines[0]
+    return ": ".join([type(error).__name__, *lines[:1]])
 
 
 def culprit(samples: list[Any], collate: Collate) -> tuple[int, ...]:
@@ -137,7 +163,7 @@ def cannot_collate(at: Sequence[int], keys: Sequence[Any] | None, told: str) -> 
     names = [f"number {place} of its batch" if keys is None else f"{keys[place]!r}" for place in at]
     which = {0: "a batch", 1: "sample {}", 2: "samples {} and {} together"}[len(names)].format(*names)
     return DataError(
-        f"the collate function fails on {which}: {told.splitlines()[0]}",
+        f"the collate function fails on {which}: {told}",
         hint="correct the sample or leave it out of the data set; or give a collate function that takes it",
     )
 

@@ -28,10 +28,11 @@ from potluck.train.checkpoint import load_latest
 from potluck.train.context import RunContext
 from potluck.train.data import Loader, to_device
 from potluck.train.flight import Flight
+from potluck.train.optimizer_state import Stateful
 from potluck.train.options import Options
-from potluck.train.ranks import RankDone, Ranks
+from potluck.train.ranks import RankDone, RankReady, Ranks
 from potluck.train.scheduling import Scheduling
-from potluck.train.step import Step, mean_of
+from potluck.train.step import Step, StepRules, mean_of
 from potluck.train.update import Update, own_norm, prepare_gradients
 
 LAST_WORDS_S = 2.0
@@ -56,6 +57,12 @@ class RankTrainer:
         self._p, self._ranks = parts, ranks
         self._device = parts.context.device
         self._trained = parts.tensors.trained
+        self._rules = StepRules(
+            batches=self._batches,
+            after_backward=self._after_backward,
+            loss_is=parts.options.loss_is,
+            trained=self._trained,
+        )
         self._flight = Flight(self._device, lambda samples, seconds: ranks.done())
         self._scheduling = Scheduling(parts.options.scheduler)
         self._step_update = Update(parts.optimizer, queues=bool(self._device.ahead))
@@ -65,14 +72,10 @@ class RankTrainer:
         step: Step | None = None
         try:
             while (order := self._ranks.order()).what != orders.END:
-                loss_is = self._p.options.loss_is
                 epoch, ends = order.samples
                 step = Step(
                     order.number,
-                    self._batches,
-                    self._after_backward,
-                    loss_is,
-                    self._trained,
+                    self._rules,
                     epoch=epoch,
                     ends_epoch=lambda ends=ends: bool(ends),  # type: ignore[misc]
                 )
@@ -162,17 +165,16 @@ def seed(base: int, step: int, rank: int) -> None:
     np.random.seed(number)
 
 
-def about_rank(tensors: ModelTensors, samples: int | None, free_bytes: int | None) -> dict[str, Any]:
-    """What rank 0 wants to know of every rank before the first step."""
+def about_rank(tensors: ModelTensors, samples: int | None, free_bytes: int | None) -> RankReady:
     model = hashlib.blake2b(repr(tensors.fingerprint).encode(), digest_size=8).hexdigest()
-    return {"model": model, "samples": samples, "free_bytes": free_bytes}
+    return RankReady(model=model, samples=samples, free_bytes=free_bytes)
 
 
 def restore_same(
     path: Path,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    objects: dict[str, Any],
+    objects: dict[str, Stateful],
     state: dict[str, Any],
 ) -> None:
     """Go on from the checkpoint that rank 0 has loaded."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import signal
 import threading
@@ -20,8 +19,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import psutil
 import torch
 import torch.distributed as dist
@@ -30,6 +30,8 @@ from torch import Tensor, nn
 from potluck.device import Mark
 from potluck.errors import ConfigError, LoopError, RankGoneError
 from potluck.train import gradient_sum
+
+T = TypeVar("T")
 
 STEP, WORK, LAND, UPDATE, END = range(1, 6)
 """Orders: a step begins; samples to compute; finish what was begun; the step is full; the training is over."""
@@ -46,6 +48,15 @@ GRACE_S = 20.0
 """From the end of torchrun to the end of a rank that does not heed it."""
 _TAG = 7
 _HINT = "what it said last stands above; go on from the last checkpoint with --resume"
+
+
+class RankReady(msgspec.Struct, frozen=True, kw_only=True):
+    """What rank 0 wants to know of every rank before the first step."""
+
+    model: str
+    """Digest of the model's structure."""
+    samples: int | None
+    free_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,11 +163,11 @@ class Ranks:
 
     # -- rank 0 -----------------------------------------------------------------------------------------
 
-    def introduce(self, hello: dict[str, Any]) -> list[dict[str, Any]]:
-        """Tell the others how the training begins; what each of them says of itself when it is ready."""
+    def introduce(self, checkpoint: str | None) -> list[RankReady]:
+        """Tell the others where the training begins; what each of them says of itself when it is ready."""
         for rank in self._others:
-            self._send_words(rank, hello)
-        return [self._receive_words(rank) for rank in self._others]
+            self._send_words(rank, checkpoint or "")
+        return [self._receive_words(rank, RankReady) for rank in self._others]
 
     def begin_step(self, step: int, epoch: int, *, ends_epoch: bool) -> None:
         for rank in self._others:
@@ -218,11 +229,11 @@ class Ranks:
 
     # -- the others -------------------------------------------------------------------------------------
 
-    def meet(self) -> dict[str, Any]:
-        """What rank 0 says of the training."""
-        return self._receive_words(0)
+    def meet(self) -> str | None:
+        """The checkpoint that the training resumes from, as rank 0 says."""
+        return self._receive_words(0, str) or None
 
-    def answer(self, about: dict[str, Any]) -> None:
+    def answer(self, about: RankReady) -> None:
         self._send_words(0, about)
 
     def order(self) -> Order:
@@ -300,17 +311,15 @@ class Ranks:
             work.wait(timedelta(seconds=PATIENCE_S) if self.place.leads else FOREVER)
         return room
 
-    def _send_words(self, rank: int, words: dict[str, Any]) -> None:
-        content = torch.frombuffer(bytearray(json.dumps(words).encode()), dtype=torch.uint8)
+    def _send_words(self, rank: int, words: str | RankReady) -> None:
+        content = torch.frombuffer(bytearray(msgspec.json.encode(words)), dtype=torch.uint8)
         self._send(rank, torch.tensor([content.numel()], dtype=torch.int64))
         self._send(rank, content)
 
-    def _receive_words(self, rank: int) -> dict[str, Any]:
+    def _receive_words(self, rank: int, kind: type[T]) -> T:
         size = int(self._receive(torch.empty(1, dtype=torch.int64), rank))
-        words: dict[str, Any] = json.loads(
-            bytes(self._receive(torch.empty(size, dtype=torch.uint8), rank).tolist())
-        )
-        return words
+        words = bytes(self._receive(torch.empty(size, dtype=torch.uint8), rank).tolist())
+        return msgspec.json.decode(words, type=kind)
 
     @contextlib.contextmanager
     def _together(self, rank: int | None = None) -> Iterator[None]:

@@ -17,6 +17,7 @@ from potluck.train.checkpoint import Loaded, load_latest
 from potluck.train.context import RunContext
 from potluck.train.events import events_in
 from potluck.train.folder import RunFolder
+from potluck.train.optimizer_state import Stateful
 from potluck.train.options import Options
 from potluck.train.step_loader import StepLoader
 
@@ -26,7 +27,7 @@ def restore(
     options: Options,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    objects: dict[str, Any],
+    objects: dict[str, Stateful],
     loader: StepLoader,
     state: dict[str, Any],
 ) -> Loaded | None:

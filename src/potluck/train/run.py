@@ -171,7 +171,8 @@ class Run:
             loader: a torch DataLoader: a step is one of its batches, in its own order, and its worker processes
                 read ahead. Or a data set with `global_batch`. Or a function that returns either, called only where
                 samples are read: on guests only with `data="local"`.
-            global_batch: samples in every step, whoever computes them; a DataLoader's own batch size.
+            global_batch: samples in every step, whoever computes them. Needed with a data set. With a DataLoader a
+                step is one of its batches: leave this out, another number than its batch size is refused.
             steps: total number of steps; a resumed run continues up to it. Endless without it and `epochs`.
             epochs: total number of epochs; with `steps`, whichever ends first.
             clip_norm: clip the gradient of the whole step to this norm before the update.
@@ -328,15 +329,18 @@ class Run:
         """Bring the other ranks to where this one is, and see that they train the same."""
         about = about_rank(tensors, loader.samples, micro.free_bytes)
         checkpoint = str(restored.path.resolve()) if restored is not None else None
-        for rank, said in enumerate(group.introduce({"checkpoint": checkpoint}), 1):
-            for key, what in (("model", "model"), ("samples", "data set")):
-                if said[key] != about[key]:
+        for rank, said in enumerate(group.introduce(checkpoint), 1):
+            for what, theirs, ours in (
+                ("model", said.model, about.model),
+                ("data set", said.samples, about.samples),
+            ):
+                if theirs != ours:
                     raise LoopError(
-                        f"rank {rank} has another {what} than rank 0 ({said[key]}, not {about[key]})",
+                        f"rank {rank} has another {what} than rank 0 ({theirs}, not {ours})",
                         hint="the script must build the same on every rank",
                     )
-            if micro.free_bytes is not None and said["free_bytes"] is not None:
-                micro.free_bytes = min(micro.free_bytes, said["free_bytes"])
+            if micro.free_bytes is not None and said.free_bytes is not None:
+                micro.free_bytes = min(micro.free_bytes, said.free_bytes)
         micro.limit = -(-micro.limit // group.world)
         group.equalize([*tensors.trained, *tensors.fixed.values()])
 
@@ -354,7 +358,7 @@ class Run:
         context.device.attach(model)
         objects = options.saved_objects()
         loader, nominal = reader_of(given, options.collate, options.global_batch)
-        checkpoint = group.meet()["checkpoint"]
+        checkpoint = group.meet()
         if checkpoint is not None:
             restore_same(Path(checkpoint), model, optimizer, objects, self.state)
         micro = self._micro_batch(options, limit=nominal or LARGEST_GUEST_MICRO_BATCH)
@@ -394,6 +398,7 @@ class Run:
             guest_bound=context.config.guest_bound,
             check_replica_every=context.config.check_replica_every,
             least=parts.least,
+            steps=parts.loader.total_steps(parts.options.steps),
         )
         folder = context.folder.path if context.folder is not None else None
         hub = HostHub(
@@ -404,6 +409,7 @@ class Run:
                 tensors=tensors,
                 welcome=self._welcome,
                 fetch=parts.loader.fetch,
+                fetch_ahead=parts.loader.fetch_ahead,
                 emit=context.log.emit,
                 early=admission.waiting.hand_over(),
                 recorder=guarded(
@@ -471,6 +477,8 @@ class Run:
             limit=limit,
             free_bytes=self._context.device.memory().free_bytes,
             statistics=statistics,
+            # Elsewhere too large a size, tried after hours, could end the run: there is no memory to spare.
+            reviews=self._context.device.torch_device.type == "cpu",
         )
 
 

@@ -243,6 +243,10 @@ class Session:
         self.context.admission = replace(self.context.admission, source=source, files=files)
         self.folder.write_manifest(structs.replace(self.folder.read_manifest(), source=source))
 
+    def show(self, text: str) -> None:
+        """Show a sentence that the log must not hold. From any thread."""
+        self._view.event(RunNote(text=text))
+
     @contextmanager
     def signals(self) -> Iterator[None]:
         """Inside, the first Ctrl-C (or SIGTERM, or the end of the terminal) ends the training in order.

@@ -30,6 +30,20 @@ class Current:
     done: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRules:
+    """What is the same in all steps of a loop."""
+
+    batches: Callable[[Step], Iterator[Any]]
+    after_backward: Callable[[int], None]
+    """Called with the number of samples."""
+    loss_is: str
+    trained: Sequence[nn.Parameter] = ()
+    """Whose gradients the loop's body must leave alone."""
+    sends: bool = False
+    """Whether the gradients are used up after backward."""
+
+
 class Step:
     """Iterate over it for this machine's micro-batches; call `backward` with each one's loss.
 
@@ -39,16 +53,11 @@ class Step:
     def __init__(
         self,
         index: int,
-        batches: Callable[[Step], Iterator[Any]],
-        after: Callable[[int], None],
-        loss_is: str,
-        trained: Sequence[nn.Parameter] = (),
+        rules: StepRules,
         *,
-        sends: bool = False,
         epoch: int | None = None,
         ends_epoch: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`trained`: whose gradients the loop's body must leave alone; `sends`: they are used up after backward."""
         self.index = index
         """The number of this step, from 0."""
         self.epoch = epoch
@@ -58,16 +67,14 @@ class Step:
         self._loss: float | None = None
         self._know_loss: Callable[[], None] | None = None
         self.finished = False
-        self._batches = batches
-        self._after = after
-        self._mean = loss_is == "mean"
+        self._rules = rules
+        self._mean = rules.loss_is == "mean"
         self._current: Current | None = None
         self._loss_sum: Tensor | float = 0.0
         self._items: Tensor | float = 0.0
         self.counts_items: bool | None = None
         """Whether backward was given items; None before the first one."""
         self._started = False
-        self._trained, self._sends = trained, sends
         self._marks: list[tuple[int, int] | None] = []
 
     @property
@@ -79,7 +86,7 @@ class Step:
         if self._started:
             raise LoopError(f"step {self.number} was iterated over twice", hint="use one `for batch in step` loop")
         self._started = True
-        yield from self._batches(self)
+        yield from self._rules.batches(self)
         self.finished = True
 
     def backward(self, loss: Tensor, items: float | Tensor | None = None) -> None:
@@ -121,7 +128,7 @@ class Step:
             self._loss_sum = self._loss_sum + total.detach().float()
         # else: a mean over nothing weighs nothing, and is NaN
         current.done = True
-        self._after(current.samples)
+        self._rules.after_backward(current.samples)
 
     def _weight(self, items: float | Tensor | None, samples: int) -> float | Tensor:
         """What a mean is multiplied by: the samples, or the items, which are then counted."""
@@ -193,10 +200,10 @@ class Step:
 
     def _mark_gradients(self) -> None:
         """Remember which tensors the gradients are, and how often each was written to; no device waits for that."""
-        self._marks = _marks(self._trained)
+        self._marks = _marks(self._rules.trained)
 
     def _check_gradients(self) -> None:
-        if self._marks != _marks(self._trained):
+        if self._marks != _marks(self._rules.trained):
             raise LoopError(
                 "the gradients were changed in the loop, for example by zero_grad() or clip_grad_norm_()",
                 hint="Potluck clears, sums and clips them: take zero_grad() out of the loop, and say clip_norm=… "
@@ -212,7 +219,7 @@ class Step:
                 hint="call step.backward(loss), not loss.backward(), for every batch; none may be skipped",
                 step=self.number,
             )
-        if not self._sends:
+        if not self._rules.sends:
             self._check_gradients()
         self._current = None
 

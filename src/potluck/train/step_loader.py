@@ -5,10 +5,10 @@ Owns the order of steps, where in the data a run is, and the samples of the step
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 from potluck.balance.ledger import EpochSteps, StepSamples
@@ -33,6 +33,7 @@ class StepLoader(ABC):
         self._lock = threading.RLock()
         self._now: StepSamples | None = None
         self._held: HeldStep | None = None
+        self._following: StepSamples | None = None
 
     @abstractmethod
     def next_step(self) -> StepSamples | None:
@@ -57,9 +58,26 @@ class StepLoader(ABC):
                 return held.part(rows)
         return held.part(rows)
 
+    def peek(self) -> StepSamples | None:
+        """The step after this one, if its samples are known and can be read now. Never waits."""
+        return self._following
+
+    def fetch_ahead(self, positions: Sequence[int]) -> Any | None:
+        """The batch of these positions of the step after this one; None if it is not the next, or cannot be read.
+
+        What fails is not raised: the step that needs the samples finds it again.
+        """
+        with contextlib.suppress(Exception), self._lock:
+            following = self.peek()
+            if following is None or not following.holds(positions[0]):
+                return None
+            assert following.keys is not None and self._reader is not None
+            return self._reader.fetch([following.keys[position - following.first] for position in positions])
+        return None
+
     def _in_step(self, position: int) -> bool:
         now = self._now
-        return now is not None and now.first <= position < now.first + now.count
+        return now is not None and now.holds(position)
 
     def fetch_again(self, positions: Sequence[int]) -> Any:
         """The same batch, read anew from the data set."""
@@ -67,7 +85,7 @@ class StepLoader(ABC):
             assert self._now is not None and self._now.keys is not None and self._reader is not None
             return self._reader.fetch([self._now.keys[position - self._now.first] for position in positions])
 
-    @contextmanager
+    @contextlib.contextmanager
     def nobody_reads(self) -> Iterator[None]:
         """Inside, other threads wait before they read: samples may be made with random numbers."""
         with self._lock:
@@ -138,9 +156,12 @@ class DataSetLoader(StepLoader):
 
     def next_step(self) -> StepSamples | None:
         with self._lock:
-            after = self._steps.next_step()
-            self._now = None if self._epochs is not None and after.epoch >= self._epochs else after
+            self._now = self._within(self._steps.next_step())
+            self._following = self._within(self._steps.peek())
             return self._now
+
+    def _within(self, step: StepSamples) -> StepSamples | None:
+        return None if self._epochs is not None and step.epoch >= self._epochs else step
 
     def _steps_in_epochs(self) -> int | None:
         return None if self._epochs is None else -(-self._epochs * self.samples // self.global_batch)

@@ -10,21 +10,35 @@ import contextlib
 import copy
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from potluck.balance.ledger import StepSamples
-from potluck.errors import ConfigError, DataError
+from potluck.errors import ConfigError, DataError, PotluckError
 from potluck.train import optimizer_state
 from potluck.train.data import Loader, length, opened
-from potluck.train.optimizer_state import Stateful
-from potluck.train.packing import Collate, HeldStep, PackStep
+from potluck.train.optimizer_state import RngState, Stateful
+from potluck.train.packing import Collate, HeldStep, PackStep, in_words
 from potluck.train.step_loader import DataSetLoader, StepLoader
 from potluck.train.workers import Echo, Recorded, WorkerLoader, is_stream, rebuilt, shut, unwatched, worker_errors
+
+FORESEEN = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
+"""Samplers that draw all random numbers of an epoch at its beginning, or from a generator of their own. Any other
+one is asked for its next batch when a plain loop would ask for it, and not earlier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +52,7 @@ class DataPlace:
     """Samples of the run before it."""
     digest: str = ""
     """Of the indices of the epoch's batches before it."""
-    generators: dict[str, Any] | None = None
+    generators: RngState | None = None
     """The random generators when the epoch began; None if it has not."""
     fresh: bool = True
     """Whether the epoch began with new workers, whose seed was drawn from the loader's generator."""
@@ -94,6 +108,13 @@ class TorchLoader(StepLoader):
             )
         self._coming: Iterator[Any] | None = None
         self._ahead: list[Any] = []
+        self._foresees = not self._stream and not by_index and _foreseen(sampler)
+        """Whether the step after this one may be looked at."""
+        self._taking = threading.RLock()
+        """Held, before the other lock, by whoever takes something from `_coming`."""
+        self._aside: Any = None
+        """The next step's samples, or why there are none, where they were taken already."""
+        self._next_held: HeldStep | None = None
         self._hash = hashlib.blake2b(digest_size=16)
         self._before = self._place = DataPlace()
         self._number = -1
@@ -104,7 +125,7 @@ class TorchLoader(StepLoader):
     # -- steps ------------------------------------------------------------------------------------------
 
     def next_step(self) -> StepSamples | None:
-        with self._lock:
+        with self._taking, self._lock:
             self._now = self._held = None
             while True:
                 if self._coming is None:
@@ -137,19 +158,58 @@ class TorchLoader(StepLoader):
             ended=ended,
             stream=after,
         )
+        if self._foresees and not self._whole and not self._ahead:
+            assert self._coming is not None
+            with contextlib.suppress(StopIteration):
+                self._ahead.append(next(self._coming))
         self._now = StepSamples(first=before.position, count=count, keys=keys, epoch=before.epoch)
         return self._now
 
     def ready(self) -> None:
-        with self._lock:
+        with self._taking, self._lock:
             if self._now is None or self._held is not None or not self._whole:
                 return
+            packed, held = self._take_packed(), self._next_held
+            self._aside = self._next_held = None
+            if isinstance(packed, Exception):
+                raise packed
+            self._held = held or HeldStep(packed, self._collate, self._now.keys)
+
+    def _take_packed(self) -> Any:
+        """The samples of the next step that workers have read, or what went wrong."""
+        if self._aside is None:
             assert self._coming is not None
-            with worker_errors():
-                packed = next(self._coming, None)
-            if packed is None:
-                raise DataError("the loader's workers ended before the step's samples were read")
-            self._held = HeldStep(packed, self._collate, self._now.keys)
+            try:
+                with worker_errors():
+                    self._aside = next(self._coming, None)
+            except Exception as error:
+                self._aside = error
+            if self._aside is None:
+                self._aside = DataError("the loader's workers ended before the step's samples were read")
+        return self._aside
+
+    # -- the step after this one ------------------------------------------------------------------------
+
+    def peek(self) -> StepSamples | None:
+        now = self._now
+        known = (self._recorded.given if self._whole else self._ahead) if self._foresees else ()
+        if now is None or not known:
+            return None
+        keys = known[0]
+        return StepSamples(first=now.first + now.count, count=len(keys), keys=keys, epoch=now.epoch)
+
+    def fetch_ahead(self, positions: Sequence[int]) -> Any | None:
+        if not self._whole:
+            return super().fetch_ahead(positions)
+        with contextlib.suppress(Exception), self._taking:
+            following = self.peek()
+            if following is None or not following.holds(positions[0]):
+                return None
+            if self._next_held is None:
+                self._next_held = HeldStep(self._take_packed(), self._collate, following.keys)
+            with self._lock:
+                return self._next_held.part([position - following.first for position in positions])
+        return None
 
     def check_indices(self) -> None:
         if self._stream:
@@ -163,7 +223,9 @@ class TorchLoader(StepLoader):
 
     def ends_epoch(self) -> bool:
         """Where that is not known yet, the next batch is read for it."""
-        with self._lock:
+        if self._whole and self._held is not None:
+            return not self._recorded.given
+        with self._taking, self._lock:
             if self._whole:
                 self.ready()
                 return not self._recorded.given
@@ -181,8 +243,18 @@ class TorchLoader(StepLoader):
             return self._ahead.pop(0)
         if self._whole and self._recorded.given:
             return self._recorded.given.popleft()
-        with worker_errors():
-            given = next(self._coming)
+        try:
+            with worker_errors():
+                given = next(self._coming)
+        except Exception as error:
+            if not self._stream or isinstance(error, StopIteration | PotluckError):
+                raise
+            place = self._before
+            raise DataError(
+                f"the stream fails after sample {place.position}, in batch {place.done + 1} of epoch "
+                f"{place.epoch + 1}: {in_words(error)}",
+                hint="correct its data, or leave out what it cannot read; --debug shows where it failed",
+            ) from error
         if not self._stream:
             return given
         if self._states is None:
@@ -339,11 +411,11 @@ class TorchLoader(StepLoader):
         own = {id(g): g for g in found if isinstance(g, torch.Generator) and g is not torch.default_generator}
         return list(own.values())
 
-    def _generator_states(self) -> dict[str, Any]:
+    def _generator_states(self) -> RngState:
         own = {str(number): generator.get_state() for number, generator in enumerate(self._generators())}
         return optimizer_state.capture_rng(own)
 
-    def _restore_generators(self, saved: dict[str, Any]) -> None:
+    def _restore_generators(self, saved: RngState) -> None:
         optimizer_state.restore_rng(saved)
         states = optimizer_state.device_rng(saved)
         for generator, state in zip(self._generators(), states.values(), strict=False):
@@ -386,9 +458,13 @@ def open_steps(
     if isinstance(data, DataLoader):
         if collate is not None:
             raise ConfigError("collate was given beside a DataLoader", hint="give the loader collate_fn=… instead")
-        if global_batch is not None and data.batch_size not in (None, global_batch):
+        if global_batch is not None and batch_of(data) != global_batch:
+            own = batch_of(data)
+            decides = (
+                f"batch_size is {own}" if own is not None else "batch sampler decides how many samples a step has"
+            )
             raise ConfigError(
-                f"global_batch is {global_batch}, and the loader's batch_size is {data.batch_size}",
+                f"global_batch is {global_batch}, and the loader's {decides}",
                 hint="leave global_batch out: a batch of the loader is a step",
             )
     elif global_batch is None:
@@ -439,6 +515,11 @@ def check_loader(loader: DataLoader[Any], *, by_index: bool = False) -> bool:
     if not hasattr(loader.dataset, "__getitem__") or isinstance(loader.sampler, SequentialSampler | RandomSampler):
         length(loader.dataset)
     return False
+
+
+def _foreseen(batches: Any) -> bool:
+    """Whether it does not matter when the sampler is asked for its next batch."""
+    return type(batches) is BatchSampler and type(batches.sampler) in FORESEEN
 
 
 def no_indices() -> DataError:

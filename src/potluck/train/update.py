@@ -43,6 +43,30 @@ def own_norm(trained: Sequence[nn.Parameter]) -> Tensor:
     return total_norm(gradients) if gradients else torch.zeros((), device=trained[0].device)
 
 
+class Divisor:
+    """What a step's summed gradient is divided by: its samples, or its items on all machines."""
+
+    def __init__(self) -> None:
+        self._counts_items: bool | None = None  # whether the body says items=…; None before the first update
+
+    def of(self, step: Step, guests_items: float, samples: int, total: Tensor | None) -> float | Tensor:
+        """`total`: the ranks' summed totals, where there are several."""
+        if step.counts_items is not None:
+            if self._counts_items not in (None, step.counts_items):
+                raise LoopError(
+                    f"step {step.number} {'counts' if step.counts_items else 'does not count'} items, unlike the "
+                    "steps before it",
+                    hint="give step.backward() items=… in every step, or in none",
+                )
+            self._counts_items = step.counts_items
+        if total is not None:
+            return step.divisor(total, samples)
+        own = step.items_so_far()
+        if own is None:  # perhaps guests computed all of it
+            return guests_items if self._counts_items else samples
+        return own + guests_items
+
+
 def prepare_gradients(
     number: int, trained: list[nn.Parameter], options: Options, model: nn.Module, divisor: float | Tensor
 ) -> Tensor:

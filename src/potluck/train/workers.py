@@ -11,12 +11,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils import signal_handling
 
-from potluck.errors import DataError
-from potluck.train.data import Loader
-from potluck.train.packing import Collate, collated, packed_samples, unpacked_samples
+from potluck.errors import DataError, PotluckError
+from potluck.train.data import Loader, NamesSamples
+from potluck.train.packing import Collate, collated, in_words, packed_samples, unpacked_samples
 
 SETTINGS = ("pin_memory", "worker_init_fn", "generator")
 WORKER_SETTINGS = ("timeout", "multiprocessing_context", "prefetch_factor", "persistent_workers")
@@ -31,6 +31,9 @@ class WorkerStart:
     def __call__(self, worker: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        info = get_worker_info()
+        if info is not None and isinstance(info.dataset, NamesSamples):
+            object.__setattr__(info, "dataset", info.dataset.dataset)  # the user's functions see their own
         if self._user is not None:
             self._user(worker)
 
@@ -42,6 +45,8 @@ def rebuilt(loader: DataLoader[Any], collate: Collate, **changed: Any) -> DataLo
     settings["dataset"] = loader.dataset
     if workers:
         settings |= {name: getattr(loader, name) for name in WORKER_SETTINGS}
+        if not is_stream(loader):
+            settings["dataset"] = NamesSamples(loader.dataset)
         settings["worker_init_fn"] = WorkerStart(loader.worker_init_fn)
     settings |= {"num_workers": workers, "collate_fn": collate, **changed}
     if hasattr(loader, "state_dict"):  # torchdata's StatefulDataLoader, or one of its kind
@@ -57,9 +62,11 @@ def is_stream(loader: DataLoader[Any]) -> bool:
 
 @contextlib.contextmanager
 def worker_errors() -> Iterator[None]:
-    """What torch says of a worker that died or did not answer, as an error of the data."""
+    """What torch says of a worker that could not be started, died or did not answer, as an error of the data."""
     try:
         yield
+    except PotluckError:
+        raise
     except RuntimeError as error:
         text = str(error)
         if "DataLoader worker" in text and ("exited unexpectedly" in text or "killed by signal" in text):
@@ -72,6 +79,16 @@ def worker_errors() -> Iterator[None]:
             raise DataError(
                 f"the loader's workers gave no batch in time: {text.splitlines()[0]}",
                 hint="give the loader a longer timeout=, or see what its data set waits for",
+            ) from error
+        raise
+    except Exception as error:
+        # Which error it is depends on the version of Python: of pickle, an AttributeError or a TypeError.
+        told = in_words(error)
+        if "pickl" in told.lower() or "local object" in told:
+            raise DataError(
+                f"the loader's worker processes cannot be given its data set: {told}",
+                hint="what they get needs a name: make a lambda, or a function inside a function (a transform, a "
+                "worker_init_fn), a named function at module level; or set num_workers=0",
             ) from error
         raise
 

@@ -22,6 +22,10 @@ _NO_ROUTE = {errno.EHOSTUNREACH, errno.ENETUNREACH, getattr(errno, "WSAEHOSTUNRE
 UNDER_WAY = {0, errno.EINPROGRESS, errno.EWOULDBLOCK, getattr(errno, "WSAEWOULDBLOCK", -1)}
 
 
+class NobodyListensError(NetworkError):
+    """The machine answers, and its port is closed: the run has ended, or the host is about to start."""
+
+
 class PortAnswer(Enum):
     """What speaks at a port."""
 
@@ -61,7 +65,9 @@ def first_answering(addresses: Sequence[str], port: int, timeout_s: float) -> tu
             key.fileobj.close()
         selector.close()
     told = "; ".join(f"{address} port {port}: {outcomes[address]}" for address in addresses)
-    raise NetworkError(f"the host cannot be reached ({told})", hint=_hint(outcomes, port))
+    refused = all(text.startswith("refused") for text in outcomes.values())
+    kind = NobodyListensError if refused else NetworkError
+    raise kind(f"the host cannot be reached ({told})", hint=_hint(port, refused=refused))
 
 
 def _begin(selector: selectors.BaseSelector, address: str, port: int, outcomes: dict[str, str]) -> None:
@@ -92,9 +98,12 @@ def _say(code: int) -> str:
     return errno.errorcode.get(code, f"error {code}")
 
 
-def _hint(outcomes: dict[str, str], port: int) -> str:
-    if all(text.startswith("refused") for text in outcomes.values()):
-        return "is the host still running? A host started anew without --resume prints a new token"
+def _hint(port: int, *, refused: bool) -> str:
+    if refused:
+        return (
+            "its run has probably ended. A host started anew without --resume prints a new token; for one that is "
+            "about to start, --wait 60 waits so many seconds"
+        )
     return (
         f"are both machines on the same network, and does the host's firewall let TCP port {port} in? "
         "Guest networks of Wi-Fi routers often keep machines apart"

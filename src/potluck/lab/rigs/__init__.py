@@ -10,6 +10,8 @@
     internet        a home's link: slow up, fast down, far away
     moody           speeds change, a guest leaves and returns
     hopeless        a guest that cannot help
+    photos          samples that need most of the link
+    thumbnails      the same with small samples
 
 Each is a TOML file beside this one, with its scaling worked out in a comment.
 """
@@ -35,6 +37,8 @@ NAMES = (
     "internet",
     "moody",
     "hopeless",
+    "photos",
+    "thumbnails",
 )
 
 

@@ -1,0 +1,115 @@
+"""`potluck up --check`: looks at all machines, measures them and predicts. Installs and starts nothing."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from potluck.errors import MachineError
+from potluck.fleet.bootstrap import FleetNeeds
+from potluck.fleet.hostfiles import FleetFile, NamedMachine
+from potluck.fleet.ssh import SshFleet
+from potluck.report.screen import show
+from potluck.report.table import table_lines
+from potluck.spec.finding import BLOCKER, Diagnosis, Finding
+
+PROBE_S = 4
+ANSWER_S = 60.0
+
+
+def check(fleet: FleetFile, host: str, wanted: FleetNeeds) -> int:
+    """Print findings, a row for each machine, and the plan; the exit status is 1 if a machine cannot be used."""
+    from potluck.cli.up import HERE, show_findings
+
+    machines = [*([] if host else [NamedMachine(name=HERE)]), *fleet.machine]
+    findings: list[Finding] = []
+    with tempfile.TemporaryDirectory(prefix="potluck-up-") as folder:
+        reached = SshFleet(machines, wanted, logs=Path(folder))
+        try:
+            usable = reached.problems(lambda name, found: findings.extend(found))
+            measured = _measure_all(reached, usable, Path(folder), findings)
+        finally:
+            reached.close()
+        show_findings(findings)
+        header = ("machine", "state", "device", "samples/s")
+        show(table_lines(header, _rows(machines, usable, measured), right={3}), sys.stdout)
+        if measured:
+            _plan(measured, host or HERE, Path(folder))
+    return 1 if any(finding.severity == BLOCKER for finding in findings) else 0
+
+
+def _measure_all(
+    fleet: SshFleet, usable: Sequence[str], folder: Path, findings: list[Finding]
+) -> dict[str, dict[str, Any]]:
+    """What `potluck doctor` and `potluck probe` say on each machine that has all they need, by its name."""
+    measured: dict[str, dict[str, Any]] = {}
+
+    def measure(name: str) -> None:
+        facts = fleet.reach(name)
+        if not (facts.own or facts.facts.ready):
+            return  # nothing is installed there yet, and this installs nothing
+        try:
+            text = _answer(fleet, name, ["doctor", "--json"], folder)
+            diagnosis = msgspec.json.decode(text, type=Diagnosis)
+            findings.extend(msgspec.structs.replace(finding, machine=name) for finding in diagnosis.findings)
+            measured[name] = msgspec.json.decode(
+                _answer(fleet, name, ["probe", "--json", "--seconds", str(PROBE_S), "--name", name], folder)
+            )
+        except MachineError as error:
+            findings.extend(error.findings)
+        except msgspec.DecodeError:
+            click.echo(f"{name}: did not answer", err=True)
+
+    threads = [threading.Thread(target=measure, args=(name,), name=f"potluck-measure-{name}") for name in usable]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return measured
+
+
+def _answer(fleet: SshFleet, name: str, words: Sequence[str], folder: Path) -> str:
+    """The JSON that a command of Potluck prints there."""
+    log = folder / f"{name}-{words[0]}.json"
+    fleet.run(name, ["-m", "potluck", *words], log).wait(ANSWER_S)
+    text = log.read_text(encoding="utf-8") if log.exists() else ""
+    return text[text.find("{") :]
+
+
+def _rows(
+    machines: Sequence[NamedMachine], usable: Sequence[str], measured: dict[str, dict[str, Any]]
+) -> list[tuple[str, str, str, str]]:
+    rows = []
+    for machine in machines:
+        here = measured.get(machine.name, {}).get("here", {})
+        state = "to install" if machine.name in usable else "cannot be used"
+        state = "ready" if machine.name in measured else state
+        speed = here.get("samples_per_s")
+        rows.append((machine.name, state, str(here.get("device") or ""), f"{speed:.1f}" if speed else ""))
+    return rows
+
+
+def _plan(measured: dict[str, dict[str, Any]], host: str, folder: Path) -> None:
+    """What the measured machines would reach together, with the model that they were measured with."""
+    from potluck.cli.plan import plan
+
+    files = []
+    for name in sorted(measured, key=lambda name: name != host):
+        files.append(folder / f"{name}-facts.json")
+        files[-1].write_bytes(msgspec.json.encode(measured[name]))
+    speed = next(iter(measured.values()))["here"]
+    words = [word for file in files for word in ("--facts", str(file))]
+    if speed.get("model"):
+        words += ["--model", speed["model"]]
+    if speed.get("model") and speed.get("sequence"):
+        words += ["--sequence", str(speed["sequence"])]
+    click.echo("")
+    plan.main(args=words, standalone_mode=False)
+    click.echo("links were not measured: see potluck probe --listen", err=True)

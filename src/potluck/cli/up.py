@@ -1,0 +1,221 @@
+"""`potluck up`: one command that starts a run on all machines, over ssh, and ends with it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from potluck.cli import _options as options
+from potluck.cli._app import Settings
+from potluck.cli._runs import runs_folder
+from potluck.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    from potluck.fleet.bootstrap import FleetNeeds
+    from potluck.fleet.hostfiles import FleetFile
+    from potluck.fleet.launching import HostWork, Launcher
+    from potluck.fleet.ssh import SshFleet
+    from potluck.report.merged_log import MergedLog
+    from potluck.spec.finding import Finding
+
+_FOR_HOST = (*options.RUN_FLAGS, *options.HOST_FLAGS, "resume")
+"""Options that are passed on to the host."""
+_AFTER = "potluck.up.after"
+HERE = "here"
+
+
+class _WithRest(click.Command):
+    """What follows the first -- is the script's, and is not looked at here."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        end = args.index("--") if "--" in args else len(args)
+        ctx.meta[_AFTER] = tuple(args[end + 1 :])
+        return super().parse_args(ctx, args[:end])
+
+
+@click.command(cls=_WithRest, options_metavar="[OPTIONS]")
+@click.argument("machines", nargs=-1, required=True, metavar="MACHINES... -- SCRIPT [ARGUMENTS]")
+@click.option("--host", "host", metavar="NAME", help="The machine that hosts (default: this one).")
+@click.option("--check", is_flag=True, help="Look at all machines, measure them and predict; start nothing.")
+@click.option("--only", multiple=True, metavar="NAME", help="Show only this machine's lines. May be repeated.")
+@click.option("--with", "extra", metavar="A,B", help="Packages that the script needs on every machine.")
+@click.option(
+    "--python", metavar="PATH", help="Interpreter on all machines (default: the first that is new enough)."
+)
+@click.option("--cache", metavar="DIR", help="Folder on all machines for Potluck (default: ~/.cache/potluck).")
+@click.option("--keep-trying", is_flag=True, help="Go on trying machines that cannot be reached or that fail.")
+@click.option(
+    "--send", multiple=True, type=click.Path(path_type=Path), metavar="FILE", help="As for `potluck host`."
+)
+@options.shared(*options.RUN_FLAGS, "runs", "resume", *options.HOST_FLAGS)
+@click.pass_context
+def up(ctx: click.Context, /, machines: tuple[str, ...], **flags: Any) -> int:
+    """Start a run here and a guest on each of the machines, over ssh; show all of their output; end all with it.
+
+    MACHINES are names as for `ssh`, or files: fleet.toml, a host file of mlx.launch, DeepSpeed, MPI or accelerate.
+    Each must let you in without a password and have Python 3.11; the rest is installed there, without root, into
+    ~/.cache/potluck. Other options are the host's. The script is sent to the guests by the host.
+
+    \b
+    Examples:
+      potluck up desk mac.local old@laptop -- my_train.py --steps 1000
+      potluck up fleet.toml --check
+      potluck up fleet.toml --host desk --with transformers,peft -- my_train.py
+      potluck up desk mac.local --resume runs/ID -- my_train.py
+    """
+    from potluck.fleet.hostfiles import read_fleet
+
+    if os.name != "posix":
+        raise UserError("potluck up runs on Linux and macOS", hint="on Windows, run it in WSL2")
+    settings: Settings = ctx.obj
+    after: tuple[str, ...] = ctx.meta[_AFTER]
+    fleet = _changed(read_fleet(machines), flags)
+    host = flags["host"] or fleet.host
+    if host and host not in [m.name for m in fleet.machine]:
+        known = ", ".join(m.name for m in fleet.machine)
+        raise ConfigError(f"there is no machine {host!r} to be the host", hint=f"the machines are: {known}")
+    for name in flags["only"]:
+        if name not in [m.name for m in fleet.machine] + [HERE]:
+            raise ConfigError(f"--only {name!r} is none of the machines", hint=f"this one is called {HERE}")
+    if flags["check"]:
+        from potluck.cli._up_check import check
+
+        return check(fleet, host, _wanted(after, flags))
+    if not after:
+        raise UserError(
+            "no script was given", hint="after --, for example: potluck up desk mac.local -- my_train.py"
+        )
+    return _launch(settings, fleet, host, after, flags)
+
+
+def _changed(fleet: FleetFile, flags: dict[str, Any]) -> FleetFile:
+    """The fleet, with what the flags say about all machines."""
+    from msgspec.structs import replace
+
+    given = options.given(flags, ("python", "cache"))
+    return replace(fleet, machine=tuple(replace(machine, **given) for machine in fleet.machine)) if given else fleet
+
+
+def _is_script(what: str) -> bool:
+    return what.endswith(".py") or "/" in what
+
+
+def _wanted(after: Sequence[str], flags: dict[str, Any]) -> FleetNeeds:
+    from potluck.fleet.bootstrap import FleetNeeds, name_of
+    from potluck.fleet.script import imports_of, read_script
+
+    extra = tuple(word.strip() for word in (flags["extra"] or "").split(",") if word.strip())
+    for word in extra:
+        name_of(word)
+    imports: dict[str, str] = {}
+    if after and _is_script(after[0]):
+        path = Path(after[0])
+        found = imports_of(read_script(path, flags["send"]), path.resolve().parent)
+        imports = {module: where for module, where in found.items() if not where.startswith("./")}
+    return FleetNeeds(extra=extra, imports=imports)
+
+
+def _launch(settings: Settings, fleet: FleetFile, host: str, after: tuple[str, ...], flags: dict[str, Any]) -> int:
+    from potluck.fleet.hostfiles import NamedMachine
+    from potluck.fleet.launching import Launcher
+    from potluck.fleet.ssh import SshFleet
+    from potluck.report.merged_log import MergedLog
+
+    runs = runs_folder(settings, flags["runs"])
+    machines = [*fleet.machine, *([] if host else [NamedMachine(name=HERE)])]
+    names = [machine.name for machine in machines]
+    logs = runs / f".up-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    reached = SshFleet(machines, _wanted(after, flags), logs=logs)
+    work = _work(reached, host or HERE, runs, after, flags)
+    log = MergedLog(logs, names, sys.stdout, flags["only"])
+    observer = _Observer(log, runs)
+    guests = [name for name in names if name != (host or HERE)]
+    launcher = Launcher(reached, guests, work, observer, keep_trying=flags["keep_trying"])
+    try:
+        with _signals(launcher):
+            status = launcher.run()
+    finally:
+        kept = log.close()
+    if status and launcher.first_error is not None:
+        name, words = launcher.first_error
+        click.echo(f"\nthe first error was on {name}: {words}", err=True)
+    click.echo(f"logs: {kept}", err=True)
+    return status
+
+
+def _work(fleet: SshFleet, host: str, runs: Path, after: tuple[str, ...], flags: dict[str, Any]) -> HostWork:
+    """What the host's machine runs. Elsewhere the script goes along, into a folder of its own."""
+    from potluck.fleet.launching import HostWork
+    from potluck.fleet.script import read_script
+
+    what, arguments = after[0], list(after[1:])
+    words = ["-m", "potluck", "host", "--view", "plain", "--launched"]
+    for name in _FOR_HOST:
+        values = flags[name] if isinstance(flags[name], tuple) else (flags[name],)
+        for value in values:
+            if value is not None:
+                words += [f"--{name.replace('_', '-')}", str(value)]
+    machine = fleet.machine(host)
+    files: dict[str, bytes] = {}
+    if not machine.ssh:
+        cwd, there = os.getcwd(), str(runs.absolute())
+        words += ["--runs", there, *(word for file in flags["send"] for word in ("--send", str(file)))]
+    else:
+        words += [] if flags["name"] else ["--name", host]
+        cwd = machine.folder or f"~/potluck/{Path.cwd().name}"
+        there = f"{cwd}/runs"
+        if _is_script(what):
+            script = read_script(Path(what), flags["send"])
+            files = {str(PurePosixPath(cwd) / name): text for name, text in zip(script.names, script.contents)}
+            what = f"./{script.names[0]}"
+            words += [word for name in script.names[1:] for word in ("--send", name)]
+    tail = [what, "--", *arguments] if _is_script(what) and arguments else [what, *arguments]
+    return HostWork(machine=host, words=[*words, *tail], cwd=cwd, runs=there, files=files)
+
+
+class _Observer:
+    """Shows what the launcher is told, and keeps the logs with the run."""
+
+    def __init__(self, log: MergedLog, runs: Path) -> None:
+        self._log, self._runs = log, runs
+
+    def problems(self, findings: Sequence[Finding]) -> None:
+        show_findings(findings)
+
+    def tell(self, machine: str, words: str) -> None:
+        self._log.show(machine, words)
+
+    def run_known(self, run: str) -> None:
+        self._log.keep_in(self._runs / PurePosixPath(run).name / "logs")
+
+
+def show_findings(findings: Sequence[Finding]) -> None:
+    """The findings of all machines, the worst first, on stderr."""
+    from potluck.cli._doctor_view import finding_lines
+    from potluck.report.screen import columns, show
+    from potluck.report.text import writes_utf8
+    from potluck.spec.finding import ordered
+
+    for finding in ordered(list(findings)).findings:
+        show(finding_lines(finding, columns(), writes_utf8(sys.stderr)), sys.stderr)
+    sys.stderr.flush()
+
+
+@contextmanager
+def _signals(launcher: Launcher) -> Iterator[None]:
+    """Inside, Ctrl-C, SIGTERM and the end of the terminal stop the run in order; a second one stops it at once."""
+    numbers = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+    before = {n: signal.signal(n, lambda number, frame: launcher.interrupt()) for n in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,286 @@
+"""The life of a launched run: a host, a guest on each machine, what is started again, and one end for all.
+
+Every machine has a thread of its own that connects, installs, starts its guest and looks after it. The main thread
+has the host. It decides; what is printed is somebody else's job.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from potluck.errors import MachineError
+from potluck.fleet.interface import GuestEnd, GuestSettings
+from potluck.fleet.remote import RemoteTask
+from potluck.fleet.ssh import SshFleet
+from potluck.spec.finding import Finding
+
+HOST_PATIENCE_S = 60.0
+"""A host whose launcher is gone saves first."""
+GOODBYE_S = 5.0
+"""Time for guests to leave after the host has ended."""
+LOST = 3
+"""Exit status where the machine of the host was lost; that of a NetworkError."""
+INTERRUPTED = 130
+AGAIN_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
+"""Seconds before a guest is started again: after the first failure, the second …"""
+MOST_AGAIN = 5
+"""A guest that has failed so many times without having lived for STEADY_S is given up, unless told otherwise."""
+STEADY_S = 60.0
+_FOR_GOOD = (1, 2)
+"""Statuses after which another try would fail in the same way: a mistake in the script, the input, a setting."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostWork:
+    """What the host's machine runs."""
+
+    machine: str
+    words: Sequence[str]
+    """Arguments for `python`."""
+    cwd: str
+    runs: str
+    """Folder for run folders, there."""
+    files: dict[str, bytes] = field(default_factory=dict)
+    """Files to write there first, by path."""
+
+
+class LaunchObserver(Protocol):
+    """Is told what happens; any thread may call."""
+
+    def problems(self, findings: Sequence[Finding]) -> None:
+        """Findings of all machines that were looked at together, or of one that failed later."""
+
+    def tell(self, machine: str, words: str) -> None:
+        """One line about a machine; empty: about all."""
+
+    def run_known(self, run: str) -> None:
+        """The host has its run folder, at this path on its machine."""
+
+
+class Launcher:
+    """One launched run. `run` is called once; `interrupt` from a signal handler or any thread."""
+
+    def __init__(
+        self, fleet: SshFleet, guests: Sequence[str], work: HostWork, observer: LaunchObserver, *, keep_trying: bool
+    ) -> None:
+        self._fleet, self._guests, self._work, self._observer = fleet, guests, work, observer
+        self._keep_trying = keep_trying
+        self._news = threading.Condition()
+        self._findings: dict[str, Sequence[Finding]] = {}
+        """Of each machine that was looked at for the first time."""
+        self._usable: set[str] = set()
+        self._told = False
+        self._token = ""
+        self._over = threading.Event()
+        self._interrupts = 0
+        self.first_error: tuple[str, str] | None = None
+        """Machine and words of what failed first, if anything did."""
+
+    def interrupt(self) -> None:
+        """The first time: the host saves and ends. The second: everything ends at once."""
+        self._interrupts += 1
+
+    def run(self) -> int:
+        """Until the host has ended; returns its exit status. MachineError if no guest can be started anywhere."""
+        threads = [
+            threading.Thread(target=self._tend, args=(name, slot), name=f"potluck-tend-{name}-{slot}")
+            for name in self._guests
+            for slot in range(self._fleet.machine(name).slots)
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            return self._host()
+        finally:
+            self._over.set()
+            with self._news:
+                self._news.notify_all()
+            if self._interrupts < 2:
+                deadline = time.monotonic() + GOODBYE_S
+                for thread in threads:
+                    thread.join(max(0.0, deadline - time.monotonic()))
+            self._fleet.close()
+            for thread in threads:
+                thread.join()
+
+    # -- the host ---------------------------------------------------------------------------------------
+
+    def _host(self) -> int:
+        self._wait_for(lambda: bool(self._usable) or len(self._findings) == len(self._guests) or self._interrupts)
+        if self._interrupts:
+            return INTERRUPTED
+        if self._guests and not self._usable and not self._keep_trying:
+            self._tell_problems()
+            name = next(iter(self._findings))
+            raise MachineError(
+                f"none of {len(self._guests)} machine{'s' if len(self._guests) > 1 else ''} can be used",
+                hint=f"fix what is named above; the first: {self._findings[name][0].fix}",
+            )
+        self._prepare_host()
+        if self._interrupts:
+            return INTERRUPTED
+        work = self._work
+        for path, content in work.files.items():
+            if (put := self._fleet.prepare(work.machine).link.put(path, content, self._log)).status != 0:
+                raise MachineError(f"{work.machine}: cannot write {path}: {put.why}", hint="is its disk full?")
+        task = self._fleet.run(
+            work.machine,
+            work.words,
+            self._log,
+            cwd=work.cwd,
+            runs=work.runs,
+            patience_s=HOST_PATIENCE_S,
+            awake=True,
+        )
+        sent = 0
+        while (ended := task.wait(0.05)) is None:
+            if not self._told and len(self._findings) == len(self._guests):
+                self._tell_problems()
+            if not self._token and task.found.is_set() and task.token:
+                self._observer.run_known(task.run)
+                with self._news:
+                    self._token = task.token
+                    self._news.notify_all()
+            if self._interrupts > sent:
+                sent = self._stop(task)
+        return self._status(ended)
+
+    def _prepare_host(self) -> None:
+        """Reach the host's machine and install there, while Ctrl-C is heard."""
+        failed: list[MachineError] = []
+        done = threading.Event()
+
+        def prepare() -> None:
+            try:
+                self._fleet.prepare(self._work.machine)
+            except MachineError as error:
+                failed.append(error)
+            done.set()
+
+        # It ends when the fleet is closed, if not before.
+        threading.Thread(target=prepare, name="potluck-prepare-host", daemon=True).start()
+        self._wait_for(lambda: done.is_set() or self._interrupts)
+        if failed:
+            self._tell_problems()
+            self._observer.problems(failed[0].findings)
+            raise failed[0]
+
+    @property
+    def _log(self) -> Path:
+        return self._fleet.log(self._work.machine)
+
+    def _stop(self, task: RemoteTask) -> int:
+        if self._interrupts == 1:
+            self._observer.tell("", "stopping: the host saves first (Ctrl-C again to stop at once)")
+            task.signal(signal.SIGINT)
+            return 1
+        self._observer.tell("", "stopping at once")
+        self._over.set()
+        task.end(0.0)
+        return self._interrupts
+
+    def _status(self, ended: GuestEnd) -> int:
+        if self._interrupts > 1:
+            return INTERRUPTED
+        if ended.status is None:
+            words = f"{ended.why}; the host there saves and ends. Resume with --resume"
+            self._failed(self._work.machine, words)
+            return LOST
+        if ended.status and ended.status != INTERRUPTED:
+            self._failed(self._work.machine, ended.why)
+        return ended.status if ended.status >= 0 else 128 - ended.status
+
+    def _wait_for(self, reached: Callable[[], object]) -> None:
+        with self._news:
+            while not reached():
+                self._news.wait(0.1)
+
+    def _tell_problems(self) -> None:
+        self._told = True
+        self._observer.problems([finding for found in self._findings.values() for finding in found])
+
+    # -- a guest ----------------------------------------------------------------------------------------
+
+    def _tend(self, name: str, slot: int) -> None:
+        """Keep a guest on this machine until the run is over, or until it is clear that this does not work."""
+        failures = 0
+        while not self._over.is_set():
+            try:
+                facts = self._fleet.reach(name).facts
+                if slot >= max(1, facts.gpus):
+                    return
+                if not self._fleet.in_place(name):
+                    self._looked(name, self._fleet.reach(name).findings, usable=True)
+                reached = self._fleet.prepare(name)
+                self._looked(name, reached.findings, usable=True)
+                began = time.monotonic()
+                ended = self._guest(name, slot, several=facts.gpus > 1)
+                if ended is None or not self._again(name, ended):
+                    return
+                failures = 0 if time.monotonic() - began > STEADY_S else failures + 1
+            except MachineError as error:
+                first = name not in self._findings
+                self._looked(name, error.findings, usable=False)
+                if self._over.is_set():
+                    return
+                failures += 1
+                if not first:
+                    self._failed(name, error.what)
+                    if failures == 1:
+                        self._observer.problems(error.findings)
+                lost = not first and any(finding.code.startswith("ssh-") for finding in error.findings)
+                if not lost and not self._keep_trying:
+                    return
+            if failures > MOST_AGAIN and not self._keep_trying:
+                self._observer.tell(name, f"given up after {failures} tries (--keep-trying goes on)")
+                return
+            self._over.wait(AGAIN_S[min(failures, len(AGAIN_S)) - 1] if failures else 0.2)
+
+    def _looked(self, name: str, findings: Sequence[Finding], *, usable: bool) -> None:
+        with self._news:
+            if name not in self._findings:
+                self._findings[name] = findings
+            if usable:
+                self._usable.add(name)
+            self._news.notify_all()
+
+    def _guest(self, name: str, slot: int, *, several: bool) -> GuestEnd | None:
+        """Start a guest once the token is known, and wait for its end; None if the run is over."""
+        self._wait_for(lambda: self._token or self._over.is_set())
+        if self._over.is_set():
+            return None
+        machine = self._fleet.machine(name)
+        settings = GuestSettings(
+            name=name if not slot else f"{name}-{slot + 1}",
+            device=f"cuda:{slot}" if several and machine.slots > 1 else machine.device,
+            threads=machine.threads,
+            micro_batch=machine.micro_batch,
+        )
+        guest = self._fleet.start(name, self._token, settings, self._fleet.log(name))
+        while (ended := guest.wait(0.1)) is None:
+            if self._over.is_set():
+                # The host says goodbye itself; a guest that did not hear it ends now.
+                return guest.wait(GOODBYE_S / 2) if self._interrupts < 2 else None
+        return ended
+
+    def _again(self, name: str, ended: GuestEnd) -> bool:
+        """Whether a guest that ended while the host runs is to be started again."""
+        if ended.status == 0 or self._over.is_set():
+            return False
+        self._failed(name, ended.why)
+        if ended.status in _FOR_GOOD and not self._keep_trying:
+            self._observer.tell(name, "left the run: it would fail in the same way again")
+            return False
+        self._observer.tell(name, "is started again")
+        return True
+
+    def _failed(self, name: str, words: str) -> None:
+        if self.first_error is None:
+            self.first_error = (name, words)
+        self._observer.tell(name, words)

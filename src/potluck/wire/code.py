@@ -1,0 +1,326 @@
+"""A short code that a guest exchanges for the token: SPAKE2 between the host that made it and who knows it.
+
+    guest → host    GREETING, the guest's SPAKE2 message
+    host → guest    READY, the host's SPAKE2 message; or OFF
+    guest → host    a proof that the guest has the same key, so knew the code
+    host → guest    RIGHT, the host's proof, the token encrypted; or WRONG
+
+A listener cannot search for the code: everything that travels depends on secrets that the two throw away. Whoever
+takes part can try one code in each exchange. So 18 bits are enough, because the host makes one exchange at a time
+and counts wrong proofs: `TRIES` use up a code, and `CODES` are all that a run has.
+
+The guest proves itself first. A stranger that leaves before has learned nothing, and costs no try.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import errno
+import hmac
+import importlib.util
+import re
+import secrets
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from potluck.errors import MissingModuleError, NetworkError, PortTakenError, TokenError, WireError
+from potluck.sinks import guarded
+from potluck.wire.waker import Waker
+from potluck.wire.words import WORDS
+
+TRIES = 3
+CODES = 3
+EXCHANGE_S = 3.0
+"""For all four messages: each side computes for some 10 ms."""
+PAUSE_S = 0.5
+"""An exchange without a right proof takes at least this long, so that nobody sees how long the host computed. And
+strangers cost the training at most a fiftieth of a core."""
+GUEST_S = 20.0
+"""A guest may have to wait for others."""
+MAX_TOKEN_BYTES = 4096
+
+GREETING = b"potluck code 1\n"
+READY, RIGHT, WRONG, OFF = b"y", b"r", b"w", b"o"
+_ELEMENT_BYTES = 33
+_PROOF_BYTES = 32
+_GUEST, _HOST = b"potluck guest", b"potluck host"
+_SHAPE = re.compile(r"(\d{1,3})[\s-]+([a-z]+)[\s-]+([a-z]+)")
+
+
+class WrongCode(Exception):
+    """The other side does not know this code."""
+
+
+def parse_code(text: str) -> str | None:
+    """The code in what a person typed, as the host spells it; None if it is none, such as a token.
+
+    Raises:
+        TokenError: it looks like a code, but no host shows it.
+    """
+    match = _SHAPE.fullmatch(text.strip().lower())
+    if match is None:
+        return None
+    for word in match.groups()[1:]:
+        if word not in WORDS:
+            close = difflib.get_close_matches(word, WORDS, n=1)
+            hint = f"did you mean {close[0]}?" if close else "look at the host's terminal again"
+            raise TokenError(f"{word} is not a word of any code", hint=hint)
+    return "-".join(match.groups())
+
+
+def run_of(code: str) -> int:
+    """The number of the run that a code is for."""
+    return int(code.partition("-")[0])
+
+
+class Codes:
+    """The codes of one run. Wrong tries use them up; right ones do not."""
+
+    def __init__(self, run: int, choose: Callable[[tuple[str, ...]], str] = secrets.choice) -> None:
+        self._run, self._choose = run, choose
+        self._left = CODES
+        self.current: str | None = None
+        """None: all are used up."""
+        self.tries = 0
+        """How many wrong ones are left for the current code."""
+        self._renew()
+
+    def wrong(self) -> None:
+        self.tries -= 1
+        if self.tries <= 0:
+            self._renew()
+
+    def _renew(self) -> None:
+        if not self._left:
+            self.current = None
+            return
+        self._left -= 1
+        self.current = f"{self._run}-{self._choose(WORDS)}-{self._choose(WORDS)}"
+        self.tries = TRIES
+
+
+class _Keys:
+    """What both derive from the key that SPAKE2 gave them."""
+
+    def __init__(self, shared: bytes) -> None:
+        from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+        from cryptography.hazmat.primitives.hashes import SHA256
+        from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+        made = HKDF(algorithm=SHA256(), length=96, salt=None, info=GREETING).derive(shared)
+        # HMACs prove the key, not the cipher's tag: a text can be made whose tag fits many keys, so that one
+        # exchange would try many codes.
+        self.guest_proof = hmac.digest(made[:32], _GUEST, "sha256")
+        self.host_proof = hmac.digest(made[32:64], _HOST, "sha256")
+        self.cipher = ChaCha20Poly1305(made[64:])
+        self.nonce = bytes(12)
+        """Each key encrypts one text."""
+
+
+class HostSide:
+    """The host's part of one exchange, without I/O.
+
+    Make it before the guest is there. How long that takes depends on the code, and how long `reply` takes does not.
+    """
+
+    def __init__(self, code: str, token: str) -> None:
+        from spake2 import SPAKE2_B
+
+        self._side = SPAKE2_B(code.encode(), idA=_GUEST, idB=_HOST)
+        self._token = token
+        self._sent: bytes = self._side.start()
+        self._element: bytes | None = None
+
+    def reply(self, greeting: bytes) -> bytes:
+        """To the guest's first message. Raises WireError."""
+        if not greeting.startswith(GREETING):
+            raise WireError("this is no guest that joins by a code")
+        self._element = greeting[len(GREETING) :]
+        return READY + self._sent
+
+    def answer(self, proof: bytes) -> bytes | None:
+        """To the guest's proof: the token; None if the proof is wrong. Raises WireError."""
+        element, self._element = self._element, None
+        if element is None:
+            return None
+        keys = _finish(self._side, element)
+        if not hmac.compare_digest(proof, keys.guest_proof):
+            return None
+        sealed: bytes = keys.cipher.encrypt(keys.nonce, self._token.encode(), None)
+        return RIGHT + keys.host_proof + struct.pack(">H", len(sealed)) + sealed
+
+
+class GuestSide:
+    """The guest's part of one exchange, without I/O."""
+
+    def __init__(self, code: str) -> None:
+        from spake2 import SPAKE2_A
+
+        self._side = SPAKE2_A(code.encode(), idA=_GUEST, idB=_HOST)
+        self._keys: _Keys | None = None
+
+    def greeting(self) -> bytes:
+        sent: bytes = self._side.start()
+        return GREETING + sent
+
+    def proof(self, element: bytes) -> bytes:
+        """Of knowing the code, for the host that sent this. Raises WireError."""
+        self._keys = _finish(self._side, element)
+        return self._keys.guest_proof
+
+    def token(self, proof: bytes, sealed: bytes) -> str:
+        """What the host sent, once it has proved that it knows the code, too. Raises WrongCode."""
+        from cryptography.exceptions import InvalidTag
+
+        assert self._keys is not None
+        if not hmac.compare_digest(proof, self._keys.host_proof):
+            raise WrongCode
+        try:
+            opened: bytes = self._keys.cipher.decrypt(self._keys.nonce, sealed, None)
+            return opened.decode("ascii")
+        except (InvalidTag, UnicodeDecodeError):
+            raise WrongCode from None
+
+
+def _finish(side: Any, element: bytes) -> _Keys:
+    try:
+        return _Keys(side.finish(element))
+    except Exception:  # the library has several, and asserts: none of them is ours
+        raise WireError("this is no SPAKE2 message") from None
+
+
+class CodeServer:
+    """Listens for guests that know the code, in a thread of its own, one at a time."""
+
+    def __init__(self, bind: str, port: int, on_try: Callable[[str, bool], None]) -> None:
+        """`on_try` is told the address of everybody who proved to know the code (True), or another one (False)."""
+        self._on_try = guarded(on_try, "the report of a code")
+        self._waker = Waker()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._guest: socket.socket | None = None
+        try:
+            self._listening = socket.create_server((bind, port), backlog=16)
+        except OSError as error:
+            self._waker.close()
+            words = f"joining by a code needs port {port} at {bind}: {error.strerror or error}"
+            kind = PortTakenError if error.errno == errno.EADDRINUSE else NetworkError
+            raise kind(words, hint="it is the one after --port; choose another, or start without --lan") from None
+        self.port = int(self._listening.getsockname()[1])
+
+    def start(self, codes: Codes, token: str) -> None:
+        self._thread = threading.Thread(target=self._serve, args=(codes, token), name="potluck-code", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._waker.wake()
+        if (guest := self._guest) is not None:
+            with contextlib.suppress(OSError):
+                guest.shutdown(socket.SHUT_RDWR)  # ends a wait for what it says
+        if self._thread is not None:
+            self._thread.join(EXCHANGE_S + 1)
+        self._listening.close()
+        self._waker.close()
+
+    def _serve(self, codes: Codes, token: str) -> None:
+        self._listening.setblocking(False)
+        while not self._stop.is_set():
+            side = HostSide(codes.current, token) if codes.current is not None else None
+            select.select([self._listening, self._waker.inner], [], [])
+            began = time.monotonic()
+            done = False
+            with contextlib.suppress(OSError, WireError):  # gone again, nonsense, or no file is left for it
+                connection, address = self._listening.accept()
+                with connection:
+                    self._guest = connection
+                    done = not self._stop.is_set() and self._exchange(connection, str(address[0]), side, codes)
+            if not done:
+                self._pause(began)
+
+    def _pause(self, began: float) -> None:
+        self._stop.wait(max(0.0, began + PAUSE_S - time.monotonic()))
+
+    def _exchange(self, connection: socket.socket, address: str, side: HostSide | None, codes: Codes) -> bool:
+        began = time.monotonic()
+        deadline = began + EXCHANGE_S
+        greeting = _receive(connection, len(GREETING) + _ELEMENT_BYTES, deadline)
+        if side is None:
+            connection.sendall(OFF)
+            return False
+        connection.sendall(side.reply(greeting))
+        answer = side.answer(_receive(connection, _PROOF_BYTES, deadline))
+        if answer is None:
+            codes.wrong()  # before the guest can know
+            self._pause(began)
+        with contextlib.suppress(OSError):
+            connection.sendall(answer or WRONG)
+        self._on_try(address, answer is not None)
+        return answer is not None
+
+
+def redeem(address: str, port: int, code: str) -> str:
+    """The token of the run that listens there.
+
+    Raises:
+        WrongCode: the host does not know this code, or is not the host.
+        TokenError: the host takes no codes any more.
+        NetworkError: it cannot be reached, or speaks something else.
+    """
+    deadline = time.monotonic() + GUEST_S
+    try:
+        with socket.create_connection((address, port), timeout=GUEST_S) as connection:
+            side = GuestSide(code)
+            connection.sendall(side.greeting())
+            status = _receive(connection, 1, deadline)
+            if status == READY:
+                connection.sendall(side.proof(_receive(connection, _ELEMENT_BYTES, deadline)))
+                status = _receive(connection, 1, deadline)
+            if status == WRONG:
+                raise WrongCode
+            if status == OFF:
+                raise TokenError(
+                    "this run takes no codes any more: there were too many wrong ones",
+                    hint="type the token that the host printed",
+                )
+            if status != RIGHT:
+                raise WireError("an unknown answer")
+            proof = _receive(connection, _PROOF_BYTES, deadline)
+            (size,) = struct.unpack(">H", _receive(connection, 2, deadline))
+            if size > MAX_TOKEN_BYTES:
+                raise WireError("the token is too long")
+            return side.token(proof, _receive(connection, size, deadline))
+    except (OSError, WireError) as error:
+        raise NetworkError(
+            f"{address} port {port} did not hand on the token: {error}",
+            hint="type the token that the host printed: potluck join TOKEN",
+        ) from None
+
+
+def _receive(connection: socket.socket, size: int, deadline: float) -> bytes:
+    found = b""
+    while len(found) < size:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("no answer in time")
+        connection.settimeout(left_s)
+        more = connection.recv(size - len(found))
+        if not more:
+            raise ConnectionError("the connection was closed")
+        found += more
+    return found
+
+
+def need_libraries(what: str, *names: str) -> None:
+    """Raises MissingModuleError where one of these of the extra `lan` is not installed."""
+    for name in names or ("zeroconf", "spake2", "cryptography"):
+        if importlib.util.find_spec(name) is None:
+            raise MissingModuleError(
+                f"{what} needs {name}, which is not installed", hint="pip install 'potluck[lan]'"
+            )

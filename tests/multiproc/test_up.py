@@ -1,0 +1,135 @@
+"""`potluck up`, as a person uses it, against real sshd processes on this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from support import sshd
+from support.processes import Processes, TestProcess
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sshd.why_not() is not None, reason=sshd.why_not() or ""),
+]
+
+SMALL = ("gpt", "--depth", "1", "--sequence", "32", "--batch-tokens", "256")
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> Iterator[sshd.SshMachines]:
+    with sshd.SshMachines(tmp_path / "ssh") as made:
+        yield made
+
+
+def started(processes: Processes, machines: sshd.SshMachines, *words: str) -> TestProcess:
+    own = ("--python", sys.executable, "--bind", "127.0.0.1", "--threads", "1")
+    return processes.potluck("up", *own, *words, env=machines.variables, merged=True)
+
+
+def ours(folder: Path) -> dict[int, str]:
+    """Processes that were started below this folder, or by ssh machines of it; without sshd's own."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            words = path.joinpath("cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            where = os.readlink(path / "cwd")
+        except OSError:
+            continue
+        if str(folder) in where + words and int(path.name) != os.getpid() and "sshd" not in words:
+            found[int(path.name)] = words[:1000]
+    return found
+
+
+def wait_until(reached: Callable[[], object], seconds: float, what: str) -> None:
+    began = time.monotonic()
+    while not reached():
+        assert time.monotonic() - began < seconds, what
+        time.sleep(0.05)
+
+
+def test_a_run_with_a_flapping_guest_and_a_broken_machine_is_stopped_by_ctrl_c(
+    tmp_path: Path, machines: sshd.SshMachines
+) -> None:
+    machines.add("laptop")
+    machines.add("attic", authorized=False)
+    with Processes(tmp_path / "up") as processes:
+        up = started(processes, machines, "laptop", "attic", "--", *SMALL, "--steps", "1000000")
+        up.wait_for_text(r"here +│ \* laptop .*joined", 90)
+        assert "[attic]" in up.stdout()
+        assert "it takes none of your keys" in up.stdout()
+        # The link flaps: the guest there ends, and another one takes its place.
+        (link,) = [
+            pid for pid, words in ours(machines.folder).items() if "BatchMode" in words and " laptop " in words
+        ]
+        (guest,) = [pid for pid, words in ours(machines.folder).items() if "potluck join" in words]
+        sshd.kill(link)
+        up.wait_for_text(r"laptop +│ is started again", 20)
+        wait_until(lambda: not Path(f"/proc/{guest}").exists(), 10, "the guest outlived its connection")
+        up.wait_until(lambda: up.stdout().count("* laptop") >= 2 and "joined" in up.stdout(), 60, "the guest again")
+        up.signal(signal.SIGINT)
+        up.exits_with(130, 40)
+        output = up.stdout()
+        (run,) = (tmp_path / "up" / "runs").glob("2*")
+        assert list((run / "checkpoints").glob("step-*"))
+        logs = {path.name: path.read_text() for path in (run / "logs").iterdir()}
+        assert set(logs) == {"here.log", "laptop.log", "attic.log"}
+        assert "joined" in logs["laptop.log"]
+        assert "stopping" in logs["here.log"]
+        token = (run / "token").read_text().strip()
+        assert token not in output + "".join(logs.values())
+        assert "the first error was on laptop: the connection to laptop was closed" in output
+        assert not list((tmp_path / "up" / "runs").glob(".up-*"))
+    wait_until(lambda: not ours(tmp_path), 5, f"left behind: {ours(tmp_path)}")
+
+
+def test_the_status_is_the_runs_and_the_first_error_is_named(tmp_path: Path, machines: sshd.SshMachines) -> None:
+    machines.add("laptop")
+    script = tmp_path / "train.py"
+    script.write_text("import sys, potluck\nrun = potluck.start()\nprint('got', sys.argv[1:])\n1 / 0\n")
+    with Processes(tmp_path / "up") as processes:
+        up = started(processes, machines, "laptop", "--", str(script), "--steps", "5", "--", "-x")
+        up.exits_with(1, 60)
+        assert "here   │ got ['--steps', '5', '--', '-x']" in up.stdout()
+        assert "here   │     1 / 0" in up.stdout()
+        assert "the first error was on here: ended with status 1" in up.stdout()
+        # The run never began, so it has no folder; the logs are kept all the same.
+        (logs,) = (tmp_path / "up" / "runs").iterdir()
+        assert f"logs: runs/{logs.name}" in up.stdout()
+        assert "ZeroDivisionError" in (logs / "here.log").read_text()
+    wait_until(lambda: not ours(tmp_path), 5, f"left behind: {ours(tmp_path)}")
+
+
+def test_what_the_script_imports_is_checked_before_anything_starts(
+    tmp_path: Path, machines: sshd.SshMachines
+) -> None:
+    machines.add("laptop")
+    script = tmp_path / "train.py"
+    script.write_text("import no_such_module_here\n")
+    with Processes(tmp_path / "up") as processes:
+        up = started(processes, machines, "laptop", "--", str(script))
+        up.exits_with(3, 60)
+        assert "it lacks what the script imports: no_such_module_here" in up.stdout()
+        assert "--with no_such_module_here" in up.stdout()
+        assert "here   │" not in up.stdout()
+
+
+def test_without_a_usable_machine_nothing_starts(tmp_path: Path, machines: sshd.SshMachines) -> None:
+    machines.add("attic", authorized=False)
+    machines.add("cellar").stop()
+    with Processes(tmp_path / "up") as processes:
+        up = started(processes, machines, "attic", "cellar", "--", *SMALL)
+        up.exits_with(3, 60)
+        output = up.stdout()
+        assert "it takes none of your keys" in output
+        assert "no ssh server listens there" in output
+        assert "none of 2 machines can be used" in output
+        assert "see: potluck explain bad-machine" in output
+        assert "here   │" not in output
+        assert not list((tmp_path / "up" / "runs").iterdir())
