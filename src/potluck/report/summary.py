@@ -16,6 +16,7 @@ from potluck.errors import RunFolderError
 from potluck.report.text import clean
 from potluck.spec.events import (
     ContributionDropped,
+    GuestCodec,
     GuestLeft,
     GuestLost,
     LeaseTakenBack,
@@ -110,6 +111,8 @@ class Summary(Struct, frozen=True, kw_only=True):
     effective_batch: float | None
     """With such layers: samples ÷ micro-batches of a step, the median. So many samples share their statistics."""
     machines: tuple[MachineSummary, ...]
+    codecs: dict[str, str] = {}
+    """With codec auto, each guest's last codec and why."""
     planned_s: float | None = None
     """Seconds a step that a plan saved before the run predicted."""
 
@@ -190,6 +193,9 @@ def summarize(events: Sequence[RunEvent]) -> Summary:
         batch_layers=statistics.layers if statistics is not None else 0,
         effective_batch=_median(_effective_batch(e) for e in steps) if statistics is not None else None,
         machines=machines,
+        codecs={
+            clean(e.machine): f"{clean(e.codec)}, {clean(e.reason)}" for e in events if isinstance(e, GuestCodec)
+        },
     )
 
 
