@@ -10,6 +10,7 @@ from msgspec.structs import replace as changed
 from potluck.balance.codecs import INT4, THIN, choose
 from potluck.balance.leases import Speed
 from potluck.codec.names import DOWN_THIN
+from potluck.hub.actions import Emit
 from potluck.hub.codec_choice import CodecChoice
 from potluck.lab import rigs
 from potluck.plan.hub import potluck
@@ -95,6 +96,21 @@ def test_a_link_that_becomes_slow_gets_thin_and_one_that_recovers_int4() -> None
         assert member.codec == wanted
         assert leases(world)[-1] == wanted
     assert [codec for codec, _ in told(world)] == ["int4", "thin", "int4"]
+
+
+def test_a_link_that_is_slow_only_on_the_way_up_gets_thin() -> None:
+    """What the weights' change takes says nothing of it: the end of the contributions does."""
+    world = world_of(0.01)
+    member = world.members["a"]
+    reasons = []
+    for tail_s, wanted in ((0.1, "int4"), (0.8, "thin"), (0.45, "thin"), (0.1, "int4")):
+        member.tail.value, member.overhead.value, member.overhead.spread = tail_s, tail_s, 0.0
+        for action in world.protocol.codecs.begin_step(12, 0.1, 0):
+            assert isinstance(action, Emit)
+            assert isinstance(action.event, GuestCodec)
+            reasons.append(action.event.reason)
+        assert member.codec == wanted, f"a tail of {tail_s} s"
+    assert "int4 takes 10 ms and 660 ms back on its link" in reasons[1]
 
 
 def test_a_guest_with_a_good_link_keeps_int4_beside_one_with_a_thin_one() -> None:

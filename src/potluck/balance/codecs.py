@@ -47,6 +47,7 @@ def choose(
     guest: str,
     *,
     coding_s: float,
+    late_s: float = 0.0,
     now: str = INT4,
 ) -> Choice:
     """The codec of one guest.
@@ -54,18 +55,22 @@ def choose(
     Args:
         guests: everybody's speed with the codec they have, but this guest's with int4.
         coding_s: time to code and decode a message in thin.
+        late_s: what of the way up, with int4, is part of its overhead: where that way is the longer one.
         now: the codec that this guest has.
     """
     speed = guests[guest]
     alone_s = batch / host_rate
-    if 2 * speed.transfer_s < SHORT_PART * alone_s:
+    if 2 * speed.transfer_s + late_s < SHORT_PART * alone_s:
         return Choice(codec=INT4, reason="its link is no bottleneck")
     int4_s, _ = ideal(batch, host_rate, guests)
-    thin_s, quotas = ideal(batch, host_rate, {**guests, guest: thinner(speed, coding_s)})
+    saved_s = min((1 - THIN_PART) * late_s, speed.overhead_s)
+    thin = replace(thinner(speed, coding_s), overhead_s=speed.overhead_s - saved_s)
+    thin_s, quotas = ideal(batch, host_rate, {**guests, guest: thin})
     gain = int4_s / thin_s - 1 if 0 < thin_s < math.inf else 0.0
     share = math.fsum(quotas.values()) / batch
     least = KEEP_GAIN if now == THIN else LARGE_SHARE_GAIN if share > LARGE_SHARE else LEAST_GAIN
-    link = f"int4 takes {seconds_text(speed.transfer_s)} each way on its link, in a step of {seconds_text(int4_s)}"
+    up = f" and {seconds_text(speed.transfer_s + late_s)} back" if late_s else " each way"
+    link = f"int4 takes {seconds_text(speed.transfer_s)}{up} on its link, in a step of {seconds_text(int4_s)}"
     if gain >= least:
         return Choice(codec=THIN, reason=f"{link}: thin makes steps {percent_text(gain)} faster")
     return Choice(codec=INT4, reason=f"{link}, where thin would hardly help")

@@ -11,10 +11,14 @@ from dataclasses import replace
 
 from potluck.balance.codecs import CODING_S_PER_PARAMETER, INT4, THIN, THIN_PART, choose
 from potluck.balance.leases import Speed
+from potluck.balance.quota import Estimate
 from potluck.hub.actions import Action, Emit
 from potluck.hub.members import COMPUTING, LATE, SITTING_OUT, Member
 from potluck.spec.events import GuestCodec
 from potluck.spec.layout import TensorSpec
+
+USUAL_TAIL_S = 0.15
+"""What the end of a contribution takes on a good link: coding, sending, decoding."""
 
 
 class CodecChoice:
@@ -59,9 +63,23 @@ class CodecChoice:
             speed = member.speed
             if speed is None:
                 continue
-            speeds = {**self._speeds(), member.id: self._int4(speed)}
-            found = choose(batch, 1 / host_sample_s, speeds, member.id, coding_s=self._coding_s, now=member.codec)
+            late_s = _late_s(member, speed)
+            if member.codec == THIN:
+                late_s /= THIN_PART
+                speed = replace(speed, overhead_s=speed.overhead_s + (1 - THIN_PART) * late_s)
+            speeds = {**self._speeds(), member.id: replace(speed, transfer_s=speed.transfer_s / self.part)}
+            found = choose(
+                batch,
+                1 / host_sample_s,
+                speeds,
+                member.id,
+                coding_s=self._coding_s,
+                late_s=late_s,
+                now=member.codec,
+            )
             if found.codec != member.codec or not member.codec_known:
+                if found.codec != member.codec:
+                    _scale(member.tail, THIN_PART if found.codec == THIN else 1 / THIN_PART)
                 member.codec, member.codec_known = found.codec, True
                 event = GuestCodec(machine=member.name, step=step + 1, codec=found.codec, reason=found.reason)
                 actions.append(Emit(event=event))
@@ -73,16 +91,8 @@ class CodecChoice:
         if thin == self._thin_down:
             return
         self._thin_down = thin
-        times = THIN_PART if thin else 1 / THIN_PART
         for member in self._members.values():
-            # What was measured with the other codec; the next measurements correct it.
-            for estimate in (member.transfer, member.tail):
-                if estimate.value is not None:
-                    estimate.value *= times
-                    estimate.spread *= times
-
-    def _int4(self, speed: Speed) -> Speed:
-        return replace(speed, transfer_s=speed.transfer_s / self.part)
+            _scale(member.transfer, THIN_PART if thin else 1 / THIN_PART)
 
     def _speeds(self) -> dict[str, Speed]:
         """Of all that may help, each with its own codec."""
@@ -93,3 +103,19 @@ class CodecChoice:
                 part = THIN_PART if member.codec == THIN else 1.0
                 found[member.id] = replace(speed, transfer_s=part * speed.transfer_s / self.part)
         return found
+
+
+def _scale(estimate: Estimate, times: float) -> None:
+    """It was measured with the other codec; the next measurements correct it."""
+    if estimate.value is not None:
+        estimate.value *= times
+        estimate.spread *= times
+
+
+def _late_s(member: Member, speed: Speed) -> float:
+    """How much longer the gradient took, after the last backward, than one as fast as the weights' change would.
+
+    Many links are slower up than down. Only the way down is measured by itself.
+    """
+    expected_s = max(0.0, speed.transfer_s - 2 * speed.last * speed.sample_s / 3)
+    return max(0.0, (member.tail.value or 0.0) - expected_s - USUAL_TAIL_S)
