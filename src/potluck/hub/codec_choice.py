@@ -20,6 +20,9 @@ from potluck.spec.layout import TensorSpec
 USUAL_TAIL_S = 0.15
 """What the end of a contribution takes on a good link: coding, sending, decoding."""
 
+STAYS_STEPS, MOST_DOUBLINGS = 16, 8
+"""A guest that was given thin for its way up keeps it for 32 steps, then for longer and longer."""
+
 
 class CodecChoice:
     """Chooses at the beginning of a step. Without `auto` nothing is chosen, and no message names a codec."""
@@ -57,7 +60,7 @@ class CodecChoice:
         if not self._auto:
             return []
         members = [m for m in self._members.values() if m.state in (COMPUTING, LATE, SITTING_OUT)]
-        known = [m for m in members if m.codec_known]
+        known = [m for m in members if m.codec_known and m.codec_stays_until <= step]
         actions: list[Action] = []
         for member in (*(m for m in members if not m.codec_known), *known[step % max(1, len(known)) :][:1]):
             speed = member.speed
@@ -79,6 +82,10 @@ class CodecChoice:
             )
             if found.codec != member.codec or not member.codec_known:
                 if found.codec != member.codec:
+                    member.codec_turns += 1
+                    if found.codec == THIN and late_s:
+                        # With thin all of the way up may be hidden: how long it is cannot be seen from there.
+                        member.codec_stays_until = step + STAYS_STEPS * 2 ** min(member.codec_turns, MOST_DOUBLINGS)
                     _scale(member.tail, THIN_PART if found.codec == THIN else 1 / THIN_PART)
                 member.codec, member.codec_known = found.codec, True
                 event = GuestCodec(machine=member.name, step=step + 1, codec=found.codec, reason=found.reason)

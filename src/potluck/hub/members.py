@@ -101,6 +101,10 @@ class Member:
     """How the gradient of its next lease is coded; empty: as the run's others."""
     codec_known: bool = False
     """Whether that was chosen by its link, and everybody was told."""
+    codec_stays_until: int = 0
+    """The step before which it is not chosen again."""
+    codec_turns: int = 0
+    """How often it was changed."""
     misses: list[str] = field(default_factory=list)
     """Why its last leases in a row did not count, as clauses. Empty once one counts."""
     told: str = ""
