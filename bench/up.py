@@ -84,16 +84,16 @@ except KeyboardInterrupt:
 """
 
 
-def with_mark(mark: str, program: str = "") -> list[int]:
-    """Processes whose arguments hold this word."""
-    found = []
+def with_mark(mark: str) -> dict[int, list[str]]:
+    """Processes whose arguments hold this word, with their arguments."""
+    found = {}
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            words = path.read_bytes().split(b"\0")
+            words = path.read_bytes().decode(errors="replace").split("\0")
         except OSError:
             continue
-        if mark.encode() in words and (not program or program in words[0].decode(errors="replace")):
-            found.append(int(path.parent.name))
+        if mark in words:
+            found[int(path.parent.name)] = words
     return found
 
 
@@ -167,16 +167,16 @@ def _one(net: TwoMachines, servers: sshd.SshMachines, text: str, case: str, size
 
 
 def _guests(mark: str) -> list[int]:
-    """Those that end with the mark; a launcher has it among others, and a shell in its line."""
-    return [pid for pid in with_mark(mark) if b"-S" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:3]]
+    """A launcher has the mark among its arguments, too; a shell has it inside its line."""
+    return [pid for pid, words in with_mark(mark).items() if words[1] == "-S"]
 
 
 def _launchers(mark: str) -> list[int]:
-    return [pid for pid in with_mark(mark, "python") if pid not in _guests(mark)]
+    return [pid for pid, words in with_mark(mark).items() if words[1] == "-c"]
 
 
 def _clients(servers: sshd.SshMachines) -> list[int]:
-    return with_mark(servers.ssh[2], "ssh")
+    return [pid for pid, words in with_mark(servers.ssh[2]).items() if words[0] == "ssh"]
 
 
 # -- potluck up ---------------------------------------------------------------------------------------------
@@ -274,6 +274,8 @@ def main() -> int:
     if why is not None:
         print(f"skipped: {why}")
         return 0
+    # A shell starts what it puts in the background with SIGINT ignored, and every child would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     result: dict[str, Any] = {}
     missed: list[str] = []
     folder = Path(tempfile.mkdtemp(prefix="potluck-bench-up-"))

@@ -30,7 +30,7 @@ FILES = ("keys", "token", "manifest", "facts", "plan")
 FROM_GUEST = ("hello", "ready", "taken", "closing", "grad", "done", "stopped", "sketch", "hashed", "leave")
 """The kinds of message that a guest sends; heartbeats change nothing and are not among them."""
 FROM_HOST = (
-    *("welcome", "tensor", "whole", "change", "check", "samples", "lease"),
+    *("welcome", "tensor", "whole", "change", "check", "samples", "ahead", "lease"),
     *("revoke", "dropped", "hash", "resync", "note", "refuse", "bye"),
 )
 """The kinds of message that a host sends. With a "refuse" the guest ends: there is no moment after it."""

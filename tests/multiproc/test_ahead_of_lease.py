@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from support import loader_job
 from support.fleet import Fleet
 
-EPOCHS = 8
+EPOCHS = 6
 WIDE = 70_000
 """Values of a sample: 280 kB."""
 

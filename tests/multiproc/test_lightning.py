@@ -143,6 +143,44 @@ def test_it_resumes_from_its_own_checkpoint_and_from_the_plain_one(tmp_path: Pat
         assert len(again.lightning_module.losses) == 6, "it began after the second epoch"
 
 
+def test_within_an_epoch_a_loader_with_a_state_resumes_at_the_next_sample(tmp_path: Path) -> None:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
+
+    def trained(strategy: Any, out: Path, ckpt_path: Any = None) -> Any:
+        data = pl_job.loader().dataset
+        saving = pl.callbacks.ModelCheckpoint(out, filename="{step}", save_top_k=-1, every_n_train_steps=4)
+        return pl_job.fitted(
+            out,
+            batches=stateful.StatefulDataLoader(data, pl_job.BATCH, shuffle=True, generator=pl_job.seeded()),
+            ckpt_path=ckpt_path,
+            strategy=strategy,
+            max_steps=10,
+            enable_checkpointing=True,
+            callbacks=[saving],
+        )
+
+    whole = trained("auto", tmp_path / "plain")
+    trained(in_parts(), tmp_path / "ours")
+    again = trained(in_parts(), tmp_path / "again", tmp_path / "ours" / "step=4.ckpt")
+    plain = trained("auto", tmp_path / "again", tmp_path / "plain" / "step=4.ckpt")
+    assert_same(again, plain)
+    found, expected = again.lightning_module.losses, whole.lightning_module.losses
+    assert found[:2] == pytest.approx(expected[4:6], abs=2e-4), "the rest of the epoch"
+    assert len(found) == 6
+
+
+def test_other_precisions_and_what_follows_a_training(tmp_path: Path) -> None:
+    plain, ours = (
+        pl_job.fitted(tmp_path, strategy=strategy, precision="bf16-mixed", max_steps=3)
+        for strategy in ("auto", in_parts())
+    )
+    assert ours.lightning_module.losses == pytest.approx(plain.lightning_module.losses, rel=0.02)
+    assert ours.validate(ours.lightning_module, pl_job.loader(shuffle=False), verbose=False)[0]["val"] > 0
+    ours.fit_loop.max_epochs, ours.fit_loop.epoch_loop.max_steps = 2, 6
+    ours.fit(ours.lightning_module, pl_job.loader())
+    assert ours.global_step == 6
+
+
 def test_accumulated_batches_are_one_step(tmp_path: Path) -> None:
     plain, ours = (
         pl_job.fitted(tmp_path, batches=pl_job.loader(40, batch=4), strategy=strategy, accumulate_grad_batches=2)

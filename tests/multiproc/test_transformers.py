@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import potluck
 from potluck.errors import ConfigError, LoopError
-from potluck.train.ending import Interrupted
+from potluck.train.ending import GuestDone, Interrupted
 from support.fleet import TORCH_STARTS_S, Fleet
 
 if TYPE_CHECKING:
@@ -232,9 +232,23 @@ def test_a_stream(tmp_path: Path) -> None:
 
 
 class Guest:
-    """As much of a run on a guest as the Trainer asks for before it trains."""
+    """A run on a guest that is given one step with one batch."""
 
     is_guest, device = True, torch.device("cpu")
+
+    def steps(self, model: Any, *given: Any, **keywords: Any) -> Iterator[Any]:
+        yield Step()
+        raise GuestDone("the run is over")
+
+
+class Step:
+    index = 7
+
+    def __iter__(self) -> Iterator[Any]:
+        first = line_data()[0]
+        yield {"x": first["x"].unsqueeze(0), "labels": torch.tensor([first["labels"]])}
+
+    def backward(self, loss: Tensor, items: Any = None) -> None: ...
 
 
 def test_on_a_guest_it_reports_saves_and_reads_nothing(tmp_path: Path) -> None:
@@ -246,12 +260,22 @@ def test_on_a_guest_it_reports_saves_and_reads_nothing(tmp_path: Path) -> None:
     )
     ours = callback()
     args.report_to = ["wandb"]  # which is not installed
-    trainer = Trainer(model=Line(), args=args, train_dataset=data, callbacks=[ours], run=Guest())  # type: ignore[arg-type]
+    at: list[int] = []
+
+    class Looks(Trainer):  # type: ignore[misc]
+        def compute_loss(self, *given: Any, **keywords: Any) -> Any:
+            at.append(self.state.global_step)
+            return super().compute_loss(*given, **keywords)
+
+    trainer = Looks(model=Line(), args=args, train_dataset=data, callbacks=[ours], run=Guest())
     assert trainer.args.report_to == []
     assert ours not in trainer.callback_handler.callbacks
     assert trainer.train_dataset is None
     assert not (tmp_path / "out").exists()
     assert args.report_to == ["wandb"], "the script's own arguments stay as they were"
+    with pytest.raises(GuestDone):
+        trainer.train()
+    assert at == [7], "a loss may depend on the step's number"
 
 
 def test_a_step_that_is_not_finite_is_left_out(tmp_path: Path) -> None:

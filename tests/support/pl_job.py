@@ -24,7 +24,11 @@ SAMPLES, BATCH = 44, 8
 def loader(count: int = SAMPLES, *, batch: int = BATCH, shuffle: bool = True, **more: Any) -> DataLoader[Any]:
     points = torch.randn(count, 6, generator=torch.Generator().manual_seed(2))
     data = TensorDataset(points, points.square().sum(dim=1))
-    return DataLoader(data, batch, shuffle=shuffle, generator=torch.Generator().manual_seed(4), **more)
+    return DataLoader(data, batch, shuffle=shuffle, generator=seeded(), **more)
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(4)
 
 
 class Net(pl.LightningModule):

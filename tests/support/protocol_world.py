@@ -6,6 +6,7 @@ by `handle`.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, get_args
@@ -68,6 +69,10 @@ def new_source(batch: int, samples: int) -> EpochSteps:
     return EpochSteps(samples=samples, global_batch=batch, order=epoch_order(samples, SEED))
 
 
+def _new_kept() -> Kept:
+    return Kept(AHEAD_BYTES, lambda tree, parts: sum(map(len, parts)))
+
+
 def _check_travels(action: act.Send) -> None:
     """What the host says itself can be packed, and a guest can read it."""
     try:
@@ -105,8 +110,10 @@ class World:
         self.reading: list[act.SendAhead] = []
         self.of_lease: dict[int, dict[int, tuple[int, ...]]] = defaultdict(dict)
         """The positions of each micro-batch of a lease."""
+        self.read: list[tuple[int, int]] = []
+        """Lease and number of the micro-batches that were read for their lease."""
         self.of_ahead: dict[int, tuple[int, ...]] = {}
-        self.kept: dict[str, Kept] = {}
+        self.kept: dict[str, Kept] = defaultdict(_new_kept)
         self.is_open = False
         self.in_hand: tuple[tuple[int, ...], CommonBatch | None] | None = None
         self.by_host: list[int] = []
@@ -127,7 +134,8 @@ class World:
                     self.sent[action.guest].append(action)
                     self._keep(action)
                 case act.SendSamples():
-                    self.of_lease[action.lease][action.batch] = action.positions
+                    assert self.of_lease[action.lease][action.batch] == action.positions
+                    self.read.append((action.lease, action.batch))
                     frame = bytes(self.sample_bytes * len(action.positions))
                     self.handle(
                         inputs.SamplesPacked(
@@ -157,14 +165,16 @@ class World:
 
     def _keep(self, action: act.Send) -> None:
         """What a guest does with samples that come ahead, and with the lease that names them."""
-        message, kept = action.message, self.kept.get(action.guest)
-        if kept is not None and isinstance(message, AheadMessage):
-            kept.add(message, action.frames[0])
-        elif kept is not None and isinstance(message, LeaseMessage):
-            kept.leased(message.step, message.ahead)
+        message = action.message
+        if isinstance(message, AheadMessage):
+            self.kept[action.guest].add(message, action.frames[0])
+        elif isinstance(message, LeaseMessage):
+            self.kept[action.guest].leased(message.step, message.ahead)
+            positions = iter(self.ledger.leases[message.lease].positions)
+            for number, size in enumerate(message.sizes):
+                self.of_lease[message.lease][number] = tuple(itertools.islice(positions, size))
             for number, ahead in enumerate(message.ahead):
-                if ahead:
-                    self.of_lease[message.lease][number] = self.of_ahead[ahead]
+                assert not ahead or self.of_ahead[ahead] == self.of_lease[message.lease][number]
 
     def check_kept(self, guest: str) -> None:
         """The guest has all that its lease names."""
@@ -240,7 +250,7 @@ class World:
         self.say(guest, "hello", name=guest, device="cpu", potluck="1", torch="2")
 
     def ready(self, guest: str) -> None:
-        self.kept[guest] = Kept(AHEAD_BYTES, lambda tree, parts: sum(map(len, parts)))
+        self.kept[guest] = _new_kept()
         self.say(guest, "ready", dump_json(ABOUT), ahead_bytes=AHEAD_BYTES, **SIZES)
 
     def read_ahead(self, *, fails: bool = False) -> None:

@@ -9,7 +9,7 @@ from msgspec.structs import replace as changed
 
 from potluck.balance.codecs import INT4, THIN, choose
 from potluck.balance.leases import Speed
-from potluck.codec.names import DOWN_THIN
+from potluck.codec.names import DOWN_THIN, downs_of
 from potluck.hub.actions import Emit
 from potluck.hub.codec_choice import STAYS_STEPS, CodecChoice
 from potluck.lab import rigs
@@ -58,9 +58,9 @@ def test_where_guests_compute_most_of_the_batch_thin_must_gain_more() -> None:
     assert gains, "the other guest makes no difference"
 
 
-def world_of(*links_s: float, down: tuple[str, str] | None = ("int4", DOWN_THIN)) -> World:
+def world_of(*links_s: float, down: tuple[str, str] = ("int4", DOWN_THIN)) -> World:
     """A step of 12 samples takes the host 1.2 s; guests a, b ... are as fast, on links that take this long."""
-    world = joined(*"abc"[: len(links_s)], batch=12, auto=True, down=down, lengths_vary=True)
+    world = joined(*"abc"[: len(links_s)], batch=12, auto=down, coded_bytes=20)
     for member, link_s in zip(world.members.values(), links_s):
         member.transfer.value = link_s
     return world
@@ -139,7 +139,7 @@ def test_what_was_measured_with_one_codec_is_scaled_for_the_other() -> None:
 
 
 def test_without_auto_no_message_names_a_codec() -> None:
-    choice = CodecChoice({}, (), auto=False, down=("int4", DOWN_THIN))
+    choice = CodecChoice({}, (), None)
     assert (choice.first, choice.change, choice.begin_step(12, 0.1, 0)) == ("", "", [])
     world = joined("a", batch=12)
     world.whole_step()
@@ -147,9 +147,9 @@ def test_without_auto_no_message_names_a_codec() -> None:
 
 
 def test_where_the_changes_codec_is_given_only_the_gradients_is_chosen() -> None:
-    world = world_of(0.5, down=None)
+    world = world_of(0.5, down=downs_of("int8"))
     world.whole_step()
-    assert (world.members["a"].codec, world.protocol.codecs.change) == ("thin", "")
+    assert (world.members["a"].codec, world.protocol.codecs.change) == ("thin", "int8")
 
 
 @pytest.mark.parametrize(("rig", "thin"), [("wifi", True), ("twins", False), ("home-pair", False)])

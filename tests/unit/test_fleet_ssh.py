@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 import zipfile
 from io import BytesIO
 from pathlib import Path
@@ -19,7 +21,7 @@ from potluck.fleet import agent, bootstrap
 from potluck.fleet.bootstrap import FleetNeeds
 from potluck.fleet.hostfiles import NamedMachine
 from potluck.fleet.remote import redacted, words_of
-from potluck.fleet.ssh import _shell_line, ssh_command
+from potluck.fleet.ssh import SshFleet, _shell_line, ssh_command
 from potluck.spec.facts import SshHost
 from potluck.spec.finding import BLOCKER
 from potluck.spec.remote import RemoteFacts
@@ -109,6 +111,36 @@ def test_the_environment_is_named_by_what_is_in_it() -> None:
     assert plain["needs"]["torch"] == "2.10"
     assert "peft" in more["needs"]
     assert any(pin.startswith("torch==") and "+" not in pin for pin in FleetNeeds(imports={}).pins)
+
+
+def test_without_ssh_on_this_machine_that_is_said(tmp_path: Path) -> None:
+    fleet = SshFleet([NamedMachine(ssh="d", name="d")], FleetNeeds(imports={}), logs=tmp_path, ssh=("no-such-ssh",))
+    with pytest.raises(MachineError, match="no program no-such-ssh"):
+        fleet.reach("d")
+    fleet.close()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a shell")
+def test_a_fleet_is_closed_at_once_while_a_machine_does_not_answer(tmp_path: Path) -> None:
+    silent = ("sh", "-c", "exec sleep 100")
+    fleet = SshFleet([NamedMachine(ssh="d", name="d")], FleetNeeds(imports={}), logs=tmp_path, ssh=silent)
+    failed: list[MachineError] = []
+
+    def reach() -> None:
+        try:
+            fleet.reach("d")
+        except MachineError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=reach)
+    thread.start()
+    while not fleet._links:
+        time.sleep(0.01)
+    began = time.monotonic()
+    fleet.close()
+    thread.join()
+    assert time.monotonic() - began < 4
+    assert failed
 
 
 def facts(**changed: object) -> RemoteFacts:

@@ -35,12 +35,13 @@ class Hub:
     def __init__(self) -> None:
         self.goodbyes: list[tuple[str, bool]] = []
         self.said = threading.Event()
+        self.dropped_samples = 0
 
     def open(self, sizes: Callable[[], tuple[int, int]]) -> None:
         pass
 
     def next_work(self) -> Any:
-        return SimpleNamespace(step=3)
+        return SimpleNamespace(step=3, epoch=None)
 
     def close(self, reason: str, *, failed: bool) -> None:
         self.goodbyes.append((reason, failed))

@@ -333,3 +333,40 @@ def test_what_did_not_count_is_not_what_it_brought(guest: Guest) -> None:
     late = guest.asks("lease", step=0)
     guest.revokes()
     assert not guest.hub.finish(late, count=1, loss_sum=1.0, compute_s=0.1)
+
+
+@pytest.mark.parametrize("kind", ["lease", "check"])
+def test_a_guest_knows_the_epoch_of_its_step(guest: Guest, kind: str) -> None:
+    guest.link.hear(kind, lease=7, check=7, step=0, sizes=[1], epoch=3)
+    assert guest.hub.next_work().epoch == 3
+
+
+def sends_ahead(guest: Guest, number: int, step: int, values: Tensor) -> None:
+    """The host sends a micro-batch ahead of its lease, in two parts."""
+    spec, (frame,) = pack_tree(values)
+    half = len(frame) // 2
+    guest.link.hear("ahead", frame[:half], batch=number, step=step, bytes=len(frame), tree=spec)
+    guest.link.hear("ahead", frame[half:], batch=number, step=step, bytes=len(frame))
+
+
+def test_a_lease_is_computed_from_what_came_ahead_and_what_comes_with_it(guest: Guest) -> None:
+    sends_ahead(guest, 4, 1, torch.arange(3.0))
+    sends_ahead(guest, 5, 1, torch.arange(2.0))
+    taken = [fields for kind, fields in guest.link.said if kind == "taken" and fields["ahead"]]
+    assert sum(fields["bytes"] for fields in taken) == 5 * 4
+    guest.link.hear("lease", lease=7, step=1, sizes=[1, 3], quota=4, ahead=[0, 4])
+    work = guest.hub.next_work()
+    guest.hub.enter(work)
+    spec, frames = pack_tree(torch.ones(1))
+    guest.link.hear("samples", *frames, lease=7, batch=0, tree=spec)
+    found = [guest.hub.batch(work, number) for number in range(2)]
+    assert [each.tolist() for each in found if each is not None] == [[1.0], [0.0, 1.0, 2.0]]
+    assert guest.hub._kept.nbytes == 0, "the other one was not needed"
+    guest.ends(work)
+
+
+def test_what_came_ahead_is_dropped_with_the_host(guest: Guest) -> None:
+    sends_ahead(guest, 4, 1, torch.arange(3.0))
+    assert guest.hub._kept.nbytes == 12
+    guest.hub._lost()
+    assert guest.hub._kept.nbytes == 0

@@ -54,6 +54,7 @@ BORDER = (
     "hashes",
     "inputs",
     "members",
+    "newcomers",
     "norms",
     "protocol",
     "reasons",

@@ -12,6 +12,8 @@ import pytest
 from potluck.hub import actions as act
 from potluck.hub import inputs
 from potluck.hub.members import CHECKING, COMPUTING, JOINING, LARGEST_MICRO_BATCH, SYNCING
+from potluck.hub.newcomers import MOST_EVENTS, WITHIN_S
+from potluck.spec.events import kind_of
 from potluck.spec.layout import TensorSpec, fingerprint_to_json
 from potluck.spec.messages import CheckMessage, SamplesMessage, UnknownMessage
 from potluck.wire.frames import dump_json
@@ -57,7 +59,7 @@ def test_a_guest_joins_is_brought_up_to_date_checked_and_counts() -> None:
     world.take()
     world.compute()
     (check,) = [s for s in world.sent["a"] if s.message.kind == "check"]
-    assert check.message == CheckMessage(check=1, step=1, sizes=(2,), seed=common.seed)
+    assert check.message == CheckMessage(check=1, step=1, sizes=(2,), seed=common.seed, epoch=0)
     (samples,) = [s for s in world.sent["a"] if s.message.kind == "samples"]
     assert samples.message == SamplesMessage(lease=-1, batch=0, tree=BATCH.tree)
     assert samples.frames == BATCH.frames
@@ -233,7 +235,7 @@ def test_local_data_is_named_in_a_lease_and_a_random_common_batch_is_the_hosts()
     (lease,) = [s for s in world.sent["a"] if s.message.kind == "lease"]
     count = sum(lease.message.sizes)
     assert struct.unpack(f"<{count}q", *lease.frames) == tuple(world.ledger.samples_of(range(12 - count, 12)))
-    assert world.of_lease == {}
+    assert world.read == []
 
 
 # -- going
@@ -617,3 +619,45 @@ def test_the_fingerprint_of_these_tests_is_read_as_it_was_written() -> None:
     world.join("a")
     assert world.members["a"].state == SYNCING
     assert world.protocol.terms.fingerprint == MODEL
+
+
+# -- a flood
+
+
+def test_whoever_has_the_token_cannot_fill_the_log_with_hellos() -> None:
+    world = World(max_guests=2)
+    world.join("honest")
+    for number in range(5000):
+        guest = f"{number:x}"
+        world.hello(guest)
+        world.say(guest, "leave", reason="bored")
+        world.now += 0.001
+    flood = [e for e in world.events if kind_of(e) in ("guest_hello", "guest_left", "guest_refused", "note")]
+    assert len(flood) <= MOST_EVENTS * (1 + 5.0 / WITHIN_S) + 10
+    world.now += WITHIN_S
+    world.hello("late")
+    *_, note, hello = world.events
+    assert "more hellos, refusals and leavings of guests that had not joined are not in the log" in note.text  # type: ignore[union-attr]
+    told = int(note.text.split()[0])  # type: ignore[union-attr]
+    assert told + len(flood) >= 10_000
+    assert kind_of(hello) == "guest_hello"
+
+
+def test_a_guest_that_had_joined_is_always_told_of() -> None:
+    world = joined("a")
+    for number in range(2 * MOST_EVENTS):
+        world.hello(f"g{number}")
+        world.say(f"g{number}", "leave", reason="bored")
+    world.say("a", "leave", reason="tired")
+    assert kind_of(world.events[-1]) == "guest_left"
+    assert world.events[-1].reason == "tired"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("loss_sum", [1e31, -1e31, 1.7e308])
+def test_a_loss_that_could_spoil_the_sum_puts_its_guest_out(loss_sum: float) -> None:
+    world = joined("a")
+    world.begin()
+    lease = world.members["a"].lease
+    assert lease is not None
+    world.say("a", "done", lease=lease.id, count=lease.count, **{**DONE, "loss_sum": loss_sum})
+    assert "a" not in world.members

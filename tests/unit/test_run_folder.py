@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
+from potluck._version import __version__
 from potluck.errors import RunFolderError
 from potluck.failpoints import armed
 from potluck.report.summary import read_events, step_events
 from potluck.spec.events import HostBack, RunNote, kind_of
 from potluck.train.events import EventLog
-from potluck.train.folder import RunFolder
+from potluck.train.folder import RunFolder, new_folder
 from support import sample_events as sample
 from support.processes import Processes
 
@@ -109,7 +110,7 @@ def test_a_full_disk_leaves_whole_lines_and_half_of_one(tmp_path: Path, capsys: 
 HOLDER = """
 import os, shutil, subprocess, sys, time
 from pathlib import Path
-from potluck.train.folder import RunFolder
+from potluck.train.folder import RunFolder, new_folder
 with RunFolder(Path(sys.argv[1])).held():
     if sys.argv[2] == "fork" and os.fork() == 0:
         time.sleep(30)
@@ -155,3 +156,19 @@ def test_the_token_and_the_manifest_are_whole_or_as_before(tmp_path: Path) -> No
         folder.write_manifest(sample.manifest(guests=2))
     assert folder.token.read_text() == "first\n"
     assert folder.read_manifest() == sample.manifest(guests=1)
+
+
+def test_a_manifest_of_a_newer_version_is_not_called_damaged(tmp_path: Path) -> None:
+    """It may have a setting that this version does not know."""
+    folder = new_folder(tmp_path, "gpt")
+    folder.write_manifest(sample.manifest())
+    path = folder.path / "manifest.json"
+    text = json.loads(path.read_text())
+    text["config"]["of_tomorrow"] = 1
+    path.write_text(json.dumps(text | {"versions": {"potluck": "99.1"}}))
+    with pytest.raises(RunFolderError, match=r"was made by Potluck 99\.1, and this is .*`of_tomorrow`") as caught:
+        folder.read_manifest()
+    assert "resume the run with Potluck 99.1" in caught.value.hint
+    path.write_text(json.dumps(text | {"versions": {"potluck": __version__}}))
+    with pytest.raises(RunFolderError, match="is damaged"):
+        folder.read_manifest()

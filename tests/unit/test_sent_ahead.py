@@ -77,6 +77,23 @@ def test_weights_and_the_samples_of_leases_go_first() -> None:
     assert world.reading, "all has been sent: now is the time"
 
 
+def test_of_a_lease_that_was_not_sent_ahead_only_the_first_micro_batch_goes_before_the_weights() -> None:
+    world = joined("a", batch=24, samples=1000, sample_bytes=HEAVY)
+    world.whole_step()  # now the host knows how large samples are
+    for batch in list(world.members["a"].ahead.batches):
+        world.members["a"].ahead.batches.remove(batch)
+    world.is_open, world.by_host, world.summed = True, [], []
+    world.handle(inputs.StepBegun())
+    lease = last_lease(world, "a")
+    assert len(lease.sizes) > 2
+    assert [batch for of, batch in world.read if of == lease.lease] == [0]
+    world.code()
+    world.take_all("a")
+    assert [batch for of, batch in world.read if of == lease.lease] == list(range(len(lease.sizes)))
+    end_step(world, "a")
+    assert sorted(world.counted) == list(range(world.ledger.step * 24))
+
+
 def test_only_a_few_parts_are_under_way() -> None:
     world = in_step("a")
     world.read_ahead()

@@ -612,3 +612,15 @@ def test_a_guest_is_told_how_long_the_end_of_its_gradient_takes() -> None:
         table.compute_all()
         table.stepping.end()
     assert lease.message.tail_s == pytest.approx(0.3, rel=0.05)
+
+
+def test_a_lease_says_the_epoch_of_its_step() -> None:
+    table = Table("g", batch=400)  # of 1000 samples
+    epochs = []
+    for _ in range(5):
+        epochs += [lease.message.epoch for lease in sends(table.begin(), "lease")]
+        table.compute_all()
+        table.deliver("g")
+        table.compute_all()
+        table.stepping.end()
+    assert epochs == [0, 0, 1, 1, 2]

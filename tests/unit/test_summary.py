@@ -226,3 +226,11 @@ def test_columns_stand_under_their_headers_whatever_a_machine_is_called() -> Non
 def test_no_traffic_is_not_told() -> None:
     steps = [sample.step(n, bytes_up=0, bytes_down=0) for n in (1, 2)]
     assert "wire" not in summary_text(summarize([sample.run_start(), *steps]))
+
+
+def test_samples_sent_ahead_and_those_not_needed_are_counted() -> None:
+    steps = [sample.step(n, ahead=8, unneeded=3 * (n == 2), unneeded_bytes=450_000 * (n == 2)) for n in (1, 2)]
+    summary = summarize(steps)
+    assert (summary.ahead_samples, summary.unneeded_samples, summary.unneeded_bytes) == (16, 3, 450_000)
+    assert "16 samples before their lease; 3 (450 kB) were not needed" in summary_text(summary)
+    assert "sent ahead" not in summary_text(summarize([sample.step(1)]))

@@ -164,6 +164,11 @@ class Ledger:
         return self._open().samples.count
 
     @property
+    def epoch(self) -> int:
+        """The epoch of the open step, from 0."""
+        return self._open().samples.epoch
+
+    @property
     def full(self) -> bool:
         return len(self._open().counted) == self.global_batch
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 import tempfile
-import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import click
 import msgspec
@@ -19,6 +18,7 @@ from potluck.fleet.ssh import SshFleet
 from potluck.report.screen import show
 from potluck.report.table import table_lines
 from potluck.spec.finding import BLOCKER, Diagnosis, Finding
+from potluck.spec.probed import DeviceSpeed, Probed
 
 PROBE_S = 4
 ANSWER_S = 60.0
@@ -47,9 +47,9 @@ def check(fleet: FleetFile, host: str, wanted: FleetNeeds) -> int:
 
 def _measure_all(
     fleet: SshFleet, usable: Sequence[str], folder: Path, findings: list[Finding]
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, Probed]:
     """What `potluck doctor` and `potluck probe` say on each machine that has all they need, by its name."""
-    measured: dict[str, dict[str, Any]] = {}
+    measured: dict[str, Probed] = {}
 
     def measure(name: str) -> None:
         facts = fleet.reach(name)
@@ -59,19 +59,15 @@ def _measure_all(
             text = _answer(fleet, name, ["doctor", "--json"], folder)
             diagnosis = msgspec.json.decode(text, type=Diagnosis)
             findings.extend(msgspec.structs.replace(finding, machine=name) for finding in diagnosis.findings)
-            measured[name] = msgspec.json.decode(
-                _answer(fleet, name, ["probe", "--json", "--seconds", str(PROBE_S), "--name", name], folder)
-            )
+            words = ["probe", "--json", "--seconds", str(PROBE_S), "--name", name]
+            measured[name] = msgspec.json.decode(_answer(fleet, name, words, folder), type=Probed)
         except MachineError as error:
             findings.extend(error.findings)
         except msgspec.DecodeError:
             click.echo(f"{name}: did not answer", err=True)
 
-    threads = [threading.Thread(target=measure, args=(name,), name=f"potluck-measure-{name}") for name in usable]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(max(1, len(usable)), thread_name_prefix="potluck-measure") as pool:
+        list(pool.map(measure, usable))
     return measured
 
 
@@ -84,19 +80,19 @@ def _answer(fleet: SshFleet, name: str, words: Sequence[str], folder: Path) -> s
 
 
 def _rows(
-    machines: Sequence[NamedMachine], usable: Sequence[str], measured: dict[str, dict[str, Any]]
+    machines: Sequence[NamedMachine], usable: Sequence[str], measured: dict[str, Probed]
 ) -> list[tuple[str, str, str, str]]:
     rows = []
     for machine in machines:
-        here = measured.get(machine.name, {}).get("here", {})
+        here = measured[machine.name].here if machine.name in measured else DeviceSpeed(name=machine.name)
         state = "to install" if machine.name in usable else "cannot be used"
         state = "ready" if machine.name in measured else state
-        speed = here.get("samples_per_s")
-        rows.append((machine.name, state, str(here.get("device") or ""), f"{speed:.1f}" if speed else ""))
+        speed = f"{here.samples_per_s:.1f}" if here.samples_per_s else ""
+        rows.append((machine.name, state, here.device, speed))
     return rows
 
 
-def _plan(measured: dict[str, dict[str, Any]], host: str, folder: Path) -> None:
+def _plan(measured: dict[str, Probed], host: str, folder: Path) -> None:
     """What the measured machines would reach together, with the model that they were measured with."""
     from potluck.cli.plan import plan
 
@@ -104,12 +100,12 @@ def _plan(measured: dict[str, dict[str, Any]], host: str, folder: Path) -> None:
     for name in sorted(measured, key=lambda name: name != host):
         files.append(folder / f"{name}-facts.json")
         files[-1].write_bytes(msgspec.json.encode(measured[name]))
-    speed = next(iter(measured.values()))["here"]
+    speed = next(iter(measured.values())).here
     words = [word for file in files for word in ("--facts", str(file))]
-    if speed.get("model"):
-        words += ["--model", speed["model"]]
-    if speed.get("model") and speed.get("sequence"):
-        words += ["--sequence", str(speed["sequence"])]
+    if speed.model:
+        words += ["--model", speed.model]
+    if speed.model and speed.sequence:
+        words += ["--sequence", str(speed.sequence)]
     click.echo("")
     plan.main(args=words, standalone_mode=False)
     click.echo("links were not measured: see potluck probe --listen", err=True)

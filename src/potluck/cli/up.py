@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import click
 
@@ -30,6 +30,19 @@ _FOR_HOST = (*options.RUN_FLAGS, *options.HOST_FLAGS, "resume")
 """Options that are passed on to the host."""
 _AFTER = "potluck.up.after"
 HERE = "here"
+
+
+class UpFlags(TypedDict):
+    """Beside these there are _FOR_HOST, which only become words of the host's command."""
+
+    host: str | None
+    check: bool
+    only: tuple[str, ...]
+    extra: str | None
+    keep_trying: bool
+    send: tuple[Path, ...]
+    runs: Path | None
+    name: str | None
 
 
 class _WithRest(click.Command):
@@ -57,7 +70,7 @@ class _WithRest(click.Command):
 )
 @options.shared(*options.RUN_FLAGS, "runs", "resume", *options.HOST_FLAGS)
 @click.pass_context
-def up(ctx: click.Context, /, machines: tuple[str, ...], **flags: Any) -> int:
+def up(ctx: click.Context, /, machines: tuple[str, ...], **flags: Unpack[UpFlags]) -> int:
     """Start a run here and a guest on each of the machines, over ssh; show all of their output; end all with it.
 
     MACHINES are names as for `ssh`, or files: fleet.toml, a host file of mlx.launch, DeepSpeed, MPI or accelerate.
@@ -96,7 +109,7 @@ def up(ctx: click.Context, /, machines: tuple[str, ...], **flags: Any) -> int:
     return _launch(settings, fleet, host, after, flags)
 
 
-def _changed(fleet: FleetFile, flags: dict[str, Any]) -> FleetFile:
+def _changed(fleet: FleetFile, flags: UpFlags) -> FleetFile:
     """The fleet, with what the flags say about all machines."""
     from msgspec.structs import replace
 
@@ -108,7 +121,7 @@ def _is_script(what: str) -> bool:
     return what.endswith(".py") or "/" in what
 
 
-def _wanted(after: Sequence[str], flags: dict[str, Any]) -> FleetNeeds:
+def _wanted(after: Sequence[str], flags: UpFlags) -> FleetNeeds:
     from potluck.fleet.bootstrap import FleetNeeds, name_of
     from potluck.fleet.script import imports_of, read_script
 
@@ -123,9 +136,10 @@ def _wanted(after: Sequence[str], flags: dict[str, Any]) -> FleetNeeds:
     return FleetNeeds(extra=extra, imports=imports)
 
 
-def _launch(settings: Settings, fleet: FleetFile, host: str, after: tuple[str, ...], flags: dict[str, Any]) -> int:
+def _launch(settings: Settings, fleet: FleetFile, host: str, after: tuple[str, ...], flags: UpFlags) -> int:
     from potluck.fleet.hostfiles import NamedMachine
     from potluck.fleet.launching import Launcher
+    from potluck.fleet.life import reader_watched
     from potluck.fleet.ssh import SshFleet
     from potluck.report.merged_log import MergedLog
 
@@ -140,7 +154,8 @@ def _launch(settings: Settings, fleet: FleetFile, host: str, after: tuple[str, .
     guests = [name for name in names if name != (host or HERE)]
     launcher = Launcher(reached, guests, work, observer, keep_trying=flags["keep_trying"])
     try:
-        with _signals(launcher):
+        # Without a reader (`| head`) the run ends as with Ctrl-C.
+        with _signals(launcher), reader_watched(launcher.interrupt):
             status = launcher.run()
     finally:
         kept = log.close()
@@ -151,18 +166,16 @@ def _launch(settings: Settings, fleet: FleetFile, host: str, after: tuple[str, .
     return status
 
 
-def _work(fleet: SshFleet, host: str, runs: Path, after: tuple[str, ...], flags: dict[str, Any]) -> HostWork:
+def _work(fleet: SshFleet, host: str, runs: Path, after: tuple[str, ...], flags: UpFlags) -> HostWork:
     """What the host's machine runs. Elsewhere the script goes along, into a folder of its own."""
     from potluck.fleet.launching import HostWork
     from potluck.fleet.script import read_script
 
     what, arguments = after[0], list(after[1:])
     words = ["-m", "potluck", "host", "--view", "plain", "--launched"]
-    for name in _FOR_HOST:
-        values = flags[name] if isinstance(flags[name], tuple) else (flags[name],)
-        for value in values:
-            if value is not None:
-                words += [f"--{name.replace('_', '-')}", str(value)]
+    for name, value in options.given(flags, _FOR_HOST).items():
+        for each in value if isinstance(value, tuple) else (value,):
+            words += [f"--{name.replace('_', '-')}", str(each)]
     machine = fleet.machine(host)
     files: dict[str, bytes] = {}
     if not machine.ssh:
@@ -212,7 +225,9 @@ def show_findings(findings: Sequence[Finding]) -> None:
 @contextmanager
 def _signals(launcher: Launcher) -> Iterator[None]:
     """Inside, Ctrl-C, SIGTERM and the end of the terminal stop the run in order; a second one stops it at once."""
-    numbers = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)  # with nohup it outlives its terminal
     before = {n: signal.signal(n, lambda number, frame: launcher.interrupt()) for n in numbers}
     try:
         yield

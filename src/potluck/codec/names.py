@@ -79,6 +79,11 @@ def down_of(codec: str) -> str:
     return DOWN_THIN if family == "thin" and argument == DEFAULT_STEP else codec
 
 
+def downs_of(down: str | None) -> tuple[str, str]:
+    """With auto: the codecs of the weights' changes for int4 and for thin, unless one is given."""
+    return (down, down) if down else (down_of("int4"), DOWN_THIN)
+
+
 def _nearest(family: str) -> str:
     everything = "the codecs are " + ", ".join(NAMES) + ", and auto for a run"
     close = get_close_matches(family, NAMES, n=1, cutoff=0.4)

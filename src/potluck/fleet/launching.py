@@ -117,10 +117,9 @@ class Launcher:
             return INTERRUPTED
         if self._guests and not self._usable and not self._keep_trying:
             self._tell_problems()
-            name = next(iter(self._findings))
             raise MachineError(
                 f"none of {len(self._guests)} machine{'s' if len(self._guests) > 1 else ''} can be used",
-                hint=f"fix what is named above; the first: {self._findings[name][0].fix}",
+                hint="fix what is named above; `potluck up … --check` looks again",
             )
         self._prepare_host()
         if self._interrupts:
@@ -208,6 +207,14 @@ class Launcher:
     # -- a guest ----------------------------------------------------------------------------------------
 
     def _tend(self, name: str, slot: int) -> None:
+        try:
+            self._keep_guest(name, slot)
+        except Exception as error:
+            # A bug: the others must not wait for this machine.
+            self._failed(name, f"internal error: {type(error).__name__}: {error}")
+            self._looked(name, (), usable=False)
+
+    def _keep_guest(self, name: str, slot: int) -> None:
         """Keep a guest on this machine until the run is over, or until it is clear that this does not work."""
         failures = 0
         while not self._over.is_set():

@@ -172,10 +172,15 @@ class AgentLink:
     def close(self, patience_s: float = 5.0) -> None:
         """Let go of the machine: the agent ends all that it has started."""
         self._closed.set()
+        if self.facts is None:
+            self._process.kill()  # nothing has been started there
         assert self._process.stdin is not None
-        # Not under the lock, which a writer may hold that waits for a machine that is gone.
-        with contextlib.suppress(OSError, ValueError):
-            self._process.stdin.close()
+        if self._lock.acquire(timeout=1.0):
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+            self._lock.release()
+        else:
+            self._process.kill()  # a writer waits for a machine that is gone
         try:
             self._process.wait(patience_s)
         except subprocess.TimeoutExpired:

@@ -5,12 +5,12 @@ The first use of a machine connects, looks at it, and installs what is missing. 
 
 from __future__ import annotations
 
-import contextlib
 import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,8 @@ class SshFleet:
         self._machines = {machine.name: machine for machine in machines}
         self._wanted, self.logs, self._ssh = wanted, logs, tuple(ssh)
         self._reached: dict[str, ReachedMachine] = {}
+        self._links: set[AgentLink] = set()
+        """All that have been opened, also those that have not answered yet."""
         self._locks = {name: threading.Lock() for name in self._machines}
         self._closed = False
 
@@ -125,15 +127,13 @@ class SshFleet:
 
     def close(self) -> None:
         self._closed = True
-        closing = [
-            threading.Thread(target=reached.link.close, name=f"potluck-close-{name}")
-            for name, reached in self._reached.items()
-        ]
+        closing = [threading.Thread(target=link.close, name=f"potluck-close-{link.name}") for link in self._links]
         for thread in closing:
             thread.start()
         for thread in closing:
             thread.join()
         self._reached.clear()
+        self._links.clear()
 
     # -- reaching a machine -----------------------------------------------------------------------------
 
@@ -150,14 +150,17 @@ class SshFleet:
             if reached is not None:
                 reached.link.close()
                 del self._reached[name]
-            machine = self._machines[name]
-            link = AgentLink(name, ssh_command(machine, self._ssh, self._wanted.of(machine)))
-            self._reached[name] = found = self._look(machine, link)
-            if self._closed:
-                link.close()
+            self._reached[name] = found = self._look(self._machines[name])
             return found
 
-    def _look(self, machine: NamedMachine, link: AgentLink) -> ReachedMachine:
+    def _look(self, machine: NamedMachine) -> ReachedMachine:
+        if self._closed:
+            raise MachineError(f"{machine.name}: the launcher is ending")
+        try:
+            link = AgentLink(machine.name, ssh_command(machine, self._ssh, self._wanted.of(machine)))
+        except FileNotFoundError as error:
+            raise _unusable(machine.name, [_no_program(machine.name, error.filename)]) from None
+        self._links.add(link)
         answer = link.greet(GREET_S)
         if answer is None:
             status = link.status if link.status is not None and link.status >= 0 else None
@@ -231,21 +234,9 @@ class SshFleet:
             except MachineError as error:
                 report(name, error.findings)
 
-        with _threads(look, self._machines):
-            pass
+        with ThreadPoolExecutor(max(1, len(self._machines)), thread_name_prefix="potluck-look") as pool:
+            list(pool.map(look, self._machines))
         return [name for name in self._machines if name in usable]
-
-
-@contextlib.contextmanager
-def _threads(work: Callable[[str], None], names: Sequence[str] | dict[str, Any]) -> Iterator[None]:
-    started = [threading.Thread(target=work, args=(name,), name=f"potluck-look-{name}") for name in names]
-    for thread in started:
-        thread.start()
-    try:
-        yield
-    finally:
-        for thread in started:
-            thread.join()
 
 
 def _unusable(name: str, findings: Sequence[Finding]) -> MachineError:
@@ -253,6 +244,18 @@ def _unusable(name: str, findings: Sequence[Finding]) -> MachineError:
     error = MachineError(f"{name}: {worst.what}", hint=worst.fix)
     error.findings = tuple(findings)
     return error
+
+
+def _no_program(name: str, program: str) -> Finding:
+    return Finding(
+        code="ssh-missing",
+        severity=BLOCKER,
+        machine=name,
+        what=f"this machine has no program {program}",
+        how="tried to start it",
+        breaks="no other machine can be reached",
+        fix="sudo apt install openssh-client   (macOS has it)",
+    )
 
 
 def _not_installed(name: str, facts: RemoteFacts, why: str) -> Finding:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from potluck.balance.leases import Speed, split_evenly
 from potluck.balance.ledger import Ledger
-from potluck.hub.actions import Action, Send, SendAhead
+from potluck.hub.actions import Action, Send, SendAhead, SendSamples
 from potluck.hub.inputs import AheadPacked
 from potluck.spec.messages import MOST_AHEAD, AheadMessage
 
@@ -69,6 +69,12 @@ class Ahead:
     in_flight_bytes: int = 0
     reading: bool = False
     """The host is reading the samples of the last one."""
+    after_weights: list[SendSamples] = field(default_factory=list)
+    """Micro-batches of its lease that are not the first, to be sent when its weights have been."""
+
+    def is_heavy(self, samples: int) -> bool:
+        """Whether so many samples take a link some time."""
+        return samples * self.sample_bytes >= LEAST_BYTES
 
     def took(self, nbytes: int) -> None:
         """The guest has received so many bytes. One that lies gets all of a step's part at once, and no more."""
@@ -135,6 +141,11 @@ class SendingAhead:
         ahead = member.ahead
         if not self._may_send(member):
             return []
+        if ahead.after_weights:
+            waiting, ahead.after_weights = ahead.after_weights, []
+            return [*waiting]
+        if member.lease is not None and member.lease.unread:
+            return []
         actions: list[Action] = []
         while ahead.in_flight_bytes <= (PARTS_UNDER_WAY - 1) * self._part_bytes(member):
             batch = next((b for b in ahead.batches if b.parts), None)
@@ -146,9 +157,8 @@ class SendingAhead:
     def _may_send(self, member: Member) -> bool:
         if not self._ledger.is_open or member.ahead.of_step != self._ledger.step or member.leaving is not None:
             return False
-        unread = member.lease is not None and member.lease.unread
         pieces = self._feeding.pieces
-        return not unread and self._feeding.coded(self._ledger.step) and member.feed.current(pieces)
+        return self._feeding.coded(self._ledger.step) and member.feed.current(pieces)
 
     def _part_bytes(self, member: Member) -> int:
         transfer_s = member.transfer.value or 0.0
@@ -166,7 +176,7 @@ class SendingAhead:
         lease = sent + sum(ahead.wanted)
         size = ahead.wanted.popleft()
         if (
-            lease * ahead.sample_bytes < LEAST_BYTES
+            not ahead.is_heavy(lease)
             or (sent + size) * ahead.sample_bytes > ahead.most_bytes / 2
             or low - size <= following.first
             # A step with fewer samples has less for everybody.
@@ -229,6 +239,7 @@ class SendingAhead:
         """The guest's lease names these: what is left of them is sent at once, the others are not needed."""
         ahead = member.ahead
         self.count.used_samples += sum(len(b.positions) for b in used)
+        ahead.after_weights = []
         rest: list[Action] = [ahead.send(member.id, b) for b in used for _ in range(len(b.parts))]
         ahead.batches = [b for b in ahead.batches if b not in used]
         return rest

@@ -118,7 +118,8 @@ class Checks:
                 actions += self.put_out(member, f"the samples cannot be sent: {batch.why_not}", refused=True)
                 continue
             member.state, member.check = CHECKING, check.id
-            asked = CheckMessage(check=check.id, step=check.step, sizes=(len(positions),), seed=check.seed)
+            sizes, epoch = (len(positions),), self.ledger.epoch
+            asked = CheckMessage(check=check.id, step=check.step, sizes=sizes, seed=check.seed, epoch=epoch)
             actions.append(Send(guest=guest, message=asked, frames=frames))
             if not by_index:
                 member.feed.extra(sum(len(frame) for frame in batch.frames))

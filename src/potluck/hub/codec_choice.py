@@ -25,30 +25,25 @@ STAYS_STEPS, MOST_DOUBLINGS = 16, 8
 
 
 class CodecChoice:
-    """Chooses at the beginning of a step. Without `auto` nothing is chosen, and no message names a codec."""
+    """Chooses at the beginning of a step, or not at all: then no message names a codec."""
 
     def __init__(
-        self,
-        members: Mapping[str, Member],
-        model: Sequence[TensorSpec],
-        *,
-        auto: bool,
-        down: tuple[str, str] | None,
+        self, members: Mapping[str, Member], model: Sequence[TensorSpec], down: tuple[str, str] | None
     ) -> None:
-        """`down`: the codecs of the weights' changes with int4 and with thin; None: that is not left open."""
-        self._members, self._auto, self._down = members, auto, down
+        """`down`: the codecs of the weights' changes with int4 and with thin; None: nothing is chosen."""
+        self._members, self._down = members, down
         self._coding_s = CODING_S_PER_PARAMETER * sum(t.count for t in model if t.role == "trained")
         self._thin_down = False
 
     @property
     def first(self) -> str:
         """What a guest has that was not chosen for yet."""
-        return INT4 if self._auto else ""
+        return "" if self._down is None else INT4
 
     @property
     def change(self) -> str:
         """The codec of the weights' changes."""
-        return "" if not self._auto or self._down is None else self._down[self._thin_down]
+        return "" if self._down is None else self._down[self._thin_down]
 
     @property
     def part(self) -> float:
@@ -57,7 +52,7 @@ class CodecChoice:
 
     def begin_step(self, batch: int, host_sample_s: float, step: int) -> list[Action]:
         """Choose for all newcomers, and again for one of the others: each choice solves the step's quotas twice."""
-        if not self._auto:
+        if self._down is None:
             return []
         members = [m for m in self._members.values() if m.state in (COMPUTING, LATE, SITTING_OUT)]
         known = [m for m in members if m.codec_known and m.codec_stays_until <= step]
@@ -94,7 +89,8 @@ class CodecChoice:
         return actions
 
     def _choose_change(self) -> None:
-        thin = self._down is not None and any(m.codec == THIN for m in self._members.values())
+        open_ = self._down is not None and self._down[0] != self._down[1]
+        thin = open_ and any(m.codec == THIN for m in self._members.values())
         if thin == self._thin_down:
             return
         self._thin_down = thin

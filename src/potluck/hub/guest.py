@@ -43,6 +43,7 @@ from potluck.limits import usable_memory
 from potluck.spec.layout import fingerprint_to_json
 from potluck.spec.messages import (
     MOST_ITEMS,
+    MOST_LOSS,
     AheadMessage,
     ByeMessage,
     ChangeMessage,
@@ -261,7 +262,7 @@ class GuestHub:
             if work.over:
                 self._tell_stopped(work, count, compute_s)
                 return False
-            finite = self._finite and math.isfinite(loss_sum) and 0.0 <= (items or 0.0) <= MOST_ITEMS
+            finite = self._finite and abs(loss_sum) <= MOST_LOSS and 0.0 <= (items or 0.0) <= MOST_ITEMS
         usual, most = self._at_once()
         done = DoneMessage(
             lease=work.id,
@@ -395,6 +396,7 @@ class GuestHub:
                             check=False,
                             step=message.step,
                             sizes=message.sizes,
+                            epoch=message.epoch,
                             received=time.monotonic(),
                             quota=message.quota,
                             within_s=message.within_s,
@@ -406,9 +408,9 @@ class GuestHub:
                         ),
                         frames,
                     )
-                case CheckMessage(check=number, step=step, sizes=sizes, seed=seed):
+                case CheckMessage(check=number, step=step, sizes=sizes, seed=seed, epoch=epoch):
                     now = time.monotonic()
-                    work = Work(id=number, check=True, step=step, sizes=sizes, received=now, seed=seed)
+                    work = Work(id=number, check=True, step=step, sizes=sizes, received=now, seed=seed, epoch=epoch)
                     self._new_work(work, frames)
                 case RevokeMessage():
                     self._revoke(message.lease)

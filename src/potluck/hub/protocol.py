@@ -37,6 +37,7 @@ from potluck.hub.feed import Feed, lacking
 from potluck.hub.feeding import Feeding
 from potluck.hub.guard import ReplicaGuard
 from potluck.hub.members import CHECKING, JOINING, SITTING_OUT, SYNCING, Member, gone
+from potluck.hub.newcomers import Newcomers
 from potluck.hub.norms import Norms
 from potluck.hub.stepping import Stepping
 from potluck.spec.config import MOST_GUESTS
@@ -83,10 +84,8 @@ class HostTerms:
     fingerprint: tuple[TensorSpec, ...]
     piece_bytes: tuple[int, ...]
     """The length of each piece's gradient in the run's codec, the longest where it varies."""
-    lengths_vary: bool = False
-    """Whether a gradient may be shorter."""
     coded_bytes: int | None = None
-    """Expected length of all pieces together, where lengths vary."""
+    """Expected length of all pieces together, where lengths vary; None: they do not."""
     window_bytes: int = 4 << 20
     heartbeat_s: float = 1.0
     silence_s: float = 5.0
@@ -100,9 +99,8 @@ class HostTerms:
     local_data: bool = False
     codec: str = ""
     """The gradients' codec, for error messages."""
-    auto: bool = False
-    """Whether each guest's codec is chosen by its link; `down`: see CodecChoice."""
-    down: tuple[str, str] | None = None
+    auto: tuple[str, str] | None = None
+    """Choose each guest's codec; the weights' changes have the first of these with int4, the second with thin."""
     guest_bound: float = 0.0
     """A contribution counts if its norm a sample is at most this many times the host's own. 0: no limit."""
     check_replica_every: int = 50
@@ -124,11 +122,11 @@ class HostProtocol:
         self.terms = terms
         self.ledger = ledger
         self.members: dict[str, Member] = {}
-        self.codecs = CodecChoice(self.members, terms.fingerprint, auto=terms.auto, down=terms.down)
+        self.codecs = CodecChoice(self.members, terms.fingerprint, terms.auto)
         self.feeding = Feeding(pieces=terms.pieces, members=self.members)
-        change_bytes, steps = terms.coded_bytes or sum(terms.piece_bytes), terms.steps
+        self._change_bytes, steps = terms.coded_bytes or sum(terms.piece_bytes), terms.steps
         self.ahead = SendingAhead(
-            ledger=ledger, members=self.members, feeding=self.feeding, change_bytes=change_bytes, steps=steps
+            ledger=ledger, members=self.members, feeding=self.feeding, change_bytes=self._change_bytes, steps=steps
         )
         self.stepping = Stepping(
             ledger=ledger,
@@ -152,12 +150,14 @@ class HostProtocol:
         self.norms = Norms(terms.guest_bound)
         self._most_about_bytes = ABOUT_BYTES + 4 * len(dump_json(fingerprint_to_json(terms.fingerprint)))
         self._last_alive = 0.0
+        self._newcomers = Newcomers()
         self._weights_stay = True
         """Whether the model has the weights of a version: in a step, and before the first one."""
         self._handlers = self._table()
 
     def handle(self, event: inputs.Input, now: float) -> list[Action]:
         """Take in what happened, and say what to do about it. `now` is by the host's monotonic clock."""
+        self._newcomers.now = now
         return self._handlers[type(event)](event, now)
 
     def _table(self) -> dict[type[inputs.Input], Callable[[Any, float], list[Action]]]:
@@ -302,7 +302,7 @@ class HostProtocol:
         actions: list[Action] = [
             *gone,
             SendWelcome(guest=guest, name=member.name),
-            Emit(event=GuestHello(machine=member.name, address=address, device=member.device)),
+            *self._newcomers.told(GuestHello(machine=member.name, address=address, device=member.device)),
         ]
         for part in ("potluck", "torch"):
             if about[part] != self.terms.versions.get(part):
@@ -310,7 +310,7 @@ class HostProtocol:
                     f"{member.name} runs {part} {about[part]}, this host {self.terms.versions.get(part)}: its "
                     "gradients are checked before they count"
                 )
-                actions.append(Emit(event=RunNote(machine=member.name, text=text)))
+                actions += self._newcomers.told(RunNote(machine=member.name, text=text))
         return actions
 
     def _other_protocol(self, event: inputs.OtherProtocolArrived, now: float) -> list[Action]:
@@ -354,7 +354,7 @@ class HostProtocol:
         if index >= self.terms.pieces:
             raise WireError(f"a gradient for piece {index}, which does not exist")
         most = self.terms.piece_bytes[index]
-        if len(payload) > most or (len(payload) < most and not self.terms.lengths_vary):
+        if len(payload) > most or (len(payload) < most and self.terms.coded_bytes is None):
             raise WireError(f"{len(payload)} bytes for piece {index}, not {most}")
         self.stepping.piece(member, lease=grad.lease, index=index, payload=payload)
         return []
@@ -566,8 +566,7 @@ class HostProtocol:
             member.rate.add(answer.count / answer.compute_s)
         synced_s = member.sync_ended - member.sync_started
         if member.sync_bytes and not member.joined:
-            coded = self.codecs.part * (self.terms.coded_bytes or sum(self.terms.piece_bytes))
-            member.transfer.add(coded * synced_s / member.sync_bytes)
+            member.transfer.add(self.codecs.part * self._change_bytes * synced_s / member.sync_bytes)
         return actions
 
     # -- time -------------------------------------------------------------------------------------------
@@ -621,7 +620,7 @@ class HostProtocol:
     def _refuse(self, guest: str, name: str, address: str, reason: str) -> list[Action]:
         return [
             Send(guest=guest, message=RefuseMessage(reason=reason)),
-            Emit(event=GuestRefused(machine=name, address=address, reason=reason)),
+            *self._newcomers.told(GuestRefused(machine=name, address=address, reason=reason)),
         ]
 
     def _remove(self, member: Member, kind: str, reason: str) -> list[Action]:
@@ -633,8 +632,9 @@ class HostProtocol:
         back = self.stepping.gone(member)
         self.ahead.forget(member)
         del self.members[member.id]
+        event = gone(member, kind, reason, 1 + (lease.step if lease and back else self.ledger.step), back)
         return [
-            Emit(event=gone(member, kind, reason, 1 + (lease.step if lease and back else self.ledger.step), back)),
+            *([Emit(event=event)] if member.joined else self._newcomers.told(event)),
             Forget(guest=member.id),
             Wake(),
         ]

@@ -61,13 +61,13 @@ class _Entry:
     numbers: dict[str, int]
     nbytes: int = 0
     times: int = 1
-    words: dict[str, Any] = field(default_factory=dict)
+    words: dict[str, str] = field(default_factory=dict)
 
     about: Any = None
     """Of a message: which lease or version it is about."""
 
-    def line(self, started: float) -> dict[str, Any]:
-        found: dict[str, Any] = {"t_s": round(self.began - started, 4), "dir": self.direction}
+    def line(self, started: float) -> dict[str, str | int | float]:
+        found: dict[str, str | int | float] = {"t_s": round(self.began - started, 4), "dir": self.direction}
         found |= {"machine": self.machine, "kind": self.kind, **self.numbers, **self.words}
         if self.nbytes:
             found["bytes"] = self.nbytes

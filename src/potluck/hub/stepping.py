@@ -280,6 +280,7 @@ class Stepping:
             transfer_s=speed.transfer_s,
             tail_s=tail_s,
             codec=member.codec,
+            epoch=self.ledger.epoch,
             ahead=tuple(sent.number if sent else 0 for _, sent in cut) if used else (),
         )
         if self.local_data:
@@ -287,14 +288,18 @@ class Stepping:
             return more + extra, [Send(guest=member.id, message=message, frames=(indices,))]
         actions: list[Action] = [Send(guest=member.id, message=message)]
         actions += self.ahead.lent(member, used)
-        start = 0
-        for number, (size, sent) in enumerate(cut):
-            if sent is None:
-                positions = lease.positions[start : start + size]
-                actions.append(SendSamples(guest=member.id, lease=lease.id, batch=number, positions=positions))
-            start += size
+        ends = itertools.accumulate(sizes)
+        fresh = [
+            SendSamples(guest=member.id, lease=lease.id, batch=number, positions=lease.positions[end - size : end])
+            for (number, (size, sent)), end in zip(enumerate(cut), ends)
+            if sent is None
+        ]
+        first = fresh
+        if member.ahead.is_heavy(quota):
+            first = [each for each in fresh if each.batch == 0]
+            member.ahead.after_weights = [each for each in fresh if each.batch]
         member.ahead.plan(lease.step, anew)
-        return more + extra, actions
+        return more + extra, [*actions, *first]
 
     # -- the host's own work ----------------------------------------------------------------------------
 

@@ -21,6 +21,8 @@ class Work:
     step: int
     sizes: tuple[int, ...]
     received: float
+    epoch: int | None = None
+    """The epoch of the step, from 0; None: the host does not say."""
     quota: int = 0
     """How many of its samples the host reckons with."""
     within_s: float = 0.0

@@ -171,6 +171,7 @@ class Trainer(PlainTrainer):  # type: ignore[misc]
         model.train()
         steps: Any = self._run.steps
         for step in steps(self.model, None, None, global_batch=self._global_batch()):
+            self.state.global_step = step.index
             for batch in step:
                 self._compute(model, step, batch)
 

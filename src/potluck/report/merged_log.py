@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import threading
@@ -51,7 +52,7 @@ class MergedLog:
     def show(self, name: str, words: str) -> None:
         """A line that stands in no file, in the name of a machine, or of none."""
         with self._lock:
-            show([self._line(name, words)], self._stream)
+            self._show([self._line(name, words)])
 
     def close(self) -> Path:
         """Show what is left; returns the folder of the files: the one to keep them in, if it is still there."""
@@ -83,8 +84,13 @@ class MergedLog:
                 if last and self._rest[name]:
                     lines.append(self._rest[name])
                 if lines and (not self._only or name in self._only):
-                    show([self._line(name, line.decode(errors="replace")) for line in lines], self._stream)
-        self._stream.flush()
+                    self._show([self._line(name, line.decode(errors="replace")) for line in lines])
+
+    def _show(self, lines: list[Line]) -> None:
+        # Nobody may read any more; the files are complete all the same.
+        with contextlib.suppress(OSError, ValueError):
+            show(lines, self._stream)
+            self._stream.flush()
 
     def _line(self, name: str, words: str) -> Line:
         colour = COLOURS[self._names.index(name) % len(COLOURS)] if name in self._names else "bold"

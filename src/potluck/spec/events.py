@@ -187,7 +187,8 @@ class _GuestGone(_GuestEvent, frozen=True, kw_only=True):
 
 
 class GuestHello(_GuestEvent, frozen=True, kw_only=True, tag="guest_hello"):
-    """A machine with the token is joining."""
+    """A machine with the token is joining. Of machines that have not joined at most 200 events a minute are
+    written; a `note` says how many were left out."""
 
     device: str
     """What it computes on."""

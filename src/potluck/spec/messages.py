@@ -44,6 +44,9 @@ HostSeconds = Annotated[float, Meta(ge=0.0, le=float(LARGEST))]
 MOST_ITEMS = 1e15
 """Items of one contribution; float64 counts them exactly up to there."""
 Items = Annotated[float, Meta(ge=0.0, le=MOST_ITEMS)]
+MOST_LOSS = 1e30
+"""The summed loss of one contribution; any number of them can be added up."""
+LossSum = Annotated[float, Meta(ge=-MOST_LOSS, le=MOST_LOSS)]
 Sizes = Annotated[tuple[Positive, ...], Meta(min_length=1, max_length=MOST_SIZES)]
 Short = Annotated[str, Meta(max_length=200)]
 Long = Annotated[str, Meta(max_length=4096)]
@@ -258,6 +261,8 @@ class CheckMessage(Message, frozen=True, kw_only=True):
     """Samples in each micro-batch; a check has one."""
     seed: Count | None = None
     """For the random generators, before the loop's body."""
+    epoch: Count | None = None
+    """The epoch of the step, from 0."""
 
     def unfit(self, frames: Sequence[bytes | memoryview]) -> str:
         return super().unfit(frames) or _unfit_indices(self, frames)
@@ -369,6 +374,8 @@ class LeaseMessage(Message, frozen=True, kw_only=True):
     ahead: Annotated[tuple[Count, ...], Meta(max_length=MOST_SIZES)] = ()
     """For each micro-batch the number under which it was sent ahead; 0, or no number: it comes as `samples`. What
     was sent ahead for this step or an earlier one and has no number here is dropped."""
+    epoch: Count | None = None
+    """The epoch of the step, from 0."""
 
     def unfit(self, frames: Sequence[bytes | memoryview]) -> str:
         return super().unfit(frames) or _unfit_indices(self, frames)
@@ -441,7 +448,7 @@ class DoneMessage(Message, frozen=True, kw_only=True):
     """Number of the lease."""
     count: Count
     """Samples in the sum."""
-    loss_sum: float
+    loss_sum: LossSum
     """Their summed loss; 0 if it is not finite."""
     items: Items | None = None
     """What `backward(loss, items=…)` counted in them; null where samples count."""

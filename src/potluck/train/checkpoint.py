@@ -32,6 +32,7 @@ from potluck.failpoints import hit
 from potluck.train import checkpoint_folder, optimizer_state, script_state
 from potluck.train.beginning import MOST_BUFFER_BYTES
 from potluck.train.optimizer_state import Stateful
+from potluck.train.script_state import ScriptState
 
 SHARD_BYTES = 256_000_000
 """Tensors are copied and written in groups of at most this size, so that the copy in memory stays small."""
@@ -133,7 +134,7 @@ class Loaded:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         objects: Mapping[str, Stateful],
-        state: dict[str, Any] | None = None,
+        state: ScriptState | None = None,
     ) -> None:
         """Put everything back, the random generators last; what does not fit is found before that.
 
@@ -166,7 +167,7 @@ class Loaded:
     def _own_state(self) -> _StateEntry:
         return self.manifest.get("state", _StateEntry(values={}, objects={}))
 
-    def _check_state(self, state: dict[str, Any]) -> None:
+    def _check_state(self, state: ScriptState) -> None:
         try:
             why = script_state.misfit(state, self._own_state)
         except _NOT_AS_WRITTEN as error:
@@ -174,7 +175,7 @@ class Loaded:
         if why:
             raise self._misfit(why)
 
-    def _restore_state(self, state: dict[str, Any]) -> None:
+    def _restore_state(self, state: ScriptState) -> None:
         saved = self._own_state
         tensors = {name: tensor.clone() for name, tensor in self._tensors("objects").items()}
         try:

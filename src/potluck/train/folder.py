@@ -23,6 +23,7 @@ from pathlib import Path
 import msgspec
 
 from potluck import checked, durable
+from potluck._version import __version__
 from potluck.errors import RunFolderError
 from potluck.failpoints import hit
 from potluck.spec.manifest import Manifest
@@ -97,10 +98,28 @@ class RunFolder:
                 f"{path} cannot be read: {error.strerror or error}", hint="check its permissions"
             ) from error
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            theirs = _other_version(path) if isinstance(error, msgspec.ValidationError) else None
+            if theirs is not None:
+                raise RunFolderError(
+                    f"{path} was made by Potluck {theirs}, and this is {__version__}: {error}",
+                    hint=f"resume the run with Potluck {theirs} or a newer one, or start a new run",
+                ) from None
             raise RunFolderError(
                 f"{path} is damaged: {error}",
                 hint="bring the file back from a copy of the run folder, or start a new run",
             ) from None
+
+
+def _other_version(path: Path) -> str | None:
+    """The version of Potluck that wrote a manifest which this one cannot read, if it says another."""
+    with suppress(OSError, msgspec.DecodeError, RecursionError):
+        theirs = msgspec.json.decode(path.read_bytes(), type=_Versions).versions.get("potluck", "")
+        return theirs if theirs not in ("", __version__) else None
+    return None
+
+
+class _Versions(msgspec.Struct):
+    versions: dict[str, str]
 
 
 def new_folder(runs: Path, what: str) -> RunFolder:

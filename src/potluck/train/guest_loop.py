@@ -76,7 +76,7 @@ class GuestTrainer:
         try:
             while True:
                 self._work = self._hub.next_work()
-                step = Step(self._work.step, rules)
+                step = Step(self._work.step, rules, epoch=self._work.epoch)
                 yield step
                 if not step.finished:
                     raise LoopError(

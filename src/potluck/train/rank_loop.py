@@ -32,6 +32,7 @@ from potluck.train.optimizer_state import Stateful
 from potluck.train.options import Options
 from potluck.train.ranks import RankDone, RankReady, Ranks
 from potluck.train.scheduling import Scheduling
+from potluck.train.script_state import ScriptState
 from potluck.train.step import Step, StepRules, mean_of
 from potluck.train.update import Update, own_norm, prepare_gradients
 
@@ -175,7 +176,7 @@ def restore_same(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     objects: dict[str, Stateful],
-    state: dict[str, Any],
+    state: ScriptState,
 ) -> None:
     """Go on from the checkpoint that rank 0 has loaded."""
     loaded = load_latest(path.parent)

@@ -5,8 +5,6 @@ Owns these checks, and the order in which model, optimizer, random numbers and d
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -19,6 +17,7 @@ from potluck.train.events import events_in
 from potluck.train.folder import RunFolder
 from potluck.train.optimizer_state import Stateful
 from potluck.train.options import Options
+from potluck.train.script_state import ScriptState
 from potluck.train.step_loader import StepLoader
 
 
@@ -29,7 +28,7 @@ def restore(
     optimizer: torch.optim.Optimizer,
     objects: dict[str, Stateful],
     loader: StepLoader,
-    state: dict[str, Any],
+    state: ScriptState,
 ) -> Loaded | None:
     """Load the newest readable checkpoint of a run that is resumed; the model and optimizer continue from it."""
     if not context.resume or context.folder is None:

@@ -74,7 +74,7 @@ class Run:
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
-        self.state: dict[str, Any] = ScriptState()
+        self.state = ScriptState()
         """The script's own values: the best loss, sums, anything like JSON, objects with a `state_dict()`.
 
         Each checkpoint has them. What is put in before `steps` is called holds in a new run; a resumed one
@@ -375,6 +375,7 @@ class Run:
         up, pieces = codecs.get(codecs.names.first_of(context.config.codec)), tensors.layout.pieces
         auto = context.config.codec == codecs.names.AUTO
         longest = codecs.get("thin") if auto else up
+        varies = codecs.least_and_most_bytes(longest, 128)[0] < longest.nbytes(128)
         coder = HostCoder(
             tensors,
             down=down_codec(context.config),
@@ -389,12 +390,10 @@ class Run:
             versions={**versions(), "protocol": str(PROTOCOL)},
             fingerprint=tensors.fingerprint,
             piece_bytes=tuple(codecs.least_and_most_bytes(longest, p.count)[1] for p in pieces),
-            lengths_vary=codecs.least_and_most_bytes(longest, 128)[0] < longest.nbytes(128),
-            coded_bytes=round(codec_bytes(up.name) * tensors.layout.count),
+            coded_bytes=round(codec_bytes(up.name) * tensors.layout.count) if varies else None,
             local_data=parts.options.data == "local",
             codec=context.config.codec,
-            auto=auto,
-            down=None if context.config.codec_down else (up.name, codecs.names.DOWN_THIN),
+            auto=codecs.names.downs_of(context.config.codec_down) if auto else None,
             guest_bound=context.config.guest_bound,
             check_replica_every=context.config.check_replica_every,
             least=parts.least,

@@ -61,7 +61,7 @@ class Step:
         self.index = index
         """The number of this step, from 0."""
         self.epoch = epoch
-        """The number of the epoch that its first sample belongs to, from 0; None on a guest."""
+        """The number of the epoch that its first sample belongs to, from 0."""
         self._ask_ends_epoch = ends_epoch
         self._ends_epoch: bool | None = None
         self._loss: float | None = None

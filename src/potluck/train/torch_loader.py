@@ -259,9 +259,11 @@ class TorchLoader(StepLoader):
             return given
         if self._states is None:
             return given, None, False
+        state = copy.deepcopy(self._states.state_dict())
         # A loader with a state says in it that the data set has ended; a data set may be at its start again.
-        fetcher = None if hasattr(self._loader, "state_dict") else getattr(self._coming, "_dataset_fetcher", None)
-        return given, copy.deepcopy(self._states.state_dict()), bool(getattr(fetcher, "ended", False))
+        if hasattr(self._loader, "state_dict"):
+            return given, state, _workers_ended(state)
+        return given, state, bool(getattr(getattr(self._coming, "_dataset_fetcher", None), "ended", False))
 
     # -- epochs -----------------------------------------------------------------------------------------
 
@@ -533,6 +535,15 @@ def _stateful(loader: DataLoader[Any]) -> Stateful | None:
     """What says where in a stream the next batch begins: the loader, or a data set that is read in this process."""
     asked = [loader, *([] if loader.num_workers else [loader.dataset])]
     return next((each for each in asked if hasattr(each, "state_dict") and hasattr(each, "load_state_dict")), None)
+
+
+def _workers_ended(state: Mapping[str, Any]) -> bool:
+    """Whether all worker processes of a StatefulDataLoader are at their ends: put back, it begins the next epoch.
+
+    One without worker processes gives nothing then, and so ends the epoch.
+    """
+    workers = state.get("_snapshot", {}).get("_worker_snapshots", {}).values()
+    return bool(workers) and all(each.get("fetcher_state", {}).get("fetcher_ended") for each in workers)
 
 
 def length_if_any(dataset: Any) -> int | None:

@@ -1,0 +1,108 @@
+"""What is installed on a machine: once, also when two ask at the same time; complete, or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from potluck.fleet import bootstrap, installer
+from potluck.fleet.remote import words_of
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="machines of a fleet are POSIX systems")
+
+
+def plan_in(folder: Path, **changed: Any) -> dict[str, Any]:
+    cache = folder / "cache"
+    cache.mkdir(exist_ok=True)
+    (cache / f"{bootstrap.code_name()}.whl").write_bytes(bootstrap.wheel())
+    plan = {
+        "cache": str(cache),
+        "code": bootstrap.code_name(),
+        "env": str(cache / "env-x-py3"),
+        "make_env": True,
+        "uv": "",
+        "requirements": ["tiny-thing>=1"],
+        "pins": ["tiny-thing==1.0"],
+        "modules": ["tiny_thing"],
+    }
+    return {**plan, **changed}
+
+
+def installing(plan: dict[str, Any], folder: Path) -> subprocess.Popen[str]:
+    env = {**os.environ, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(folder), "PIP_CONFIG_FILE": os.devnull}
+    command = [sys.executable, *words_of(installer, plan)]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def tiny_wheel(folder: Path, version: str) -> None:
+    info = f"tiny_thing-{version}.dist-info"
+    with zipfile.ZipFile(folder / f"tiny_thing-{version}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("tiny_thing.py", f"version = {version!r}\n")
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: tiny-thing\nVersion: {version}\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", f"tiny_thing.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
+
+
+@pytest.mark.slow
+def test_two_at_once_make_one_environment_with_the_hosts_versions(tmp_path: Path) -> None:
+    for version in ("1.0", "2.0"):
+        tiny_wheel(tmp_path, version)
+    plan = plan_in(tmp_path)
+    both = [installing(plan, tmp_path) for _ in range(2)]
+    texts = [process.communicate(timeout=120)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0], texts
+    assert sorted("installed in" in text for text in texts) == [False, True], texts
+    python, code = Path(plan["env"]) / "bin" / "python", Path(plan["cache"]) / plan["code"]
+    shown = subprocess.run(
+        [python, "-c", "import tiny_thing, potluck; print(tiny_thing.version, potluck.__file__)"],
+        env={"PYTHONPATH": str(code)},
+        capture_output=True,
+        text=True,
+    )
+    assert shown.stdout.split() == ["1.0", str(code / "potluck" / "__init__.py")], shown.stderr
+    assert not list(Path(plan["cache"]).glob("*.whl"))
+
+
+UV = """#!/bin/sh
+# Stands for uv: makes an environment of this Python, and installs only what `allowed` allows.
+if [ "$1" = venv ]; then
+    for env; do :; done
+    mkdir -p "$env/bin" && ln -s {python} "$env/bin/python"
+    exit
+fi
+echo "$@" >> {folder}/asked
+case "$*" in *" -c "*) exit {with_pins} ;; esac
+exit {without}
+"""
+
+
+def with_uv(folder: Path, with_pins: int, without: int, module: str) -> tuple[int, str, Path]:
+    uv = folder / "uv"
+    uv.write_text(UV.format(python=sys.executable, folder=folder, with_pins=with_pins, without=without))
+    uv.chmod(0o755)
+    plan = plan_in(folder, uv=str(uv), modules=[module])
+    process = installing(plan, folder)
+    text = process.communicate(timeout=60)[0]
+    return process.returncode, text, Path(plan["env"]) / "ready"
+
+
+def test_versions_that_do_not_exist_there_are_left_to_the_installer(tmp_path: Path) -> None:
+    status, text, ready = with_uv(tmp_path, 1, 0, "json")
+    assert status == 0, text
+    assert "trying the newest that fit" in text
+    assert json.loads(ready.read_text())["requirements"] == ["tiny-thing>=1"]
+    assert len((tmp_path / "asked").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(("without", "module"), [(1, "json"), (0, "no_such_module_there")])
+def test_what_is_not_complete_is_not_taken_for_ready(tmp_path: Path, without: int, module: str) -> None:
+    status, _, ready = with_uv(tmp_path, 1, without, module)
+    assert status == 1
+    assert not ready.exists()

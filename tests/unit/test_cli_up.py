@@ -1,0 +1,114 @@
+"""The command line of `potluck up`, and how many machines' lines become one log."""
+
+from __future__ import annotations
+
+import io
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from potluck.cli import _app
+from potluck.cli.up import _FOR_HOST, _work
+from potluck.fleet.hostfiles import NamedMachine
+from potluck.report.merged_log import MergedLog
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        (["up"], 2, "MACHINES"),
+        (["up", "desk"], 2, "no script was given"),
+        (["up", "desk", "--host", "mac", "--", "x.py"], 2, "the machines are: desk"),
+        (["up", "desk", "--only", "mac", "--", "x.py"], 2, "--only 'mac'"),
+        (["up", "no-such.toml", "--", "x.py"], 2, "cannot read no-such.toml"),
+        (["up", "desk", "--", "no_such.py"], 2, "cannot read no_such.py"),
+        (["up", "desk", "--with", ";rm", "--", "gpt"], 2, "--with"),
+    ],
+)
+def test_mistakes_are_said_before_anything_starts(
+    words: list[str], status: int, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert _app.run(words) == status
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def work(machine: NamedMachine, *after: str, **flags: Any) -> Any:
+    fleet: Any = SimpleNamespace(machine=lambda name: machine)
+    return _work(fleet, machine.name, Path("runs"), after, {**dict.fromkeys(_FOR_HOST), "send": (), **flags})
+
+
+def test_what_follows_the_dashes_is_the_scripts_and_the_other_options_are_the_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    here = NamedMachine(name="here")
+    found = work(here, "t.py", "--steps", "5", codec="int8", log=("wandb", "mlflow"), send=(Path("m.py"),))
+    head = ["-m", "potluck", "host", "--view", "plain", "--launched"]
+    assert found.words == [
+        *head,
+        *("--codec", "int8", "--log", "wandb", "--log", "mlflow"),
+        *("--runs", str(tmp_path / "runs"), "--send", "m.py", "t.py", "--", "--steps", "5"),
+    ]
+    assert (found.cwd, found.runs, found.files) == (str(tmp_path), str(tmp_path / "runs"), {})
+    assert work(here, "gpt", "--steps", "5").words[-3:] == ["gpt", "--steps", "5"]  # a recipe has no --
+
+
+def test_a_host_elsewhere_gets_the_script_and_what_goes_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = tmp_path / "project"
+    (project / "layers").mkdir(parents=True)
+    (project / "t.py").write_text("1")
+    (project / "layers" / "a.py").write_text("2")
+    monkeypatch.chdir(project)
+    found = work(NamedMachine(ssh="d", name="desk"), "t.py", "-x", send=(Path("layers/a.py"),))
+    assert found.files == {"~/potluck/project/t.py": b"1", "~/potluck/project/layers/a.py": b"2"}
+    assert (found.cwd, found.runs) == ("~/potluck/project", "~/potluck/project/runs")
+    assert found.words[6:] == ["--name", "desk", "--send", "layers/a.py", "./t.py", "--", "-x"]
+
+
+def wait_for(stream: io.StringIO, text: str) -> None:
+    deadline = time.monotonic() + 10
+    while text not in stream.getvalue():
+        assert time.monotonic() < deadline, stream.getvalue()
+        time.sleep(0.01)
+
+
+def test_lines_of_many_machines_are_one_log_and_its_files_are_complete(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    log = MergedLog(tmp_path / "first", ["mac", "laptop"], stream)
+    mac, laptop = tmp_path / "first" / "mac.log", tmp_path / "first" / "laptop.log"
+    mac.write_bytes(b"one\n  two \x1b[31m\xff\nhal")
+    wait_for(stream, "two")
+    log.keep_in(tmp_path / "run" / "logs")
+    with mac.open("ab") as file:
+        file.write(b"f\n")
+    laptop.write_bytes(b"three")  # its last line has no end
+    wait_for(stream, "half")
+    log.show("laptop", "is started again")
+    assert log.close() == tmp_path / "run" / "logs"
+    assert stream.getvalue().splitlines() == [
+        "mac    | one",
+        "mac    |   two  [31m?",
+        "mac    | half",
+        "laptop | is started again",
+        "laptop | three",
+    ]
+    assert not (tmp_path / "first").exists()
+    assert (tmp_path / "run" / "logs" / "mac.log").read_bytes() == b"one\n  two \x1b[31m\xff\nhalf\n"
+    assert (tmp_path / "run" / "logs" / "laptop.log").read_bytes() == b"three"
+
+
+def test_only_some_machines_are_shown_and_all_are_kept(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    log = MergedLog(tmp_path / "logs", ["mac", "laptop"], stream, only=("mac",))
+    (tmp_path / "logs" / "laptop.log").write_text("hidden\n")
+    (tmp_path / "logs" / "mac.log").write_text("shown\n")
+    assert log.close() == tmp_path / "logs"
+    assert stream.getvalue() == "mac    | shown\n"
+    assert (tmp_path / "logs" / "laptop.log").read_text() == "hidden\n"
