@@ -346,6 +346,12 @@ def test_desk_and_mac_has_the_ratio_of_the_real_thing() -> None:
     assert about.gradient_ratio(rigs.load("desk-and-mac"), "mac") == pytest.approx(real, rel=0.005)
 
 
+def test_a_rate_up_needs_one_down_and_the_slower_counts() -> None:
+    assert about.link_mbit(rigs.load("internet"), rigs.load("internet").machine("cabin")) == 20
+    with pytest.raises(ConfigError, match="link_up_mbit without link_mbit"):
+        Machine(name="a", link_up_mbit=3.0)
+
+
 def test_every_toml_file_is_a_built_in_rig() -> None:
     folder = Path(rigs.__file__).parent
     assert {path.stem for path in folder.glob("*.toml")} == set(rigs.NAMES)
