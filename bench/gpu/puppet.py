@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 
-from potluck import codec
 from potluck.checked import build
 from potluck.device import Mark, pick
 from potluck.hub.guest import GuestHub, RunOver, Update
@@ -66,8 +65,8 @@ class Puppet:
         self._hub = PuppetHub(
             link,
             ModelTensors(model),
-            down=codec.get(welcome.codec_down),
-            up=codec.get(welcome.codec),
+            down=welcome.codec_down,
+            up=welcome.codec,
             device=pick("cpu", threads=1),
         )
 

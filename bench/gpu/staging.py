@@ -39,8 +39,8 @@ class Training:
         self._batch = torch.randint(0, 256, (MICRO_BATCH, 1025), dtype=torch.uint8)
         self.coder = HostCoder(
             self.tensors,
-            down=get("int4"),
-            up=get("int4"),
+            down="int4",
+            up="int4",
             device=self.device,
             notify=lambda: None,
             replica_on_host=replica_on_host,

@@ -67,11 +67,12 @@ def plain_tokens_per_s(steps: int) -> float:
 class Table:
     """One host, more and more guests."""
 
-    def __init__(self, folder: Path, steps: int) -> None:
+    def __init__(self, folder: Path, steps: int, codec: str = "auto") -> None:
         self._run, self._steps = Run(folder / "run"), steps
         config = folder / "run.toml"
         config.write_text("[run]\ncheck_replica_every = 0\n")
         words = [*MODEL, "--steps", "100000", "--micro-batch", str(MICRO_BATCH), "--config", str(config)]
+        words += ["--codec", codec]
         self._run.host(*words, command=[str(HERE / "trusting_host.py")])
         self._token = self._run.token()
 
@@ -131,13 +132,13 @@ def summary(guests: int, events: list[Event], alone: float | None) -> str:
     return f"| {guests} | {delivered:.1f} | {fleet:,.0f} | {own:,.0f} | {tax} | {wait:.2%} | {mfu} |"
 
 
-def measure(guests: list[int], steps: int, hold_s: float, keep: Path | None) -> list[str]:
+def measure(guests: list[int], steps: int, hold_s: float, keep: Path | None, codec: str = "auto") -> list[str]:
     lines = [
         "| guests | deliver a step | fleet tokens/s | host's own tokens/s | tax, without waiting | waiting | MFU |",
         "|---|---|---|---|---|---|---|",
     ]
     with tempfile.TemporaryDirectory() as folder:
-        table = Table(Path(folder), steps)
+        table = Table(Path(folder), steps, codec)
 
         def row(number: int, events: list[Event], alone: float | None = None) -> None:
             lines.append(summary(number, events, alone))
@@ -169,6 +170,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="What guests cost a GPU host.")
     parser.add_argument("--guests", default="2,8")
     parser.add_argument("--steps", type=int, default=10, help="measured with each number of guests")
+    parser.add_argument("--codec", default="auto", help="the run's codec")
     parser.add_argument("--plain", action="store_true", help="plain torch first")
     parser.add_argument("--hold-s", type=float, default=0.0, help="do not measure before so many seconds")
     parser.add_argument("--keep", type=Path, help="leave the run folder and what the processes said here")
@@ -177,7 +179,7 @@ def main() -> None:
         say(f"plain torch: {plain_tokens_per_s(options.steps):,.0f} tokens/s")
         torch.cuda.empty_cache()
     guests = [int(n) for n in options.guests.split(",")]
-    print("\n".join(measure(guests, options.steps, options.hold_s, options.keep)))
+    print("\n".join(measure(guests, options.steps, options.hold_s, options.keep, options.codec)))
 
 
 if __name__ == "__main__":

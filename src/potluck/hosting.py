@@ -90,7 +90,8 @@ def start(
         guests: guest processes to start on this machine. With any, only this machine can join.
         bind: address to listen on (default: the default route's; "0.0.0.0": all of IPv4; "::": IPv6 too).
         port: port to listen on (default: a free one).
-        codec: compression: "none", "fp16", "bf16", "int8", "int4" (default) or "topk:RATIO".
+        codec: compression: "auto" (default: for each guest by its link), "none", "fp16", "bf16", "int8", "int4",
+            "thin" or "topk:RATIO".
         checkpoint_every: save a checkpoint every N steps (default 50; 0: only at the end).
         max_bad_steps: stop after N steps in a row with a NaN or infinite gradient (default 5; 0: never).
         log: loggers to write the run's series to, such as ("tensorboard",); also "wandb", "mlflow", "trackio".
@@ -159,7 +160,7 @@ def _config(values: dict[str, Any]) -> RunConfig:
     config = build(RunConfig, values)
     for name in (config.codec, config.codec_down):
         if name is not None:
-            codecs.get(name)
+            codecs.names.check(name)
     return config
 
 

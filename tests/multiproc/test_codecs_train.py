@@ -1,8 +1,9 @@
-"""The default codec costs nothing: int4 both ways ends where three seeds without a codec end."""
+"""The default codecs cost nothing: int4 and thin both ways end where three seeds without a codec end."""
 
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -22,10 +23,10 @@ def start(fleet: Fleet, codec: str, out: Path) -> list[TestProcess]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_int4_both_ways_ends_within_the_spread_of_three_seeds(tmp_path: Path) -> None:
-    losses = {}
-    with Fleet(tmp_path / "none") as exact, Fleet(tmp_path / "int4") as coded:
-        fleets = {"none": exact, "int4": coded}
+def test_int4_and_thin_both_ways_end_within_the_spread_of_three_seeds(tmp_path: Path) -> None:
+    losses, sent = {}, {}
+    with ExitStack() as stack:
+        fleets = {codec: stack.enter_context(Fleet(tmp_path / codec)) for codec in ("none", "int4", "thin")}
         outs = {codec: tmp_path / f"{codec}.json" for codec in fleets}
         started = {codec: start(fleet, codec, outs[codec]) for codec, fleet in fleets.items()}
         for codec, fleet in fleets.items():
@@ -35,8 +36,11 @@ def test_int4_both_ways_ends_within_the_spread_of_three_seeds(tmp_path: Path) ->
             share = sum(e["samples"].get("ann", 0) for e in fleet.steps()) / (STEPS * BATCH)
             assert share > 0.15, f"the guest computed only {share:.0%} with {codec}"
             losses[codec] = json.loads(outs[codec].read_text())
+            sent[codec] = sum(e["bytes_up"] for e in fleet.steps()[5:])
     spread = max(losses["none"]) - min(losses["none"])
     # Seed by seed, which is sharper than the means: the same weights at first, the same samples, another codec.
-    differences = [coded - exact for coded, exact in zip(losses["int4"], losses["none"])]
-    assert max(differences) < spread, f"{losses}"
-    assert sum(losses["int4"]) / 3 < max(losses["none"]), f"{losses}"
+    for codec in ("int4", "thin"):
+        differences = [coded - exact for coded, exact in zip(losses[codec], losses["none"])]
+        assert max(differences) < spread, f"{losses}"
+        assert sum(losses[codec]) / 3 < max(losses["none"]), f"{losses}"
+    assert sent["thin"] < 0.65 * sent["int4"]

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from potluck.codec import get
 from potluck.device import Device, pick
 from potluck.hub import actions as act
 from potluck.hub.feed import Feed, Item, PieceState
@@ -101,8 +100,8 @@ class Pair:
         self.said = threading.Event()
         self.coder = HostCoder(
             self.tensors,
-            down=get(codec),
-            up=get(codec),
+            down=codec,
+            up=codec,
             device=self.device,
             notify=self.said.set,
             replica_on_host=replica_on_host,
@@ -113,7 +112,7 @@ class Pair:
         self.member = Member(id="guest", last_heard=0.0, joined_at=0.0, feed=self.feed, **about)
         self.feeding = Feeding(pieces=self.pieces, members={"guest": self.member})
         self.link = FakeLink()
-        self.guest = GuestHub(self.link, self.theirs, down=get(codec), up=get(codec), device=pick("cpu"))  # type: ignore[arg-type]
+        self.guest = GuestHub(self.link, self.theirs, down=codec, up=codec, device=pick("cpu"))  # type: ignore[arg-type]
         self.decoded: list[ContributionDecoded] = []
         self.probed: dict[int, Tensor] = {}
         self.changes = self.wholes = 0

@@ -126,6 +126,7 @@ def news() -> list[RunEvent]:
         ev.GuestLost(**LAPTOP, reason="silent for 5 s", step=2, samples_taken_back=8),
         ev.GuestRefused(**LAPTOP, reason="another model"),
         sits_out(),
+        ev.GuestCodec(machine="laptop", step=2, codec="thin", reason="its link"),
         taken_back(),
         ev.ReplicaMismatch(**LAPTOP, step=2, samples=8, pieces=1, reason="held other weights"),
         ev.ContributionDropped(machine="laptop", step=2, samples=1, reason="not finite"),

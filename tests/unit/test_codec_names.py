@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import potluck.codec
-from potluck.codec import NAMES, get
+from potluck.codec import NAMES, get, names
 from potluck.errors import ConfigError
 
 
@@ -61,6 +61,32 @@ def test_a_wrong_argument_is_named(wrong: str) -> None:
     with pytest.raises(ConfigError, match=wrong) as caught:
         get(wrong)
     assert caught.value.hint
+
+
+@pytest.mark.parametrize("wrong", ["thin:", "thin:0", "thin:0.1", "thin:9", "thin:nan", "thin:wide"])
+def test_a_step_of_thin_has_bounds(wrong: str) -> None:
+    with pytest.raises(ConfigError, match=wrong) as caught:
+        get(wrong)
+    assert "thin:1.25" in caught.value.hint
+
+
+def test_auto_is_for_runs_and_thin_not_for_collectives() -> None:
+    names.check("auto")
+    assert (names.first_of("auto"), names.first_of("thin")) == ("int4", "thin")
+    with pytest.raises(ConfigError, match="auto"):
+        get("auto")
+    with pytest.raises(ConfigError, match="thin") as caught:
+        names.parse_collective("thin")
+    assert "int4" in caught.value.hint
+    assert names.parse_collective("topk:0.5") == ("topk", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("up", "down"),
+    [("int4", "int4"), ("none", "none"), ("topk:0.05", "int8"), ("thin", "thin:1.25"), ("thin:1.5", "thin:1.5")],
+)
+def test_the_codec_of_changes_follows_from_that_of_gradients(up: str, down: str) -> None:
+    assert names.down_of(up) == down
 
 
 def test_all_is_what_is_exported() -> None:

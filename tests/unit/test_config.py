@@ -107,7 +107,7 @@ def test_the_words_under_a_field_are_its_help() -> None:
 def test_the_defaults_of_a_run_are_sound() -> None:
     config = build(RunConfig, {})
     assert config == RunConfig()
-    assert config.codec == "int4"
+    assert config.codec == "auto"
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from potluck.spec.rig import parse
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Seconds a step: ddp, ddp-balanced, potluck. Measured on 2026-11-15 with bench/rigs.py.
+# Seconds a step: ddp, ddp-balanced, potluck. Measured on 2026-11-15 with bench/rigs.py; wifi a day later.
 MEASURED = {
     "desk-and-mac": (27.34, 7.69, 5.74),
     "home-pair": (17.43, 8.77, 5.90),
@@ -28,7 +28,7 @@ MEASURED = {
     "moody": (5.75, 3.75, 2.44),
     "three-friends": (None, 5.41, 3.59),
     "twins": (6.39, 6.08, 3.30),
-    "wifi": (28.91, 27.18, 5.42),
+    "wifi": (28.91, 27.18, 4.60),
 }
 STRATEGIES = ("ddp", "ddp-balanced", "potluck")
 
@@ -49,7 +49,7 @@ def test_a_rig_is_a_fleet() -> None:
     assert [m.name for m in fleet.machines] == ["desk", "ann", "ben", "cem"]
     assert fleet.host.bytes_per_s == pytest.approx(84e6 / 8 * 1448 / 1514)
     assert fleet.guests[0].link_bytes_per_s is None
-    assert (job.batch, job.codec, job.tokens_per_sample) == (90, "int4", 32)
+    assert (job.batch, job.codec, job.tokens_per_sample) == (90, "auto", 32)
 
 
 def test_a_fleet_that_changes_is_predicted_step_by_step() -> None:

@@ -72,6 +72,12 @@ def test_a_chunk_takes_little_of_the_links_time(mbit: float, most_s: float) -> N
     assert LEAST_ROOM_BYTES <= policy.room_bytes(0.0) <= max(LEAST_ROOM_BYTES, 0.11 * mbit * MBIT)
 
 
+def test_a_link_may_be_slower_up_than_down() -> None:
+    spec = LinkSpec(name="a", rate_bytes_per_s=5000.0, up_rate_bytes_per_s=1000.0)
+    up, down = (Policy(spec, direction).due(1000, now=10.0, since=10.0) for direction in ("up", "down"))
+    assert up - down == pytest.approx(0.8)
+
+
 def test_room_is_bounded_whatever_the_rate_and_the_latency() -> None:
     for rate in (None, 1e12):
         policy = Policy(LinkSpec(name="a", rate_bytes_per_s=rate, latency_s=50.0), "up")

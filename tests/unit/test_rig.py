@@ -189,7 +189,7 @@ class TestFiles:
             assert name in caught.value.hint
 
     def test_a_codec_that_does_not_exist(self) -> None:
-        assert loads('name="x"\n[[machine]]\nname="a"\nrole="host"\n', "x").workload.codec == "int4"
+        assert loads('name="x"\n[[machine]]\nname="a"\nrole="host"\n', "x").workload.codec == "auto"
         with pytest.raises(ConfigError, match="int5"):
             rigs.check(parse(with_workload(codec="int5")), "x")
 
@@ -280,7 +280,7 @@ def rigs_of_any_kind(draw: st.DrawFn) -> Rig:
         global_batch=draw(st.integers(1, 2**40)),
         steps=draw(st.integers(1, 99)),
         seed=draw(st.integers(0, 2**64)),
-        codec=draw(st.sampled_from(["none", "int4", "topk:0.01"])),
+        codec=draw(st.sampled_from(["none", "auto", "topk:0.01"])),
     )
     text = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
     title = draw(text.filter(lambda t: bool(t.strip()) and t.isprintable() and not set(t) & set("/\\")))
@@ -328,6 +328,8 @@ def test_the_built_in_rigs(name: str) -> None:
         ("twins", [1], 0.4),
         ("three-friends", [2, 4, 8], 0.2),
         ("wifi", [2], 3.0),
+        ("thin-twins", [1], 2.8),
+        ("internet", [2], 1.68),
         ("moody", [2, 4], 0.1),
         ("hopeless", [50], 3.46),
     ],
@@ -342,6 +344,12 @@ def test_the_built_in_rigs_are_what_they_say(name: str, slower: list[float], rat
 def test_desk_and_mac_has_the_ratio_of_the_real_thing() -> None:
     real = 0.498e9 * 8 / 1e9 / (524_288 / 40_000)
     assert about.gradient_ratio(rigs.load("desk-and-mac"), "mac") == pytest.approx(real, rel=0.005)
+
+
+def test_a_rate_up_needs_one_down_and_the_slower_counts() -> None:
+    assert about.link_mbit(rigs.load("internet"), rigs.load("internet").machine("cabin")) == 20
+    with pytest.raises(ConfigError, match="link_up_mbit without link_mbit"):
+        Machine(name="a", link_up_mbit=3.0)
 
 
 def test_every_toml_file_is_a_built_in_rig() -> None:

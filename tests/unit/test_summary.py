@@ -12,6 +12,7 @@ from potluck import checked
 from potluck.errors import RunFolderError
 from potluck.report.summary import losses, read_events, summarize
 from potluck.report.summary_text import summary_text
+from potluck.spec.events import GuestCodec
 from potluck.train.gain import Gain
 from support import sample_events as sample
 
@@ -36,6 +37,17 @@ def test_a_whole_run() -> None:
         0.25,
         8.0,
     )
+
+
+def test_the_last_codec_of_each_guest_and_why() -> None:
+    chosen = [
+        GuestCodec(machine="laptop", step=step, codec=codec, reason=f"because of {step}")
+        for step, codec in ((1, "int4"), (3, "thin"))
+    ]
+    summary = summarize([*sample.whole_run(), *chosen])
+    assert summary.codecs == {"laptop": "thin, because of 3"}
+    assert "codec       laptop: thin, because of 3" in summary_text(summary)
+    assert "codec" not in summary_text(summarize(sample.whole_run()))
 
 
 def test_efficiency_and_recovery_follow_their_definitions() -> None:

@@ -112,7 +112,9 @@ _SHARED: dict[str, Callable[[Any], Any]] = {
     "micro_batch": click.option(
         "--micro-batch", type=click.IntRange(1), help="Samples computed at once (default: found by measuring)."
     ),
-    "codec": click.option("--codec", help="Compression: none, fp16, bf16, int8, int4 (default) or topk:RATIO."),
+    "codec": click.option(
+        "--codec", help="Compression: auto (default), none, fp16, bf16, int8, int4, thin or topk:RATIO."
+    ),
     "checkpoint_every": click.option(
         "--checkpoint-every",
         type=click.IntRange(0),
@@ -206,12 +208,12 @@ def read_config_file(path: Path | None, recipe: str | None) -> tuple[dict[str, A
 
 
 def run_config(table: dict[str, Any], flags: Mapping[str, object]) -> RunConfig:
-    from potluck import codec
+    from potluck.codec import names
 
     config = checked.build(RunConfig, {**table, **given(flags, (*RUN_FLAGS, *HOST_FLAGS))})
-    codec.get(config.codec)
+    names.check(config.codec)
     if config.codec_down is not None:
-        codec.get(config.codec_down)
+        names.parse(config.codec_down)
     return config
 
 

@@ -117,6 +117,8 @@ def _article(role: str) -> str:
 
 def _link(machine: Machine) -> str:
     speed = "unshaped" if machine.link_mbit is None else f"{machine.link_mbit:g} Mbit/s in each direction"
+    if machine.link_up_mbit is not None:
+        speed = f"{machine.link_up_mbit:g} Mbit/s up, {machine.link_mbit:g} down"
     return f"{speed}, {machine.latency_ms:g} ms one way" if machine.latency_ms else speed
 
 

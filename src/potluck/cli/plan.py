@@ -65,7 +65,7 @@ class PlanFlags(TypedDict):
     type=click.FloatRange(0.01, 16),
     help="Bytes per parameter of an uncompressed gradient (default 4).",
 )
-@click.option("--codec", help="Compression: none, fp16, bf16, int8, int4 (default) or topk:RATIO.")
+@click.option("--codec", help="Compression: auto (default), none, fp16, bf16, int8, int4, thin or topk:RATIO.")
 @click.option(
     "--precision",
     type=click.Choice(["bf16", "fp32"]),
@@ -207,7 +207,7 @@ def _given(rig: str | None, flags: PlanFlags) -> tuple[Given, Job]:
     if flags["codec"] is not None:
         from potluck.codec import names as codecs
 
-        codecs.parse(flags["codec"])
+        codecs.check(flags["codec"])
     return _of_rig(rig, flags) if rig is not None else _of_machines(flags)
 
 
@@ -236,7 +236,7 @@ def _of_machines(flags: PlanFlags) -> tuple[Given, Job]:
 
     model = models.find(flags["model"] or _DEFAULT_MODEL, flags["sequence"])
     batch = models.batch_of(model, flags["batch_tokens"], flags["batch"])
-    job = model.job(batch, flags["codec"] or "int4", flags["bytes_"] or 4.0)
+    job = model.job(batch, flags["codec"] or "auto", flags["bytes_"] or 4.0)
     words, precision = flags["machines"], flags["precision"]
     tables = [(str(path), _read(path)) for path in flags["facts"]]
     if not tables:

@@ -23,18 +23,20 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from potluck.codec.names import NAMES
+from potluck.codec.names import NAMES, down_of
 
 if TYPE_CHECKING:
     from potluck.codec.entropy import from_wire, least_and_most_bytes, to_wire
     from potluck.codec.feedback import add_decoded, encode_change, encode_with_feedback, rehearse
     from potluck.codec.interface import Codec
-    from potluck.codec.registry import get
+    from potluck.codec.registry import Codecs, get
 
 __all__ = [
     "NAMES",
     "Codec",
+    "Codecs",
     "add_decoded",
+    "down_of",
     "encode_change",
     "encode_with_feedback",
     "from_wire",
@@ -46,6 +48,7 @@ __all__ = [
 
 _HOME = {
     "Codec": "interface",
+    "Codecs": "registry",
     "add_decoded": "feedback",
     "encode_change": "feedback",
     "encode_with_feedback": "feedback",

@@ -72,7 +72,7 @@ def from_wire(codec: Codec, message: Buffer, count: int) -> Tensor:
         # One more byte, so that a stream which goes on is seen, and one that ends is read to its end.
         found = stream.decompress(rest, nbytes + 1)
     except zlib.error as error:
-        raise WireError(f"a {codec.name} message that is no deflate stream: {error}") from None
+        raise WireError(f"{len(rest)} bytes that are no {codec.name} message: {error}") from None
     if len(found) != nbytes or not stream.eof or stream.unused_data:
         raise WireError(f"a {codec.name} message that does not hold exactly the {nbytes} bytes of its payload")
     scales = _scale_bytes(codec, nbytes)

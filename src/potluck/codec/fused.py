@@ -93,10 +93,10 @@ def _encode(codec: Blocks, a: Tensor, b: Tensor, payload: Tensor, what: str) -> 
         options: dict[str, Any] = {
             "WHAT": getattr(kernels, what),
             "PACKED": packed,
-            "STEP": codec.step,
+            "THIN": codec.step > 0,
             "enable_fp_fusion": False,
         }
-        kernels.encode_kernel[grid](a, b, payload, worst, count, **options)
+        kernels.encode_kernel[grid](a, b, payload, worst, count, codec.step, **options)
     return worst
 
 

@@ -28,11 +28,11 @@ def _piece_bytes(count, PACKED: tl.constexpr):
 
 
 @triton.jit
-def encode_kernel(a, b, payload, worst, count, WHAT: tl.constexpr, PACKED: tl.constexpr, STEP: tl.constexpr):
+def encode_kernel(a, b, payload, worst, count, step, WHAT: tl.constexpr, PACKED: tl.constexpr, THIN: tl.constexpr):
     """a, b: [pieces, count] float32 -> payload: [pieces, nbytes] uint8; worst: [pieces] int32, zeros at first.
 
     worst: the bits of the largest scale, from which follows whether all of the payload is finite.
-    STEP: 0, or a scale in root mean squares of its block.
+    step: with THIN, the least scale in root mean squares of its block.
     """
     piece = tl.program_id(1).to(tl.int64)
     blocks = (count + 127) // 128
@@ -60,11 +60,11 @@ def encode_kernel(a, b, payload, worst, count, WHAT: tl.constexpr, PACKED: tl.co
     peak_high = tl.max(high.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
     peak = tl.minimum(tl.maximum(peak_low, peak_high), 0x7F800000)
     scale = peak.to(tl.float32, bitcast=True) * (1.0 / 7 if PACKED else 1.0 / 127)
-    if STEP != 0:
+    if THIN:
         values = tl.minimum(tl.maximum(count - rows * 128, 1), 128).to(tl.float32)
         square = (tl.sum(low * low, 1) + tl.sum(high * high, 1)) / values
         scale = tl.maximum(
-            scale, tl.where(square < 1e30, tl.sqrt(tl.where(square < 1e30, square, 0.0)) * STEP, 0.0)
+            scale, tl.where(square < 1e30, tl.sqrt(tl.where(square < 1e30, square, 0.0)) * step, 0.0)
         )
     bits = scale.to(tl.int32, bitcast=True)
     bits = (tl.maximum(bits, 0x00800000) + 0xFFFF) & -0x10000

@@ -8,9 +8,12 @@ from potluck.errors import ConfigError
 
 NAMES: tuple[str, ...] = ("none", "fp16", "bf16", "int8", "int4", "thin", "topk")
 
+AUTO = "auto"
+"""No codec, but the choice of one for each guest by its link: see `balance/codecs.py`."""
 DEFAULT_TOPK_RATIO = 0.01
 DEFAULT_STEP = 1.0
 """Of thin: a block's step in root mean squares of its values."""
+DOWN_THIN = "thin:1.25"
 LEAST_STEP, MOST_STEP = 0.25, 4.0
 
 
@@ -46,7 +49,42 @@ def parse(name: str) -> tuple[str, float | None]:
     return family, argument
 
 
+def check(name: str) -> None:
+    """Raises ConfigError unless a run can have this codec."""
+    if name.strip().lower() != AUTO:
+        parse(name)
+
+
+def first_of(codec: str) -> str:
+    """The codec of gradients that a run starts with."""
+    return "int4" if codec.strip().lower() == AUTO else codec
+
+
+def parse_collective(name: str) -> tuple[str, float | None]:
+    """As `parse`, for the all-reduces of torch.distributed: there every message has a length known before."""
+    family, argument = parse(name)
+    if family == "thin":
+        raise ConfigError(f"codec {name!r} is for a host and its guests only", hint="use 'int4'")
+    return family, argument
+
+
+def down_of(codec: str) -> str:
+    """The codec of the weights' changes for this one of the gradients.
+
+    topk would drop too much of them: int8. They bear larger steps than gradients do (docs/log.md): thin:1.25.
+    """
+    family, argument = parse(codec)
+    if family == "topk":
+        return "int8"
+    return DOWN_THIN if family == "thin" and argument == DEFAULT_STEP else codec
+
+
+def downs_of(down: str | None) -> tuple[str, str]:
+    """With auto: the codecs of the weights' changes for int4 and for thin, unless one is given."""
+    return (down, down) if down else (down_of("int4"), DOWN_THIN)
+
+
 def _nearest(family: str) -> str:
-    everything = "the codecs are " + ", ".join(NAMES)
+    everything = "the codecs are " + ", ".join(NAMES) + ", and auto for a run"
     close = get_close_matches(family, NAMES, n=1, cutoff=0.4)
     return f"did you mean {close[0]}? {everything}" if close else everything

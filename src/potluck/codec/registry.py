@@ -14,6 +14,26 @@ from potluck.codec.topk import TopkCodec
 from potluck.errors import ConfigError
 
 
+class Codecs:
+    """Codecs by name, made once; one of them is meant where no name is given. For one thread."""
+
+    def __init__(self, first: str | Codec) -> None:
+        self.first = get(first) if isinstance(first, str) else first
+        self._made: dict[str, Codec] = {"": self.first}
+
+    @property
+    def likely(self) -> tuple[Codec, ...]:
+        """What may be asked for: a run that begins with int4 may go over to thin."""
+        return (self.first, get("thin")) if isinstance(self.first, Int4Codec) else (self.first,)
+
+    def called(self, name: str) -> Codec:
+        """Raises ConfigError where there is no such codec."""
+        found = self._made.get(name)
+        if found is None:
+            found = self._made[name] = get(name)
+        return found
+
+
 def get(name: str) -> Codec:
     """The codec called `name`; `get(codec.name)` packs in the same way, so that a name can travel.
 

@@ -14,7 +14,7 @@ import msgspec
 
 from potluck import env
 from potluck.checked import did_you_mean
-from potluck.codec.names import parse as parse_codec
+from potluck.codec.names import parse_collective
 from potluck.errors import CollectiveError, ConfigError
 
 PREFIX = "POTLUCK_DIST_"
@@ -268,7 +268,7 @@ def _checked(name: str, value: Any, shown: str) -> Any:
             value = _plain_text(value.strip().lower(), rule.type)
         value = msgspec.convert(value, rule.type, strict=False)
         if name == "compression":
-            parse_codec(value)
+            parse_collective(value)
         return value
     except ConfigError as error:
         raise ConfigError(f"{shown} is not valid: {error.what}", hint=error.hint) from None

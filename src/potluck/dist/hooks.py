@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersg
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from potluck.codec.names import NAMES, parse
+from potluck.codec.names import NAMES, parse_collective
 from potluck.dist.compression import Compressor, Exchange
 from potluck.errors import ConfigError
 
@@ -183,9 +183,9 @@ def _nothing(device: torch.device) -> Tensor:
 
 
 def _check_codec(how: str) -> None:
-    ways = ", ".join([*NAMES[1:], POWERSGD])
+    ways = ", ".join([*(name for name in NAMES if name not in ("none", "thin")), POWERSGD])
     try:
-        family, _ = parse(how)
+        family, _ = parse_collective(how)
     except ConfigError as error:
         raise ConfigError(f"{how!r} compresses nothing: {error.what}", hint=f"use one of {ways}") from None
     if family == "none":

@@ -66,6 +66,9 @@ class ReadPart(Struct, frozen=True, kw_only=True):
 class CodeChange(Struct, frozen=True, kw_only=True):
     """Bring the replica to the weights' version, and report each `PieceCoded`."""
 
+    codec: str = ""
+    """Empty: as it is at first."""
+
 
 class Decode(Struct, frozen=True, kw_only=True):
     """Check a complete contribution, add it to the step's sum and report `ContributionDecoded`."""
@@ -76,6 +79,8 @@ class Decode(Struct, frozen=True, kw_only=True):
     loss_sum: float
     count: int
     items: float = 0.0
+    codec: str = ""
+    """Empty: as it is at first."""
 
 
 class CompareSketch(Struct, frozen=True, kw_only=True):

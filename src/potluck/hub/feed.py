@@ -32,6 +32,8 @@ class PieceState:
     whole_bytes: int
     change: Any = None
     """The coded change itself."""
+    codec: str = ""
+    """How it is coded; empty: as a guest was told when it joined."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,7 @@ class Feeding:
                 actions.append(ReadPart(guest=member.id, item=item, part=part))
                 continue
             piece = self.pieces[item.index]
-            change = ChangeMessage(piece=item.index, base=piece.base, version=piece.version)
+            change = ChangeMessage(piece=item.index, base=piece.base, version=piece.version, codec=piece.codec)
             actions.append(Send(guest=member.id, message=change, frames=(piece.change,)))
             member.feed.change_sent(item, piece.version)
             self._release(item.index, piece.version)

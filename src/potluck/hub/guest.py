@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from potluck.codec import Codec, encode_with_feedback, rehearse
+from potluck.codec import Codecs, encode_with_feedback, from_wire, rehearse, to_wire
 from potluck.device import Device, Mark
 from potluck.errors import PotluckError, WireError
 from potluck.failpoints import hit
@@ -90,9 +90,10 @@ class RunOver(Exception):
 class GuestHub:
     """Between `open` and `close`: a replica that follows the host's, and one piece of work at a time."""
 
-    def __init__(self, link: GuestLink, tensors: ModelTensors, *, down: Codec, up: Codec, device: Device) -> None:
+    def __init__(self, link: GuestLink, tensors: ModelTensors, *, down: str, up: str, device: Device) -> None:
+        """`down`, `up`: the codecs of changes and leases that name none."""
         self._link, self._tensors, self._device = link, tensors, device
-        self._down, self._up = down, up
+        self._down, self._up = Codecs(down), Codecs(up)
         self._layout = tensors.layout
         self._changed = threading.Condition(threading.RLock())
         self._have = [NOTHING] * len(self._layout.pieces)
@@ -144,7 +145,10 @@ class GuestHub:
         """
         self._micro_batch = micro_batch
         self._hashes = self._tensors.hashes()  # once: what is frozen does not change, and may be large
-        for codec in (self._down, self._up):  # now, or the first lease would seem to take a slow link
+        for codec in (
+            *self._down.likely,
+            *self._up.likely,
+        ):  # now, or the first lease would seem to take a slow link
             rehearse(codec, (piece.count for piece in self._layout.pieces), self._device.torch_device)
         self._worker.start()
         self._link.lost = self._lost
@@ -399,6 +403,7 @@ class GuestHub:
                             host_sample_s=message.host_sample_s,
                             transfer_s=message.transfer_s,
                             tail_s=message.tail_s,
+                            codec=message.codec,
                             ahead=message.ahead,
                         ),
                         frames,
@@ -510,8 +515,8 @@ class GuestHub:
             self._compare_weights(message)
             return
         hit("guest.before-apply")
-        payload = self._device.from_host(from_bytes(frames[0]))
         if isinstance(message, TensorMessage):
+            payload = self._device.from_host(from_bytes(frames[0]))
             write_part(self._tensors.fixed, message.name, message.start, payload)
             self._device.mark().wait()
         else:
@@ -519,9 +524,12 @@ class GuestHub:
             piece = self._layout.pieces[index]
             self._hash(index)
             if isinstance(message, WholeMessage):
+                payload = self._device.from_host(from_bytes(frames[0]))
                 write_piece(piece, self._tensors.trained, payload.view(torch.float32))
             elif self._have[index] == message.base:
-                change = self._down.decode(payload, piece.count, out=self._buffer(piece.count))
+                down = self._down.called(message.codec)
+                payload = self._device.from_host(from_wire(down, frames[0], piece.count))
+                change = down.decode(payload, piece.count, out=self._buffer(piece.count))
                 add_to_piece(piece, self._tensors.trained, change)
             else:
                 return  # of before a reconnection: the host will send this piece whole
@@ -571,10 +579,11 @@ class GuestHub:
         gradients = {s.tensor: self._tensors.trained[s.tensor].grad for s in piece.spans}
         values = read_piece(piece, gradients, self._buffer(piece.count))
         residual = self._residual[piece.offset : piece.offset + piece.count]
-        payload = self._device.to_host(encode_with_feedback(self._up, values, residual))
-        if not self._up.finite(payload, piece.count):
+        up = self._up.called(work.codec)
+        payload = self._device.to_host(encode_with_feedback(up, values, residual))
+        if not up.finite(payload, piece.count):
             self._finite = False
-        self._link.send(GradMessage(lease=work.id, piece=index), raw_bytes(payload))
+        self._link.send(GradMessage(lease=work.id, piece=index), to_wire(up, payload))
         hit("guest.coded")
         with self._changed:
             self._coded.add(index)

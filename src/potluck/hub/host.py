@@ -347,7 +347,7 @@ class HostHub:
             case act.Decode():
                 self._coder.decode(action)
             case act.CodeChange():
-                self._coder.code_change()
+                self._coder.code_change(action.codec)
             case act.HashReplica():
                 self._coder.hash_version(action.version)
             case act.LimitNorm():

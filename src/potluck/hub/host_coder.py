@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from potluck.codec import Codec, add_decoded, encode_change, rehearse
+from potluck.codec import Codec, Codecs, add_decoded, encode_change, from_wire, rehearse, to_wire
 from potluck.device import Device, Mark
 from potluck.errors import WireError
 from potluck.failpoints import hit
@@ -24,7 +24,7 @@ from potluck.hub.actions import Decode
 from potluck.hub.feed import NOTHING, Item, PieceState, TensorPart
 from potluck.hub.hashes import PieceHashes
 from potluck.hub.inputs import ContributionDecoded, Input, PartRead, PieceCoded, ReplicaHashed
-from potluck.hub.tensors import ModelTensors, from_bytes, raw_bytes, read_piece, round_to_types
+from potluck.hub.tensors import ModelTensors, raw_bytes, read_piece, round_to_types
 from potluck.spec.layout import Piece
 
 NOT_FINITE = "its gradient is not finite"
@@ -44,16 +44,22 @@ class HostCoder:
         self,
         tensors: ModelTensors,
         *,
-        down: Codec,
-        up: Codec,
+        down: str,
+        up: str,
         device: Device,
         notify: Callable[[], None],
         replica_on_host: bool = False,
     ) -> None:
-        """`replica_on_host`: keep the replica in host memory, to save the device's."""
+        """
+        Args:
+            down: the codec of changes that name none.
+            up: the codec of contributions that name none.
+            replica_on_host: keep the replica in host memory, to save the device's.
+        """
         self._tensors = tensors
         self._layout = tensors.layout
-        self._down, self._up, self._device = down, up, device
+        self._down, self._up, self._device = Codecs(down), Codecs(up), device
+        self._change_codec = ""
         self._notify = notify
         self.results: deque[Input | Failed] = deque()
         self.most_a_sample = math.inf
@@ -92,9 +98,10 @@ class HostCoder:
             yield
             self.version += 1
 
-    def code_change(self) -> None:
-        """Bring the replica to the weights' version, piece by piece, beside training."""
+    def code_change(self, codec: str = "") -> None:
+        """Bring the replica to the weights' version, piece by piece, beside training; from now on in this codec."""
         with self._changed:
+            self._change_codec = codec
             self._weights_there = self._device.mark()
             version = self.version
             self._to_code = deque(i for i, coded in enumerate(self.versions) if coded != version)
@@ -159,7 +166,7 @@ class HostCoder:
     def _run(self) -> None:
         try:
             with self._device.beside():
-                for codec in (self._down, self._up):
+                for codec in (*self._down.likely, *self._up.likely):
                     rehearse(codec, (piece.count for piece in self._layout.pieces), self._device.torch_device)
                 while self._turn():
                     self._notify()
@@ -236,6 +243,8 @@ class HostCoder:
                 return  # asked for twice: a second change of the same version would reach nobody
             hit("host.before-change")
             self._device.after(self._weights_there)
+            name = self._change_codec
+            down = self._down.called(name)
             target = read_piece(piece, self._tensors.trained, self._room("target", piece.count))
             kept = self._replica_of(piece)
             change, base = None, old
@@ -244,21 +253,21 @@ class HostCoder:
                 self._device.mark().wait()
             else:
                 replica = self._brought(kept)
-                payload = encode_change(self._down, target, replica)
+                payload = encode_change(down, target, replica)
                 round_to_types(piece, self._tensors.trained, replica)
                 if replica is not kept:
                     kept.copy_(replica, non_blocking=True)
                 sent = self._device.to_host(payload)  # waits for all of the above
-                if self._down.finite(sent, piece.count):
-                    change = raw_bytes(sent)
+                if down.finite(sent, piece.count):
+                    change = to_wire(down, sent)
                 else:
                     kept.copy_(target)
                     base = NOTHING  # sent whole, or the guests would stay broken for ever
         with self._changed:
             self.versions[index] = version
         hit("host.change-coded")
-        sizes = self._down.nbytes(piece.count), 4 * piece.count
-        self.results.append(PieceCoded(index=index, piece=PieceState(base, version, *sizes, change)))
+        sizes = 0 if change is None else len(change), 4 * piece.count
+        self.results.append(PieceCoded(index=index, piece=PieceState(base, version, *sizes, change, name)))
 
     def _answer(self, guest: str, item: Item, part: TensorPart | None) -> None:
         if part is not None:
@@ -277,16 +286,14 @@ class HostCoder:
         why_not = wrong = None
         hit("host.before-decode")
         try:
-            payloads = [from_bytes(given.pieces[p.index]) for p in self._layout.pieces]
-            for piece, payload in zip(self._layout.pieces, payloads):
-                if payload.numel() != self._up.nbytes(piece.count):
-                    raise WireError(f"piece {piece.index} has {payload.numel()} bytes")
-            wrong = self._wrong_norm(payloads, given.count)
+            up = self._up.called(given.codec)
+            payloads = [from_wire(up, given.pieces[p.index], p.count) for p in self._layout.pieces]
+            wrong = self._wrong_norm(up, payloads, given.count)
             if wrong is not None:
                 raise WireError(NOT_FINITE if math.isinf(wrong) else self._too_large(wrong, given.count))
             if self._sum is None:
                 self._sum = torch.empty(self._layout.count, device=self._device.torch_device)
-            self._sum_up(payloads, self._sum)
+            self._sum_up(up, payloads, self._sum)
             self._sum_used = True
         except WireError as error:
             why_not = str(error)
@@ -302,10 +309,10 @@ class HostCoder:
             )
         )
 
-    def _wrong_norm(self, payloads: list[Tensor], count: int) -> float | None:
+    def _wrong_norm(self, up: Codec, payloads: list[Tensor], count: int) -> float | None:
         """The contribution's norm if it is not finite, or larger than the host's own gradient allows."""
         pieces = list(zip(payloads, (piece.count for piece in self._layout.pieces)))
-        norm = math.hypot(*(self._up.most_norm(payload, values) for payload, values in pieces))
+        norm = math.hypot(*(up.most_norm(payload, values) for payload, values in pieces))
         return norm if math.isinf(norm) or norm > count * self.most_a_sample else None
 
     def _too_large(self, norm: float, count: int) -> str:
@@ -314,7 +321,7 @@ class HostCoder:
             f"lets {self.most_a_sample:.3g} count (guest_bound)"
         )
 
-    def _sum_up(self, payloads: list[Tensor], total: Tensor) -> None:
+    def _sum_up(self, up: Codec, payloads: list[Tensor], total: Tensor) -> None:
         """Add as many pieces at a time as the device prefers, with one copy and one pass."""
         self._device.after(self._sum_read)
         pieces, most = self._layout.pieces, self._device.parts_at_once
@@ -324,7 +331,7 @@ class HostCoder:
             payload = self._device.joined(payloads[start : start + most])
             part = total[some[0].offset : some[-1].offset + some[-1].count]
             add_decoded(
-                self._up,
+                up,
                 payload,
                 counts,
                 part,

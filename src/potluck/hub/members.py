@@ -46,6 +46,8 @@ class OpenLease:
     revoked: bool = False
     arrived: bool = False
     """The whole contribution is here and being decoded. The lease can no longer be taken back."""
+    codec: str = ""
+    """How its gradient is coded; empty: as at first."""
     tail_s: float = 0.0
     """The seconds that the guest was told to expect from its last backward to the arrival of its contribution."""
     closing_at: float | None = None
@@ -95,6 +97,14 @@ class Member:
     """Seconds that the weights' change takes to arrive. The gradient has the same size and takes about as long."""
     tail: Estimate = field(default_factory=lambda: Estimate(doubts=True))
     """Seconds from the end of its last backward to the arrival of the contribution."""
+    codec: str = ""
+    """How the gradient of its next lease is coded; empty: as the run's others."""
+    codec_known: bool = False
+    """Whether that was chosen by its link, and everybody was told."""
+    codec_stays_until: int = 0
+    """The step before which it is not chosen again."""
+    codec_turns: int = 0
+    """How often it was changed."""
     misses: list[str] = field(default_factory=list)
     """Why its last leases in a row did not count, as clauses. Empty once one counts."""
     told: str = ""

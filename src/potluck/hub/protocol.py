@@ -32,6 +32,7 @@ from potluck.hub.actions import (
 )
 from potluck.hub.ahead import MOST_BYTES, SendingAhead
 from potluck.hub.checks import Checks
+from potluck.hub.codec_choice import CodecChoice
 from potluck.hub.feed import Feed, lacking
 from potluck.hub.feeding import Feeding
 from potluck.hub.guard import ReplicaGuard
@@ -82,7 +83,9 @@ class HostTerms:
     versions: dict[str, str]
     fingerprint: tuple[TensorSpec, ...]
     piece_bytes: tuple[int, ...]
-    """The length of each piece's gradient in the run's codec."""
+    """The length of each piece's gradient in the run's codec, the longest where it varies."""
+    coded_bytes: int | None = None
+    """Expected length of all pieces together, where lengths vary; None: they do not."""
     window_bytes: int = 4 << 20
     heartbeat_s: float = 1.0
     silence_s: float = 5.0
@@ -96,6 +99,8 @@ class HostTerms:
     local_data: bool = False
     codec: str = ""
     """The gradients' codec, for error messages."""
+    auto: tuple[str, str] | None = None
+    """Choose each guest's codec; the weights' changes have the first of these with int4, the second with thin."""
     guest_bound: float = 0.0
     """A contribution counts if its norm a sample is at most this many times the host's own. 0: no limit."""
     check_replica_every: int = 50
@@ -117,10 +122,11 @@ class HostProtocol:
         self.terms = terms
         self.ledger = ledger
         self.members: dict[str, Member] = {}
+        self.codecs = CodecChoice(self.members, terms.fingerprint, terms.auto)
         self.feeding = Feeding(pieces=terms.pieces, members=self.members)
-        change_bytes, steps = sum(terms.piece_bytes), terms.steps
+        self._change_bytes, steps = terms.coded_bytes or sum(terms.piece_bytes), terms.steps
         self.ahead = SendingAhead(
-            ledger=ledger, members=self.members, feeding=self.feeding, change_bytes=change_bytes, steps=steps
+            ledger=ledger, members=self.members, feeding=self.feeding, change_bytes=self._change_bytes, steps=steps
         )
         self.stepping = Stepping(
             ledger=ledger,
@@ -129,6 +135,7 @@ class HostProtocol:
             local_data=terms.local_data,
             ahead=self.ahead,
             least=terms.least,
+            codecs=self.codecs,
         )
         self.guard = ReplicaGuard(
             every=terms.check_replica_every, members=self.members, stepping=self.stepping, pump=self._pump
@@ -289,6 +296,7 @@ class HostProtocol:
             joined_at=now,
             feed=Feed(pieces=self.terms.pieces, window_bytes=self.terms.window_bytes),
             least=self.terms.least,
+            codec=self.codecs.first,
         )
         self.members[guest] = member
         actions: list[Action] = [
@@ -345,8 +353,9 @@ class HostProtocol:
         index = grad.piece
         if index >= self.terms.pieces:
             raise WireError(f"a gradient for piece {index}, which does not exist")
-        if len(payload) != self.terms.piece_bytes[index]:
-            raise WireError(f"{len(payload)} bytes for piece {index}, not {self.terms.piece_bytes[index]}")
+        most = self.terms.piece_bytes[index]
+        if len(payload) > most or (len(payload) < most and self.terms.coded_bytes is None):
+            raise WireError(f"{len(payload)} bytes for piece {index}, not {most}")
         self.stepping.piece(member, lease=grad.lease, index=index, payload=payload)
         return []
 
@@ -382,6 +391,7 @@ class HostProtocol:
             loss_sum=done.loss_sum,
             count=count,
             items=done.items or 0.0,
+            codec=member.lease.codec,
         )
         return [*actions, decode]
 
@@ -400,7 +410,7 @@ class HostProtocol:
                 continue
             member.wrong_in_a_row = member.wrong_in_a_row + 1 if guilty else 0
             if member.wrong_in_a_row >= WRONG_BEFORE_OUT:
-                packed = f" (in codec {self.terms.codec})" if self.terms.codec else ""
+                packed = f" (in codec {member.codec or self.terms.codec})" if self.terms.codec else ""
                 actions += self._put_out(
                     member,
                     f"sent gradients that are not finite or far too large {member.wrong_in_a_row} times in a row"
@@ -446,7 +456,7 @@ class HostProtocol:
         actions += self.guard.begin_step(self.ledger.step)
         needed = self.checks.due is not None or any(m.lease is not None for m in self.members.values())
         if self.feeding.begin_step(now, self.stepping.alone_s, needed=needed):
-            actions.append(CodeChange())
+            actions.append(CodeChange(codec=self.codecs.change))
         return actions
 
     def _batch_wanted(self, event: inputs.BatchWanted, now: float) -> list[Action]:
@@ -525,7 +535,7 @@ class HostProtocol:
         member.feed.open, member.fixed_digests = True, None
         # Between two steps the user's code may have other weights in the model (an evaluation): then the next step
         # codes them.
-        code: list[Action] = [CodeChange()] if self._weights_stay else []
+        code: list[Action] = [CodeChange(codec=self.codecs.change)] if self._weights_stay else []
         return [*code, *self._pump(member)]
 
     def _samples_packed(self, event: inputs.SamplesPacked, now: float) -> list[Action]:
@@ -557,7 +567,7 @@ class HostProtocol:
             member.rate.add(answer.count / answer.compute_s)
         synced_s = member.sync_ended - member.sync_started
         if member.sync_bytes and not member.joined:
-            member.transfer.add(sum(self.terms.piece_bytes) * synced_s / member.sync_bytes)
+            member.transfer.add(self.codecs.part * self._change_bytes * synced_s / member.sync_bytes)
         return actions
 
     # -- time -------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from potluck.balance.ledger import Ledger
 from potluck.balance.quota import Estimate, extra_samples
 from potluck.hub.actions import Action, CommonBatch, Emit, Send, SendSamples, StepResult, Take, Wake
 from potluck.hub.ahead import AheadBatch, AheadCount, SendingAhead
+from potluck.hub.codec_choice import CodecChoice
 from potluck.hub.feed import PieceState
 from potluck.hub.members import (
     COMPUTING,
@@ -71,7 +72,9 @@ class Stepping:
         local_data: bool,
         ahead: SendingAhead,
         least: Least | None = None,
+        codecs: CodecChoice | None = None,
     ) -> None:
+        self._codecs = codecs
         self.least = least or Least()
         self.ahead = ahead
         self.ledger = ledger
@@ -114,6 +117,8 @@ class Stepping:
         actions: list[Action] = []
         for member in self.members.values():
             member.longest_rest = max(LONGEST_BENCH_STEPS, int(LONGEST_REST_S / (self.alone_s or LONGEST_REST_S)))
+        if self._codecs is not None:
+            actions += self._codecs.begin_step(self.ledger.global_batch, seconds, self.ledger.step)
         able = self._shares(self._candidates(), host_keeps)
         trial = [m for m in self._candidates() if m.id not in able.guests and _deserves_trial(m, able.step_s)]
         for member in self._candidates():
@@ -260,6 +265,7 @@ class Stepping:
             count=quota + extra,
             sizes=sizes,
             started=now,
+            codec=member.codec,
             tail_s=tail_s,
             unread=0 if self.local_data else len(sizes) - len(used),
         )
@@ -273,6 +279,7 @@ class Stepping:
             host_sample_s=lot.host_sample_s,
             transfer_s=speed.transfer_s,
             tail_s=tail_s,
+            codec=member.codec,
             epoch=self.ledger.epoch,
             ahead=tuple(sent.number if sent else 0 for _, sent in cut) if used else (),
         )

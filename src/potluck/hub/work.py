@@ -32,6 +32,8 @@ class Work:
     """What a coded message takes on this machine's link, each way."""
     tail_s: float = 0.0
     """What it takes from the last backward to the arrival at the host, as the host has measured it."""
+    codec: str = ""
+    """How its gradient is coded; empty: as the guest was told when it joined."""
     seed: int | None = None
     """Of a check: what the random generators are seeded with before the loop's body computes it."""
     samples: list[list[int]] | None = None

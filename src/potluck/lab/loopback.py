@@ -155,8 +155,10 @@ class LoopbackBox:
 
 def link_of(machine: Machine) -> LinkSpec:
     """A machine's own link as the proxy takes it."""
-    rate = machine.link_mbit * 1e6 / 8 if machine.link_mbit is not None else None
-    return LinkSpec(name=machine.name, rate_bytes_per_s=rate, latency_s=machine.latency_ms / 1e3)
+    down, up = (None if mbit is None else mbit * 1e6 / 8 for mbit in (machine.link_mbit, machine.link_up_mbit))
+    return LinkSpec(
+        name=machine.name, rate_bytes_per_s=down, up_rate_bytes_per_s=up, latency_s=machine.latency_ms / 1e3
+    )
 
 
 def remove_leftovers() -> None:

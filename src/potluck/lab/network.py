@@ -90,5 +90,5 @@ def _port(machine: Machine, number: int) -> SwitchPort:
             "link set dev eth0 up",
         ),
         switch_tc=shaping(port, machine.link_mbit, machine.latency_ms),
-        machine_tc=shaping("eth0", machine.link_mbit, machine.latency_ms),
+        machine_tc=shaping("eth0", machine.link_up_mbit or machine.link_mbit, machine.latency_ms),
     )

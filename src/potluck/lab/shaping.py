@@ -64,14 +64,20 @@ class Fault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class LinkSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One machine's link, or one that several share; the same in both directions."""
+    """One machine's link, or one that several share."""
 
     name: str
     rate_bytes_per_s: Annotated[float, Meta(gt=0, lt=1e15)] | None = None
     """Unlimited when not given."""
+    up_rate_bytes_per_s: Annotated[float, Meta(gt=0, lt=1e15)] | None = None
+    """Of what the machine sends, where that differs."""
     latency_s: Seconds = 0.0
     """From one end to the other."""
     faults: tuple[Fault, ...] = ()
+
+    def rate(self, direction: Direction) -> float | None:
+        """Bytes per second in one direction; None: unlimited."""
+        return (self.up_rate_bytes_per_s if direction == "up" else None) or self.rate_bytes_per_s
 
 
 class Bucket:
@@ -101,7 +107,7 @@ class Policy:
     def __init__(self, spec: LinkSpec, direction: Direction, shared: Bucket | None = None) -> None:
         self._spec = spec
         self._direction = direction
-        self._bucket = Bucket(spec.rate_bytes_per_s)
+        self._bucket = Bucket(spec.rate(direction))
         self._shared = shared or Bucket(None)
         self._faults: list[Fault] = []
 
@@ -165,8 +171,9 @@ class Policy:
 
     def _rate(self, now: float) -> float | None:
         rates = [f.amount for f in self._active("limit", now)]
-        if self._spec.rate_bytes_per_s is not None:
-            rates.append(self._spec.rate_bytes_per_s)
+        own = self._spec.rate(self._direction)
+        if own is not None:
+            rates.append(own)
         return min(rates, default=None)
 
     def _slowest(self, now: float) -> float | None:

@@ -272,7 +272,7 @@ def _shares(rig: Rig, machines: Sequence[Machine], strategy: str) -> list[int]:
 def _step_guess_s(rig: Rig, machines: Sequence[Machine], shares: Sequence[int]) -> float:
     """The slowest machine's computing, then fp32 gradients over the thinnest link: to plan with, not to publish."""
     compute_s = max(n * (m.seconds_per_sample or 1.0) for m, n in zip(machines, shares))
-    rates = [m.link_mbit for m in machines if m.link_mbit is not None]
+    rates = [m.slower_mbit for m in machines if m.slower_mbit is not None]
     send_s = about.gradient_bytes(rig.workload) * 8e-6 / min(rates) if rates else 0.0
     return compute_s + send_s
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from msgspec.structs import replace
 
+from potluck.balance.codecs import AUTO
 from potluck.plan import links
 from potluck.plan.hub import ideal_speedup, least_batch, potluck
 from potluck.plan.predict import check_strategies, predict
@@ -40,8 +41,8 @@ WORTH = 1.02
 LEVER_WORTH = 1.005
 RUNGS = 2
 """How many faster links are tried for each machine."""
-MOST_LEVERS = 6
-CODECS = ("int8", "int4", "topk:0.01")
+MOST_LEVERS = 7
+CODECS = ("int8", "int4", "thin", "topk:0.01")
 BATCHES = (2, 4)
 MOST_TRIED = 16
 """How many machines are tried one by one; of a larger fleet, the first."""
@@ -97,7 +98,8 @@ def _changes(job: Job, fleet: Fleet) -> Iterator[tuple[str, Job, Fleet]]:
         yield f"make {fastest.name} the host", job, fleet.hosted_by(fastest.name)
     yield from _links(job, fleet)
     for codec in CODECS:
-        if about.codec_bytes(codec) < about.codec_bytes(job.codec):
+        left_open = job.codec == AUTO and not codec.startswith("topk")
+        if about.codec_bytes(codec) < about.codec_bytes(job.codec) and not left_open:
             coarser = " (coarser: watch the loss)" if codec.startswith("topk") else ""
             yield f"codec {codec}{coarser}", replace(job, codec=codec), fleet
     for times in BATCHES:

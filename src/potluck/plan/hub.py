@@ -18,10 +18,11 @@ larger fleet the fastest count.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
+from potluck.balance.codecs import AUTO, CODING_S_PER_PARAMETER, THIN, Choice, choose, thinner
 from potluck.balance.leases import Quotas, Speed, quotas
 from potluck.plan.collectives import shared_nic_bytes_per_s
 from potluck.plan.strategies import WAIT_WORTH_S, alone_s, fastest_alone_s, prediction
@@ -56,11 +57,32 @@ def speed_of(job: Job, host: FleetMachine, guest: FleetMachine, users: int) -> S
     )
 
 
+def codecs_of(job: Job, fleet: Fleet, speeds: Mapping[str, Speed]) -> dict[str, Choice]:
+    """With codec auto, what the host would choose for each guest, the one with the longest way first."""
+    if job.codec != AUTO:
+        return {}
+    coding_s, now = CODING_S_PER_PARAMETER * job.parameters, dict(speeds)
+    found = {}
+    for name in sorted(speeds, key=lambda n: -speeds[n].transfer_s):
+        found[name] = choose(job.batch, fleet.host.samples_per_s, now, name, coding_s=coding_s)
+        if found[name].codec == THIN:
+            now[name] = thinner(speeds[name], coding_s)
+    return found
+
+
+def with_codecs(job: Job, fleet: Fleet, speeds: Mapping[str, Speed]) -> dict[str, Speed]:
+    """The speeds, with the codecs that the host would choose."""
+    coding_s, chosen = CODING_S_PER_PARAMETER * job.parameters, codecs_of(job, fleet, speeds)
+    thin = {name for name, choice in chosen.items() if choice.codec == THIN}
+    return {n: thinner(s, coding_s) if n in thin else s for n, s in speeds.items()}
+
+
 def shares_of(job: Job, fleet: Fleet) -> tuple[Quotas, dict[str, Speed]]:
     """The samples of each machine, and the speeds of the guests that help."""
     helping: Sequence[FleetMachine] = sorted(fleet.guests, key=lambda g: -g.samples_per_s)[:MOST_GUESTS]
     while True:
         speeds = {g.name: speed_of(job, fleet.host, g, len(helping)) for g in helping}
+        speeds = with_codecs(job, fleet, speeds)
         found = quotas(job.batch, fleet.host.samples_per_s, speeds, host_keeps=1)
         if len(found.guests) == len(helping):
             return found, speeds
@@ -85,10 +107,12 @@ def potluck(job: Job, fleet: Fleet) -> Prediction:
         wire=(2 * max((s.transfer_s for s in speeds.values()), default=0.0), unhidden_s),
         shares=shares,
     )
-    return _with_words(fleet, row)
+    plain = {g.name: speed_of(job, fleet.host, g, max(1, len(found.guests))) for g in fleet.guests}
+    chosen = codecs_of(job, fleet, {name: plain[name] for name in found.guests})
+    return _with_words(fleet, row, {name: choice for name, choice in chosen.items() if choice.codec == THIN})
 
 
-def _with_words(fleet: Fleet, row: Prediction) -> Prediction:
+def _with_words(fleet: Fleet, row: Prediction, thin: Mapping[str, Choice]) -> Prediction:
     host_waits_s = row.idle_s[fleet.host.name] - fleet.host.update_s
     parts = [
         f"the host waits {seconds_text(host_waits_s)}" if host_waits_s > WAIT_WORTH_S else "the host never waits"
@@ -99,6 +123,11 @@ def _with_words(fleet: Fleet, row: Prediction) -> Prediction:
         parts.append(f"guests wait up to {seconds_text(row.exposed_s)} for the wire")
     if out:
         parts.append(f"{', '.join(out) if len(out) < 4 else f'{len(out)} guests'} sit{'s' * (len(out) == 1)} out")
+    if len(thin) == 1:
+        ((name, choice),) = thin.items()
+        parts.append(f"{name} uses codec {choice.codec} ({choice.reason})")
+    elif thin:
+        parts.append(f"{len(thin)} guests use codec {THIN}: their links are the bottleneck")
     return replace(row, waits=", ".join(parts))
 
 

@@ -45,7 +45,7 @@ def _machine(rig: Rig, machine: Machine, step: int, alone_rate: float | None) ->
             f"the rig {rig.name} does not say how fast {machine.name} is",
             hint="give it seconds_per_sample; `potluck probe` measures it",
         )
-    rate = machine.link_mbit
+    rate = machine.slower_mbit
     return FleetMachine(
         name=machine.name,
         samples_per_s=1 / seconds,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
+from potluck.balance.codecs import AUTO, INT4
 from potluck.report.curve import BLOCKS
 from potluck.report.line import Line, cut
 from potluck.report.screen import paragraph
@@ -153,7 +154,10 @@ def _on_stem(rig: Rig) -> bool:
 
 
 def _rate_text(machine: Machine) -> str:
-    return f"{machine.link_mbit:.4g} Mbit/s" if machine.link_mbit is not None else ""
+    if machine.link_mbit is None:
+        return ""
+    up = f"{machine.link_up_mbit:.4g} up, " if machine.link_up_mbit is not None else ""
+    return f"{up}{machine.link_mbit:.4g} Mbit/s"
 
 
 def _latency_text(machine: Machine) -> str:
@@ -215,7 +219,7 @@ def _fact_texts(rig: Rig, facts: RigFacts) -> list[tuple[str, str]]:
 
 def _links(rig: Rig, facts: RigFacts, width: int) -> list[Line]:
     """The seconds that the gradients take on each guest's link."""
-    codec = rig.workload.codec
+    codec = INT4 if rig.workload.codec == AUTO else rig.workload.codec
     coded = facts.parameters * codec_bytes(codec)
     sizes = f"{bytes_text(facts.gradient_bytes)} of gradients in fp32, {bytes_text(coded)} in {codec}"
     lines = paragraph(sizes, width, label="on the link", indent=_INDENT)

@@ -64,6 +64,8 @@ def _sentence(event: ev.RunEvent, with_step: bool) -> tuple[Level, str] | None:
             return "bad", _with(f"refused {_who(event)}", event.reason)
         case ev.GuestSitsOut():
             return "warn", _with(f"{_name(event.machine)} sits out", event.reason)
+        case ev.GuestCodec():
+            return "info", _with(f"{_name(event.machine)} uses codec {clean(event.codec)}", event.reason)
         case ev.LeaseTakenBack():
             return "warn", _during(event, clean(event.reason) or "was late", with_step) + _given_back(event.samples)
         case ev.ContributionDropped():

@@ -13,6 +13,7 @@ from potluck.report.running import Median, Sum
 from potluck.report.text import clean
 from potluck.spec.events import (
     ContributionDropped,
+    GuestCodec,
     GuestLeft,
     GuestLost,
     LeaseTakenBack,
@@ -109,6 +110,8 @@ class Summary(Struct, frozen=True, kw_only=True):
     effective_batch: float | None
     """With such layers: samples ÷ micro-batches of a step, the median. So many samples share their statistics."""
     machines: tuple[MachineSummary, ...]
+    codecs: dict[str, str] = {}
+    """With codec auto, each guest's last codec and why."""
     planned_s: float | None = None
     """Seconds a step that a plan saved before the run predicted."""
 
@@ -178,6 +181,7 @@ class Totals:
         self._done = self._possible = 0.0
         self._machines: dict[str, _MachineTotals] = {}
         self._taken_back, self._dropped, self._lost = Counter[str](), Counter[str](), Counter[str]()
+        self._codecs: dict[str, str] = {}
 
     @property
     def steps(self) -> int:
@@ -205,6 +209,8 @@ class Totals:
                 self._ended = clean(event.reason) or "ended"
             case StatisticsMeasured():
                 self._statistics = event
+            case GuestCodec():
+                self._codecs[clean(event.machine)] = f"{clean(event.codec)}, {clean(event.reason)}"
             case StrangerRefused():
                 self._sums["strangers"] += 1
             case LeaseTakenBack():
@@ -281,6 +287,7 @@ class Totals:
             batch_layers=self._statistics.layers if self._statistics is not None else 0,
             effective_batch=self._batch.value if self._statistics is not None else None,
             machines=self._each(samples),
+            codecs=dict(self._codecs),
         )
 
     def _each(self, total: int) -> tuple[MachineSummary, ...]:

@@ -18,6 +18,8 @@ from potluck.units import (
 )
 
 HEADER = ("machine", "role", "device", "samples", "at once", "share", "rate", "busy", "notes")
+MOST_CODECS = 4
+"""Guests whose codec is told."""
 
 
 def summary_text(summary: Summary) -> str:
@@ -96,6 +98,7 @@ def _fleet_facts(s: Summary) -> list[tuple[str, str]]:
     if s.bytes_up or s.bytes_down:
         each = bytes_text((s.bytes_up + s.bytes_down) / max(s.steps, 1))
         facts.append(("wire", f"{wire_text(s.bytes_up, s.bytes_down)} ({each} a step)"))
+    facts += [("codec", f"{guest}: {words}") for guest, words in list(s.codecs.items())[:MOST_CODECS]]
     if s.ahead_samples or s.unneeded_samples:
         unneeded = f"{count_text(s.unneeded_samples)} ({bytes_text(s.unneeded_bytes)}) were not needed"
         facts.append(("sent ahead", f"{count_text(s.ahead_samples)} samples before their lease; {unneeded}"))

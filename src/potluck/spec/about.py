@@ -21,6 +21,8 @@ _GPT_HEAD_SIZE = 64
 _CNN_WIDTH = 32
 _BYTES = {"none": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1 + 2 / 128, "int4": 0.5 + 2 / 128}
 """Bytes per parameter of each codec; int8 and int4 have a scale of two bytes for every 128 values."""
+_THIN_BITS = 2.05
+"""Bits per parameter of thin, the mean of both directions: its messages are as long as the values need."""
 _TOPK_BYTES = 6.0
 _TOPK_RATIO = 0.01
 
@@ -79,16 +81,20 @@ def gradient_bytes(workload: Workload) -> int:
 
 
 def codec_bytes(codec: str) -> float:
-    """Bytes on the wire for one parameter."""
+    """Bytes on the wire for one parameter, the mean of both directions where they differ."""
     family, _, ratio = codec.partition(":")
     if family == "topk":
         return _TOPK_BYTES * float(ratio or _TOPK_RATIO)
+    if family == "thin":
+        return (_THIN_BITS - math.log2(float(ratio or 1.0))) / 8
+    if family == "auto":
+        return _BYTES["int4"]  # what it starts with
     return _BYTES.get(family, float(FP32_BYTES))
 
 
 def link_mbit(rig: Rig, machine: Machine) -> float | None:
-    """The rate between a guest and the host: the slower of both links; None where neither is shaped."""
-    rates = [m.link_mbit for m in (machine, rig.host) if m.link_mbit is not None]
+    """The rate between a guest and the host, of the slower link and direction; None where neither is shaped."""
+    rates = [m.slower_mbit for m in (machine, rig.host) if m.slower_mbit is not None]
     return min(rates) if rates else None
 
 
@@ -176,7 +182,7 @@ def _machine_facts(rig: Rig, machine: Machine) -> MachineFacts:
         role=machine.role,
         samples_per_s=None if seconds is None else 1 / seconds,
         relative_speed=None if seconds is None or host_s is None else host_s / seconds,
-        link_mbit=link_mbit(rig, machine) if machine.name != rig.host.name else machine.link_mbit,
+        link_mbit=link_mbit(rig, machine) if machine.name != rig.host.name else machine.slower_mbit,
         gradient_ratio=ratio,
         coded_ratio=None if ratio is None else ratio * codec_bytes(rig.workload.codec) / FP32_BYTES,
     )

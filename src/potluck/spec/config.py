@@ -31,10 +31,11 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Name of this machine in logs and tables; the host name if not given."""
     micro_batch: Positive | None = None
     """Samples computed at once on this machine; found by measuring if not given."""
-    codec: str = "int4"
-    """Compression of weight changes and gradients: none, fp16, bf16, int8, int4 or topk:RATIO."""
+    codec: str = "auto"
+    """Compression of weight changes and gradients: none, fp16, bf16, int8, int4, thin or topk:RATIO; auto: int4, or
+    thin for guests whose link is the bottleneck."""
     codec_down: str | None = None
-    """Compression of weight changes only; if not given, as `codec`, or int8 if that is a topk codec."""
+    """Compression of weight changes only; if not given, it follows from `codec` (topk: int8, thin: thin:1.25)."""
     bind: str | None = None
     """The address to listen on; that of the default route if not given, 0.0.0.0 for all."""
     port: Annotated[int, Meta(ge=0, le=65535)] = 0

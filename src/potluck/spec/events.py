@@ -226,6 +226,19 @@ class GuestSitsOut(_Event, frozen=True, kw_only=True, tag="guest_sits_out"):
     """Why, and when it is tried again."""
 
 
+class GuestCodec(_Event, frozen=True, kw_only=True, tag="guest_codec"):
+    """With `codec = "auto"`: the codec of a guest's gradients was chosen, or changed."""
+
+    machine: str
+    """Name of the guest."""
+    step: Positive
+    """Step from which it is used."""
+    codec: str
+    """The codec."""
+    reason: str
+    """Why: what its link takes, and what that means for a step."""
+
+
 class LeaseTakenBack(_GuestEvent, frozen=True, kw_only=True, tag="lease_taken_back"):
     """The host no longer waits for a lease."""
 
@@ -485,6 +498,7 @@ RunEvent = (
     | GuestHello
     | GuestJoined
     | GuestSitsOut
+    | GuestCodec
     | LeaseTakenBack
     | ContributionDropped
     | GuestLeft

@@ -336,9 +336,11 @@ class ChangeMessage(Message, frozen=True, kw_only=True):
     kind = "change"
     sender = "host"
     channel = DATA
-    frames = Frames(least=1, most=1, holds="coded with `codec_down`")
+    frames = Frames(least=1, most=1, holds="coded with its `codec`")
     piece: Count
     """Number of the piece."""
+    codec: Name = ""
+    """How it is coded; empty: with `codec_down` of `welcome`."""
     base: Whole
     """The version that the guest must hold."""
     version: Count
@@ -367,6 +369,8 @@ class LeaseMessage(Message, frozen=True, kw_only=True):
     """What the coded change or gradient takes on the guest's link, each way."""
     tail_s: HostSeconds = 0.0
     """Measured time from the last backward to the arrival."""
+    codec: Name = ""
+    """How its gradient is to be coded; empty: with `codec` of `welcome`."""
     ahead: Annotated[tuple[Count, ...], Meta(max_length=MOST_SIZES)] = ()
     """For each micro-batch the number under which it was sent ahead; 0, or no number: it comes as `samples`. What
     was sent ahead for this step or an earlier one and has no number here is dropped."""
@@ -428,7 +432,7 @@ class GradMessage(Message, frozen=True, kw_only=True):
 
     kind = "grad"
     channel = DATA
-    frames = Frames(least=1, most=1, holds="coded with `codec`")
+    frames = Frames(least=1, most=1, holds="coded with the lease's `codec`")
     lease: Count
     """Number of the lease."""
     piece: Count

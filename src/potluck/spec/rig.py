@@ -47,7 +47,7 @@ class Workload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Steps that every strategy trains."""
     seed: Natural = 1
     """Random seed for the weights and the sample order."""
-    codec: str = "int4"
+    codec: str = "auto"
     """Compression that potluck uses for weight changes and gradients."""
 
     def __post_init__(self) -> None:
@@ -78,6 +78,8 @@ class Machine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The emulated speed; if not given, the speed of this box's CPU."""
     link_mbit: Mbit | None = None
     """Rate of the machine's own link in Mbit/s, in each direction; unshaped if not given."""
+    link_up_mbit: Mbit | None = None
+    """Rate of what the machine sends, where that differs from `link_mbit`, as in most homes."""
     latency_ms: Annotated[float, Meta(ge=0, le=60_000)] = 0.0
     """One-way delay added to what the machine sends and receives (where the kernel has netem, and on loopback)."""
     cpu_limit: Annotated[float, Meta(ge=0.01, le=1024)] | None = None
@@ -113,11 +115,20 @@ class Machine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 f"returns at step {self.return_at_step} but {left}",
                 hint="return_at_step must be after leave_at_step",
             )
+        if self.link_up_mbit is not None and self.link_mbit is None:
+            raise ConfigError(
+                "link_up_mbit without link_mbit", hint="give the rate of what it receives as link_mbit"
+            )
         steps = [change.at_step for change in self.speed_changes]
         if steps != sorted(set(steps)):
             raise ConfigError(f"speed_changes at steps {steps}", hint="at_step must rise from one to the next")
         if self.speed_changes and self.seconds_per_sample is None:
             raise ConfigError("speed_changes without seconds_per_sample", hint="give the speed that it starts with")
+
+    @property
+    def slower_mbit(self) -> float | None:
+        """The rate of the slower direction of its link."""
+        return min(self.link_up_mbit or math.inf, self.link_mbit) if self.link_mbit is not None else None
 
     def seconds_per_sample_at(self, step: int) -> float | None:
         """Its emulated speed in a step (counted from 1)."""

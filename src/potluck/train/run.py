@@ -27,6 +27,7 @@ from potluck.hub.protocol import HostProtocol, HostTerms
 from potluck.hub.recorder import Recorder
 from potluck.hub.tensors import ModelTensors
 from potluck.sinks import guarded
+from potluck.spec.about import codec_bytes
 from potluck.spec.config import RunConfig
 from potluck.spec.events import Logged, RunEvent, RunNote
 from potluck.spec.messages import WelcomeMessage
@@ -371,11 +372,14 @@ class Run:
     def _open_hub(self, parts: Parts) -> HostHub:
         context, tensors, admission = self._context, parts.tensors, self._context.admission
         assert admission is not None
-        up, down = codecs.get(context.config.codec), codecs.get(down_codec(context.config))
+        up, pieces = codecs.get(codecs.names.first_of(context.config.codec)), tensors.layout.pieces
+        auto = context.config.codec == codecs.names.AUTO
+        longest = codecs.get("thin") if auto else up
+        varies = codecs.least_and_most_bytes(longest, 128)[0] < longest.nbytes(128)
         coder = HostCoder(
             tensors,
-            down=down,
-            up=up,
+            down=down_codec(context.config),
+            up=up.name,
             device=context.device,
             notify=admission.socket.wake,
             replica_on_host=replica_on_host(context),
@@ -385,9 +389,11 @@ class Run:
             name=context.name,
             versions={**versions(), "protocol": str(PROTOCOL)},
             fingerprint=tensors.fingerprint,
-            piece_bytes=tuple(up.nbytes(p.count) for p in tensors.layout.pieces),
+            piece_bytes=tuple(codecs.least_and_most_bytes(longest, p.count)[1] for p in pieces),
+            coded_bytes=round(codec_bytes(up.name) * tensors.layout.count) if varies else None,
             local_data=parts.options.data == "local",
             codec=context.config.codec,
+            auto=codecs.names.downs_of(context.config.codec_down) if auto else None,
             guest_bound=context.config.guest_bound,
             check_replica_every=context.config.check_replica_every,
             least=parts.least,
@@ -429,7 +435,7 @@ class Run:
             name=name,
             host=context.name,
             run=context.folder.id if context.folder else "",
-            codec=context.config.codec,
+            codec=codecs.names.first_of(context.config.codec),
             codec_down=down_codec(context.config),
             versions=versions(),
             source=admission.source,
@@ -450,8 +456,8 @@ class Run:
         hub = GuestHub(
             context.link,
             tensors,
-            down=codecs.get(welcome.codec_down),
-            up=codecs.get(welcome.codec),
+            down=welcome.codec_down,
+            up=welcome.codec,
             device=context.device,
         )
         parts = GuestParts(
@@ -484,10 +490,8 @@ def replica_on_host(context: RunContext) -> bool:
 
 
 def down_codec(config: RunConfig) -> str:
-    """The codec of the weights' changes: topk drops too much of them, so int8 takes its place."""
-    if config.codec_down is not None:
-        return config.codec_down
-    return "int8" if config.codec.startswith("topk") else config.codec
+    """The codec of the weights' changes: as the gradients', unless another suits them better."""
+    return config.codec_down or codecs.down_of(codecs.names.first_of(config.codec))
 
 
 def start(show: Callable[[RunEvent], None] | None = None, config: RunConfig | None = None) -> Run:

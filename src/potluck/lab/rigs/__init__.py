@@ -6,6 +6,8 @@
     twins           two equal machines
     three-friends   three guests on the host's one link
     wifi            a thin link
+    thin-twins      two equal machines on a thin link
+    internet        a home's link: slow up, fast down, far away
     moody           speeds change, a guest leaves and returns
     hopeless        a guest that cannot help
     photos          samples that need most of the link
@@ -31,6 +33,8 @@ NAMES = (
     "twins",
     "three-friends",
     "wifi",
+    "thin-twins",
+    "internet",
     "moody",
     "hopeless",
     "photos",
@@ -46,7 +50,7 @@ def load(name_or_path: str) -> Rig:
 def check(rig: Rig, where: str) -> Rig:
     """The rig, if all it names exists."""
     try:
-        codecs.parse(rig.workload.codec)
+        codecs.check(rig.workload.codec)
     except ConfigError as error:
         raise ConfigError(f"{where}: workload: {error.what}", hint=error.hint) from error
     return rig

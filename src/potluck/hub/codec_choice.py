@@ -1,0 +1,124 @@
+"""The codecs of a run that leaves them open: each guest's by its own link, the weights' changes' by all. PURE.
+
+The residual of a guest and the replica do not depend on the codec, so that both can change from one step to the
+next. The change of the weights is coded once for all guests: in thin as soon as one of them needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from potluck.balance.codecs import CODING_S_PER_PARAMETER, INT4, THIN, THIN_PART, choose
+from potluck.balance.leases import Speed
+from potluck.balance.quota import Estimate
+from potluck.hub.actions import Action, Emit
+from potluck.hub.members import COMPUTING, LATE, SITTING_OUT, Member
+from potluck.spec.events import GuestCodec
+from potluck.spec.layout import TensorSpec
+
+USUAL_TAIL_S = 0.15
+"""What the end of a contribution takes on a good link: coding, sending, decoding."""
+
+STAYS_STEPS, MOST_DOUBLINGS = 16, 8
+"""A guest that was given thin for its way up keeps it for 32 steps, then for longer and longer."""
+
+
+class CodecChoice:
+    """Chooses at the beginning of a step, or not at all: then no message names a codec."""
+
+    def __init__(
+        self, members: Mapping[str, Member], model: Sequence[TensorSpec], down: tuple[str, str] | None
+    ) -> None:
+        """`down`: the codecs of the weights' changes with int4 and with thin; None: nothing is chosen."""
+        self._members, self._down = members, down
+        self._coding_s = CODING_S_PER_PARAMETER * sum(t.count for t in model if t.role == "trained")
+        self._thin_down = False
+
+    @property
+    def first(self) -> str:
+        """What a guest has that was not chosen for yet."""
+        return "" if self._down is None else INT4
+
+    @property
+    def change(self) -> str:
+        """The codec of the weights' changes."""
+        return "" if self._down is None else self._down[self._thin_down]
+
+    @property
+    def part(self) -> float:
+        """What the weights' change takes on a link now ÷ what it takes in int4."""
+        return THIN_PART if self._thin_down else 1.0
+
+    def begin_step(self, batch: int, host_sample_s: float, step: int) -> list[Action]:
+        """Choose for all newcomers, and again for one of the others: each choice solves the step's quotas twice."""
+        if self._down is None:
+            return []
+        members = [m for m in self._members.values() if m.state in (COMPUTING, LATE, SITTING_OUT)]
+        known = [m for m in members if m.codec_known and m.codec_stays_until <= step]
+        actions: list[Action] = []
+        for member in (*(m for m in members if not m.codec_known), *known[step % max(1, len(known)) :][:1]):
+            speed = member.speed
+            if speed is None:
+                continue
+            late_s = _late_s(member, speed)
+            if member.codec == THIN:
+                late_s /= THIN_PART
+                speed = replace(speed, overhead_s=speed.overhead_s + (1 - THIN_PART) * late_s)
+            speeds = {**self._speeds(), member.id: replace(speed, transfer_s=speed.transfer_s / self.part)}
+            found = choose(
+                batch,
+                1 / host_sample_s,
+                speeds,
+                member.id,
+                coding_s=self._coding_s,
+                late_s=late_s,
+                now=member.codec,
+            )
+            if found.codec != member.codec or not member.codec_known:
+                if found.codec != member.codec:
+                    member.codec_turns += 1
+                    if found.codec == THIN and late_s:
+                        # With thin all of the way up may be hidden: how long it is cannot be seen from there.
+                        member.codec_stays_until = step + STAYS_STEPS * 2 ** min(member.codec_turns, MOST_DOUBLINGS)
+                    _scale(member.tail, THIN_PART if found.codec == THIN else 1 / THIN_PART)
+                member.codec, member.codec_known = found.codec, True
+                event = GuestCodec(machine=member.name, step=step + 1, codec=found.codec, reason=found.reason)
+                actions.append(Emit(event=event))
+        self._choose_change()
+        return actions
+
+    def _choose_change(self) -> None:
+        open_ = self._down is not None and self._down[0] != self._down[1]
+        thin = open_ and any(m.codec == THIN for m in self._members.values())
+        if thin == self._thin_down:
+            return
+        self._thin_down = thin
+        for member in self._members.values():
+            _scale(member.transfer, THIN_PART if thin else 1 / THIN_PART)
+
+    def _speeds(self) -> dict[str, Speed]:
+        """Of all that may help, each with its own codec."""
+        found = {}
+        for member in self._members.values():
+            speed = member.speed
+            if speed is not None and member.state in (COMPUTING, LATE):
+                part = THIN_PART if member.codec == THIN else 1.0
+                found[member.id] = replace(speed, transfer_s=part * speed.transfer_s / self.part)
+        return found
+
+
+def _scale(estimate: Estimate, times: float) -> None:
+    """It was measured with the other codec; the next measurements correct it."""
+    if estimate.value is not None:
+        estimate.value *= times
+        estimate.spread *= times
+
+
+def _late_s(member: Member, speed: Speed) -> float:
+    """How much longer the gradient took, after the last backward, than one as fast as the weights' change would.
+
+    Many links are slower up than down. Only the way down is measured by itself.
+    """
+    expected_s = max(0.0, speed.transfer_s - 2 * speed.last * speed.sample_s / 3)
+    return max(0.0, (member.tail.value or 0.0) - expected_s - USUAL_TAIL_S)

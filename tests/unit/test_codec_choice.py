@@ -1,0 +1,162 @@
+"""codec auto: int4 where the link is no bottleneck, thin where it is; the host's choice and the plan's are one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from msgspec.structs import replace as changed
+
+from potluck.balance.codecs import INT4, THIN, choose
+from potluck.balance.leases import Speed
+from potluck.codec.names import DOWN_THIN, downs_of
+from potluck.hub.actions import Emit
+from potluck.hub.codec_choice import STAYS_STEPS, CodecChoice
+from potluck.lab import rigs
+from potluck.plan.hub import potluck
+from potluck.plan.rigs import fleet_of, job_of
+from potluck.spec.events import GuestCodec
+from potluck.spec.messages import LeaseMessage
+from support.protocol_world import World, joined
+
+SPEED = Speed(rate_samples_per_s=10.0, overhead_s=0.05, transfer_s=0.0, usual=4, most=64)
+BATCH, HOST_RATE = 100, 20.0  # a step of 3.3 s with one guest
+
+
+def chosen(transfer_s: float, *, now: str = INT4, coding_s: float = 0.01, **others: Speed) -> str:
+    guests = {"guest": replace(SPEED, transfer_s=transfer_s), **others}
+    found = choose(BATCH, HOST_RATE, guests, "guest", coding_s=coding_s, now=now)
+    assert found.reason
+    return found.codec
+
+
+@pytest.mark.parametrize(
+    ("transfer_s", "codec"),
+    [(0.0, INT4), (0.01, INT4), (0.3, INT4), (1.2, THIN), (2.0, THIN), (3.0, THIN), (60.0, INT4)],
+)
+def test_thin_where_the_link_is_the_bottleneck_and_can_be_helped(transfer_s: float, codec: str) -> None:
+    assert chosen(transfer_s) == codec
+
+
+def test_a_choice_is_kept_where_both_are_about_as_good() -> None:
+    """Transfers at which thin gains between a third and one percent: whatever was chosen stays."""
+    between = [
+        t / 1000 for t in range(300, 1200) if chosen(t / 1000) == INT4 and chosen(t / 1000, now=THIN) == THIN
+    ]
+    assert between
+    assert chosen(between[-1] * 1.5) == THIN
+    assert chosen(between[0] * 0.5, now=THIN) == INT4
+
+
+def test_thin_is_not_chosen_where_coding_it_takes_as_long_as_the_link() -> None:
+    assert chosen(1.2, coding_s=1.2) == INT4
+
+
+def test_where_guests_compute_most_of_the_batch_thin_must_gain_more() -> None:
+    fast = replace(SPEED, rate_samples_per_s=200.0, transfer_s=0.0)
+    gains = [t / 100 for t in range(1, 100) if chosen(t / 100) != chosen(t / 100, other=fast)]
+    assert gains, "the other guest makes no difference"
+
+
+def world_of(*links_s: float, down: tuple[str, str] = ("int4", DOWN_THIN)) -> World:
+    """A step of 12 samples takes the host 1.2 s; guests a, b ... are as fast, on links that take this long."""
+    world = joined(*"abc"[: len(links_s)], batch=12, auto=down, coded_bytes=20)
+    for member, link_s in zip(world.members.values(), links_s):
+        member.transfer.value = link_s
+    return world
+
+
+def leases(world: World) -> list[str]:
+    return [s.message.codec for s in world.sent["a"] if isinstance(s.message, LeaseMessage)]
+
+
+def told(world: World) -> list[tuple[str, int]]:
+    return [(event.codec, event.step) for event in world.events if isinstance(event, GuestCodec)]
+
+
+@pytest.mark.parametrize(("link", "codec", "down"), [(0.0, "int4", "int4"), (0.5, "thin", DOWN_THIN)])
+def test_leases_and_changes_name_the_codec_and_everybody_is_told(link: float, codec: str, down: str) -> None:
+    world = world_of(link)
+    for _ in range(3):
+        world.whole_step()
+    assert set(leases(world)) == {codec}
+    assert told(world) == [(codec, 2)]
+    assert world.protocol.codecs.change == down
+
+
+def test_a_link_that_becomes_slow_gets_thin_and_one_that_recovers_int4() -> None:
+    world = world_of(0.0)
+    member = world.members["a"]
+    for _ in range(2):
+        world.whole_step()
+    for link_s, wanted in ((0.5, "thin"), (0.0, "int4")):
+        for _ in range(3):
+            member.transfer.value = link_s * world.protocol.codecs.part
+            world.whole_step()
+        assert member.codec == wanted
+        assert leases(world)[-1] == wanted
+    assert [codec for codec, _ in told(world)] == ["int4", "thin", "int4"]
+
+
+def test_a_link_that_is_slow_only_on_the_way_up_gets_thin() -> None:
+    """What the weights' change takes says nothing of it: the end of the contributions does."""
+    world = world_of(0.01)
+    member = world.members["a"]
+    found = []
+    for step in range(500):
+        # With thin all of it is hidden, which looks as if the link were good.
+        tail_s = 0.8 if member.codec == "int4" and step else 0.1
+        member.tail.value, member.overhead.value, member.overhead.spread = tail_s, tail_s, 0.0
+        for action in world.protocol.codecs.begin_step(12, 0.1, step):
+            assert isinstance(action, Emit)
+            assert isinstance(action.event, GuestCodec)
+            found.append((step, action.event.codec))
+            if action.event.codec == "thin":
+                assert "int4 takes 10 ms and 660 ms back on its link" in action.event.reason
+    assert [codec for _, codec in found[:3]] == ["int4", "thin", "int4"]
+    turns = [step for step, _ in found]
+    assert turns[2] - turns[1] >= 2 * STAYS_STEPS
+    assert len(turns) < 8, "it flips to and fro"
+
+
+def test_a_guest_with_a_good_link_keeps_int4_beside_one_with_a_thin_one() -> None:
+    """The change of the weights is coded once: in thin, because one of them needs that."""
+    world = world_of(0.5, 0.0)
+    for _ in range(2):
+        world.whole_step()
+    assert (world.members["a"].codec, world.members["b"].codec) == ("thin", "int4")
+    assert world.protocol.codecs.change == DOWN_THIN
+
+
+def test_what_was_measured_with_one_codec_is_scaled_for_the_other() -> None:
+    world = world_of(0.5)
+    member = world.members["a"]
+    choice = world.protocol.codecs
+    choice.begin_step(12, 0.1, 0)
+    assert (member.codec, member.transfer.value) == ("thin", 0.25)
+    choice.begin_step(12, 0.1, 1)
+    assert (member.codec, member.transfer.value) == ("thin", 0.25), "it flips to and fro"
+
+
+def test_without_auto_no_message_names_a_codec() -> None:
+    choice = CodecChoice({}, (), None)
+    assert (choice.first, choice.change, choice.begin_step(12, 0.1, 0)) == ("", "", [])
+    world = joined("a", batch=12)
+    world.whole_step()
+    assert set(leases(world)) == {""}
+
+
+def test_where_the_changes_codec_is_given_only_the_gradients_is_chosen() -> None:
+    world = world_of(0.5, down=downs_of("int8"))
+    world.whole_step()
+    assert (world.members["a"].codec, world.protocol.codecs.change) == ("thin", "int8")
+
+
+@pytest.mark.parametrize(("rig", "thin"), [("wifi", True), ("twins", False), ("home-pair", False)])
+def test_the_plan_predicts_the_choice(rig: str, thin: bool) -> None:
+    job, fleet = job_of(rigs.load(rig)), fleet_of(rigs.load(rig))
+    assert job.codec == "auto"
+    row = potluck(job, fleet)
+    assert ("codec thin" in row.waits) == thin
+    best = min(potluck(changed(job, codec=codec), fleet).step_s for codec in ("int4", "thin"))
+    assert row.step_s == pytest.approx(best, rel=0.03)
