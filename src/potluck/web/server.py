@@ -302,4 +302,3 @@ async def _send(writer: asyncio.StreamWriter, status: int, text: str, *, kind: s
     writer.transport.set_write_buffer_limits(high=0)  # drain() waits until all of it has been taken
     async with asyncio.timeout(REQUEST_S):
         await writer.drain()
-
