@@ -57,9 +57,12 @@ def to_line(event: inputs.Input, now: float, actions: Iterable[Action]) -> str:
 
 
 def actions_to_json(action: Action) -> dict[str, Any]:
-    plain = _plain(action)
-    kind = getattr(getattr(action, "message", None), "kind", None)
-    return {"action": type(action).__name__, **({"kind": kind} if kind else {}), **plain}
+    plain = {"action": type(action).__name__, **_plain(action)}
+    message = getattr(action, "message", None)
+    if isinstance(message, msgspec.Struct):
+        # With its defaults: msgspec leaves them out only where a text is the very object that the class has.
+        plain |= {"kind": message.kind, "message": _plain(msgspec.structs.asdict(message))}  # type: ignore[attr-defined]
+    return plain
 
 
 def from_line(line: str) -> tuple[inputs.Input, float, Any]:
