@@ -35,7 +35,7 @@ COMPILE  := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # pip woul
 QUICK := $(shell grep -LE '^(import|from) torch' tests/unit/test_*.py 2>/dev/null)
 
 # Programs that some tests need, which are skipped without.
-PACKAGES := fish iproute2 munge nftables openssh-client openssh-server procps slurm-client slurmctld slurmd
+PACKAGES := chromium fish iproute2 munge nftables openssh-client openssh-server procps slurm-client slurmctld slurmd
 
 # The stamps are written last and hold the folder's name, so a .venv whose making was interrupted, whose
 # interpreter is gone, or whose folder was moved is not taken for a sound one.

@@ -2,7 +2,8 @@
 
     .venv/bin/python bench/up.py [--count 20] [--only start,orphans,broken,twice] [--json FILE]
 
-start    from a machine with nothing but Python (and a filled wheel cache) to the first step, and the second time
+start    from a machine with nothing but Python (and a filled wheel cache) to the first step, and the second time,
+         beside `potluck host` alone in the same minute: on a busy box only the difference tells
 orphans  guests alive 10 s after {Ctrl-C, kill -9 of the launcher, kill -9 of ssh, a black-holed link}, of --count,
          beside the way of mlx.launch: ssh with a terminal, and a second ssh that kills by pid file
 broken   ten machines broken in ten ways, in one run: how many are named with their cause and fix
@@ -219,16 +220,35 @@ def start(folder: Path) -> dict[str, float]:
                     raise AssertionError(text)
                 process.stdout.read()
                 assert process.wait(60) == 0
-            # All guests held the weights by then, which `potluck up` without --wait-for does not wait for.
+        # All guests held the weights by then, which `potluck up` without --wait-for does not wait for.
+        for which in ("second, without waiting", "potluck host alone"):
             began = time.monotonic()
-        with up(folder / "runs-start", servers, "desk", "laptop") as process:
-            assert process.stdout is not None
-            for line in process.stdout:
-                if re.search(r"│ step +1/", line):
-                    found["second, without waiting"] = time.monotonic() - began
-                    break
-            process.stdout.read()
+            made = (
+                up(folder / "runs-start", servers, "desk", "laptop")
+                if which.startswith("second")
+                else alone(folder)
+            )
+            with made as process:
+                assert process.stdout is not None
+                for line in process.stdout:
+                    if re.search(r"step +1/", line):
+                        found[which] = time.monotonic() - began
+                        break
+                process.stdout.read()
     return found
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "potluck", "host", "--bind", "127.0.0.1", "--view", "plain", *SMALL]
+    process = subprocess.Popen(
+        command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 def broken(folder: Path) -> tuple[int, str]:

@@ -25,8 +25,9 @@ from potluck.fleet.local import LocalGuests
 from potluck.fleet.script import Script, imports_of, not_sent, read_script, with_files
 from potluck.loggers.writing import loggers
 from potluck.report.notices import to_stderr
+from potluck.report.summary import read_events
 from potluck.report.view import Mode, make_view
-from potluck.spec.config import RunConfig
+from potluck.spec.config import WEB_HERE, RunConfig
 from potluck.train import run
 from potluck.train.context import HOST, RANK
 from potluck.train.folder import find_run, open_folder
@@ -34,6 +35,8 @@ from potluck.train.launch import current
 from potluck.train.run import Run
 from potluck.train.session import RunSpec, Session
 from potluck.train.step import Step
+from potluck.web.document import frame, state_of
+from potluck.web.opening import open_page
 
 AnyPath = str | os.PathLike[str]
 
@@ -59,6 +62,7 @@ def start(
     checkpoint_every: int | None = None,
     max_bad_steps: int | None = None,
     log: str | Sequence[str] | None = None,
+    web: bool | str | None = None,
     runs: AnyPath | None = None,
     resume: AnyPath | None = None,
     script: AnyPath | None = None,
@@ -91,6 +95,8 @@ def start(
         checkpoint_every: save a checkpoint every N steps (default 50; 0: only at the end).
         max_bad_steps: stop after N steps in a row with a NaN or infinite gradient (default 5; 0: never).
         log: loggers to write the run's series to, such as ("tensorboard",); also "wandb", "mlflow", "trackio".
+        web: True: a page in the browser, for this machine only; `run.page_url` is its address. Or the address to
+            serve it on, such as "127.0.0.1:8080".
         runs: folder for run folders (default: runs).
         resume: resume this run, given by its folder or id, at exactly the next sample. The same token works.
         script: the file that guests run (default: this script; in a notebook, the cells that were run).
@@ -102,6 +108,7 @@ def start(
         micro_batch: samples computed at once on this machine (default: found by measuring).
     """
     log = (log,) if isinstance(log, str) else log
+    web = WEB_HERE if web is True else web or None
     given = {key: value for key, value in locals().items() if key in _SETTINGS and value is not None}
     if current() is not None:
         return run.start()
@@ -218,6 +225,7 @@ class HostedRun(Run):
         super().__init__(self._session.context)
         if self._context.role != RANK:
             self._tell_join_line()
+            self._tell_page()
 
     @functools.wraps(Run.steps)
     def steps(self, *given: Any, **keywords: Any) -> Iterator[Step]:  # type: ignore[override]
@@ -248,7 +256,9 @@ class HostedRun(Run):
 
     def _open(self, spec: RunSpec) -> None:
         listener, view = loggers(spec.config.log), make_view(self._view)
-        self._session = Session(spec, self._environment, view, guests=LocalGuests, listener=listener, signals=False)
+        self._session = Session(
+            spec, self._environment, view, guests=LocalGuests, listener=listener, page=open_page, signals=False
+        )
         self._session.__enter__()
         self._context, self._left = self._session.context, False
         self._context.interruption = KeyboardInterrupt  # Python then ends with the status of Ctrl-C
@@ -269,6 +279,7 @@ class HostedRun(Run):
         self._open(spec)
         if self._context.role != RANK and not spec.guests and self._view != "quiet":
             self._say("a new run; the same line as before joins it")
+        self._tell_page()
 
     def _living(self, session: Session, steps: Iterator[Step]) -> Iterator[Step]:
         """The steps; when the training has ended, however it did, the run is closed."""
@@ -295,6 +306,23 @@ class HostedRun(Run):
         if not self._spec.guests and self._view != "quiet":
             stream = sys.stderr if self._view == "json" else sys.stdout
             print(f"On each machine that should help, type:\n\n  {self.join_line}\n", file=stream, flush=True)
+
+    @property
+    def page_url(self) -> str | None:
+        """Address of the page in the browser; None without `web`. Whoever has it can see the run."""
+        return self._session.page.url if self._session.page is not None else None
+
+    def _tell_page(self) -> None:
+        if self.page_url is not None and self._view != "quiet":
+            stream = sys.stderr if self._view == "json" else sys.stdout
+            print(f"See it in a browser: {self.page_url}\n", file=stream, flush=True)
+
+    def _repr_html_(self) -> str | None:
+        """The run so far, as a notebook shows it."""
+        folder = self._context.folder
+        if folder is None or not folder.events.exists():
+            return None
+        return frame(state_of(read_events(folder.path)).page())
 
     # -- in a notebook ----------------------------------------------------------------------------------
 

@@ -105,5 +105,8 @@ def _scaled(value: float | None, units: tuple[str, ...]) -> str:
 
 def printable(value: object, limit: int) -> str:
     """One line that steers no terminal: words of another machine, cut where they are longer than that."""
-    text = "".join(c if c.isprintable() else " " for c in str(value)[: limit + 1]).strip()
+    text = str(value)[: limit + 1]
+    if not text.isprintable():
+        text = "".join(c if c.isprintable() else " " for c in text)
+    text = text.strip()
     return text if len(text) <= limit else text[: limit - 1] + "…"

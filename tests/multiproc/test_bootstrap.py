@@ -87,7 +87,7 @@ def with_uv(folder: Path, with_pins: int, without: int, module: str) -> tuple[in
     uv = folder / "uv"
     uv.write_text(UV.format(python=sys.executable, folder=folder, with_pins=with_pins, without=without))
     uv.chmod(0o755)
-    plan = plan_in(folder, uv=str(uv), modules=[module])
+    plan = plan_in(folder, uv=str(uv), modules=[module], pins=["tiny-thing==1.0", "torch==2.13.0"])
     process = installing(plan, folder)
     text = process.communicate(timeout=60)[0]
     return process.returncode, text, Path(plan["env"]) / "ready"
@@ -96,9 +96,10 @@ def with_uv(folder: Path, with_pins: int, without: int, module: str) -> tuple[in
 def test_versions_that_do_not_exist_there_are_left_to_the_installer(tmp_path: Path) -> None:
     status, text, ready = with_uv(tmp_path, 1, 0, "json")
     assert status == 0, text
-    assert "trying the newest that fit" in text
+    assert "trying with torch==2.13.0" in text
+    assert "trying with the newest that fit" in text
     assert json.loads(ready.read_text())["requirements"] == ["tiny-thing>=1"]
-    assert len((tmp_path / "asked").read_text().splitlines()) == 2
+    assert len((tmp_path / "asked").read_text().splitlines()) == 3
 
 
 @pytest.mark.parametrize(("without", "module"), [(1, "json"), (0, "no_such_module_there")])

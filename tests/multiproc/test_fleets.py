@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -27,8 +28,6 @@ pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="looks at processes in /proc"),
 ]
 
-NOBODY = encode(Token(addresses=("127.0.0.1",), port=1, host_public=bytes(32), guest_secret=os.urandom(32)))
-"""The token of a host that is not there: whoever has it waits for that host."""
 LAUNCHER = """
 import sys, time
 from pathlib import Path
@@ -75,6 +74,16 @@ def fleet(kind: str, tmp_path: Path) -> Iterator[GuestFleet]:
     yield made
     made.close()
     made.close()  # harmless
+
+
+@pytest.fixture
+def nobody() -> Iterator[str]:
+    """The token of a host that takes connections and never answers: a guest waits for it, for 30 s."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(8)
+        port = silent.getsockname()[1]
+        yield encode(Token(addresses=("127.0.0.1",), port=port, host_public=bytes(32), guest_secret=os.urandom(32)))
 
 
 @pytest.fixture
@@ -135,8 +144,8 @@ def assert_in_no_process(token: str) -> None:
             continue
 
 
-def test_a_guest_is_ended(fleet: GuestFleet, tmp_path: Path, name: str) -> None:
-    guest = fleet.start(fleet.machines()[0], NOBODY, GuestSettings(name=name), tmp_path / "guest.log")
+def test_a_guest_is_ended(fleet: GuestFleet, tmp_path: Path, name: str, nobody: str) -> None:
+    guest = fleet.start(fleet.machines()[0], nobody, GuestSettings(name=name), tmp_path / "guest.log")
     wait_until(lambda: processes_with(f"--name\0{name}"))
     ended = guest.end(3.0)
     assert ended.status not in (0, None)
@@ -153,9 +162,9 @@ def test_one_that_fails_says_why(fleet: GuestFleet, tmp_path: Path) -> None:
     assert "nonsense" not in ended.why
 
 
-def test_closing_a_fleet_ends_its_guests(kind: str, tmp_path: Path, name: str) -> None:
+def test_closing_a_fleet_ends_its_guests(kind: str, tmp_path: Path, name: str, nobody: str) -> None:
     fleet = FLEETS[kind](tmp_path)
-    guest = fleet.start(fleet.machines()[0], NOBODY, GuestSettings(name=name), tmp_path / "guest.log")
+    guest = fleet.start(fleet.machines()[0], nobody, GuestSettings(name=name), tmp_path / "guest.log")
     assert guest.wait(0.0) is None
     assert processes_with(name)
     fleet.close()
@@ -163,14 +172,14 @@ def test_closing_a_fleet_ends_its_guests(kind: str, tmp_path: Path, name: str) -
     wait_until(lambda: not processes_with(name), 3)
 
 
-def test_a_guest_does_not_outlive_a_killed_launcher(kind: str, tmp_path: Path, name: str) -> None:
+def test_a_guest_does_not_outlive_a_killed_launcher(kind: str, tmp_path: Path, name: str, nobody: str) -> None:
     path = [str(Path(__file__).parent), str(Path(__file__).parents[1]), str(SOURCE)]
     text = LAUNCHER.format(path=path, make=FLEETS[kind].__name__, folder=str(tmp_path), name=name)
     launcher = subprocess.Popen([sys.executable, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert launcher.stdin is not None
     assert launcher.stdout is not None
     try:
-        launcher.stdin.write(NOBODY.encode() + b"\n")
+        launcher.stdin.write(nobody.encode() + b"\n")
         launcher.stdin.flush()
         assert launcher.stdout.readline() == b"started\n"
         wait_until(lambda: processes_with(f"--name\0{name}"))

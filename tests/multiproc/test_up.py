@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
@@ -73,7 +74,8 @@ def test_a_run_with_a_flapping_guest_and_a_broken_machine_is_stopped_by_ctrl_c(
         sshd.kill(link)
         up.wait_for_text(r"laptop +│ is started again", 40)
         wait_until(lambda: not Path(f"/proc/{guest}").exists(), 10, "the guest outlived its connection")
-        up.wait_until(lambda: up.stdout().count("* laptop") >= 2 and "joined" in up.stdout(), 120, "its return")
+        joined = re.compile(r"here +│ \* laptop\S* .*joined")
+        up.wait_until(lambda: len(joined.findall(up.stdout())) == 2, 120, "the guest again")
         up.signal(signal.SIGINT)
         up.exits_with(130, 90)
         output = up.stdout()

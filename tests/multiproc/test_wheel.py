@@ -47,9 +47,12 @@ def test_the_wheel_trains_in_a_venv_of_its_own(tmp_path: Path) -> None:
     assert Path(found).is_relative_to(own)
     assert "a token that cannot be used" in output(python, "-m", "potluck", "explain", "bad-token", cwd=tmp_path)
     assert "home-pair" in output(python, "-m", "potluck", "lab", "list", cwd=tmp_path)
-    small = ["--depth", "1", "--sequence", "32", "--batch-tokens", "256", "--steps", "4", "--guests", "1"]
+    small = ["--depth", "1", "--sequence", "32", "--batch-tokens", "256", "--steps", "4", "--guests", "1", "--web"]
     output(python, "-m", "potluck", "train", *small, "--view", "plain", "--runs", tmp_path / "runs", cwd=tmp_path)
     assert list((tmp_path / "runs").glob("*/checkpoints/step-*"))
+    page = ["report", "--html", tmp_path / "run.html"]
+    output(python, "-m", "potluck", *page, cwd=tmp_path)
+    assert "EventSource" in (tmp_path / "run.html").read_text(encoding="utf-8")  # its script is in the wheel
 
 
 PURELIB = "import sysconfig; print(sysconfig.get_path('purelib'))"

@@ -296,6 +296,21 @@ class TestReport:
         assert _app.run(["report", str(run), "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["steps"] == 4
 
+    def test_a_page_and_a_row_to_share(
+        self, run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
+        page = tmp_path / "run.html"
+        assert _app.run(["report", str(run), "--html", str(page)]) == 0
+        assert "1115-gpt" in page.read_text(encoding="utf-8")
+        assert _app.run(["report", str(run), "--html", str(tmp_path)]) == 2
+        capsys.readouterr()
+        (run / "manifest.json").write_text(to_json(sample.manifest(versions={"potluck": "9.9"})))
+        assert _app.run(["report", str(run), "--row"]) == 0
+        header, _, row = capsys.readouterr().out.splitlines()
+        assert header.startswith("| host | guests | links |")
+        assert "| potluck 9.9 |" in row
+        assert "tower" not in row  # nothing that names a machine
+
     def test_png(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         pytest.importorskip("matplotlib")
         assert _app.run(["report", str(run), "--png", "curve.png"]) == 0

@@ -7,13 +7,16 @@ import os
 import subprocess
 import sys
 import tomllib
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from potluck.cli import _app, lab
 from potluck.lab import rigs
+from potluck.lab.bench import BenchOutcome
 from potluck.spec.rig import parse, to_toml
+from support import lab_outcomes
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -146,3 +149,20 @@ def test_mistakes(
     err = capsys.readouterr().err
     assert words in err
     assert "Traceback" not in err
+
+
+def test_a_bench_as_a_page_and_as_rows_to_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is measured is made up; the files and what is printed are real."""
+    found, outcomes = lab_outcomes.all_of(rigs.load("home-pair"))
+    measured = BenchOutcome(results=found, outcomes=tuple(outcomes), failed={})
+    monkeypatch.setattr("potluck.lab.bench.bench", lambda *given: measured)
+    monkeypatch.setattr("potluck.cli.lab_bench.make_box", lambda *given, **more: nullcontext())
+    page = tmp_path / "page.html"
+    out = str(tmp_path / "out")
+    words = ["lab", "bench", "home-pair", "--out", out, "--no-plots", "--html", str(page), "--row"]
+    assert _app.run(words) == 0
+    assert "home-pair: strategies side by side" in page.read_text(encoding="utf-8")
+    assert "| potluck: laptop at 0.25 of its speed |" in capsys.readouterr().out
+    assert _app.run([*words[:-3], "--html", str(tmp_path / "no" / "page.html")]) == 2

@@ -39,6 +39,7 @@ LAYERS = (
     ("train",),
     ("doctor",),
     ("report", "lab", "fleet", "probe", "loggers"),
+    ("web",),
     ("cli", "hosting"),
     ("integrations",),
     ("__init__", "__main__"),

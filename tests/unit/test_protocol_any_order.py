@@ -263,7 +263,7 @@ TestProtocol.settings = settings(max_examples=80, stateful_step_count=50, deadli
 # -- the middle of a step, densely
 
 MOMENTS = ["host", "host", "deliver", "deliver", "decoded", "not decoded", "closing", "again", "wrong", "stop"]
-MOMENTS += ["leave", "bytes", "sleep", "time", "grad", "other lease", "malformed"]
+MOMENTS += ["leave", "bytes", "sleep", "time", "grad", "other lease", "malformed", "ahead", "ahead", "read ahead"]
 moment = st.tuples(st.sampled_from(MOMENTS), st.sampled_from("abc"), st.integers(0, 5))
 
 
@@ -275,6 +275,11 @@ def happen(world: World, what: str, guest: str, number: int) -> None:
     elif what == "host":
         if (until := world.take()) is not None:
             world.now = max(world.now, until)
+    elif what == "ahead":
+        world.take_ahead(guest)
+    elif what == "read ahead":
+        if world.reading:
+            world.read_ahead(fails=number == 5)
     elif what in ("decoded", "not decoded"):
         if world.decoding:
             world.decode("its gradient is not finite" if what == "not decoded" else None)
@@ -324,7 +329,7 @@ def about_lease(world: World, what: str, guest: str, number: int) -> None:
 @settings(max_examples=250, deadline=None)
 @given(steps=st.lists(st.lists(moment, max_size=25), min_size=1, max_size=4))
 def test_every_step_is_full_whatever_happens_in_it(steps: list[list[tuple[str, str, int]]]) -> None:
-    world = joined("a", "b", "c", batch=12)
+    world = joined("a", "b", "c", batch=12, sample_bytes=200_000)
     for moments in steps:
         for guest in sorted({"a", "b", "c"} - world.members.keys()):
             world.join(guest)

@@ -228,6 +228,17 @@ def test_no_traffic_is_not_told() -> None:
     assert "wire" not in summary_text(summarize([sample.run_start(), *steps]))
 
 
+def test_steps_that_a_resumed_run_undid_do_not_count() -> None:
+    # Resumed after step 1 and killed after step 2: steps 3 and 4 of the first process are undone.
+    events = [
+        sample.run_start(),
+        *(sample.step(n) for n in range(1, 5)),
+        sample.run_start(resumed_from=1),
+        sample.step(2),
+    ]
+    assert summarize(events).steps == 2
+
+
 def test_samples_sent_ahead_and_those_not_needed_are_counted() -> None:
     steps = [sample.step(n, ahead=8, unneeded=3 * (n == 2), unneeded_bytes=450_000 * (n == 2)) for n in (1, 2)]
     summary = summarize(steps)

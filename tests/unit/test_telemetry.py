@@ -140,6 +140,16 @@ def test_what_a_stream_takes_to_read_is_the_steps_time_also_where_the_script_ask
     assert events[-1].samples_per_s <= 24 / 0.23
 
 
+def test_a_guests_link_is_told_once_its_time_is_more_than_that_of_a_buffer() -> None:
+    events: list[Any] = []
+    telemetry, guest, result = table(events)
+    telemetry._change_bytes = 1e6
+    for way_s in (0.001, 0.5):
+        guest.transfer.value = way_s
+        telemetry.step_ended(1, 1.0, result, 0.0, time.monotonic(), applied=True, outside=(0.0, 0.0))
+    assert [event.machines[1].link_bytes_per_s for event in events] == [None, 2e6]
+
+
 def test_what_a_step_takes_besides_computing_it_would_also_take_alone() -> None:
     """Steps of 1.5 ms, of which 0.5 ms are Python's: with a guest that does nothing 1.00, not 0.67."""
     events: list[Any] = []

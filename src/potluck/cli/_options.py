@@ -12,12 +12,12 @@ import msgspec
 
 from potluck import checked
 from potluck.errors import ConfigError
-from potluck.spec.config import LoggerName, RunConfig
+from potluck.spec.config import WEB_HERE, LoggerName, RunConfig
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 RECIPE_FLAGS = ("depth", "sequence", "batch_tokens", "steps", "lr", "data", "seed")
-RUN_FLAGS = ("device", "threads", "name", "micro_batch", "codec", "checkpoint_every", "max_bad_steps", "log")
+RUN_FLAGS = ("device", "threads", "name", "micro_batch", "codec", "checkpoint_every", "max_bad_steps", "log", "web")
 HOST_FLAGS = ("bind", "port", "wait_for", "wait_s")
 _UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
@@ -67,6 +67,23 @@ def view_option(command: Command) -> Command:
     return view(as_json(command))
 
 
+_WEB = click.option(
+    "--web",
+    "web_here",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=lambda context, option, wanted: context.meta.update(web=wanted),
+    help="Show the run in a browser: prints the address of a page that only this machine can open.",
+)
+_WEB_ADDRESS = click.option(
+    "--web-address",
+    "web",
+    metavar="ADDRESS[:PORT]",
+    callback=lambda context, option, place: place or (WEB_HERE if context.meta.get("web") else None),
+    help="The same at this address: other machines can open the page with the address that is printed.",
+)
+
 _SHARED: dict[str, Callable[[Any], Any]] = {
     "depth": click.option("--depth", type=int, help="gpt: number of blocks; sets the size of the model."),
     "sequence": click.option("--sequence", type=int, help="gpt: bytes per sample."),
@@ -115,6 +132,7 @@ _SHARED: dict[str, Callable[[Any], Any]] = {
         callback=lambda context, option, names: names or None,
         help="Also write loss, speed and the machines' shares to this logger. May be repeated.",
     ),
+    "web": lambda command: _WEB(_WEB_ADDRESS(command)),
     "runs": click.option("--runs", type=click.Path(path_type=Path), help="Folder for run folders (default: runs)."),
     "resume": click.option(
         "--resume",

@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, redi
 from pathlib import Path
 from typing import Any
 
+import click
+
 from potluck.cli._app import Settings
 from potluck.cli._sharing import Sharing, shared
 from potluck.fleet.life import reader_watched
@@ -19,6 +21,7 @@ from potluck.report.view import make_view
 from potluck.train.context import RANK
 from potluck.train.launch import launched
 from potluck.train.session import RunSpec, Session
+from potluck.web.opening import open_page
 
 
 @contextmanager
@@ -27,7 +30,9 @@ def session(settings: Settings, spec: RunSpec, view: Any, sharing: Sharing | Non
     if sharing is not None:
         sharing.check()
     listener = loggers(spec.config.log)
-    opened = Session(spec, settings.environment, make_view(view), guests=LocalGuests, listener=listener)
+    opened = Session(
+        spec, settings.environment, make_view(view), guests=LocalGuests, listener=listener, page=open_page
+    )
     with opened, launched(opened.context):
         if opened.context.role == RANK:
             with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
@@ -36,6 +41,8 @@ def session(settings: Settings, spec: RunSpec, view: Any, sharing: Sharing | Non
         joining: AbstractContextManager[None] = nullcontext()
         if opened.token is not None and not spec.guests:
             joining = shared(opened, sharing or Sharing(), view, tell=view != "quiet" and not settings.launched)
+        if opened.page is not None and view != "quiet":
+            click.echo(f"See it in a browser: {opened.page.url}\n", err=view == "json")
 
         def on_gone() -> None:
             # Ctrl-C ends the other programs of a pipe too: then this is no news.

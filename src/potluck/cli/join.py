@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import click
 
@@ -33,6 +34,7 @@ class JoinFlags(TypedDict):
     wait_s: float | None
     give_up_s: float
     runs: Path | None
+    web: str | None
     view: str
 
 
@@ -72,7 +74,7 @@ class JoinFlags(TypedDict):
     help="Folder for flight records after a fault (default: the temporary folder).",
 )
 @click.option("--parent", type=int, hidden=True, help="End when this process is gone.")
-@shared("view")
+@shared("web", "view")
 @click.pass_obj
 def join(
     settings: Settings,
@@ -140,6 +142,10 @@ def _find_token(token: str | None, token_file: Path | None, settings: Settings, 
     raise TokenError("no token was given", hint="type the command that the host printed: potluck join TOKEN")
 
 
+def _tell_page(view: str) -> Callable[[str], None]:
+    return lambda url: None if view == "quiet" else click.echo(f"See it in a browser: {url}", err=view == "json")
+
+
 def _read_token(path: Path, wait_s: float) -> str:
     """The token in a file, which the host may write only later. The host's rename lets it appear whole."""
     deadline = time.monotonic() + wait_s
@@ -180,7 +186,12 @@ def _serve(settings: Settings, token: Token, flags: JoinFlags, wait_s: float | N
         flags["device"] or settings.environment.device,
         threads=flags["threads"] or settings.environment.threads,
     )
-    view = guarded(GuestView(flags["view"]), "the view")
+    shown: Any = GuestView(flags["view"])
+    if flags["web"] is not None:
+        from potluck.web.guest_page import GuestPage
+
+        shown = GuestPage(shown, flags["web"], _tell_page(flags["view"]))
+    view = guarded(shown, "the view")
     context = connect(
         token,
         config=config,

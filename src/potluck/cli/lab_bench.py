@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path, file_okay=False),
     help="Folder for results, plots and logs (default: runs/lab/RIG-TIME).",
 )
+@click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Write the timelines as a page.")
+@click.option("--row", is_flag=True, help="Also print a Markdown row to share (docs/results.md).")
 @click.option(
     "--loopback", is_flag=True, help="Use 127.0.0.1 and a shaping proxy instead of namespaces: no root, any system."
 )
@@ -53,6 +55,8 @@ def bench(
     steps: int | None,
     json_file: str | None,
     out: Path | None,
+    html: Path | None,
+    row: bool,
     loopback: bool,
     no_plots: bool,
     faults: str | None,
@@ -66,6 +70,7 @@ def bench(
       potluck lab bench my-rig.toml --steps 8 --json results.json
       potluck lab bench home-pair --loopback            without namespaces (macOS; no DDP)
       potluck lab bench home-pair --faults sleepy-laptop
+      potluck lab bench home-pair --html home-pair.html --row
     """
     from potluck.lab import rigs
     from potluck.lab.bench import bench as run
@@ -79,7 +84,7 @@ def bench(
         strategies = ("potluck",)
     names = on_loopback(strategies) if loopback else check_strategies(strategies)
     folder = out or Path("runs") / "lab" / f"{fleet.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    prepare(folder, json_file)
+    prepare(folder, json_file, html)
     try:
         with make_box(fleet, loopback=loopback, detours=plan is not None) as box, progress() as report:
             measured = run(fleet, names, box, folder.resolve(), report, plan)
@@ -95,6 +100,16 @@ def bench(
         if json_file is not None:
             Path(json_file).write_text(table + "\n")
         show(measured)
+    if html is not None:
+        from potluck.cli.report import write_page
+        from potluck.web.document import document
+        from potluck.web.lab_page import lab_page
+
+        write_page(html, document(lab_page(measured.results, measured.outcomes)))
+    if row:
+        from potluck.report.rows import lab_row
+
+        click.echo(lab_row(measured.results), err=json_file == "-")
     where = sys.stderr if json_file == "-" else sys.stdout
     click.echo(f"figures, logs{' and plots' if pictures else ''}: {folder}", file=where)
     if measured.failed:
@@ -140,14 +155,15 @@ def faults_for(fleet: Rig, name_or_path: str, strategies: tuple[str, ...]) -> Fa
     return plan
 
 
-def prepare(folder: Path, json_file: str | None) -> None:
+def prepare(folder: Path, json_file: str | None, html: Path | None = None) -> None:
     """Check that results can be written, before ten minutes of measuring."""
     from potluck.errors import UserError
 
     try:
-        if json_file not in (None, "-"):
-            with open(str(json_file), "a", encoding="utf-8"):
-                pass
+        for file in (json_file, html):
+            if file not in (None, "-"):
+                with open(str(file), "a", encoding="utf-8"):
+                    pass
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
             raise UserError(f"{folder} is not empty", hint="give --out a new folder, so that logs do not mix")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -15,18 +14,22 @@ from potluck.cli._app import Settings
 from potluck.cli._runs import runs_folder
 from potluck.errors import UserError
 from potluck.report.curve import loss_curve_png, loss_curve_text
+from potluck.report.planned import planned_step_s
+from potluck.report.rows import run_row
 from potluck.report.summary import losses, read_events, summarize
 from potluck.report.summary_text import summary_text
 from potluck.report.text import fitted, writes_utf8
-from potluck.spec.fleet import POTLUCK, SOLO, Plan
-from potluck.train.folder import find_run
-
-PLAN_FILE = "plan.json"
+from potluck.train.folder import find_run, open_folder
 
 
 @click.command()
 @click.argument("run", required=False)
 @click.option("--png", type=click.Path(dir_okay=False, path_type=Path), help="Draw the loss curve to FILE as PNG.")
+@click.option(
+    "--html",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the run as one HTML file that opens in any browser, without a server.",
+)
 @click.option(
     "--plan",
     "plan_file",
@@ -34,8 +37,17 @@ PLAN_FILE = "plan.json"
     help="Compare with the plan saved by `potluck plan --save` (default: plan.json in the run folder, if any).",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
+@click.option("--row", is_flag=True, help="Print only a Markdown row to share (docs/results.md).")
 @click.pass_obj
-def report(settings: Settings, run: str | None, png: Path | None, plan_file: Path | None, as_json: bool) -> None:
+def report(
+    settings: Settings,
+    run: str | None,
+    png: Path | None,
+    html: Path | None,
+    plan_file: Path | None,
+    as_json: bool,
+    row: bool,
+) -> None:
     """Summarize a run: steps, speed, samples computed by each machine, and the loss curve.
 
     RUN is a run folder or a run's id (default: the newest run).
@@ -44,6 +56,7 @@ def report(settings: Settings, run: str | None, png: Path | None, plan_file: Pat
     Examples:
       potluck report                        the newest run
       potluck report runs/ID --png curve.png
+      potluck report runs/ID --html run.html    the page of `potluck host --web`, as a file
       potluck report ID --plan plan.json    compare with `potluck plan --save plan.json`
     """
     folder = find_run(run, runs_folder(settings))
@@ -52,7 +65,10 @@ def report(settings: Settings, run: str | None, png: Path | None, plan_file: Pat
     planned_s = planned_step_s(plan_file, folder, alone=len(summary.machines) < 2)
     summary = structs.replace(summary, planned_s=planned_s)
     steps, values = losses(events)
-    if as_json:
+    if row:
+        manifest = open_folder(folder).read_manifest()
+        click.echo(run_row(summary, events, manifest.versions))
+    elif as_json:
         click.echo(checked.to_json(summary, indent=2))
     else:
         click.echo(fitted(summary_text(summary), sys.stdout))
@@ -62,25 +78,18 @@ def report(settings: Settings, run: str | None, png: Path | None, plan_file: Pat
             click.echo(f"\n{curve}")
     if png is not None:
         _write_png(png, steps, values, summary.run_id)
+    if html is not None:
+        from potluck.web.document import document, state_of
+
+        write_page(html, document(state_of(events, planned_s).page()))
 
 
-def planned_step_s(file: Path | None, folder: Path, *, alone: bool) -> float | None:
-    """Seconds per step that the saved plan predicted; None if there is no plan."""
-    path = file or folder / PLAN_FILE
-    if file is None and not path.exists():
-        return None
-    hint = "make it with: potluck plan … --save FILE"
+def write_page(path: Path, text: str) -> None:
     try:
-        table = json.loads(path.read_text(encoding="utf-8"))
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(
-            f"cannot read {path}: {error.strerror or error}",
-            hint="--plan takes a file made by: potluck plan … --save FILE",
-        ) from error
-    except (ValueError, RecursionError):
-        raise UserError(f"{path} is not a plan file", hint=hint) from None
-    plan = checked.convert(table, Plan, where=f"{path} is not a plan file", error=UserError, hint=hint)
-    return plan.row(SOLO if alone else POTLUCK).step_s
+        raise UserError(f"cannot write {path}: {error.strerror}", hint="choose another file") from error
+    click.echo(f"wrote {path}", err=True)
 
 
 def _write_png(path: Path, steps: list[int], values: list[float], title: str) -> None:

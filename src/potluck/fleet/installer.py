@@ -61,14 +61,8 @@ def _make(env: str, plan: dict[str, Any]) -> int:
     install = [uv, "pip", "install", "--python", python] if uv else [python, "-m", "pip", "install", "-q"]
     # Compiling all of torch takes half a minute; the check below compiles what an import needs.
     quiet = [] if uv else ["--disable-pip-version-check", "--no-input", "--no-compile"]
-    pins = os.path.join(env, "constraints.txt")
-    with open(pins, "w") as file:
-        file.write("\n".join(plan["pins"]) + "\n")
-    command = [*install, *quiet, *plan["requirements"]]
-    if subprocess.run([*command, "-c", pins]).returncode:
-        print("not with the host's versions: trying the newest that fit", flush=True)
-        if subprocess.run(command).returncode:
-            return 1
+    if not _install([*install, *quiet, *plan["requirements"]], plan["pins"], os.path.join(env, "constraints.txt")):
+        return 1
     checked = subprocess.run([python, "-c", "import " + ", ".join(plan["modules"])])
     if checked.returncode:
         return 1
@@ -76,3 +70,17 @@ def _make(env: str, plan: dict[str, Any]) -> int:
         json.dump(plan, file)
     print(f"installed in {time.monotonic() - began:.0f} s", flush=True)
     return 0
+
+
+def _install(command: list[str], pins: list[str], file: str) -> bool:
+    """With the host's versions; if this machine's index lacks one, with the host's torch; else what fits."""
+    torch = [pin for pin in pins if pin.startswith("torch==")]
+    for number, some in enumerate([pins, *([torch] if torch else []), []]):
+        if number:
+            what = f"with {some[0]}" if some else "with the newest that fit"
+            print(f"that failed with the host's versions: trying {what}", flush=True)
+        with open(file, "w") as written:
+            written.write("\n".join(some) + "\n")
+        if not subprocess.run([*command, *(["-c", file] if some else [])]).returncode:
+            return True
+    return False

@@ -79,6 +79,9 @@ class Launcher:
         self._token = ""
         self._over = threading.Event()
         self._interrupts = 0
+        self._prepared = threading.Event()
+        """Set when the host's machine is ready, or cannot be made ready."""
+        self._unprepared: MachineError | None = None
         self.first_error: tuple[str, str] | None = None
         """Machine and words of what failed first, if anything did."""
 
@@ -93,6 +96,7 @@ class Launcher:
             for name in self._guests
             for slot in range(self._fleet.machine(name).slots)
         ]
+        threads.append(threading.Thread(target=self._prepare, name="potluck-prepare-host"))
         for thread in threads:
             thread.start()
         try:
@@ -121,7 +125,7 @@ class Launcher:
                 f"none of {len(self._guests)} machine{'s' if len(self._guests) > 1 else ''} can be used",
                 hint="fix what is named above; `potluck up … --check` looks again",
             )
-        self._prepare_host()
+        self._wait_for_machine()
         if self._interrupts:
             return INTERRUPTED
         work = self._work
@@ -150,25 +154,21 @@ class Launcher:
                 sent = self._stop(task)
         return self._status(ended)
 
-    def _prepare_host(self) -> None:
-        """Reach the host's machine and install there, while Ctrl-C is heard."""
-        failed: list[MachineError] = []
-        done = threading.Event()
+    def _prepare(self) -> None:
+        """Reach the host's machine and install there, in a thread: Ctrl-C is heard meanwhile."""
+        try:
+            self._fleet.prepare(self._work.machine)
+        except MachineError as error:
+            self._unprepared = error
+        finally:
+            self._prepared.set()
 
-        def prepare() -> None:
-            try:
-                self._fleet.prepare(self._work.machine)
-            except MachineError as error:
-                failed.append(error)
-            done.set()
-
-        # It ends when the fleet is closed, if not before.
-        threading.Thread(target=prepare, name="potluck-prepare-host", daemon=True).start()
-        self._wait_for(lambda: done.is_set() or self._interrupts)
-        if failed:
+    def _wait_for_machine(self) -> None:
+        self._wait_for(lambda: self._prepared.is_set() or self._interrupts)
+        if self._unprepared is not None:
             self._tell_problems()
-            self._observer.problems(failed[0].findings)
-            raise failed[0]
+            self._observer.problems(self._unprepared.findings)
+            raise self._unprepared
 
     @property
     def _log(self) -> Path:

@@ -125,6 +125,10 @@ class Member:
     """Samples it has contributed to the run."""
     busy_s: float = 0.0
     """Seconds of computing in its last contribution."""
+    receive_s: float = 0.0
+    """Seconds in which the weights' change arrived there for its last contribution."""
+    answered_s: float = 0.0
+    """Seconds from the lease to the arrival of its last contribution."""
     joined: bool = False
     """It has passed the parity check once."""
     fixed_digests: dict[str, str] | None = None
@@ -201,7 +205,7 @@ class Member:
             speed = self.speed
             unhidden_s = speed.unhidden_s(count) if speed is not None else 0.0
             self.overhead.add(max(0.0, since_start_s - compute_s - unhidden_s))
-            self.busy_s = compute_s
+            self.busy_s, self.answered_s = compute_s, since_start_s
 
 
 _GONE: dict[str, type[GuestLeft] | type[GuestLost] | type[GuestRefused]] = {

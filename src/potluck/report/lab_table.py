@@ -35,6 +35,7 @@ _COLUMNS = (
     _Column("MB/step", lambda row: _number(None if row.bytes_per_step is None else row.bytes_per_step / 1e6, 2)),
     _Column("loss", lambda row: _number(row.loss, 3)),
 )
+HEADER = tuple(column.header for column in _COLUMNS)
 _MEANINGS = (
     ("predicted", "seconds a step, as `potluck plan` has them from the rig"),
     ("speed-up", "the time of a step of the host alone ÷ the strategy's"),
@@ -50,17 +51,27 @@ def show_results(results: Results, stream: TextIO) -> None:
 
 def results_lines(results: Results, width: int) -> list[Line]:
     """The table and what a reader of it should know."""
-    cells = [[column.text(row) for column in _COLUMNS] for row in results.rows]
+    cells = cells_of(results)
     best = best_row(results.rows)
     styles = {number: _BEST for number, row in enumerate(results.rows) if row is best}
-    header, right = [column.header for column in _COLUMNS], range(1, len(_COLUMNS))
-    lines = [_title(results), Line(), *table_lines(header, cells, right=right, styles=styles), Line()]
-    for label, text in _below(results, best):
+    right = range(1, len(HEADER))
+    lines = [_title(results), Line(), *table_lines(HEADER, cells, right=right, styles=styles), Line()]
+    for label, text in facts_of(results):
         lines += paragraph(text, width, label=label, indent=_INDENT)
     lines.append(Line())
     for label, text in _MEANINGS:
         lines += paragraph(text, width, _LABEL, label=label, indent=_INDENT)
     return [line.trimmed().cropped(max(width, 80)) for line in lines]
+
+
+def cells_of(results: Results) -> list[tuple[str, ...]]:
+    """A row for each strategy, as `HEADER` names its cells."""
+    return [tuple(column.text(row) for column in _COLUMNS) for row in results.rows]
+
+
+def facts_of(results: Results) -> list[tuple[str, str]]:
+    """What a reader of the table should know, with labels."""
+    return _below(results, best_row(results.rows))
 
 
 def best_row(rows: Sequence[Row]) -> Row | None:

@@ -33,34 +33,24 @@ _LANE = 0.84
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """One strategy's part of the picture: the window of its run that is shown."""
+class TimelineWindow:
+    """One strategy's part of the picture: the time of its run that is shown."""
 
     outcome: Outcome
     row: Row
     machines: tuple[str, ...]
     start: float
     """Start of the window, by the box's clock."""
+    seconds: float
+    """Its length, the same for all strategies."""
 
 
 def draw_timeline(results: Results, outcomes: Sequence[Outcome]) -> Figure | None:
     """A lane per machine: computing or waiting in the middle, sending above it, receiving below."""
-    rows = {row.strategy: row for row in results.rows}
-    shown = [o for o in outcomes if o.intervals and len(o.steps) > 1 and o.strategy in rows]
-    if not shown:
+    groups = windows(results, outcomes)
+    if not groups:
         return None
-    window_s = window_length([_step_s(outcome, results.warm_up_steps) for outcome in shown])
-    window_s = max([window_s, *(faults_length(outcome, results.warm_up_steps) for outcome in shown)])
-    order = [machine.name for machine in results.rig.machines]
-    groups = [
-        Group(
-            outcome=outcome,
-            row=rows[outcome.strategy],
-            machines=_machines(outcome, order),
-            start=window_start(outcome, window_s, results.warm_up_steps),
-        )
-        for outcome in shown
-    ]
+    window_s = groups[0].seconds
     inner = sum(_HEAD_IN + _LANE_IN * len(g.machines) for g in groups) + _GAP_IN * (len(groups) - 1)
     height = _TOP_IN + inner + _BOTTOM_IN
     left = max(1.25, 0.4 + 0.085 * min(_MOST_NAME, max(len(name) for g in groups for name in g.machines)))
@@ -85,6 +75,27 @@ def draw_timeline(results: Results, outcomes: Sequence[Outcome]) -> Figure | Non
 
 
 # -- what is shown --------------------------------------------------------------------------------------
+
+
+def windows(results: Results, outcomes: Sequence[Outcome]) -> list[TimelineWindow]:
+    """What is shown of each strategy that has a timeline."""
+    rows = {row.strategy: row for row in results.rows}
+    shown = [o for o in outcomes if o.intervals and len(o.steps) > 1 and o.strategy in rows]
+    if not shown:
+        return []
+    window_s = window_length([_step_s(outcome, results.warm_up_steps) for outcome in shown])
+    window_s = max([window_s, *(faults_length(outcome, results.warm_up_steps) for outcome in shown)])
+    order = [machine.name for machine in results.rig.machines]
+    return [
+        TimelineWindow(
+            outcome=outcome,
+            row=rows[outcome.strategy],
+            machines=_machines(outcome, order),
+            start=window_start(outcome, window_s, results.warm_up_steps),
+            seconds=window_s,
+        )
+        for outcome in shown
+    ]
 
 
 def window_length(step_s: Sequence[float]) -> float:
@@ -133,11 +144,11 @@ def busy_share(outcome: Outcome, machine: str, warm_up: int) -> float | None:
     begin = steps[warm_up - 1].ended_at if 0 < warm_up < len(steps) else outcome.started_at
     end = steps[-1].ended_at
     own = [i for i in outcome.intervals if i.machine == machine and i.kind == "compute"]
-    there_s = sum(stop - start for start, stop in joined(_presence(outcome, machine), begin, end, 0.0))
+    there_s = sum(stop - start for start, stop in joined(presence(outcome, machine), begin, end, 0.0))
     return sum(stop - start for start, stop in joined(own, begin, end, 0.0)) / there_s if there_s > 0 else None
 
 
-def _presence(outcome: Outcome, machine: str) -> list[Interval]:
+def presence(outcome: Outcome, machine: str) -> list[Interval]:
     """The steps in which a machine was present."""
     begins = [outcome.started_at, *(step.ended_at for step in outcome.steps[:-1])]
     return [
@@ -160,7 +171,7 @@ def _machines(outcome: Outcome, order: Sequence[str]) -> tuple[str, ...]:
 # -- drawing --------------------------------------------------------------------------------------------
 
 
-def _draw_group(axes: Axes, group: Group, top: float, window_s: float, warm_up: int) -> None:
+def _draw_group(axes: Axes, group: TimelineWindow, top: float, window_s: float, warm_up: int) -> None:
     outcome, start = group.outcome, group.start
     until = min(window_s, outcome.steps[-1].ended_at - start)
     _draw_head(axes, group, top, window_s, until)
@@ -172,7 +183,7 @@ def _draw_group(axes: Axes, group: Group, top: float, window_s: float, warm_up: 
             bars = joined((i for i in own if i.kind == kind), start, start + until, window_s / 1500)
             low = middle - offset * _LANE_IN - height * _LANE_IN / 2
             if kind == "compute":  # whoever is there and does not compute waits
-                there = joined(_presence(outcome, machine), start, start + until, 0.0)
+                there = joined(presence(outcome, machine), start, start + until, 0.0)
                 _bars(axes, there, low, height, WAIT)
             _bars(axes, bars, low, height, colour)
         _draw_faults(axes, group, machine, middle, until)
@@ -184,7 +195,7 @@ def _draw_group(axes: Axes, group: Group, top: float, window_s: float, warm_up: 
             axes.text(1.012 * window_s, middle, text, va="center", fontsize=9, color=GREY, clip_on=False)
 
 
-def _draw_faults(axes: Axes, group: Group, machine: str, middle: float, until: float) -> None:
+def _draw_faults(axes: Axes, group: TimelineWindow, machine: str, middle: float, until: float) -> None:
     """A frame around the time of a machine's fault, with its description."""
     low, high = middle - _LANE * _LANE_IN / 2, middle + _LANE * _LANE_IN / 2
     for fault in group.outcome.faults:
@@ -201,7 +212,7 @@ def _bars(axes: Axes, bars: Sequence[tuple[float, float]], low: float, height: f
     axes.broken_barh(spans, (low, height * _LANE_IN), color=colour, linewidth=0, zorder=2)
 
 
-def _draw_head(axes: Axes, group: Group, top: float, window_s: float, until: float) -> None:
+def _draw_head(axes: Axes, group: TimelineWindow, top: float, window_s: float, until: float) -> None:
     """The strategy's name and figures, and marks above the lanes where its steps begin and end."""
     row = group.row
     figures = [f"{row.step_s:.2f} s a step"] if row.step_s is not None else []

@@ -75,12 +75,14 @@ class Notice:
     step: int | None
     """None: it came before the first step."""
     times: int = 1
+    t_s: float = 0.0
+    """When it came last."""
 
 
 class RunState:
     """Fold events with `fold`; read the attributes. Not locked: the view does that."""
 
-    def __init__(self) -> None:
+    def __init__(self, notices: int = _MESSAGES) -> None:
         self.start: RunStarted | None = None
         self.step: StepEnded | None = None
         self.end: RunEnded | None = None
@@ -90,7 +92,7 @@ class RunState:
         self.not_applied = 0
         """Steps whose update was not made."""
         self.machines: list[MachineRow] = []
-        self.notices: deque[Notice] = deque(maxlen=_MESSAGES)
+        self.notices: deque[Notice] = deque(maxlen=notices)
 
     @property
     def done(self) -> int:
@@ -134,7 +136,8 @@ class RunState:
         self.machines = [host]
         if event.resumed_from:
             text = f"resumed after step {event.resumed_from}"
-            self.notices.append(Notice(message=EventText(text=text, level="info", about=("", "", "")), step=None))
+            about = EventText(text=text, level="info", about=("", "", ""))
+            self.notices.append(Notice(message=about, step=None, t_s=event.t_s))
 
     def _news(self, event: RunEvent) -> None:
         # The line begins with the step's number: the sentence does not repeat it.
@@ -148,9 +151,9 @@ class RunState:
         for i, notice in enumerate(self.notices):
             if notice.message.about == message.about and not isinstance(event, RunNote):
                 del self.notices[i]
-                self.notices.append(Notice(message=message, step=step, times=notice.times + 1))
+                self.notices.append(Notice(message=message, step=step, times=notice.times + 1, t_s=event.t_s))
                 return
-        self.notices.append(Notice(message=message, step=step))
+        self.notices.append(Notice(message=message, step=step, t_s=event.t_s))
 
     def _touch_machine(self, event: RunEvent) -> None:
         """Show a change at once: the next step, which renews every row, may be a minute away."""

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from statistics import median
-from typing import TypeVar
 
 from msgspec import Struct
 
 from potluck.errors import RunFolderError
+from potluck.report.running import Median, Sum
 from potluck.report.text import clean
 from potluck.spec.events import (
     ContributionDropped,
@@ -88,6 +85,8 @@ class Summary(Struct, frozen=True, kw_only=True):
     """Measured ÷ predicted − 1 of those steps, the median."""
     speedup: float | None
     """Over the host alone: the mean of the steps' speed-ups, weighted by their seconds."""
+    speedup_margin: float | None
+    """Half of the speed-up's 95 % interval, from its scatter over the run; None if there are too few steps."""
     efficiency: float | None
     """Samples per second ÷ the sum of what each machine reaches alone."""
     recovery: float | None
@@ -117,9 +116,6 @@ class Summary(Struct, frozen=True, kw_only=True):
     """Seconds a step that a plan saved before the run predicted."""
 
 
-_Kind = TypeVar("_Kind", RunStarted, RunEnded, StatisticsMeasured)
-
-
 def read_events(run: Path) -> list[RunEvent]:
     """The run's events in order; see `events_in`."""
     path = run / EVENTS_FILE
@@ -136,7 +132,12 @@ def read_events(run: Path) -> list[RunEvent]:
 
 def step_events(events: Iterable[RunEvent]) -> list[StepEnded]:
     """One event per step. A resumed run repeats the steps after its checkpoint; the last time counts."""
-    by_step = {event.step: event for event in events if isinstance(event, StepEnded)}
+    by_step: dict[int, StepEnded] = {}
+    for event in events:
+        if isinstance(event, StepEnded):
+            by_step[event.step] = event
+        elif isinstance(event, RunStarted) and event.resumed_from is not None:
+            by_step = {step: kept for step, kept in by_step.items() if step <= event.resumed_from}
     return [by_step[step] for step in sorted(by_step)]
 
 
@@ -147,87 +148,188 @@ def losses(events: Iterable[RunEvent]) -> tuple[list[int], list[float]]:
 
 
 def summarize(events: Sequence[RunEvent]) -> Summary:
-    steps = step_events(events)
-    start, statistics = _last(events, RunStarted), _last(events, StatisticsMeasured)
-    seconds = math.fsum(e.step_s for e in steps)
-    machines = _machines(events, steps)
-    samples = sum(m.samples for m in machines)
-    samples_per_s = samples / seconds if seconds else None
-    tokens = start.tokens_per_sample if start is not None else None
-    _, curve = losses(events)
-    gain = Gain()
-    for step in steps:
-        gain.add(step.speedup, step.step_s)
-    return Summary(
-        run_id=clean(start.run_id) if start is not None else "",
-        recipe=clean(start.recipe) if start is not None else "",
-        parameters=start.parameters or None if start is not None else None,
-        steps=steps[-1].step if steps else 0,
-        planned_steps=start.steps or None if start is not None else None,
-        first_loss=curve[0] if curve else None,
-        last_loss=steps[-1].loss if steps else None,
-        not_applied=sum(not e.applied for e in steps),
-        ended=_ended(events),
-        run_s=_run_s(events),
-        seconds=seconds,
-        samples=samples,
-        samples_per_s=samples_per_s,
-        tokens_per_s=samples_per_s * tokens if samples_per_s and tokens else None,
-        mean_step_s=seconds / len(steps) if steps else None,
-        step_s=_median(e.step_s for e in steps),
-        predicted_s=_median(_predicted_s(e) for e in steps),
-        off=_median(_off(e) for e in steps),
-        speedup=gain.value,
-        efficiency=_efficiency(steps),
-        recovery=_recovery(steps),
-        could_add=_median(_could_add(e) for e in steps),
-        wait_s=math.fsum(e.wait_s for e in steps),
-        update_s=math.fsum(e.update_s for e in steps),
-        bytes_up=sum(e.bytes_up for e in steps),
-        bytes_down=sum(e.bytes_down for e in steps),
-        ahead_samples=sum(e.ahead for e in steps),
-        unneeded_samples=sum(e.unneeded for e in steps),
-        unneeded_bytes=sum(e.unneeded_bytes for e in steps),
-        dropped_samples=sum(e.dropped for e in steps),
-        strangers_refused=sum(isinstance(e, StrangerRefused) for e in events),
-        batch_layers=statistics.layers if statistics is not None else 0,
-        effective_batch=_median(_effective_batch(e) for e in steps) if statistics is not None else None,
-        machines=machines,
-        codecs={
-            clean(e.machine): f"{clean(e.codec)}, {clean(e.reason)}" for e in events if isinstance(e, GuestCodec)
-        },
-    )
+    totals, counted = Totals(), {id(step) for step in step_events(events)}
+    for event in events:
+        if isinstance(event, StepEnded) and id(event) not in counted:
+            totals.pass_over(event)
+        else:
+            totals.fold(event)
+    return totals.summary()
 
 
-def _last(events: Sequence[RunEvent], kind: type[_Kind]) -> _Kind | None:
-    return next((e for e in reversed(events) if isinstance(e, kind)), None)
+class Totals:
+    """A run's figures event by event; `summary` at any time.
+
+    `fold` each event in order, but `pass_over` a step that a resumed run repeats.
+    """
+
+    def __init__(self) -> None:
+        self._start: RunStarted | None = None
+        self._statistics: StatisticsMeasured | None = None
+        self._ended = "still going or killed"
+        self._last: StepEnded | None = None
+        self._count = 0
+        self._before_s = self._begun_s = self._now_s = 0.0
+        """Seconds of the processes before, and when this one began and was last heard, by its own clock."""
+        self._over = True
+        self._first_loss: float | None = None
+        self._sums = Counter[str]()
+        self._seconds, self._waited, self._updated = Sum(), Sum(), Sum()
+        self._step_s, self._predicted_s, self._off = Median(), Median(), Median()
+        self._recovery, self._could_add, self._batch = Median(), Median(), Median()
+        self._gain = Gain()
+        self._done = self._possible = 0.0
+        self._machines: dict[str, _MachineTotals] = {}
+        self._codecs: dict[str, str] = {}
+        self._taken_back, self._dropped, self._lost = Counter[str](), Counter[str](), Counter[str]()
+
+    @property
+    def steps(self) -> int:
+        return self._last.step if self._last is not None else 0
+
+    def pass_over(self, event: RunEvent) -> None:
+        """Only its time counts."""
+        if not self._over:
+            self._now_s = max(self._now_s, event.t_s)
+
+    def fold(self, event: RunEvent) -> None:
+        self.pass_over(event)
+        match event:
+            case StepEnded():
+                self._step(event)
+            case RunStarted():
+                # A resumed run has several starts; an end before the last of them is not the end.
+                self._start, self._ended = event, "still going or killed"
+                self._before_s += self._now_s - self._begun_s
+                self._begun_s = self._now_s = event.t_s
+                self._over = False
+            case RunEnded():
+                if not self._over:
+                    self._now_s, self._over = self._begun_s + event.seconds, True
+                self._ended = clean(event.reason) or "ended"
+            case StatisticsMeasured():
+                self._statistics = event
+            case GuestCodec():
+                self._codecs[clean(event.machine)] = f"{clean(event.codec)}, {clean(event.reason)}"
+            case StrangerRefused():
+                self._sums["strangers"] += 1
+            case LeaseTakenBack():
+                self._taken_back[event.machine] += event.samples
+            case ContributionDropped():
+                self._dropped[event.machine] += event.samples
+            case GuestLost() | GuestLeft():
+                self._taken_back[event.machine] += event.samples_taken_back
+                self._lost[event.machine] += isinstance(event, GuestLost)
+
+    def _step(self, step: StepEnded) -> None:
+        self._last = step
+        self._count += 1
+        if self._first_loss is None:
+            self._first_loss = step.loss
+        self._sums["not_applied"] += not step.applied
+        for name in ("bytes_up", "bytes_down", "dropped", "ahead", "unneeded", "unneeded_bytes"):
+            self._sums[name] += getattr(step, name)
+        self._seconds.add(step.step_s)
+        self._waited.add(step.wait_s)
+        self._updated.add(step.update_s)
+        self._step_s.add(step.step_s)
+        self._predicted_s.add(_predicted_s(step))
+        self._off.add(_off(step))
+        self._recovery.add(_recovery(step))
+        self._could_add.add(_could_add(step))
+        self._batch.add(_effective_batch(step))
+        self._gain.add(step.speedup, step.step_s)
+        if (at_best := _at_best(step)) is not None:
+            self._done += at_best[0]
+            self._possible += at_best[1]
+        for machine in step.machines:
+            self._machines.setdefault(machine.name, _MachineTotals()).add(machine)
+
+    def summary(self) -> Summary:
+        start, last, sums = self._start, self._last, self._sums
+        seconds = self._seconds.value
+        samples = sum(m.samples for m in self._machines.values())
+        samples_per_s = samples / seconds if seconds else None
+        tokens = start.tokens_per_sample if start is not None else None
+        return Summary(
+            run_id=clean(start.run_id) if start is not None else "",
+            recipe=clean(start.recipe) if start is not None else "",
+            parameters=start.parameters or None if start is not None else None,
+            steps=self.steps,
+            planned_steps=start.steps or None if start is not None else None,
+            first_loss=self._first_loss,
+            last_loss=last.loss if last is not None else None,
+            not_applied=sums["not_applied"],
+            ended=self._ended,
+            run_s=self._before_s + self._now_s - self._begun_s,
+            seconds=seconds,
+            samples=samples,
+            samples_per_s=samples_per_s,
+            tokens_per_s=samples_per_s * tokens if samples_per_s and tokens else None,
+            mean_step_s=seconds / self._count if self._count else None,
+            step_s=self._step_s.value,
+            predicted_s=self._predicted_s.value,
+            off=self._off.value,
+            speedup=self._gain.value,
+            speedup_margin=self._gain.margin,
+            efficiency=self._done / self._possible if self._possible else None,
+            recovery=self._recovery.value,
+            could_add=self._could_add.value,
+            wait_s=self._waited.value,
+            update_s=self._updated.value,
+            bytes_up=sums["bytes_up"],
+            bytes_down=sums["bytes_down"],
+            ahead_samples=sums["ahead"],
+            unneeded_samples=sums["unneeded"],
+            unneeded_bytes=sums["unneeded_bytes"],
+            dropped_samples=sums["dropped"],
+            strangers_refused=sums["strangers"],
+            batch_layers=self._statistics.layers if self._statistics is not None else 0,
+            effective_batch=self._batch.value if self._statistics is not None else None,
+            machines=self._each(samples),
+            codecs=dict(self._codecs),
+        )
+
+    def _each(self, total: int) -> tuple[MachineSummary, ...]:
+        """The host first, then the guests by the samples they computed."""
+        machines = []
+        for name, own in self._machines.items():
+            assert own.last is not None
+            machines.append(
+                MachineSummary(
+                    name=clean(name),
+                    role=own.last.role,
+                    device=clean(own.last.device),
+                    samples=own.samples,
+                    share=own.samples / total if total else 0.0,
+                    steps=own.steps,
+                    micro_batch=_whole(own.micro_batch.value),
+                    rate=own.rate.value,
+                    busy=own.busy.value,
+                    taken_back_samples=self._taken_back[name],
+                    dropped_samples=self._dropped[name],
+                    times_lost=self._lost[name],
+                )
+            )
+        return tuple(sorted(machines, key=lambda m: (m.role != "host", -m.samples)))
 
 
-def _ended(events: Sequence[RunEvent]) -> str:
-    # A resumed run has several starts; an end before the last of them is not the end.
-    last = next((e for e in reversed(events) if isinstance(e, (RunStarted, RunEnded))), None)
-    return (clean(last.reason) or "ended") if isinstance(last, RunEnded) else "still going or killed"
+class _MachineTotals:
+    """One machine's steps."""
 
+    def __init__(self) -> None:
+        self.last: MachineFigures | None = None
+        self.samples = self.steps = 0
+        self.micro_batch, self.rate, self.busy = Median(), Median(), Median()
 
-def _run_s(events: Sequence[RunEvent]) -> float:
-    """From each start to its end, or to the last event before the next start."""
-    total = 0.0
-    for i, event in enumerate(events):
-        if isinstance(event, RunStarted):
-            later = itertools.takewhile(lambda e: not isinstance(e, RunStarted), events[i + 1 :])
-            end = event.t_s
-            for other in later:
-                end = max(end, other.t_s)
-                if isinstance(other, RunEnded):
-                    end = event.t_s + other.seconds
-                    break
-            total += end - event.t_s
-    return total
-
-
-def _median(values: Iterable[float | None]) -> float | None:
-    known = [v for v in values if v is not None and math.isfinite(v)]
-    return median(known) if known else None
+    def add(self, step: MachineFigures) -> None:
+        self.last = step
+        self.samples += step.samples
+        if step.samples:
+            self.steps += 1
+            self.micro_batch.add(step.micro_batch)
+            self.rate.add(step.rate)
+            self.busy.add(step.busy)
 
 
 def _whole(value: float | None) -> int | None:
@@ -237,46 +339,6 @@ def _whole(value: float | None) -> int | None:
 def _effective_batch(step: StepEnded) -> float | None:
     parts = sum(m.micro_batches for m in step.machines)
     return sum(m.samples for m in step.machines) / parts if parts else None
-
-
-def _machines(events: Sequence[RunEvent], steps: Sequence[StepEnded]) -> tuple[MachineSummary, ...]:
-    """The host first, then the guests by the samples they computed."""
-    seen: dict[str, list[MachineFigures]] = {}
-    for step in steps:
-        for machine in step.machines:
-            seen.setdefault(machine.name, []).append(machine)
-    taken_back, dropped, lost = Counter[str](), Counter[str](), Counter[str]()
-    for event in events:
-        match event:
-            case LeaseTakenBack():
-                taken_back[event.machine] += event.samples
-            case ContributionDropped():
-                dropped[event.machine] += event.samples
-            case GuestLost() | GuestLeft():
-                taken_back[event.machine] += event.samples_taken_back
-                lost[event.machine] += isinstance(event, GuestLost)
-    total = sum(row.samples for rows in seen.values() for row in rows)
-    machines = []
-    for name, rows in seen.items():
-        samples = sum(row.samples for row in rows)
-        active = [row for row in rows if row.samples]
-        machines.append(
-            MachineSummary(
-                name=clean(name),
-                role=rows[-1].role,
-                device=clean(rows[-1].device),
-                samples=samples,
-                share=samples / total if total else 0.0,
-                steps=len(active),
-                micro_batch=_whole(_median(row.micro_batch for row in active)),
-                rate=_median(row.rate for row in active),
-                busy=_median(row.busy for row in active),
-                taken_back_samples=taken_back[name],
-                dropped_samples=dropped[name],
-                times_lost=lost[name],
-            )
-        )
-    return tuple(sorted(machines, key=lambda m: (m.role != "host", -m.samples)))
 
 
 def _present(step: StepEnded) -> list[MachineFigures]:
@@ -294,16 +356,13 @@ def _off(step: StepEnded) -> float | None:
     return step.step_s / predicted_s - 1 if predicted_s else None
 
 
-def _efficiency(steps: Sequence[StepEnded]) -> float | None:
-    """Over the steps in which every machine's own rate was known."""
-    done = possible = 0.0
-    for step in steps:
-        rates = [m.rate for m in _present(step)]
-        known = [rate for rate in rates if rate is not None]
-        if step.step_s and known and len(known) == len(rates):
-            done += sum(m.samples for m in _present(step))
-            possible += step.step_s * sum(known)
-    return done / possible if possible else None
+def _at_best(step: StepEnded) -> tuple[float, float] | None:
+    """Samples made and possible, in a step in which every machine's own rate was known."""
+    rates = [m.rate for m in _present(step)]
+    known = [rate for rate in rates if rate is not None]
+    if not step.step_s or not known or len(known) != len(rates):
+        return None
+    return sum(m.samples for m in _present(step)), step.step_s * sum(known)
 
 
 def _could_add(step: StepEnded) -> float | None:
@@ -314,6 +373,6 @@ def _could_add(step: StepEnded) -> float | None:
     return rates["guest"] / rates["host"] if all(rates.values()) else None
 
 
-def _recovery(steps: Sequence[StepEnded]) -> float | None:
-    possible = [(step.speedup, _could_add(step)) for step in steps]
-    return _median((s - 1) / more for s, more in possible if s is not None and more and more >= LEAST_TO_ADD)
+def _recovery(step: StepEnded) -> float | None:
+    more = _could_add(step)
+    return (step.speedup - 1) / more if step.speedup is not None and more and more >= LEAST_TO_ADD else None

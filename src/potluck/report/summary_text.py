@@ -19,17 +19,23 @@ from potluck.units import (
 
 MOST_CODECS = 4
 """Guests whose codec is told."""
+HEADER = ("machine", "role", "device", "samples", "at once", "share", "rate", "busy", "notes")
 
 
 def summary_text(summary: Summary) -> str:
     """About ten lines and a table of the machines."""
-    facts = _facts(summary)
-    if summary.planned_s and summary.step_s:
-        off = summary.step_s / summary.planned_s - 1
-        facts.append(("plan", f"{seconds_text(summary.planned_s)} a step, before the run; {_came(off)}"))
-    lines = [f"{label:<12}{text}" for label, text in facts]
+    lines = [f"{label:<12}{text}" for label, text in summary_facts(summary)]
     table = _table(summary.machines)
     return "\n".join([*lines, "", *table] if table else lines)
+
+
+def summary_facts(s: Summary) -> list[tuple[str, str]]:
+    """Each figure with its label."""
+    facts = _facts(s)
+    if s.planned_s and s.step_s:
+        off = s.step_s / s.planned_s - 1
+        facts.append(("plan", f"{seconds_text(s.planned_s)} a step, before the run; {_came(off)}"))
+    return facts
 
 
 def _facts(s: Summary) -> list[tuple[str, str]]:
@@ -71,7 +77,7 @@ def _durations(s: Summary) -> str:
 def _fleet_facts(s: Summary) -> list[tuple[str, str]]:
     facts = []
     if s.speedup is not None:
-        facts.append(("gain", f"{factor_text(s.speedup)} the host alone"))
+        facts.append(("gain", f"{gain_text(s.speedup, s.speedup_margin)} the host alone"))
     if s.predicted_s is not None and s.off is not None:
         facts.append(
             (
@@ -99,6 +105,11 @@ def _fleet_facts(s: Summary) -> list[tuple[str, str]]:
     return facts
 
 
+def gain_text(speedup: float | None, margin: float | None) -> str:
+    """'1.16× ± 0.02'."""
+    return factor_text(speedup) + (f" ± {max(margin, 0.005):.2f}" if margin is not None else "")
+
+
 def _came(off: float) -> str:
     """How far the measured time is off."""
     return "as it came" if abs(off) < 0.0005 else f"it took {abs(off):.1%} {'more' if off > 0 else 'less'}"
@@ -107,8 +118,13 @@ def _came(off: float) -> str:
 def _table(machines: Sequence[MachineSummary]) -> list[str]:
     if not machines:
         return []
-    header = ("machine", "role", "device", "samples", "at once", "share", "rate", "busy", "notes")
-    rows = [
+    rows = machine_cells(machines)
+    return [line.plain.rstrip() for line in table_lines(HEADER, rows, right=range(3, 8), rule=False)]
+
+
+def machine_cells(machines: Sequence[MachineSummary]) -> list[tuple[str, ...]]:
+    """A row for each machine, as `HEADER` names them."""
+    return [
         (
             clean(m.name, 24),
             m.role,
@@ -122,7 +138,6 @@ def _table(machines: Sequence[MachineSummary]) -> list[str]:
         )
         for m in machines
     ]
-    return [line.plain.rstrip() for line in table_lines(header, rows, right=range(3, 8), rule=False)]
 
 
 def _notes(machine: MachineSummary) -> str:

@@ -10,6 +10,8 @@ from potluck.checked import Natural, Positive
 
 LoggerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
+WEB_HERE = "127.0.0.1"
+"""Address of the page in the browser where none is given: this machine only."""
 MOST_GUESTS = 64
 """The most guests that one host admits."""
 MEMORY_PART = 0.5
@@ -56,3 +58,5 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Largest norm per sample of a guest's gradient that counts, as a multiple of the host's own; 0: no limit."""
     log: tuple[LoggerName, ...] = ()
     """Loggers that the host writes the run's series to."""
+    web: str | None = None
+    """Address of the page in the browser, with a port if it must not be a free one; no page if not given."""

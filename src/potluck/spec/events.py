@@ -61,7 +61,7 @@ class RunStarted(_Event, frozen=True, kw_only=True, tag="run_start"):
     """Epochs in total; absent without `epochs=`."""
 
 
-class MachineFigures(Struct, frozen=True, kw_only=True):
+class MachineFigures(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A machine in the `machines` of a step."""
 
     name: str
@@ -84,6 +84,14 @@ class MachineFigures(Struct, frozen=True, kw_only=True):
     """State of the machine, see above."""
     reason: str
     """Why it is in this state; may be empty."""
+    receive_s: float | None = None
+    """A guest with samples in this step: seconds in which the weights' change arrived there."""
+    send_s: float | None = None
+    """The same guest: seconds from its last backward to the arrival of its gradient."""
+    answered_s: float | None = None
+    """The same guest: seconds from its lease to the arrival of its gradient."""
+    link_bytes_per_s: float | None = None
+    """Bytes of the weights' change ÷ the time that it takes to the guest, smoothed; absent below 5 ms."""
 
 
 class StepEnded(_Event, frozen=True, kw_only=True, tag="step"):

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import shlex
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from potluck.device import Device
 from potluck.hub.link import GuestLink
+from potluck.hub.members import Member
 from potluck.hub.waiting import WaitingRoom
 from potluck.spec.config import RunConfig
 from potluck.spec.messages import Source, WelcomeMessage
@@ -66,6 +67,8 @@ class RunContext:
     again: Callable[[Path], str] = lambda folder: f"--resume {shlex.quote(str(folder))}"
     """How to resume the run in this folder, in words."""
 
+    members: Callable[[], Sequence[Member]] = tuple
+    """On a host: its guests."""
     steps_done: Callable[[], int] = lambda: 0
     """How many steps of the training are finished."""
     began: bool = False

@@ -417,6 +417,7 @@ class Run:
             )
         )
         hub.start()
+        context.members = hub.members
         if context.config.wait_for:
             try:
                 config, stop = context.config, context.stop_requested

@@ -45,6 +45,14 @@ Listener = Callable[[Path, Manifest, Callable[[str], None]], View]
 function that shows a sentence. That must not be called from inside `event`, which runs under the log's lock."""
 
 
+class Watched(Protocol):
+    """The page in the browser, while it is served."""
+
+    url: str
+
+    def close(self) -> None: ...
+
+
 class GuestProcesses(Protocol):
     """Guests on this machine: started together, ended together."""
 
@@ -94,11 +102,12 @@ class Session:
         *,
         guests: Callable[[Path], GuestProcesses] | None = None,
         listener: Listener | None = None,
+        page: Callable[[RunContext], Watched] | None = None,
         signals: bool = True,
     ) -> None:
         """`guests` is given the run's folder; needed where `spec.guests` is not 0.
 
-        `listener`: opened on rank 0 only.
+        `listener` and `page`, what serves the page if the config asks for one: opened on rank 0 only.
 
         `signals`: handle them for as long as the session is open. Otherwise, see `signals()`.
         """
@@ -108,6 +117,8 @@ class Session:
         self._make_guests = guests
         self._open_listener = listener
         self._listener: View | None = None
+        self._open_page = page
+        self.page: Watched | None = None
         self._all_signals = signals
         self._closing = ExitStack()
         self.closed = False
@@ -200,6 +211,9 @@ class Session:
         if spec.again is not None:
             context.again = spec.again
         stack.callback(guarded(self._add_machines, "the list of machines in manifest.json"), folder)
+        if self._open_page is not None and spec.config.web is not None:
+            self.page = self._open_page(context)
+            stack.callback(self.page.close)  # when the log is complete
         stack.callback(log.close)
         stack.callback(self._view.close)
         stack.callback(self._close_listener)

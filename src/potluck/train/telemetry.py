@@ -10,6 +10,7 @@ from collections import deque
 import msgspec
 import torch
 
+from potluck import codec as codecs
 from potluck._version import __version__
 from potluck.balance.quota import Estimate
 from potluck.hub.actions import StepResult
@@ -22,6 +23,9 @@ from potluck.train.batch_statistics import BatchStatistics, StatisticsNotice
 from potluck.train.context import ALONE, RunContext
 from potluck.train.gain import RECENT_STEPS, AloneRate, Gain
 from potluck.train.options import Options
+
+LEAST_WAY_S = 0.005
+"""A change that arrives faster was in some buffer: that time says nothing of the link."""
 
 
 def versions() -> dict[str, str]:
@@ -60,11 +64,16 @@ class Telemetry:
         """Seconds of all steps so far."""
         self._not_applied = 0
         self._flops_per_sample: float | None = None
+        self._change_bytes = 0.0
+        """Payload of the weights' change in a step."""
 
     def started(self, step: int, tensors: ModelTensors) -> None:
+        from potluck.train.run import down_codec  # which imports this module
+
         self._first_step = step
         self._started = self._last_end = time.monotonic()
         options, context = self._options, self._context
+        self._change_bytes = codecs.get(down_codec(context.config)).nbytes(tensors.layout.count)
         if options.tokens_per_sample:
             # A product and a sum for each weight: in the forward, for the input's gradient, and for a trained
             # weight's own. What attention adds is not counted.
@@ -220,10 +229,10 @@ class Telemetry:
             state="computing",
             reason="",
         )
-        return (host, *(_guest(m, result, step_s) for m in self._hub.members()))
+        return (host, *(_guest(m, result, step_s, self._change_bytes) for m in self._hub.members()))
 
 
-def _guest(member: Member, result: StepResult, step_s: float) -> MachineFigures:
+def _guest(member: Member, result: StepResult, step_s: float, change_bytes: float) -> MachineFigures:
     samples = result.samples.get(member.name, 0)
     micro_batch, micro_batches = _micro_batches(member.name, result)
     return MachineFigures(
@@ -237,6 +246,10 @@ def _guest(member: Member, result: StepResult, step_s: float) -> MachineFigures:
         busy=min(1.0, member.busy_s / step_s) if samples and step_s else 0.0,
         state=member.state,
         reason=member.reason,
+        receive_s=round(member.receive_s, 4) if samples and member.receive_s > 0 else None,
+        send_s=_rounded(member.tail.value) if samples else None,
+        answered_s=round(member.answered_s, 4) if samples else None,
+        link_bytes_per_s=_link(change_bytes, member.transfer.value),
     )
 
 
@@ -244,6 +257,14 @@ def _micro_batches(machine: str, result: StepResult) -> tuple[int | None, int]:
     """Most samples that it computed at once in the step, and the number of its micro-batches."""
     sizes = result.micro_batches.get(machine, ())
     return max(sizes, default=None), len(sizes)
+
+
+def _link(change_bytes: float, way_s: float | None) -> float | None:
+    return round(change_bytes / way_s) if way_s is not None and way_s >= LEAST_WAY_S else None
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
 
 
 def _finite(value: float) -> float | None:

@@ -1,0 +1,124 @@
+"""What the page shows, as typed data: the server sends it as JSON, a report has it inside."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+VERSION = 1
+
+
+class Headline(Struct, frozen=True, kw_only=True):
+    """A large figure."""
+
+    label: str
+    value: str
+    note: str = ""
+
+
+class PageMachine(Struct, frozen=True, kw_only=True):
+    """A machine in the picture of the fleet."""
+
+    name: str
+    role: str
+    device: str
+    state: str
+    reason: str = ""
+    share: float = 0.0
+    """Its part of the last step's samples."""
+    samples: int = 0
+    """Its samples in the last step."""
+    rate: str = ""
+    busy: float | None = None
+    link: str = ""
+    """Measured rate of its link; empty if not known."""
+    heard_s: float | None = None
+    """Seconds since the host last heard from it, when this was sent; None if not known."""
+
+
+class PageNotice(Struct, frozen=True, kw_only=True):
+    """An event as a sentence."""
+
+    t_s: float
+    step: int | None
+    level: str
+    text: str
+    times: int = 1
+
+
+class Bar(Struct, frozen=True, array_like=True):
+    """A time in which a machine did one thing, in seconds of its timeline."""
+
+    kind: str
+    """compute, update, send, receive, wait or fault."""
+    start_s: float
+    end_s: float
+
+
+class Lane(Struct, frozen=True, kw_only=True):
+    """One machine in a timeline."""
+
+    name: str
+    note: str = ""
+    bars: tuple[Bar, ...] = ()
+
+
+class TimelineStep(Struct, frozen=True, kw_only=True):
+    """One step, with times since its beginning."""
+
+    step: int
+    seconds: float
+    lanes: tuple[Lane, ...]
+
+
+class Timeline(Struct, frozen=True, kw_only=True):
+    """Steps of one strategy on one time scale: the lab's page has several."""
+
+    title: str
+    note: str
+    seconds: float
+    """Length of the window."""
+    marks: tuple[tuple[float, str], ...]
+    """Where steps end, with their labels."""
+    lanes: tuple[Lane, ...]
+
+
+class Curves(Struct, frozen=True, kw_only=True):
+    """Curves over the steps: see `Series`. Of a page that is open, rows from `start` on are replaced."""
+
+    labels: tuple[str, ...]
+    rows: list[list[float | None]]
+    start: int = 0
+    merged: bool = False
+    """Whether a row may stand for several steps."""
+
+
+class Page(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The whole page. An update has only what changed."""
+
+    version: int = VERSION
+    kind: str = ""
+    """run, guest or lab."""
+    live: bool = False
+    title: str | None = None
+    about: str | None = None
+    status: str | None = None
+    """What the run is doing, in a word or two."""
+    level: str | None = None
+    """good, info, warn or bad: of the status."""
+    headlines: tuple[Headline, ...] | None = None
+    machines: tuple[PageMachine, ...] | None = None
+    facts: tuple[tuple[str, str], ...] | None = None
+    header: tuple[str, ...] | None = None
+    table: tuple[tuple[str, ...], ...] | None = None
+    numeric: tuple[int, ...] | None = None
+    """Columns of the table with numbers; None: those of the machines."""
+    advice: tuple[PageNotice, ...] | None = None
+    notices: tuple[PageNotice, ...] | None = None
+    more_notices: int | None = None
+    """Notices before the first one here."""
+    curves: Curves | None = None
+    steps: tuple[TimelineStep, ...] | None = None
+    """The last steps. Of a page that is open: those that it does not have."""
+    timelines: tuple[Timeline, ...] | None = None
+    since_step_s: float | None = None
+    """Seconds since the last step ended, when this was sent."""

@@ -1,0 +1,201 @@
+"""The run's figures for programs: `/metrics` in Prometheus' text format, and `/status.json`. PURE."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from msgspec import Struct
+
+from potluck._version import __version__
+from potluck.report.summary import Summary
+from potluck.web.state import PageState
+
+STATUS_VERSION = 1
+
+
+class MachineStatus(Struct, frozen=True, kw_only=True):
+    """A machine in `/status.json`; null where something is not known."""
+
+    name: str
+    role: str
+    device: str
+    state: str
+    reason: str
+    up: bool
+    last_step_samples: int
+    last_step_share: float
+    samples_per_s: float | None
+    busy: float | None
+    link_bytes_per_s: float | None
+    heard_s: float | None
+    """Seconds since the host last heard from it."""
+    samples: int
+    taken_back_samples: int
+    dropped_samples: int
+    times_lost: int
+
+
+class Status(Struct, frozen=True, kw_only=True):
+    """`/status.json`. Programs read these names: a change of meaning is a new `version`."""
+
+    version: int
+    potluck: str
+    run_id: str
+    recipe: str
+    state: str
+    step: int
+    steps: int | None
+    loss: float | None
+    samples: int
+    samples_per_s: float | None
+    """Over the last 8 steps."""
+    mean_samples_per_s: float | None
+    """Over the whole run."""
+    step_s: float | None
+    """The median."""
+    predicted_step_s: float | None
+    planned_step_s: float | None
+    speedup: float | None
+    speedup_margin: float | None
+    efficiency: float | None
+    recovery: float | None
+    eta_s: float | None
+    seconds: float
+    wait_s: float
+    update_s: float
+    bytes_received: int
+    bytes_sent: int
+    dropped_samples: int
+    not_applied: int
+    machines: tuple[MachineStatus, ...]
+
+
+def status_of(state: PageState) -> Status:
+    summary, step = state.summary(), state.run.step
+    return Status(
+        version=STATUS_VERSION,
+        potluck=__version__,
+        run_id=summary.run_id,
+        recipe=summary.recipe,
+        state=state.status()[0],
+        step=summary.steps,
+        steps=summary.planned_steps,
+        loss=summary.last_loss,
+        samples=summary.samples,
+        samples_per_s=step.samples_per_s if step is not None else None,
+        mean_samples_per_s=summary.samples_per_s,
+        step_s=summary.step_s,
+        predicted_step_s=summary.predicted_s,
+        planned_step_s=summary.planned_s,
+        speedup=summary.speedup,
+        speedup_margin=summary.speedup_margin,
+        efficiency=summary.efficiency,
+        recovery=summary.recovery,
+        eta_s=step.eta_s if step is not None and state.run.end is None else None,
+        seconds=summary.seconds,
+        wait_s=summary.wait_s,
+        update_s=summary.update_s,
+        bytes_received=summary.bytes_up,
+        bytes_sent=summary.bytes_down,
+        dropped_samples=summary.dropped_samples,
+        not_applied=summary.not_applied,
+        machines=_machines(state, summary),
+    )
+
+
+def _machines(state: PageState, summary: Summary) -> tuple[MachineStatus, ...]:
+    totals = {machine.name: machine for machine in summary.machines}
+    rows = state.rows()
+    samples = sum(row.samples for row in rows)
+    found = []
+    for row in rows:
+        total = totals.get(row.name)
+        found.append(
+            MachineStatus(
+                name=row.name,
+                role=row.role,
+                device=row.device,
+                state=row.state,
+                reason=row.reason,
+                up=row.state != "gone",
+                last_step_samples=row.samples,
+                last_step_share=row.samples / samples if samples else 0.0,
+                samples_per_s=row.rate,
+                busy=row.busy,
+                link_bytes_per_s=state.links.get(row.name),
+                heard_s=state.heard(row),
+                samples=total.samples if total is not None else 0,
+                taken_back_samples=total.taken_back_samples if total is not None else 0,
+                dropped_samples=total.dropped_samples if total is not None else 0,
+                times_lost=total.times_lost if total is not None else 0,
+            )
+        )
+    return tuple(found)
+
+
+_RUN = (
+    ("step", "gauge", "step", "Steps finished."),
+    ("steps_planned", "gauge", "steps", "Steps in total."),
+    ("loss", "gauge", "loss", "Loss of the last step."),
+    ("samples_total", "counter", "samples", "Samples of all steps."),
+    ("samples_per_second", "gauge", "samples_per_s", "Samples per second over the last 8 steps."),
+    ("step_seconds", "gauge", "step_s", "Seconds of a step, the median."),
+    ("predicted_step_seconds", "gauge", "predicted_step_s", "Seconds of a step, predicted from measured speeds."),
+    ("planned_step_seconds", "gauge", "planned_step_s", "Seconds of a step, as planned before the run."),
+    ("speedup_ratio", "gauge", "speedup", "Speed-up over the host alone."),
+    ("speedup_margin_ratio", "gauge", "speedup_margin", "Half of the speed-up's 95 % interval."),
+    ("efficiency_ratio", "gauge", "efficiency", "Samples per second per sum of what each machine reaches alone."),
+    ("eta_seconds", "gauge", "eta_s", "Seconds left to the last step."),
+    ("steps_seconds_total", "counter", "seconds", "Seconds of all steps."),
+    ("wait_seconds_total", "counter", "wait_s", "Seconds that the host waited for leases."),
+    ("update_seconds_total", "counter", "update_s", "Seconds of updates."),
+    ("received_bytes_total", "counter", "bytes_received", "Payload received from guests."),
+    ("sent_bytes_total", "counter", "bytes_sent", "Payload sent to guests."),
+    ("dropped_samples_total", "counter", "dropped_samples", "Samples in dropped contributions."),
+    ("steps_not_applied_total", "counter", "not_applied", "Steps whose update was not made."),
+)
+_MACHINE = (
+    ("up", "gauge", "up", "Whether the machine is there."),
+    ("share_ratio", "gauge", "last_step_share", "Its part of the last step's samples."),
+    ("samples_total", "counter", "samples", "Its samples of all steps."),
+    ("samples_per_second", "gauge", "samples_per_s", "Its samples per second while it computes."),
+    ("busy_ratio", "gauge", "busy", "Part of the last step in which it computed."),
+    ("link_bytes_per_second", "gauge", "link_bytes_per_s", "Measured rate of its link."),
+    ("heard_seconds", "gauge", "heard_s", "Seconds since the host last heard from it."),
+    ("taken_back_samples_total", "counter", "taken_back_samples", "Leased samples that the host took back."),
+    ("lost_total", "counter", "times_lost", "Times that the guest was lost."),
+)
+
+
+def metrics_text(status: Status) -> str:
+    """Prometheus' text format 0.0.4. A figure that is not known has no line."""
+    return "\n".join(_lines(status)) + "\n"
+
+
+def _lines(status: Status) -> Iterator[str]:
+    yield from ("# HELP potluck_info The run.", "# TYPE potluck_info gauge")
+    yield f"potluck_info{_labels(run=status.run_id, recipe=status.recipe, version=status.potluck)} 1"
+    yield from ("# HELP potluck_state What the run is doing.", "# TYPE potluck_state gauge")
+    yield f"potluck_state{_labels(state=status.state)} 1"
+    for name, kind, field, about in _RUN:
+        if (value := getattr(status, field)) is not None:
+            yield from _head(f"potluck_{name}", kind, about)
+            yield f"potluck_{name} {float(value)!r}"
+    for name, kind, field, about in _MACHINE:
+        known = [(m, value) for m in status.machines if (value := getattr(m, field)) is not None]
+        if known:
+            yield from _head(f"potluck_machine_{name}", kind, about)
+        for machine, value in known:
+            labels = _labels(machine=machine.name, role=machine.role)
+            yield f"potluck_machine_{name}{labels} {float(value)!r}"
+
+
+def _head(name: str, kind: str, about: str) -> tuple[str, str]:
+    return f"# HELP {name} {about}", f"# TYPE {name} {kind}"
+
+
+def _labels(**labels: str) -> str:
+    def quoted(text: str) -> str:
+        return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+    return "{" + ",".join(f'{name}="{quoted(value)}"' for name, value in labels.items()) + "}"

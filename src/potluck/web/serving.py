@@ -1,0 +1,91 @@
+"""The process that serves a run's page, `python -m potluck.web.serving`; the run's own process starts and ends it.
+
+It reads what to serve from the first line of its standard input, and pulses from the others. Where the input ends,
+it ends. It prints one line: the port that it listens on, or why it cannot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from potluck.web.follower import Follower
+from potluck.web.server import MOST_REQUEST_BYTES, PageServer
+from potluck.web.state import GuestAbout, PageState, Pulse
+
+NICENESS = 10
+"""Training comes first."""
+
+
+class Serving(Struct, frozen=True, kw_only=True):
+    """What to serve, and where."""
+
+    events: str
+    """Path of the log."""
+    address: str
+    port: int
+    secret: str
+    loopback: bool
+    """Whether the address is this machine's own."""
+    guest: GuestAbout | None = None
+    """On a guest: what its page is about."""
+    planned_s: float | None = None
+
+
+class Opened(Struct, frozen=True, kw_only=True):
+    """The answer: a port, or the error."""
+
+    port: int = 0
+    error: str = ""
+    taken: bool = False
+
+
+def _say(opened: Opened) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(opened) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+async def _run(serving: Serving) -> None:
+    follower = Follower(Path(serving.events), lambda: PageState(serving.guest, serving.planned_s))
+    server = PageServer(follower, serving.secret, loopback=serving.loopback)
+    try:
+        listening = await asyncio.start_server(
+            server.serve, serving.address, serving.port, limit=MOST_REQUEST_BYTES, backlog=1024
+        )
+    except OSError as error:
+        _say(Opened(error=error.strerror or str(error), taken=bool(serving.port)))
+        return
+    _say(Opened(port=listening.sockets[0].getsockname()[1]))
+    loop = asyncio.get_running_loop()
+
+    def hear() -> None:
+        for line in sys.stdin.buffer:
+            with contextlib.suppress(msgspec.DecodeError):  # half a line, where the pipe was full
+                loop.call_soon_threadsafe(server.hear, msgspec.json.decode(line, type=Pulse))
+        loop.call_soon_threadsafe(server.stop)
+
+    threading.Thread(target=hear, daemon=True).start()
+    async with listening:
+        await server.follow()
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which ends this process when it has ended
+    with contextlib.suppress(OSError, AttributeError):
+        os.nice(NICENESS)
+    serving = msgspec.json.decode(sys.stdin.buffer.readline(), type=Serving)
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_run(serving))
+    os._exit(0)  # connections that are still open are not waited for
+
+
+if __name__ == "__main__":
+    main()
