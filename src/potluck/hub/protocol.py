@@ -99,8 +99,7 @@ class HostTerms:
     local_data: bool = False
     codec: str = ""
     """The gradients' codec, for error messages."""
-    auto: tuple[str, str] | None = None
-    """Choose each guest's codec; the weights' changes have the first of these with int4, the second with thin."""
+    auto: tuple[str, str] | None = None  # choose each guest's codec: see CodecChoice
     guest_bound: float = 0.0
     """A contribution counts if its norm a sample is at most this many times the host's own. 0: no limit."""
     check_replica_every: int = 50
@@ -353,9 +352,9 @@ class HostProtocol:
         index = grad.piece
         if index >= self.terms.pieces:
             raise WireError(f"a gradient for piece {index}, which does not exist")
-        most = self.terms.piece_bytes[index]
-        if len(payload) > most or (len(payload) < most and self.terms.coded_bytes is None):
-            raise WireError(f"{len(payload)} bytes for piece {index}, not {most}")
+        most, size = self.terms.piece_bytes[index], len(payload)
+        if size > most or (size < most and self.terms.coded_bytes is None):
+            raise WireError(f"{size} bytes for piece {index}, not {most}")
         self.stepping.piece(member, lease=grad.lease, index=index, payload=payload)
         return []
 

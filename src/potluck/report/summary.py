@@ -180,6 +180,7 @@ class Totals:
         self._gain = Gain()
         self._done = self._possible = 0.0
         self._machines: dict[str, _MachineTotals] = {}
+        self._codecs: dict[str, str] = {}
         self._taken_back, self._dropped, self._lost = Counter[str](), Counter[str](), Counter[str]()
         self._codecs: dict[str, str] = {}
 
