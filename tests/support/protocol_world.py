@@ -19,7 +19,8 @@ from potluck.hub.actions import CommonBatch, StepResult
 from potluck.hub.feed import NOTHING, FixedTensor, PieceState
 from potluck.hub.inputs import Packed
 from potluck.hub.members import COMPUTING, Member
-from potluck.hub.protocol import HostProtocol, HostTerms
+from potluck.hub.protocol import HostProtocol
+from potluck.hub.terms import HostTerms
 from potluck.hub.work import Kept
 from potluck.spec.events import RunEvent, kind_of
 from potluck.spec.layout import TensorSpec, fingerprint_to_json

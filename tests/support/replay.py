@@ -21,7 +21,8 @@ import msgspec
 from potluck.balance.ledger import EpochSteps, Ledger
 from potluck.hub import inputs
 from potluck.hub.actions import Action
-from potluck.hub.protocol import HostProtocol, HostTerms
+from potluck.hub.protocol import HostProtocol
+from potluck.hub.terms import HostTerms
 from potluck.spec.messages import FromGuest
 from potluck.train.data import epoch_order
 

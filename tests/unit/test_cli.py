@@ -296,9 +296,7 @@ class TestReport:
         assert _app.run(["report", str(run), "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["steps"] == 4
 
-    def test_a_page_and_a_row_to_share(
-        self, run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
-    ) -> None:
+    def test_a_page_and_a_row_to_share(self, run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         page = tmp_path / "run.html"
         assert _app.run(["report", str(run), "--html", str(page)]) == 0
         assert "1115-gpt" in page.read_text(encoding="utf-8")

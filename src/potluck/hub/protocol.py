@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, assert_never
 
-from potluck.balance.leases import Least, next_size
+from potluck.balance.leases import next_size
 from potluck.balance.ledger import Ledger
 from potluck.errors import WireError
 from potluck.hub import inputs
@@ -40,9 +39,9 @@ from potluck.hub.members import CHECKING, JOINING, SITTING_OUT, SYNCING, Member,
 from potluck.hub.newcomers import Newcomers
 from potluck.hub.norms import Norms
 from potluck.hub.stepping import Stepping
-from potluck.spec.config import MOST_GUESTS
+from potluck.hub.terms import HostTerms
 from potluck.spec.events import GuestHello, GuestRefused, RunNote
-from potluck.spec.layout import TensorSpec, fingerprint_from_json, fingerprint_to_json, first_difference
+from potluck.spec.layout import fingerprint_from_json, fingerprint_to_json, first_difference
 from potluck.spec.messages import (
     AliveMessage,
     ByeMessage,
@@ -73,45 +72,6 @@ WRONG_BEFORE_OUT = 3
 WRONG_HINT = "this device may compute something else: update torch, or try --device cpu"
 LOOK_AGAIN_S = 0.003
 """How soon the training thread asks again whether its device still computes."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostTerms:
-    """The settings of the host's protocol."""
-
-    name: str
-    versions: dict[str, str]
-    fingerprint: tuple[TensorSpec, ...]
-    piece_bytes: tuple[int, ...]
-    """The length of each piece's gradient in the run's codec, the longest where it varies."""
-    coded_bytes: int | None = None
-    """Expected length of all pieces together, where lengths vary; None: they do not."""
-    window_bytes: int = 4 << 20
-    heartbeat_s: float = 1.0
-    silence_s: float = 5.0
-    joining_silence_s: float = 60.0
-    """The same while a guest builds its model, which can keep a machine busy for long."""
-    joining_s: float = 1800.0
-    """The longest time to join: imports, downloads and the model together."""
-    checking_s: float = 300.0
-    """The longest time to answer a check, which is the gradient of a few samples."""
-    max_guests: int = MOST_GUESTS
-    local_data: bool = False
-    codec: str = ""
-    """The gradients' codec, for error messages."""
-    auto: tuple[str, str] | None = None  # choose each guest's codec: see CodecChoice
-    guest_bound: float = 0.0
-    """A contribution counts if its norm a sample is at most this many times the host's own. 0: no limit."""
-    check_replica_every: int = 50
-    """Steps between two comparisons of the replica's hash with the guests'. 0: never."""
-    least: Least = field(default_factory=Least)
-    """The smallest micro-batch and the smallest lease that the model can train on."""
-    steps: int | None = None
-    """Steps of the whole run, if they are known: nothing is sent ahead in the last one."""
-
-    @property
-    def pieces(self) -> int:
-        return len(self.piece_bytes)
 
 
 class HostProtocol:

@@ -182,7 +182,6 @@ class Totals:
         self._machines: dict[str, _MachineTotals] = {}
         self._codecs: dict[str, str] = {}
         self._taken_back, self._dropped, self._lost = Counter[str](), Counter[str](), Counter[str]()
-        self._codecs: dict[str, str] = {}
 
     @property
     def steps(self) -> int:

@@ -23,9 +23,10 @@ from potluck.hub.alone import AloneHub
 from potluck.hub.guest import GuestHub
 from potluck.hub.host import HostHub, HubParts
 from potluck.hub.host_coder import HostCoder
-from potluck.hub.protocol import HostProtocol, HostTerms
+from potluck.hub.protocol import HostProtocol
 from potluck.hub.recorder import Recorder
 from potluck.hub.tensors import ModelTensors
+from potluck.hub.terms import HostTerms
 from potluck.sinks import guarded
 from potluck.spec.about import codec_bytes
 from potluck.spec.config import RunConfig
