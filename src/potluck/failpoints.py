@@ -25,7 +25,7 @@ from types import MappingProxyType
 
 from potluck.errors import ConfigError
 
-FILES = ("keys", "token", "manifest", "facts", "plan")
+FILES = ("keys", "token", "manifest", "facts", "plan", "web")
 """The files that `durable.replace` writes, by what they hold."""
 FROM_GUEST = ("hello", "ready", "taken", "closing", "grad", "done", "stopped", "sketch", "hashed", "leave")
 """The kinds of message that a guest sends; heartbeats change nothing and are not among them."""

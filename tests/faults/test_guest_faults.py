@@ -129,7 +129,7 @@ def test_one_guest_dies_one_sleeps_and_then_the_host_sleeps(tmp_path: Path) -> N
         assert list(fleet.folder.glob("flight-host-*.jsonl"))
         assert not port_is_open(fleet.port)
         lines = tape.read_text(encoding="utf-8").splitlines()
-        assert len(lines) > 1000
+        assert len(lines) > 500  # a few steps of three machines; a slow machine makes fewer messages
         replay.replay(lines, seed=0)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from potluck.codec import get
 from potluck.device import pick
+from potluck.hub.actions import Decode
 from potluck.hub.hashes import DIGEST_BYTES
 from potluck.spec import layout as layouts
 from support.coder_pair import Pair, flat
@@ -89,7 +90,8 @@ def test_contributions_are_summed_beside_training_and_added_once(busy: None) -> 
                 numbers = torch.Generator().manual_seed(10 * step + guest)
                 values = torch.randn(layout.count, generator=numbers)
                 payloads = [codec.encode(values[p.offset : p.offset + p.count]) for p in layout.pieces]
-                pair.coder.decode("guest", 1, {i: bytes(p.numpy().data) for i, p in enumerate(payloads)}, 1.0, 4)
+                pieces = {i: bytes(p.numpy().data) for i, p in enumerate(payloads)}
+                pair.coder.decode(Decode(guest="guest", lease=1, pieces=pieces, loss_sum=1.0, count=4))
                 decoded = [codec.decode(p, piece.count) for p, piece in zip(payloads, layout.pieces)]
                 expected = torch.cat(decoded) if guest == 0 else expected + torch.cat(decoded)
             pair.until(lambda: len(pair.decoded) == 3)

@@ -89,8 +89,8 @@ def test_a_link_that_becomes_slow_gets_thin_and_one_that_recovers_int4() -> None
     member = world.members["a"]
     for _ in range(2):
         world.whole_step()
-    for link_s, wanted in ((0.5, "thin"), (0.0, "int4")):
-        for _ in range(3):
+    for link_s, wanted, steps in ((0.5, "thin", 3), (0.0, "int4", 2 * STAYS_STEPS)):
+        for _ in range(steps):
             member.transfer.value = link_s * world.protocol.codecs.part
             world.whole_step()
         assert member.codec == wanted

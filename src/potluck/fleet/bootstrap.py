@@ -30,7 +30,7 @@ from potluck.spec.remote import RemoteFacts
 MODULES = ("torch", "numpy", "zmq", "rich", "psutil", "safetensors", "click", "msgspec")
 """What Potluck imports of its requirements."""
 PACKAGE = Path(__file__).parents[1]
-_SENT = (".py", ".md", ".toml", ".pem")
+_NOT_SENT = (".pyc", ".pyi", ".so")
 _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)(\[[^\]]*\])?\s*(?:[(]?>=\s*([0-9.]+))?")
 _THEN = (2020, 1, 1, 0, 0, 0)
 """The date of every file in the wheel, so that the same files give the same wheel."""
@@ -95,7 +95,7 @@ def wheel() -> bytes:
     files = {
         f"potluck/{path.relative_to(PACKAGE).as_posix()}": path.read_bytes()
         for path in sorted(PACKAGE.rglob("*"))
-        if path.suffix in _SENT and "__pycache__" not in path.parts
+        if path.is_file() and path.suffix not in _NOT_SENT and "__pycache__" not in path.parts
     }
     files["_potluck_torch.py"] = _torch_hook().read_bytes()
     about = importlib.metadata.distribution("potluck")

@@ -21,7 +21,7 @@ USUAL_TAIL_S = 0.15
 """What the end of a contribution takes on a good link: coding, sending, decoding."""
 
 STAYS_STEPS, MOST_DOUBLINGS = 16, 8
-"""A guest that was given thin for its way up keeps it for 32 steps, then for longer and longer."""
+"""A guest whose codec was changed keeps it for 32 steps, then for longer and longer."""
 
 
 class CodecChoice:
@@ -78,9 +78,9 @@ class CodecChoice:
             if found.codec != member.codec or not member.codec_known:
                 if found.codec != member.codec:
                     member.codec_turns += 1
-                    if found.codec == THIN and late_s:
-                        # With thin all of the way up may be hidden: how long it is cannot be seen from there.
-                        member.codec_stays_until = step + STAYS_STEPS * 2 ** min(member.codec_turns, MOST_DOUBLINGS)
+                    # With thin all of the way up may be hidden: how long it is cannot be seen from there. And a
+                    # guest that is held up by something else looks like one on a slow link for some steps.
+                    member.codec_stays_until = step + STAYS_STEPS * 2 ** min(member.codec_turns, MOST_DOUBLINGS)
                     _scale(member.tail, THIN_PART if found.codec == THIN else 1 / THIN_PART)
                 member.codec, member.codec_known = found.codec, True
                 event = GuestCodec(machine=member.name, step=step + 1, codec=found.codec, reason=found.reason)

@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -139,15 +140,17 @@ class Session:
 
     def __enter__(self) -> Self:
         place = ranks.place()
-        with ExitStack() as stack:
+        try:
             if place is not None and not place.leads:
                 self._open_rank()
             else:
-                self._open(stack)
+                self._open(self._closing)
             if self._all_signals:
-                stack.enter_context(self.signals())
-            stack.push(self._end_training)
-            self._closing = stack.pop_all()
+                self._closing.enter_context(self.signals())
+            self._closing.push(self._end_training)
+        except BaseException:
+            self._closing.__exit__(*sys.exc_info())
+            raise
         return self
 
     def __exit__(
