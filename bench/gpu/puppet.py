@@ -34,7 +34,13 @@ class PuppetHub(GuestHub):
 
     def prepare(self) -> None:
         counts = {piece.count for piece in self._layout.pieces}
-        self._noise = {n: raw_bytes(self._up.encode(torch.randn(n) * 1e-9)) for n in counts}
+        # A run that chooses codecs may go over from int4 to thin.
+        named = {codec.name: codec for codec in self._up.likely} | {"": self._up.first}
+        self._noise = {
+            (name, n): raw_bytes(codec.encode(torch.randn(n) * 1e-9))
+            for name, codec in named.items()
+            for n in counts
+        }
 
     def _apply(self, message: Update, frames: RawFrames) -> None:
         if isinstance(message, HashMessage | ResyncMessage):
@@ -47,7 +53,7 @@ class PuppetHub(GuestHub):
         self._taken(frames)
 
     def _code(self, work: Work, index: int, computed: Mark) -> None:
-        frame = self._noise[self._layout.pieces[index].count]
+        frame = self._noise[work.codec, self._layout.pieces[index].count]
         self._link.send(GradMessage(lease=work.id, piece=index), frame)
         with self._changed:
             self._coded.add(index)
