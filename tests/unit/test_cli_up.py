@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from potluck.cli import _app
+from potluck.cli.host import host
 from potluck.cli.up import _FOR_HOST, _work
 from potluck.fleet.hostfiles import NamedMachine
 from potluck.report.merged_log import MergedLog
@@ -55,6 +56,8 @@ def test_what_follows_the_dashes_is_the_scripts_and_the_other_options_are_the_ho
         *("--runs", str(tmp_path / "runs"), "--send", "m.py", "t.py", "--", "--steps", "5"),
     ]
     assert (found.cwd, found.runs, found.files) == (str(tmp_path), str(tmp_path / "runs"), {})
+    words = work(here, "t.py", web="127.0.0.1").words[3:]
+    assert host.make_context("host", words).params["web"] == "127.0.0.1"  # as the host's own command reads it
     assert work(here, "gpt", "--steps", "5").words[-3:] == ["gpt", "--steps", "5"]  # a recipe has no --
 
 

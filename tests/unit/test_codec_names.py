@@ -99,3 +99,8 @@ def test_all_is_what_is_exported() -> None:
 def test_names_can_be_read_without_torch() -> None:
     program = "import sys, potluck.codec; assert potluck.codec.NAMES; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=30).returncode == 0
+
+
+def test_auto_is_auto_however_it_is_written() -> None:
+    assert names.is_auto(" AUTO ")
+    assert not names.is_auto("int4")

@@ -47,6 +47,14 @@ def test_every_shell_passes_the_agent_on(shell: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs a shell")
+def test_a_python_in_the_home_folder_is_found(tmp_path: Path) -> None:
+    (tmp_path / "own").symlink_to(sys.executable)
+    line = _shell_line("~/own", ["-c", "print(12345)"])
+    done = subprocess.run(["/bin/sh", "-c", line], env={"HOME": str(tmp_path)}, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "12345\n"), done.stderr
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a shell")
 def test_a_machine_without_python_says_what_it_has(tmp_path: Path) -> None:
     (tmp_path / "sh").symlink_to(shutil.which("sh") or "sh")
     old = tmp_path / "python3"

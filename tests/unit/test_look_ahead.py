@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -207,3 +208,18 @@ def test_a_random_sampler_that_shares_torchs_numbers_gives_the_order_of_a_plain_
         return run_through(TorchLoader(DataLoader(data, BATCH, sampler=RandomSampler(data)), epochs=2), look=look)
 
     assert order(look=True) == order(look=False)
+
+
+def test_a_data_set_that_takes_long_is_not_read_ahead_for_long() -> None:
+    """This step's samples would wait for those of the next."""
+
+    class Slow(Numbers):
+        def __getitem__(self, index: int) -> Tensor:
+            time.sleep(0.03)
+            return super().__getitem__(index)
+
+    loader = DataSetLoader(Slow(), None, global_batch=BATCH, seed=0)
+    loader.next_step()
+    read = [loader.fetch_ahead([BATCH + i]) is not None for i in range(BATCH)]
+    assert read[:4] == [True, True, True, False]
+    assert not any(read[3:])

@@ -331,3 +331,14 @@ def test_a_review_that_gets_other_sizes_ends() -> None:
     for _ in range(200):
         micro.record(1, 0.1)
     assert micro.size() == 4
+
+
+def test_a_review_of_a_size_that_never_fits_ends() -> None:
+    """A share of 30 is never cut into 64: each micro-batch is one of the size in use."""
+    micro = MicroBatch(limit=64, settled=32, reviews=True)
+    asked = []
+    for _ in range(400):
+        asked.append(micro.size())
+        micro.record(30, 0.1)
+    assert 64 in asked, "a review began"
+    assert asked.count(64) < 100

@@ -175,7 +175,8 @@ def _work(fleet: SshFleet, host: str, runs: Path, after: tuple[str, ...], flags:
     words = ["-m", "potluck", "host", "--view", "plain", "--launched"]
     for name, value in options.given(flags, _FOR_HOST).items():
         for each in value if isinstance(value, tuple) else (value,):
-            words += [f"--{name.replace('_', '-')}", str(each)]
+            option = "web-address" if name == "web" else name.replace("_", "-")
+            words += [f"--{option}", str(each)]
     machine = fleet.machine(host)
     files: dict[str, bytes] = {}
     if not machine.ssh:

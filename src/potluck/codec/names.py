@@ -51,13 +51,17 @@ def parse(name: str) -> tuple[str, float | None]:
 
 def check(name: str) -> None:
     """Raises ConfigError unless a run can have this codec."""
-    if name.strip().lower() != AUTO:
+    if not is_auto(name):
         parse(name)
+
+
+def is_auto(codec: str) -> bool:
+    return codec.strip().lower() == AUTO
 
 
 def first_of(codec: str) -> str:
     """The codec of gradients that a run starts with."""
-    return "int4" if codec.strip().lower() == AUTO else codec
+    return "int4" if is_auto(codec) else codec
 
 
 def parse_collective(name: str) -> tuple[str, float | None]:

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 HELLO = "potluck-agent "
@@ -67,7 +67,7 @@ def _serve(requests: _Requests, tasks: dict[int, _Task], output: _Output) -> Non
         kind, number = request.get("do"), request.get("id", 0)
         try:
             if kind == "put":
-                _put(_place(request["path"]), requests.take(request["size"]))
+                _put(_place(request["path"]), requests.take(request["size"], lambda: output.say({"beat": 1})))
                 output.say({"id": number, "status": 0})
             elif kind == "run":
                 tasks[number] = _Task(request, output)
@@ -112,10 +112,12 @@ class _Requests:
             if line.strip():
                 yield json.loads(line)
 
-    def take(self, size: int) -> bytes:
+    def take(self, size: int, on_some: Callable[[], None]) -> bytes:
+        """So many bytes; `on_some` is called while they come, for beats wait behind them."""
         while len(self._data) < size:
             if not self._more():
                 raise EOFError
+            on_some()
         data, self._data = self._data[:size], self._data[size:]
         return data
 
@@ -132,7 +134,7 @@ class _Task:
     def __init__(self, request: dict[str, Any], output: _Output) -> None:
         self._number, self._output = request["id"], output
         self.patience_s: float = request.get("patience_s", PATIENCE_S)
-        self._asked = False
+        self._asked = self._killed = False
         cwd = _place(request.get("cwd") or "~")
         os.makedirs(cwd, exist_ok=True)
         own = {name: value for name, value in os.environ.items() if name != "POTLUCK_TOKEN"}
@@ -160,6 +162,7 @@ class _Task:
         for line in iter(lambda: self._process.stdout.readline(1 << 16), b""):  # type: ignore[union-attr]
             self._output.say({"id": self._number, "line": line.decode(errors="replace").rstrip("\n")})
         status = self._process.wait()
+        self._kill_group()
         if self._awake is not None:
             self._awake.kill()
             self._awake.wait()
@@ -198,10 +201,16 @@ class _Task:
             self.ask()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(self.patience_s if patience_s is None else patience_s)
-        with contextlib.suppress(OSError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._kill_group()
         if self._awake is not None:
             self._awake.kill()
+
+    def _kill_group(self) -> None:
+        """Once: later the number may be another's."""
+        if not self._killed:
+            self._killed = True
+            with contextlib.suppress(OSError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def _entries(folder: str) -> list[str]:

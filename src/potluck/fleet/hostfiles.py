@@ -143,7 +143,13 @@ def _of_mpi(text: str, path: Path) -> list[NamedMachine]:
             continue
         match = _SLOTS.fullmatch(line)
         if match is None:
-            raise ConfigError(f"{path}, line {number}: {line[:60]!r}", hint="lines are: worker-1 slots=4")
+            script = path.suffix == ".py"
+            hint = (
+                f"a script goes after --: potluck up MACHINES -- {path}"
+                if script
+                else "lines are: worker-1 slots=4"
+            )
+            raise ConfigError(f"{path}, line {number}: {line[:60]!r}", hint=hint)
         found.append(NamedMachine(ssh=match[1], slots=max(1, int(match[3] or match[2] or 1))))
     return found
 

@@ -56,6 +56,8 @@ def _shell_line(python: str, words: Sequence[str]) -> str:
     """
     if any(c in python for c in "'\\\n\""):
         raise MachineError(f"python = {python!r} cannot be passed on to a shell", hint="use a path without quotes")
+    if python.startswith("~/"):
+        python = "$HOME" + python[1:]  # between double quotes a shell leaves a tilde as it is
     minors = sorted(range(11, 16), key=lambda minor: (minor != sys.version_info[1], -minor))
     names = [f'"{python}"'] if python else [*(f"python3.{m}" for m in minors), "python3", "python", *_PLACES]
     run = " ".join(f'"{word}"' for word in words)

@@ -11,7 +11,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +27,7 @@ from potluck.hub.protocol import HostProtocol
 from potluck.hub.recorder import Recorder
 from potluck.hub.standstill import Standstill
 from potluck.hub.tensors import ModelTensors
+from potluck.hub.thread import HubThread
 from potluck.spec.events import FlightRecorded, RunEvent
 from potluck.spec.messages import DATA, FromHost, WelcomeMessage
 from potluck.wire.frames import FROM_GUEST, MalformedError, UnknownKindError, VersionError, pack
@@ -68,9 +68,9 @@ class HostHub:
         self._outbox: deque[tuple[bytes, list[Any]]] = deque()
         self._bytes_up = self._bytes_down = 0
         self._hashes: dict[str, str] | None = None
-        self._loader = ThreadPoolExecutor(1, thread_name_prefix="potluck-loader")
+        self._loader = HubThread("potluck-loader")
         # A thread of its own: the next step may have to be waited for, and this one's samples must not.
-        self._ahead = ThreadPoolExecutor(1, thread_name_prefix="potluck-ahead")
+        self._ahead = HubThread("potluck-ahead")
         self._stop = False
         self._failure: BaseException | None = None
         self._standstill = Standstill(time.monotonic())
@@ -219,7 +219,7 @@ class HostHub:
         if self._thread.is_alive():
             self._thread.join(5.0)
         for threads in (self._loader, self._ahead):
-            threads.shutdown(wait=False, cancel_futures=True)
+            threads.close()
         self._coder.close()
         self._socket.close()
         self._record(now=True)

@@ -95,7 +95,7 @@ class Review:
         assert self._other is not None
         # A remainder, or a lease cut into equal parts, rarely has the very size that was asked for.
         near = next((of for of in sorted(self._trials) if of / 2 < size <= of), None)
-        if near is None:
+        if near is None or len(self._trials[near]) >= MISSES:  # a share that the other size never fits into
             self._missed += 1
             if self._missed >= MISSES:
                 self._other = None

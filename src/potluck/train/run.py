@@ -374,7 +374,7 @@ class Run:
         context, tensors, admission = self._context, parts.tensors, self._context.admission
         assert admission is not None
         up, pieces = codecs.get(codecs.names.first_of(context.config.codec)), tensors.layout.pieces
-        auto = context.config.codec == codecs.names.AUTO
+        auto = codecs.names.is_auto(context.config.codec)
         longest = codecs.get("thin") if auto else up
         varies = codecs.least_and_most_bytes(longest, 128)[0] < longest.nbytes(128)
         coder = HostCoder(

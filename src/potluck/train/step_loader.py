@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,9 @@ from potluck.errors import ConfigError
 from potluck.train.data import Loader, epoch_order
 from potluck.train.optimizer_state import Stateful
 from potluck.train.packing import Collate, HeldStep
+
+TRIED_AHEAD, LONGEST_AHEAD_S = 3, 0.02
+"""Micro-batches are not read ahead any more if each of the last few kept the others from reading for so long."""
 
 
 class StepLoader(ABC):
@@ -34,6 +38,7 @@ class StepLoader(ABC):
         self._now: StepSamples | None = None
         self._held: HeldStep | None = None
         self._following: StepSamples | None = None
+        self._ahead_s: list[float] = []
 
     @abstractmethod
     def next_step(self) -> StepSamples | None:
@@ -65,14 +70,20 @@ class StepLoader(ABC):
     def fetch_ahead(self, positions: Sequence[int]) -> Any | None:
         """The batch of these positions of the step after this one; None if it is not the next, or cannot be read.
 
-        What fails is not raised: the step that needs the samples finds it again.
+        What fails is not raised: the step that needs the samples finds it again. A data set that takes long is not
+        read ahead: this step's samples, the host's own among them, would have to wait for those of the next.
         """
+        if len(self._ahead_s) == TRIED_AHEAD and min(self._ahead_s) > LONGEST_AHEAD_S:
+            return None
         with contextlib.suppress(Exception), self._lock:
             following = self.peek()
             if following is None or not following.holds(positions[0]):
                 return None
             assert following.keys is not None and self._reader is not None
-            return self._reader.fetch([following.keys[position - following.first] for position in positions])
+            began = time.monotonic()
+            batch = self._reader.fetch([following.keys[position - following.first] for position in positions])
+            self._ahead_s = [*self._ahead_s, time.monotonic() - began][-TRIED_AHEAD:]
+            return batch
         return None
 
     def _in_step(self, position: int) -> bool:

@@ -67,10 +67,12 @@ async def _run(serving: Serving) -> None:
     loop = asyncio.get_running_loop()
 
     def hear() -> None:
-        for line in sys.stdin.buffer:
-            with contextlib.suppress(msgspec.DecodeError):  # half a line, where the pipe was full
-                loop.call_soon_threadsafe(server.hear, msgspec.json.decode(line, type=Pulse))
-        loop.call_soon_threadsafe(server.stop)
+        try:
+            for line in sys.stdin.buffer:
+                with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):  # half a line: the pipe was full
+                    loop.call_soon_threadsafe(server.hear, msgspec.json.decode(line, type=Pulse))
+        finally:
+            loop.call_soon_threadsafe(server.stop)
 
     threading.Thread(target=hear, daemon=True).start()
     async with listening:
