@@ -120,6 +120,8 @@ def test_one_guest_dies_one_sleeps_and_then_the_host_sleeps(tmp_path: Path) -> N
         assert "the host is back" in ann.stdout()
         assert any("stood still" in e["text"] for e in fleet.events("note"))
         assert len(fleet.events("guest_lost")) == 2, "nobody was put out because the host had slept"
+        # A slow machine makes fewer messages in this time.
+        host.wait_until(lambda: tape.read_bytes().count(b"\n") > 1000, 30, "enough to replay")
 
         until.touch()
         host.succeeds(deadline_s=20)
@@ -129,7 +131,7 @@ def test_one_guest_dies_one_sleeps_and_then_the_host_sleeps(tmp_path: Path) -> N
         assert list(fleet.folder.glob("flight-host-*.jsonl"))
         assert not port_is_open(fleet.port)
         lines = tape.read_text(encoding="utf-8").splitlines()
-        assert len(lines) > 500  # a few steps of three machines; a slow machine makes fewer messages
+        assert len(lines) > 1000
         replay.replay(lines, seed=0)
 
 
