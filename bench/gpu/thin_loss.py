@@ -259,16 +259,17 @@ def plot(rows: list[dict[str, Any]], file: Path) -> None:
             axes.plot(steps[start:], mean[start:], color=colour, linewidth=1.8, label=label)
     millions = rows[0]["parameters"] / 1e6
     whole.set_title(
-        f"GPT of {millions:.0f} M parameters, {rows[0]['share']:.0%} of each batch on a guest", loc="left"
+        f"GPT of {millions:.0f} M parameters, {rows[0]['share']:.0%} of each batch on a guest",
+        loc="left",
+        fontsize=9,
     )
-    end.set_title("the second half", loc="left")
+    end.set_title("the second half", loc="left", fontsize=9)
     whole.set_ylabel("held-out loss, nats a byte")
     whole.legend(frameon=False)
     for axes in (whole, end):
         axes.set_xlabel("step")
         axes.grid(color=PALE, linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.title.set_fontsize(9)
     figure.tight_layout()
     figure.savefig(file, dpi=160)
 
