@@ -9,7 +9,6 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -18,6 +17,7 @@ import zmq
 from hypothesis import HealthCheck, settings
 
 from support import forks
+from support.processes import ids_below
 
 # How long an example takes is a matter of what else the machine does. The same examples in every run: a change that
 # breaks nothing must not fail. `--hypothesis-profile random` looks for new ones.
@@ -29,7 +29,6 @@ settings.load_profile("same")
 PREFIX = "POTLUCK_"
 GRACE_S = 3.0
 """Threads and processes that were told to end may take this long."""
-LISTS_CHILDREN = Path(f"/proc/self/task/{os.getpid()}/children").exists()
 
 
 def pytest_collection_finish() -> None:
@@ -129,7 +128,7 @@ def _leaked(
 def _children() -> set[psutil.Process]:
     """Without multiprocessing's tracker and the server of forks, which stay until Python ends."""
     found: set[psutil.Process] = set()
-    for pid in set(_descendants(os.getpid())) - set(forks.servers()):
+    for pid in set(ids_below(os.getpid())) - set(forks.servers()):
         try:
             process = psutil.Process(pid)
             if process.status() != psutil.STATUS_ZOMBIE and not any(
@@ -138,21 +137,6 @@ def _children() -> set[psutil.Process]:
                 found.add(process)
         except psutil.NoSuchProcess:
             continue
-    return found
-
-
-def _descendants(pid: int) -> list[int]:
-    """Linux keeps lists of children. psutil reads all processes of the machine, which adds up over 4,000 tests."""
-    if not LISTS_CHILDREN:
-        return [process.pid for process in psutil.Process(pid).children(recursive=True)]
-    found = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            children = [int(word) for word in path.read_bytes().split()]
-        except OSError:
-            continue  # the thread or the process has ended meanwhile
-        for child in children:
-            found += [child, *_descendants(child)]
     return found
 
 

@@ -15,18 +15,17 @@ import importlib
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-import time
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 IMPORTED = (
     "torch",
@@ -43,11 +42,11 @@ IMPORTED = (
 )
 """Only what a host or a guest imports anyway: an import that Potluck forgot must still be missed."""
 MAY_DIFFER = (
-    *("POTLUCK_", "SPOIL", "TMPDIR", "COLUMNS", "PYTEST_"),
+    *("POTLUCK_", "SPOIL", "TMPDIR", "COLUMNS", "PYTEST_", "PYTORCH_NVML_"),
     *("MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "STORE", "TORCHINDUCTOR_"),
 )
 """Variables, by their beginnings, that nothing of the above reads while it is imported. The last one torch sets
-itself when the first optimizer is made."""
+itself when the first optimizer is made; Lightning sets PYTORCH_NVML_BASED_CUDA_CHECK."""
 STARTED_WITH = dict(os.environ)
 """The server's own: not what a test has changed when the first fork is asked for."""
 MODULES = ("potluck", "potluck.lab.ddp_worker", "support.dist_endings", "support.ranks")
@@ -59,7 +58,6 @@ INHERITED = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHU
 """A process ignores those of them that whoever starts it ignores: nohup, and a shell's background."""
 PR_SET_PDEATHSIG = 1
 START_S = 120.0
-POLL_S = 0.01
 
 
 def servers() -> list[int]:
@@ -71,6 +69,8 @@ def can_be_forked(command: Sequence[str], env: Mapping[str, str], *, children: i
     """Whether a fork would be the same as this command: a host, a guest or a script, with the usual settings."""
     if sys.platform != "linux" or Path("/dev/nvidiactl").exists() or command[0] != sys.executable:
         return False  # CUDA does not survive a fork, and macOS warns of it
+    if not _ends_are_told():
+        return False
     words = command[1:]
     is_parent = children > 0 and words[0] == "-m" and words[1] in PARENTS
     return (is_parent or called(words)) and _server().takes(env)
@@ -108,19 +108,28 @@ class Forked:
         self.args = command
         self.pid = pid
         self.returncode: int | None = None
+        # The kernel tells its end. Asking the server every 10 ms would keep two processes busy.
+        self._end = os.pidfd_open(pid)
+        weakref.finalize(self, os.close, self._end)
 
     def poll(self) -> int | None:
-        if self.returncode is None:
-            self.returncode = self._server.status_of(self.pid)
+        self._wait(0.0)
         return self.returncode
 
     def wait(self, timeout: float) -> int:
-        deadline = time.monotonic() + timeout
-        while (status := self.poll()) is None:
-            if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired(self.args, timeout)
-            time.sleep(POLL_S)
-        return status
+        self._wait(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired(self.args, timeout)
+        return self.returncode
+
+    def _wait(self, seconds: float) -> None:
+        """Until it has ended, for so long at most; its status is then known."""
+        if self.returncode is not None:
+            return
+        poll = select.poll()
+        poll.register(self._end, select.POLLIN)
+        if poll.poll(max(0.0, seconds) * 1000):
+            self.returncode = self._server.status_of(self.pid)
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
@@ -166,12 +175,9 @@ class _Server:
                 self.close()
                 raise
 
-    def status_of(self, pid: int) -> int | None:
-        """The exit status of a process, None while it runs. Those of a closed server die with it."""
-        if not self._closed:
-            status: int | None = self.ask({"ended": pid})
-            return status
-        return None if psutil.pid_exists(pid) else -signal.SIGKILL
+    def status_of(self, pid: int) -> int:
+        """The exit status of a process that has ended. Those of a closed server died with it."""
+        return -signal.SIGKILL if self._closed else int(self.ask({"ended": pid}))
 
     def close(self) -> None:
         if self._closed:
@@ -193,6 +199,16 @@ def _may_be(name: str, value: str | None) -> bool:
 
 
 @functools.cache
+def _ends_are_told() -> bool:
+    """Linux has pidfds since 5.3; some containers forbid them."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
+@functools.cache
 def _server() -> _Server:
     from support.processes import _environment
 
@@ -210,8 +226,7 @@ def serve(lines: Any) -> tuple[list[str], int]:
     for line in lines:
         question = json.loads(line)
         if "ended" in question:
-            pid, status = os.waitpid(question["ended"], os.WNOHANG)
-            answer = os.waitstatus_to_exitcode(status) if pid else None
+            answer = os.waitstatus_to_exitcode(os.waitpid(question["ended"], 0)[1])
         else:
             answer = os.fork()
             if not answer:
@@ -258,6 +273,17 @@ def run(words: list[str]) -> None:
         runpy.run_path(words[0], run_name="__main__")
 
 
+def _end_after_python() -> None:
+    """End the process when Python has been finalized and C's files are written.
+
+    The static destructors of torch's libraries would follow. They touch most memory that a fork shares: 0.2 s of
+    CPU, more than the whole life of a small guest. Handlers run in the reverse of their order here.
+    """
+    libc = ctypes.CDLL(None)
+    libc.on_exit(libc._exit, None)
+    libc.__cxa_atexit(libc.fflush, None, None)
+
+
 def main() -> None:
     import spares
 
@@ -271,6 +297,7 @@ def main() -> None:
         words, children = serve(lines)
     if children:
         words = spares.prepare(children, _imports_torch, _settle) or words
+    _end_after_python()
     run(words)
 
 
