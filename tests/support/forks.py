@@ -56,6 +56,8 @@ PARENTS = ("potluck", "torch.distributed.run")
 """Those that start processes which import torch: with spares for these, they are forked themselves."""
 INHERITED = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 """A process ignores those of them that whoever starts it ignores: nohup, and a shell's background."""
+ENDS_AS_USUAL = {"__main__", "potluck", "zmq"}
+"""Beside Python's own: these are taken apart at the end of a fork, as at the end of any process."""
 PR_SET_PDEATHSIG = 1
 START_S = 120.0
 
@@ -273,6 +275,12 @@ def run(words: list[str]) -> None:
         runpy.run_path(words[0], run_name="__main__")
 
 
+def _keep(libraries: set[str]) -> None:
+    """Python's end leaves these modules as they are: to take torch apart would copy 40 MB of shared memory."""
+    for name in libraries & sys.modules.keys():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(sys.modules.pop(name)))
+
+
 def _end_after_python() -> None:
     """End the process when Python has been finalized and C's files are written.
 
@@ -288,8 +296,11 @@ def main() -> None:
     import spares
 
     del sys.path[0]  # this file's folder, which is none of theirs
+    libraries: set[str] = set()
+    atexit.register(_keep, libraries)  # the first one, so it runs last
     for name in IMPORTED:
         importlib.import_module(name)
+    libraries |= {n for n in sys.modules if n.partition(".")[0] not in sys.stdlib_module_names | ENDS_AS_USUAL}
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "threads do not survive a fork"
     gc.collect()
     gc.freeze()

@@ -29,7 +29,7 @@ PRELOADED = ["torch", "torch.distributed.fsdp", "torch._dynamo", "numpy", "zmq",
 END_S = 5.0
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 TESTS = Path(__file__).resolve().parents[1]
-COMMAND = (sys.executable, "-m", "support.ranks")
+COMMAND = [sys.executable, "-m", "support.ranks"]
 
 
 class RankFailure(AssertionError):
