@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -29,6 +31,15 @@ settings.load_profile("same")
 PREFIX = "POTLUCK_"
 GRACE_S = 3.0
 """Threads and processes that were told to end may take this long."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One process imports torch for the forks of all workers, as soon as one of them asks for a fork."""
+    if sys.platform == "linux" and config.getoption("numprocesses", None) and forks.SHARED not in os.environ:
+        folder = forks.shared_folder()
+        os.environ[forks.SHARED] = str(folder)
+        config.add_cleanup(functools.partial(os.environ.pop, forks.SHARED, None))
+        config.add_cleanup(functools.partial(shutil.rmtree, folder, ignore_errors=True))
 
 
 def pytest_collection_finish() -> None:
@@ -128,7 +139,9 @@ def _leaked(
 def _children() -> set[psutil.Process]:
     """Without multiprocessing's tracker and the server of forks, which stay until Python ends."""
     found: set[psutil.Process] = set()
-    for pid in set(ids_below(os.getpid())) - set(forks.servers()):
+    servers = forks.servers()
+    below = {pid for process in (os.getpid(), *servers) for pid in ids_below(process)}
+    for pid in below - set(servers):
         try:
             process = psutil.Process(pid)
             if process.status() != psutil.STATUS_ZOMBIE and not any(

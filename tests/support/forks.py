@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import hashlib
 import importlib
 import json
 import os
@@ -47,6 +48,7 @@ MAY_DIFFER = (
 )
 """Variables, by their beginnings, that nothing of the above reads while it is imported. The last one torch sets
 itself when the first optimizer is made; Lightning sets PYTORCH_NVML_BASED_CUDA_CHECK."""
+SHARED = "FORKS_OF_ALL_WORKERS"
 STARTED_WITH = dict(os.environ)
 """The server's own: not what a test has changed when the first fork is asked for."""
 MODULES = ("potluck", "potluck.lab.ddp_worker", "support.dist_endings", "support.ranks")
@@ -59,6 +61,8 @@ INHERITED = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHU
 ENDS_AS_USUAL = {"__main__", "potluck", "zmq"}
 """Beside Python's own: these are taken apart at the end of a fork, as at the end of any process."""
 PR_SET_PDEATHSIG = 1
+LONGEST_PATH = 100
+"""Of a socket: the system's limit is 108."""
 START_S = 120.0
 
 
@@ -142,22 +146,20 @@ class _Server:
     """The tests' end of it: a question and an answer at a time, each a line of JSON."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        ours, theirs = socket.socketpair()
+        self._popen: subprocess.Popen[bytes] | None = None
+        path = _shared_path(environment)
+        if path is None:
+            ours, theirs = socket.socketpair()
+            with theirs:
+                self._popen = _started(environment, str(theirs.fileno()), pass_fds=[theirs.fileno()])
+        else:
+            ours = _connected(path, environment)
         ours.settimeout(START_S)
-        with theirs:
-            self._popen = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                env=dict(environment),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        self.pid = self._popen.pid
         self._environment = dict(environment)
         self._lock = threading.Lock()
         self._ours, self._lines = ours, ours.makefile("rw", encoding="utf-8")
         self._closed = False
+        self.pid = int(self._lines.readline())
         atexit.register(self.close)
 
     def takes(self, env: Mapping[str, str]) -> bool:
@@ -186,8 +188,10 @@ class _Server:
             return
         self._closed = True
         _server.cache_clear()
-        self._popen.kill()
-        self._popen.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        if self._popen is not None:
+            self._popen.wait()
         for end in (self._lines, self._ours):
             with contextlib.suppress(OSError):
                 end.close()
@@ -210,6 +214,51 @@ def _ends_are_told() -> bool:
     return True
 
 
+def _started(environment: Mapping[str, str], *words: str, pass_fds: Sequence[int] = ()) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, __file__, *words],
+        pass_fds=pass_fds,
+        env=dict(environment),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def _shared_path(environment: Mapping[str, str]) -> str | None:
+    """The socket of the process that imports torch for all workers of one pytest; None: this one is by itself.
+
+    Another Python, or variables that matter while something is imported, have another one.
+    """
+    folder = STARTED_WITH.get(SHARED)
+    if folder is None or not Path(folder).is_dir():
+        return None
+    matters = sorted(item for item in environment.items() if not item[0].startswith((*MAY_DIFFER, SHARED)))
+    name = hashlib.sha256(json.dumps([sys.executable, matters]).encode()).hexdigest()[:16]
+    path = str(Path(folder, name))
+    return path if len(path.encode()) < LONGEST_PATH else None
+
+
+def _connected(path: str, environment: Mapping[str, str]) -> socket.socket:
+    """A connection to the shared process, which the first worker starts."""
+    import fcntl  # not on Windows
+
+    with open(f"{path}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        ours = socket.socket(socket.AF_UNIX)
+        if ours.connect_ex(path) != 0:
+            Path(path).unlink(missing_ok=True)
+            _started(environment, path, environment[SHARED].rpartition("-")[2]).wait(START_S)  # it listens then
+            ours.connect(path)
+    return ours
+
+
+def shared_folder() -> Path:
+    """A new folder, for the variable `SHARED`: what runs for it ends with this process, whose id its name says."""
+    folder = Path(tempfile.mkdtemp(prefix="forks-"))
+    return folder.rename(folder.with_name(f"{folder.name}-{os.getpid()}"))
+
+
 @functools.cache
 def _server() -> _Server:
     from support.processes import _environment
@@ -225,6 +274,8 @@ def serve(lines: Any) -> tuple[list[str], int]:
 
     The server itself exits in here.
     """
+    lines.write(f"{os.getpid()}\n")
+    lines.flush()
     for line in lines:
         question = json.loads(line)
         if "ended" in question:
@@ -292,10 +343,46 @@ def _end_after_python() -> None:
     libc.__cxa_atexit(libc.fflush, None, None)
 
 
+def _listening(path: str) -> socket.socket:
+    """Returns in a child that belongs to nobody, when whoever started this can connect."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen(64)
+    if os.fork():
+        os._exit(0)
+    return listener
+
+
+def _one_of_many(listener: socket.socket, owner: int) -> socket.socket:
+    """Fork a server for each worker that connects, and return in it; ends with the owner."""
+    try:
+        alive = os.pidfd_open(owner)
+    except ProcessLookupError:
+        os._exit(0)
+    poll = select.poll()
+    for file in (alive, listener.fileno()):
+        poll.register(file, select.POLLIN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a server
+    while True:
+        if alive in dict(poll.poll()):
+            os._exit(0)
+        theirs, _ = listener.accept()
+        if os.fork():
+            theirs.close()
+            continue
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+        listener.close()
+        os.close(alive)
+        return theirs
+
+
 def main() -> None:
     import spares
 
     del sys.path[0]  # this file's folder, which is none of theirs
+    listener = _listening(sys.argv[1]) if len(sys.argv) > 2 else None
     libraries: set[str] = set()
     atexit.register(_keep, libraries)  # the first one, so it runs last
     for name in IMPORTED:
@@ -304,7 +391,8 @@ def main() -> None:
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "threads do not survive a fork"
     gc.collect()
     gc.freeze()
-    with socket.socket(fileno=int(sys.argv[1])) as theirs, theirs.makefile("rw", encoding="utf-8") as lines:
+    own = socket.socket(fileno=int(sys.argv[1])) if listener is None else _one_of_many(listener, int(sys.argv[2]))
+    with own as theirs, theirs.makefile("rw", encoding="utf-8") as lines:
         words, children = serve(lines)
     if children:
         words = spares.prepare(children, _imports_torch, _settle) or words
