@@ -29,6 +29,8 @@ def session(settings: Settings, spec: RunSpec, view: Any, sharing: Sharing | Non
     """Open a run for the script or recipe that is run inside; `view` is the mode that was asked for."""
     if sharing is not None:
         sharing.check()
+    if settings.launched and not sys.stdin.readline():
+        raise KeyboardInterrupt  # the launcher had no use for this host: nothing has begun
     listener = loggers(spec.config.log)
     opened = Session(
         spec, settings.environment, make_view(view), guests=LocalGuests, listener=listener, page=open_page

@@ -101,11 +101,15 @@ def join(
     from potluck.fleet.life import leased
     from potluck.wire.token import decode
 
-    if str(token_file) == "-":
-        # Before `leased`, which may read stdin to its end. If whoever started this dies first, the line is empty.
-        token, token_file = token or _line_of_stdin(), None
+    from_stdin, posix = not token and str(token_file) == "-", os.name == "posix"
+    if from_stdin and not posix:
+        token = _line_of_stdin()  # before `leased`, which reads stdin to its end on such systems
     # Before anything slow: whatever this process waits for, it must not outlive who started it.
     with leased(parent):
+        if from_stdin and posix:
+            import potluck.fleet.received  # noqa: F401  torch takes seconds, and the token may come only then
+
+            token = _line_of_stdin()  # empty if whoever started this dies first
         began = time.monotonic()
         decoded = decode(_find_token(token, token_file, settings, flags["wait_s"] or 0.0))
         return _serve(settings, decoded, flags, _left(flags["wait_s"], time.monotonic() - began))

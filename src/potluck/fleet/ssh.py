@@ -112,8 +112,9 @@ class SshFleet:
         return self.logs / f"{name}.log"
 
     def start(self, machine: str, token: str, settings: GuestSettings, log: Path) -> RemoteTask:
+        """As in the interface. Without a token the guest imports torch and waits for it, by `feed`."""
         words = [*settings.words(), "--parent", agent.AGENT_PID]
-        return self.run(machine, words, log, feed=token + "\n", awake=True)
+        return self.run(machine, words, log, feed=f"{token}\n" if token else "", awake=True)
 
     def run(self, machine: str, words: Sequence[str], log: Path, **more: Any) -> RemoteTask:
         """Start `python WORDS` there, with this Potluck; `more` as for `AgentLink.run`."""
