@@ -84,6 +84,8 @@ class Launcher:
         self._unprepared: MachineError | None = None
         self.run_folder = ""
         """On the host's machine; empty until it is known."""
+        self.cut_off = False
+        """Whether the host was killed or lost, so that it could not say how to resume."""
         self.first_error: tuple[str, str] | None = None
         """Machine and words of what failed first, if anything did."""
 
@@ -208,10 +210,11 @@ class Launcher:
         if self._interrupts > 1:
             return INTERRUPTED
         if ended.status is None:
-            words = f"{ended.why}; the host there saves and ends. Resume with --resume"
-            self._failed(self._work.machine, words)
+            self.cut_off = True
+            self._failed(self._work.machine, f"{ended.why}; the host there saves and ends")
             return LOST
         if ended.status and ended.status != INTERRUPTED:
+            self.cut_off = ended.status < 0
             self._failed(self._work.machine, ended.why)
         return ended.status if ended.status >= 0 else 128 - ended.status
 
