@@ -213,7 +213,7 @@ function curves(asked = false) {
 
 function age() {
   const passed = (name) => (performance.now() - (came[name] || 0)) / 1000;
-  $('age').textContent = known && data.since_step_s != null ? `last step ${seconds(data.since_step_s + passed('since_step_s'))} ago` : '';
+  $('age').textContent = known && !data.over && data.since_step_s != null ? `last step ${seconds(data.since_step_s + passed('since_step_s'))} ago` : '';
   if (known) for (const small of document.querySelectorAll('[data-heard]')) small.textContent = `heard ${seconds(+small.dataset.heard + passed('machines'))} ago`;
 }
 
