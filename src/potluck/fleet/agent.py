@@ -265,7 +265,7 @@ def facts(wanted: dict[str, Any]) -> dict[str, Any]:
         "clock_s": time.time(),
         "cores": os.cpu_count() or 1,
         "uv": shutil.which("uv", path=path) or "",
-        "venv": _has("venv") and _has("ensurepip"),
+        "venv": _has("venv") and (_has("ensurepip") or _has("pip")),
         "lacks": [name for name, least in wanted["needs"].items() if _version_of(name) < _numbers(least)],
         "code": os.path.isdir(os.path.join(cache, wanted["code"])),
         "env": env,
@@ -314,11 +314,13 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _gpus(path: str) -> int:
+    if listed := _entries("/proc/driver/nvidia/gpus"):
+        return len(listed)  # nvidia-smi may take a second
     program = shutil.which("nvidia-smi", path=path)
     if program is None:
         return 0
     try:
-        listed = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=5).stdout
+        shown = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=5).stdout
     except (OSError, subprocess.SubprocessError):
         return 0
-    return listed.count("GPU ")
+    return shown.count("GPU ")
