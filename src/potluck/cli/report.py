@@ -21,7 +21,6 @@ from potluck.report.summary_text import summary_text
 from potluck.report.text import fitted, writes_utf8
 from potluck.train.folder import find_run, open_folder
 
-
 HERE = Path("ID.html")
 """`--html` without a file: named after the run."""
 
