@@ -316,7 +316,7 @@ class PageState:
     def rows(self, *, live: bool = True) -> list[MachineRow]:
         """The machines that are there, as of now, and those that left last. Not `live`: as of the last line."""
         if self._guest is not None:
-            state = self.status()[0]
+            state = "waiting" if self._host_gone is not None else self.status()[0]
             rate = self.curves.rows[-1][7] if self.curves.rows else None
             me = MachineRow(name=clean(self._guest.name), device=clean(self._guest.device), rate=rate, state=state)
             host = "gone" if self._host_gone is not None else "connected"

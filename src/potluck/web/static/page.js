@@ -43,7 +43,7 @@ function ticks(low, high, about) {
 // -- sections -----------------------------------------------------------------------------------------
 
 function headlines(list) {
-  fill($('headlines'), ...list.map((h) => el('div', {class: 'big'}, el('span', {}, h.label), el('b', {}, h.value), el('span', {}, h.note))));
+  fill($('headlines'), ...list.map((h) => el('div', {class: 'big'}, el('span', {}, h.label), el('b', {}, h.value), el('span', {}, h.note.replace(/(\d) (?=(ms|s|min|h|d)\b)/g, '$1\u00a0')))));
 }
 
 function card(m) {
@@ -111,12 +111,15 @@ function lanes(view, width, names) {
     if (right > 20) group.append(el('text', {x: left + inner + 8, y: y + 23, class: 'dim'}, lane.note));
     svg.append(group);
   });
+  let free = 0;
   for (const [at, label, middle] of view.marks) {
-    const x = left + at * scale;
+    const x = left + at * scale, half = 3.5 * label.length;
     svg.append(el('line', {class: 'mark', x1: x, x2: x, y1: top - 8, y2: height - 22}));
-    if (label) svg.append(el('text', {class: 'dim', x: left + middle * scale, y: top - 5, 'text-anchor': 'middle'}, label));
+    if (middle * scale - half < free) continue;
+    free = middle * scale + half;
+    svg.append(el('text', {class: 'dim', x: left + middle * scale, y: top - 5, 'text-anchor': 'middle'}, label));
   }
-  for (const at of ticks(0, view.seconds, width < 600 ? 4 : 10)) svg.append(el('text', {class: 'dim', x: left + at * scale, y: height - 6, 'text-anchor': 'middle'}, seconds(at)));
+  for (const at of ticks(0, view.seconds, width < 600 ? 4 : 10)) svg.append(el('text', {class: 'dim', x: Math.min(left + at * scale, width - 16), y: height - 6, 'text-anchor': 'middle'}, seconds(at)));
   return svg;
 }
 
@@ -130,7 +133,7 @@ function liveView(width) {
     for (const lane of step.lanes) {
       if (!found.has(lane.name)) found.set(lane.name, {name: lane.name, bars: []});
       const own = found.get(lane.name);
-      own.note = lane.note;
+      own.note = step === shown[shown.length - 1] ? lane.note : 'gone';
       own.bars.push(...lane.bars.map(([kind, start, end]) => [kind, start + at, end + at]));
     }
     marks.push([at + step.seconds, `step ${step.step}`, at + step.seconds / 2]);
@@ -213,7 +216,7 @@ function curves(asked = false) {
 
 function age() {
   const passed = (name) => (performance.now() - (came[name] || 0)) / 1000;
-  $('age').textContent = known && data.since_step_s != null ? `last step ${seconds(data.since_step_s + passed('since_step_s'))} ago` : '';
+  $('age').textContent = known && !data.over && data.since_step_s != null ? `last step ${seconds(data.since_step_s + passed('since_step_s'))} ago` : '';
   if (known) for (const small of document.querySelectorAll('[data-heard]')) small.textContent = `heard ${seconds(+small.dataset.heard + passed('machines'))} ago`;
 }
 
