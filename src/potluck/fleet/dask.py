@@ -1,7 +1,7 @@
 """The fleet of a Dask cluster: every worker is a machine. Dask carries requests and logs, never a tensor.
 
-Requests are functions that run in the worker's process, beside its tasks: a guest takes none of the worker's threads
-from Dask. The driver polls each guest every second; see kept.py for what happens without.
+Requests are functions that run in the worker's process, beside its tasks: a guest takes none of the worker's
+threads from Dask. The driver polls each guest every second; see kept.py for what happens without.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from typing import Any
 from potluck._version import __version__
 from potluck.errors import ConfigError, MachineError, MissingModuleError
 from potluck.fleet import kept, sealed
-from potluck.fleet.cluster import ClusterRun, FleetRun, ClusterState
+from potluck.fleet.cluster import ClusterRun, ClusterState, FleetRun
 from potluck.fleet.interface import GuestSettings
 from potluck.fleet.polled import PolledGuest
 from potluck.fleet.script import read_script
