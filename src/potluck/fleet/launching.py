@@ -20,6 +20,8 @@ from potluck.fleet.interface import GuestEnd, GuestSettings, StartedGuest
 from potluck.fleet.remote import RemoteTask
 from potluck.spec.finding import Finding
 
+RAY = "ray://"
+"""Begins the address of a Ray cluster among the names of machines."""
 HOST_PATIENCE_S = 60.0
 """A host whose launcher is gone saves first."""
 GOODBYE_S = 5.0

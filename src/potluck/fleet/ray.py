@@ -28,7 +28,6 @@ from potluck.fleet.polled import PolledGuest
 from potluck.fleet.script import read_script
 
 EVERY_NODE = "every node"
-SCHEME = "ray://"
 ANSWER_S = 8.0
 """An actor that does not answer for so long is lost."""
 PLACED_S = 30.0
