@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 import time
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 _FOR_HOST = (*options.RUN_FLAGS, *options.HOST_FLAGS, "resume")
 """Options that are passed on to the host."""
-_AFTER = "potluck.up.after"
+_BEFORE, _AFTER = "potluck.up.before", "potluck.up.after"
 HERE = "here"
 
 
@@ -51,7 +52,7 @@ class _WithRest(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         end = args.index("--") if "--" in args else len(args)
-        ctx.meta[_AFTER] = tuple(args[end + 1 :])
+        ctx.meta[_BEFORE], ctx.meta[_AFTER] = tuple(args[:end]), tuple(args[end + 1 :])
         return super().parse_args(ctx, args[:end])
 
 
@@ -113,7 +114,21 @@ def up(ctx: click.Context, /, machines: tuple[str, ...], **flags: Unpack[UpFlags
         raise UserError(
             "no script was given", hint="after --, for example: potluck up desk mac.local -- my_train.py"
         )
-    return _launch(settings, fleet, host, after, flags, next(iter(clusters), ""))
+    again = _resumed_by(ctx.meta[_BEFORE], after)
+    return _launch(settings, fleet, host, after, again, flags, next(iter(clusters), ""))
+
+
+def _resumed_by(before: Sequence[str], after: Sequence[str]) -> str:
+    """The command that resumes this run, with {run} for its folder."""
+    words, kept = list(before), []
+    while words:
+        word = words.pop(0)
+        if word == "--resume":
+            words = words[1:]
+        elif not word.startswith("--resume="):
+            kept.append(word)
+    script = after if _is_script(after[0]) else after[:1]  # the settings of a recipe are the run's own
+    return f"{shlex.join(['potluck', 'up', *kept])} --resume {{run}} -- {shlex.join(script)}"
 
 
 def _changed(fleet: FleetFile, flags: UpFlags) -> FleetFile:
@@ -144,7 +159,7 @@ def _wanted(after: Sequence[str], flags: UpFlags) -> FleetNeeds:
 
 
 def _launch(
-    settings: Settings, fleet: FleetFile, host: str, after: tuple[str, ...], flags: UpFlags, ray: str
+    settings: Settings, fleet: FleetFile, host: str, after: tuple[str, ...], again: str, flags: UpFlags, ray: str
 ) -> int:
     """`ray`: address of a Ray cluster whose nodes take part, too; empty for none."""
     from potluck.fleet.cluster import ClusterFleet, followed
@@ -160,7 +175,7 @@ def _launch(
     logs = runs / f".up-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     engine = _ray_fleet(ray, without_here=not host) if ray else None
     reached = SshFleet(machines, _wanted(after, flags), logs=logs)
-    work = _work(reached, host or HERE, runs, after, flags)
+    work = _work(reached, host or HERE, runs, after, again, flags)
     log = MergedLog(logs, names, sys.stdout, flags["only"])
     observer = _Observer(log, runs)
     guests = [name for name in names if name != (host or HERE)]
@@ -178,6 +193,8 @@ def _launch(
         name, words = launcher.first_error
         click.echo(f"\nthe first error was on {name}: {words}", err=True)
     click.echo(f"logs: {kept}", err=True)
+    if launcher.cut_off and launcher.run_folder:
+        click.echo(f"go on with: {again.replace('{run}', shlex.quote(launcher.run_folder))}", err=True)
     return status
 
 
@@ -187,13 +204,13 @@ def _ray_fleet(address: str, *, without_here: bool) -> RayFleet:
     return RayFleet(address, without_here=without_here)
 
 
-def _work(fleet: SshFleet, host: str, runs: Path, after: tuple[str, ...], flags: UpFlags) -> HostWork:
+def _work(fleet: SshFleet, host: str, runs: Path, after: tuple[str, ...], again: str, flags: UpFlags) -> HostWork:
     """What the host's machine runs. Elsewhere the script goes along, into a folder of its own."""
     from potluck.fleet.launching import HostWork
     from potluck.fleet.script import read_script
 
     what, arguments = after[0], list(after[1:])
-    words = ["-m", "potluck", "host", "--view", "plain", "--launched"]
+    words = ["-m", "potluck", "host", "--view", "plain", "--launched", again]
     for name, value in options.given(flags, _FOR_HOST).items():
         for each in value if isinstance(value, tuple) else (value,):
             option = "web-address" if name == "web" else name.replace("_", "-")

@@ -33,6 +33,7 @@ LOOK_S = 1.0
 """How often the engine is asked for its machines."""
 MOST_READ = 1 << 20
 STOP_S = 90.0
+_AGAIN = "start(…, options=['--resume', '{run}'])"
 
 
 class ClusterFleet:
@@ -57,6 +58,9 @@ class ClusterFleet:
 
     def in_place(self, name: str) -> bool:
         return name not in self._reached.machines() or self._reached.in_place(name)
+
+    def starts_early(self, name: str) -> bool:
+        return name in self._reached.machines()
 
     def prepare(self, name: str) -> ReadyMachine:
         return self._reached.prepare(name) if name in self._reached.machines() else self.reach(name)
@@ -142,7 +146,8 @@ class ClusterRun:
         logs = runs.absolute() / f".fleet-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         logs.mkdir(parents=True, exist_ok=True)
         reached = SshFleet([NamedMachine(name=HERE)], FleetNeeds(imports={}), logs=logs)
-        words = ["-m", "potluck", "host", "--view", "plain", "--launched", "--runs", str(runs.absolute())]
+        words = ["-m", "potluck", "host", "--view", "plain", "--launched", _AGAIN]
+        words += ["--runs", str(runs.absolute())]
         tail = [script, "--", *arguments] if arguments and script.endswith(".py") else [script, *arguments]
         work = HostWork(machine=HERE, words=[*words, *options, *tail], cwd=os.getcwd(), runs=str(runs.absolute()))
         self._engine, self._log = engine, reached.log(HERE)

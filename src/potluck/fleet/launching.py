@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from potluck.errors import MachineError
 from potluck.fleet.hostfiles import NamedMachine
-from potluck.fleet.interface import GuestEnd, GuestSettings, StartedGuest
+from potluck.fleet.interface import GuestEnd, GuestSettings
 from potluck.fleet.remote import RemoteTask
 from potluck.spec.finding import Finding
 
@@ -83,9 +83,11 @@ class LaunchFleet(Protocol):
     def log(self, name: str) -> Path: ...
     def reach(self, name: str) -> ReadyMachine: ...
     def in_place(self, name: str) -> bool: ...
+    def starts_early(self, name: str) -> bool: ...
     def prepare(self, name: str) -> ReadyMachine: ...
     def run(self, machine: str, words: Sequence[str], log: Path, **more: Any) -> RemoteTask: ...
-    def start(self, machine: str, token: str, settings: GuestSettings, log: Path) -> StartedGuest: ...
+    def start(self, machine: str, token: str, settings: GuestSettings, log: Path) -> Any:
+        """A `StartedGuest`, with `feed` where `starts_early`."""
     def close(self) -> None: ...
 
 
@@ -120,6 +122,10 @@ class Launcher:
         self._prepared = threading.Event()
         """Set when the host's machine is ready, or cannot be made ready."""
         self._unprepared: MachineError | None = None
+        self.run_folder = ""
+        """On the host's machine; empty until it is known."""
+        self.cut_off = False
+        """Whether the host was killed or lost, so that it could not say how to resume."""
         self.first_error: tuple[str, str] | None = None
         """Machine and words of what failed first, if anything did."""
 
@@ -170,18 +176,11 @@ class Launcher:
     # -- the host ---------------------------------------------------------------------------------------
 
     def _host(self) -> int:
-        self._wait_for(lambda: bool(self._usable) or len(self._findings) == len(self._guests) or self._interrupts)
+        """Start the host at once: it imports torch while the machines are looked at, and waits for a line."""
+        self._wait_for(lambda: self._prepared.is_set() or self._hopeless() or self._interrupts)
         if self._interrupts:
             return INTERRUPTED
-        if self._guests and not self._usable and not self._keep_trying:
-            self._tell_problems()
-            raise MachineError(
-                f"none of {len(self._guests)} machine{'s' if len(self._guests) > 1 else ''} can be used",
-                hint="fix what is named above; `potluck up … --check` looks again",
-            )
-        self._wait_for_machine()
-        if self._interrupts:
-            return INTERRUPTED
+        self._check(None)
         work = self._work
         for path, content in work.files.items():
             if (put := self._fleet.prepare(work.machine).link.put(path, content, self._log)).status != 0:
@@ -195,18 +194,50 @@ class Launcher:
             patience_s=HOST_PATIENCE_S,
             awake=True,
         )
-        sent = 0
-        while (ended := task.wait(0.05)) is None:
-            if not self._told and len(self._findings) == len(self._guests):
+        sent, began = 0, False
+        while (ended := task.wait(0.02)) is None:
+            looked = len(self._findings) == len(self._guests)
+            if not began:
+                self._check(task)
+                if self._usable or looked:
+                    began = True
+                    task.feed("\n")
+            if not self._told and looked:
                 self._tell_problems()
             if not self._token and task.found.is_set() and task.token:
+                self.run_folder = task.run
                 self._observer.run_known(task.run)
                 with self._news:
                     self._token = task.token
                     self._news.notify_all()
+            if self._interrupts and not began:
+                task.end(0.0)
+                return INTERRUPTED
             if self._interrupts > sent:
                 sent = self._stop(task)
         return self._status(ended)
+
+    def _hopeless(self) -> bool:
+        """Whether all machines have been looked at, and none can be used."""
+        looked = len(self._findings) == len(self._guests)
+        return bool(self._guests) and looked and not self._usable and not self._keep_trying
+
+    def _check(self, task: RemoteTask | None) -> None:
+        """Raises if the run cannot begin; `task` is the host that waits."""
+        if not self._hopeless() and self._unprepared is None:
+            return
+        if task is not None:
+            task.end(0.0)
+        self._tell_problems()
+        if self._hopeless():
+            count = len(self._guests)
+            raise MachineError(
+                f"none of {count} machines can be used" if count > 1 else f"{self._guests[0]} cannot be used",
+                hint="fix what is named above; `potluck up … --check` looks again",
+            )
+        assert self._unprepared is not None
+        self._observer.problems(self._unprepared.findings)
+        raise self._unprepared
 
     def _prepare(self) -> None:
         """Reach the host's machine and install there, in a thread: Ctrl-C is heard meanwhile."""
@@ -216,13 +247,6 @@ class Launcher:
             self._unprepared = error
         finally:
             self._prepared.set()
-
-    def _wait_for_machine(self) -> None:
-        self._wait_for(lambda: self._prepared.is_set() or self._interrupts)
-        if self._unprepared is not None:
-            self._tell_problems()
-            self._observer.problems(self._unprepared.findings)
-            raise self._unprepared
 
     @property
     def _log(self) -> Path:
@@ -242,10 +266,11 @@ class Launcher:
         if self._interrupts > 1:
             return INTERRUPTED
         if ended.status is None:
-            words = f"{ended.why}; the host there saves and ends. Resume with --resume"
-            self._failed(self._work.machine, words)
+            self.cut_off = True
+            self._failed(self._work.machine, f"{ended.why}; the host there saves and ends")
             return LOST
         if ended.status and ended.status != INTERRUPTED:
+            self.cut_off = ended.status < 0
             self._failed(self._work.machine, ended.why)
         return ended.status if ended.status >= 0 else 128 - ended.status
 
@@ -314,10 +339,11 @@ class Launcher:
             self._news.notify_all()
 
     def _guest(self, name: str, slot: int, *, several: bool) -> GuestEnd | None:
-        """Start a guest once the token is known, and wait for its end; None if the run is over."""
-        self._wait_for(lambda: self._token or self._over.is_set())
-        if self._over.is_set():
-            return None
+        """Start a guest, tell it the token once that is known, and wait for its end; None if the run is over."""
+        if not self._fleet.starts_early(name):
+            self._wait_for(lambda: self._token or self._over.is_set())
+            if self._over.is_set():
+                return None
         machine = self._fleet.machine(name)
         settings = GuestSettings(
             name=name if not slot else f"{name}-{slot + 1}",
@@ -326,10 +352,14 @@ class Launcher:
             micro_batch=machine.micro_batch,
         )
         guest = self._fleet.start(name, self._token, settings, self._fleet.log(name))
-        while (ended := guest.wait(0.1)) is None:
+        told = bool(self._token)
+        while (ended := guest.wait(0.05)) is None:
             if self._over.is_set():
                 # The host says goodbye itself; a guest that did not hear it ends now.
-                return guest.wait(GOODBYE_S / 2) if self._interrupts < 2 else None
+                return guest.wait(GOODBYE_S / 2) if told and self._interrupts < 2 else None
+            if self._token and not told:
+                told = True
+                guest.feed(self._token + "\n")
         return ended
 
     def _again(self, name: str, ended: GuestEnd) -> bool:
