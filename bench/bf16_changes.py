@@ -3,8 +3,9 @@
     python bench/bf16_changes.py [--depth 4] [--sequence 64] [--batch 8] [--steps 320]
 
 Trains at a learning rate of 3e-4 from the start, then goes on at 1e-4 and at 1e-5, as fine-tuning does. Prints, for
-each rate, the part of all weights whose bf16 bits change in a step, the bits a parameter of `bf16-changes`, of thin:1.25
-and of what is sent (by piece, the shorter of both), and MB of float32 a second that one core codes and decodes.
+each rate, the part of all weights whose bf16 bits change in a step, the bits a parameter of `bf16-changes`, of
+thin:1.25 and of what is sent (by piece, the shorter of both), and MB of float32 that one core codes and decodes a
+second.
 """
 
 from __future__ import annotations
