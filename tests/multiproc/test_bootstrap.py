@@ -112,7 +112,9 @@ def test_a_machine_without_uv_fetches_it_and_gives_it_the_settings_of_pip(tmp_pa
     assert f"--python {plan['env']}/bin/python" in asked
     assert f"--find-links {tmp_path} --no-index" in asked
     assert asked.count("\n") == 1
-    listed = "global.index-url='https://a/'\nglobal.extra-index-url='https://b\\nhttps://c'\n:env:.index-url='https://d'"
+    listed = (
+        "global.index-url='https://a/'\nglobal.extra-index-url='https://b\\nhttps://c'\n:env:.index-url='https://d'"
+    )
     settings = ["--extra-index-url", "https://b", "--extra-index-url", "https://c", "--index-url", "https://d"]
     assert installer._settings(listed)[2:] == settings
 
