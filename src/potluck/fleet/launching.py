@@ -353,10 +353,12 @@ class Launcher:
         )
         guest = self._fleet.start(name, self._token, settings, self._fleet.log(name))
         told = bool(self._token)
+        ended: GuestEnd | None
         while (ended := guest.wait(0.05)) is None:
             if self._over.is_set():
                 # The host says goodbye itself; a guest that did not hear it ends now.
-                return guest.wait(GOODBYE_S / 2) if told and self._interrupts < 2 else None
+                ended = guest.wait(GOODBYE_S / 2) if told and self._interrupts < 2 else None
+                return ended
             if self._token and not told:
                 told = True
                 guest.feed(self._token + "\n")
