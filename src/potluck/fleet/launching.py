@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from potluck.errors import MachineError
 from potluck.fleet.hostfiles import NamedMachine
-from potluck.fleet.interface import GuestEnd, GuestSettings
+from potluck.fleet.interface import GuestEnd, GuestSettings, StartedGuest
 from potluck.fleet.remote import RemoteTask
 from potluck.spec.finding import Finding
 
@@ -76,6 +76,12 @@ class ReadyMachine(Protocol):
     def link(self) -> Any: ...
 
 
+class FedGuest(StartedGuest, Protocol):
+    """A guest that may have been started without its token."""
+
+    def feed(self, text: str) -> None: ...
+
+
 class LaunchFleet(Protocol):
     """What a launcher needs of a fleet; `SshFleet` says what each method does."""
 
@@ -86,8 +92,7 @@ class LaunchFleet(Protocol):
     def starts_early(self, name: str) -> bool: ...
     def prepare(self, name: str) -> ReadyMachine: ...
     def run(self, machine: str, words: Sequence[str], log: Path, **more: Any) -> RemoteTask: ...
-    def start(self, machine: str, token: str, settings: GuestSettings, log: Path) -> Any:
-        """A `StartedGuest`, with `feed` where `starts_early`."""
+    def start(self, machine: str, token: str, settings: GuestSettings, log: Path) -> FedGuest: ...
     def close(self) -> None: ...
 
 
@@ -353,12 +358,10 @@ class Launcher:
         )
         guest = self._fleet.start(name, self._token, settings, self._fleet.log(name))
         told = bool(self._token)
-        ended: GuestEnd | None
         while (ended := guest.wait(0.05)) is None:
             if self._over.is_set():
                 # The host says goodbye itself; a guest that did not hear it ends now.
-                ended = guest.wait(GOODBYE_S / 2) if told and self._interrupts < 2 else None
-                return ended
+                return guest.wait(GOODBYE_S / 2) if told and self._interrupts < 2 else None
             if self._token and not told:
                 told = True
                 guest.feed(self._token + "\n")
