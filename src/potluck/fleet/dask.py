@@ -1,6 +1,6 @@
 """The fleet of a Dask cluster: every worker is a machine. Dask carries requests and logs, never a tensor.
 
-Requests are functions that run in the worker's process, beside its tasks: a guest takes none of the worker's threads
+Requests are functions that run in the worker's process, beside its tasks: a guest takes no thread of the worker
 from Dask. The driver polls each guest every second; see kept.py for what happens without.
 """
 
