@@ -20,7 +20,7 @@ from potluck.fleet.interface import GuestFleet, GuestSettings
 from potluck.fleet.local import LocalFleet
 from potluck.fleet.ssh import SshFleet
 from potluck.wire.token import Token, encode
-from support import sshd
+from support import ray_nodes, sshd
 from support.processes import SOURCE, Processes
 
 pytestmark = [
@@ -68,12 +68,34 @@ def make_dask(folder: Path) -> GuestFleet:
     return OwnClient(client)
 
 
-FLEETS: dict[str, Callable[[Path], GuestFleet]] = {"local": make_local, "ssh": make_ssh, "dask": make_dask}
+def make_ray(folder: Path) -> GuestFleet:
+    """A fleet of the cluster whose address lies in this folder."""
+    from potluck.fleet.ray import RayFleet
+
+    return RayFleet((folder / "scheduler").read_text())
+
+
+FLEETS: dict[str, Callable[[Path], GuestFleet]] = {
+    "local": make_local,
+    "ssh": make_ssh,
+    "dask": make_dask,
+    "ray": make_ray,
+}
 
 
 @pytest.fixture(scope="module", params=list(FLEETS))
 def engine(request: pytest.FixtureRequest) -> Iterator[tuple[str, str]]:
     """A kind of fleet, and the address of the cluster that is its engine."""
+    if request.param == "ray":
+        if (why := ray_nodes.why_not()) is not None:
+            pytest.skip(why)
+        import ray
+
+        with ray_nodes.RayNodes() as nodes:
+            nodes.add("head")
+            yield request.param, nodes.address
+            ray.shutdown()
+        return
     if request.param != "dask":
         yield request.param, ""
         return

@@ -6,17 +6,19 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from potluck.errors import MissingModuleError, NetworkError
 from potluck.fleet.script import Script
 from potluck.fleet.sealed import KeyPair, need_library
-from potluck.sweep.spec import SweepWork, Trial, TrialResult
+from potluck.sweep.spec import MACHINE, SweepWork, Trial, TrialResult
 
 if TYPE_CHECKING:
     from distributed import Client
 
 CONNECT_S = 10.0
+LOCAL = "local"
+"""Instead of an address: a cluster of this machine alone, whatever else is there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +80,9 @@ def _dask(settings: SweepSettings) -> Iterator[Client]:
     from dask import config
     from distributed import Client, LocalCluster
 
-    address = settings.address or config.get("scheduler-address", None)
-    if address is None:
-        settings.tell("no --address: a local Dask cluster of one worker is started")
+    address = settings.address or config.get("scheduler-address", None) or LOCAL
+    if address == LOCAL:
+        settings.tell("a local Dask cluster is started, of this machine alone")
         with LocalCluster(n_workers=1, dashboard_address="127.0.0.1:0") as cluster, Client(cluster) as client:
             yield client
         return
@@ -113,13 +115,15 @@ def tune_results(settings: SweepSettings) -> Iterator[TrialResult]:
 def _connect_ray(settings: SweepSettings) -> None:
     import ray
 
-    quiet = {"log_to_driver": False, "logging_level": "warning"}
-    try:
-        ray.init(address=settings.address or "auto", **quiet)
-    except ConnectionError as error:
-        if settings.address is not None:
-            raise NetworkError(
-                f"no Ray cluster answers at {settings.address}: {error}", hint="start one with: ray start --head"
-            ) from None
-        settings.tell("there is no Ray cluster: a local one is started, of this machine alone")
-        ray.init(address="local", resources={"potluck": 1}, **quiet)
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "warning"}
+    if settings.address != LOCAL:
+        try:
+            ray.init(address=settings.address or "auto", **quiet)
+            return
+        except ConnectionError as error:
+            if settings.address is not None:
+                raise NetworkError(
+                    f"no Ray cluster answers at {settings.address}: {error}", hint="start one with: ray start --head"
+                ) from None
+    settings.tell("a local Ray cluster is started, of this machine alone")
+    ray.init(address=LOCAL, resources={MACHINE: 1}, **quiet)

@@ -15,6 +15,9 @@ from msgspec import Struct
 from potluck.errors import ConfigError
 from potluck.fleet.script import Script
 
+MACHINE = "potluck"
+"""Resource of a Ray node that stands for the whole machine."""
+
 Value = bool | int | float | str
 
 _NAME = re.compile(r"[A-Za-z][\w-]*")

@@ -25,6 +25,7 @@ from potluck.sweep.spec import SweepWork, Trial, TrialNews
 
 PATIENCE_S = 2.0
 GREET_S = 60.0
+_AGAIN = "potluck host {script} --resume {run}"
 _HANDED = ("manifest.json", "events.jsonl")
 """What is handed over beside the checkpoint. Not the keys: a trial that moves has new ones."""
 
@@ -76,7 +77,7 @@ class TrialProcess:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
         runs = self._folder / "runs"
-        words = ["-m", "potluck", "host", f"./{work.names[0]}", "--view", "plain", "--launched", "--name", name]
+        words = ["-m", "potluck", "host", f"./{work.names[0]}", "--view", "plain", "--launched", _AGAIN, "--name", name]
         words += ["--runs", str(runs), "--checkpoint-every", str(work.checkpoint_every)]
         words += [word for file in work.names[1:] for word in ("--send", file)]
         words += ["--bind", bind] if bind else []

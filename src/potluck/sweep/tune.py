@@ -23,7 +23,7 @@ from potluck.fleet.ray import RayFleet
 from potluck.fleet.script import read_script
 from potluck.sweep.helpers import Helpers
 from potluck.sweep.sharing import helping
-from potluck.sweep.spec import SweepWork, Trial, TrialNews, TrialResult
+from potluck.sweep.spec import MACHINE, SweepWork, Trial, TrialNews, TrialResult
 from potluck.sweep.trial import TrialProcess
 
 if TYPE_CHECKING:
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 Tell = Callable[[str], None]
 
-MACHINE = "potluck"
-"""Resource of a Ray node that stands for the whole machine."""
 MOST_STARTS = 10
 REPORT_S = 2.0
 NODE, NEWS = "potluck_node", "potluck_news"
