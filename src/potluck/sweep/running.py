@@ -122,8 +122,7 @@ def _connect_ray(settings: SweepSettings) -> None:
             return
         except ConnectionError as error:
             if settings.address is not None:
-                raise NetworkError(
-                    f"no Ray cluster answers at {settings.address}: {error}", hint="start one with: ray start --head"
-                ) from None
+                words = f"no Ray cluster answers at {settings.address}: {error}"
+                raise NetworkError(words, hint="start one with: ray start --head") from None
     settings.tell("a local Ray cluster is started, of this machine alone")
     ray.init(address=LOCAL, resources={MACHINE: 1}, **quiet)

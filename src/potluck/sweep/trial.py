@@ -77,8 +77,8 @@ class TrialProcess:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
         runs = self._folder / "runs"
-        words = ["-m", "potluck", "host", f"./{work.names[0]}", "--view", "plain", "--launched", _AGAIN, "--name", name]
-        words += ["--runs", str(runs), "--checkpoint-every", str(work.checkpoint_every)]
+        words = ["-m", "potluck", "host", f"./{work.names[0]}", "--view", "plain", "--launched", _AGAIN]
+        words += ["--name", name, "--runs", str(runs), "--checkpoint-every", str(work.checkpoint_every)]
         words += [word for file in work.names[1:] for word in ("--send", file)]
         words += ["--bind", bind] if bind else []
         words += ["--threads", str(threads)] if threads else []

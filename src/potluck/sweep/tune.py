@@ -38,6 +38,8 @@ REPORT_S = 2.0
 NODE, NEWS = "potluck_node", "potluck_news"
 """Keys in a trial's results: its node, and its `TrialNews` as JSON, whose token is sealed."""
 
+watches: dict[bytes, Callable[[], TrialWatch]] = {}
+"""In the driver: makes what a callback tells, by the public key. Tune pickles callbacks and writes them to disk."""
 _pairs: dict[bytes, sealed.KeyPair] = {}
 """In the driver: the key pair of each trainable, by its public key."""
 
@@ -138,9 +140,12 @@ def idle_machines_help(trainable: functools.partial[None], *, tell: Tell = lambd
     `trainable`: what `trainable()` returned, without resources added. Guests take none of Ray's resources, and
     leave when a trial starts on their node.
     """
-    return TrialWatch.callback(
-        _pairs[trainable.args[0].public], Path(tempfile.mkdtemp(prefix="potluck-sweep-")), tell
-    )
+    from potluck.sweep.tune_callback import IdleMachinesHelp
+
+    public: bytes = trainable.args[0].public
+    logs = Path(tempfile.mkdtemp(prefix="potluck-sweep-"))
+    watches[public] = lambda: TrialWatch(_pairs[public], logs, tell)
+    return IdleMachinesHelp(public)
 
 
 class TrialWatch:
@@ -195,28 +200,6 @@ class TrialWatch:
                 tokens = {name: self._keys.open(news.token) for name, news in joinable.items()}
                 self._helpers.assign(wanted, tokens)
 
-    @classmethod
-    def callback(cls, keys: sealed.KeyPair, logs: Path, tell: Tell, *, share: bool = True) -> Any:
-        """A callback of Tune's whose `watch` is one of these, from the first step on."""
-        from ray.tune import Callback
-
-        class IdleMachinesHelp(Callback):  # type: ignore[misc]
-            watch: TrialWatch | None = None
-
-            def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
-                self.watch = self.watch or cls(keys, logs, tell, share=share)
-                self.watch.trials(trials)
-
-            def on_trial_result(self, trial: Any, result: dict[str, Any], **info: Any) -> None:
-                assert self.watch is not None
-                self.watch.result(trial.trial_id, result)
-
-            def on_experiment_end(self, trials: list[Any], **info: Any) -> None:
-                if self.watch is not None:
-                    self.watch.close()
-
-        return IdleMachinesHelp()
-
 
 def machine_shape(nodes: Sequence[Mapping[str, Any]], tell: Tell) -> dict[str, float]:
     """Resources by which Ray gives each node one trial: the node's own `potluck`, else its CPUs."""
@@ -240,7 +223,10 @@ def sweep_results(
     from ray import tune
     from ray.tune.search.basic_variant import BasicVariantGenerator
 
-    callback = TrialWatch.callback(keys, settings.folder, settings.tell, share=settings.share)
+    from potluck.sweep.tune_callback import IdleMachinesHelp
+
+    watches[keys.public] = lambda: TrialWatch(keys, settings.folder, settings.tell, share=settings.share)
+    callback = IdleMachinesHelp(keys.public)
     space = {
         name: tune.choice(sorted({t.parameters[name] for t in trials}, key=str)) for name in trials[0].parameters
     }
@@ -263,7 +249,8 @@ def sweep_results(
         ),
     )
     grid = tuner.fit()
-    watch: TrialWatch = callback.watch
+    watch = callback.watch
+    assert watch is not None
     for trial, found in zip(trials, grid):
         metrics = found.metrics or {}
         name = str(metrics.get("trial_id", ""))
