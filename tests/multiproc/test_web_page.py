@@ -23,7 +23,6 @@ from support.fleet import JOB, Fleet
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.alone,
     pytest.mark.skipif(CHROMIUM is None, reason="needs the Debian package chromium"),
 ]
 EVIL = "<img src=x onerror=window.evil=1>"
@@ -59,6 +58,7 @@ def state_of_machine(name: str) -> str:
     return f"({card}?.querySelector('.chip').innerText || '')"
 
 
+@pytest.mark.alone
 def test_a_run_is_followed_and_a_killed_guest_is_shown_as_gone(browser: Browser, tmp_path: Path) -> None:
     stop = tmp_path / "stop"
     with Fleet(tmp_path) as fleet:
@@ -112,6 +112,7 @@ def day(folder: Path, step_s: float = 10.0) -> Path:
     return path
 
 
+@pytest.mark.alone
 def test_a_day_of_events_is_painted_at_once_and_updates_come_within_a_second(
     browser: Browser, tmp_path: Path
 ) -> None:
