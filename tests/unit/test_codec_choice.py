@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 from msgspec.structs import replace as changed
 
-from potluck.balance.codecs import INT4, THIN, choose
+from potluck.balance.codecs import INT4, THIN, THIN_PART, choose
 from potluck.balance.leases import Speed
-from potluck.codec.names import DOWN_THIN, downs_of
+from potluck.codec.names import BF16_CHANGES, DOWN_THIN, downs_of
 from potluck.hub.actions import Emit
-from potluck.hub.codec_choice import STAYS_STEPS, CodecChoice
+from potluck.hub.codec_choice import INT4_BYTES, STAYS_STEPS, CodecChoice
 from potluck.lab import rigs
 from potluck.plan.hub import potluck
 from potluck.plan.rigs import fleet_of, job_of
@@ -150,6 +150,43 @@ def test_where_the_changes_codec_is_given_only_the_gradients_is_chosen() -> None
     world = world_of(0.5, down=downs_of("int8"))
     world.whole_step()
     assert (world.members["a"].codec, world.protocol.codecs.change) == ("thin", "int8")
+
+
+def test_changes_are_exact_where_thin_is_needed_and_all_guests_compute_in_bf16() -> None:
+    """And what was measured with them on the links still tells what int4 would take there."""
+    world = world_of(0.5, 0.5)
+    choice, (a, b) = world.protocol.codecs, world.members.values()
+    a.bf16 = True
+    choice.begin_step(12, 0.1, 0)
+    assert choice.change == DOWN_THIN, "b does not"
+    b.bf16 = True
+    choice.begin_step(12, 0.1, 1)
+    assert (choice.change, choice.part, a.transfer.value) == (BF16_CHANGES, THIN_PART, 0.25)
+    int4_bytes = INT4_BYTES * sum(t.count for t in world.protocol.terms.fingerprint if t.role == "trained")
+    choice._change_bytes = lambda: 0.1 * int4_bytes  # type: ignore[assignment, return-value]
+    for step in range(2, 200):
+        choice.begin_step(12, 0.1, step)
+        assert (a.codec, b.codec, choice.change) == ("thin", "thin", BF16_CHANGES), "it flips to and fro"
+    assert choice.part == pytest.approx(0.1, rel=0.5)
+    assert a.transfer.value == pytest.approx(0.5 * choice.part)
+    b.bf16 = False
+    choice.begin_step(12, 0.1, 200)
+    assert (choice.change, choice.part, a.transfer.value) == (DOWN_THIN, THIN_PART, 0.25)
+
+
+def test_exact_changes_need_a_slow_link_and_no_given_codec() -> None:
+    for world in (world_of(0.0), world_of(0.5, down=downs_of("int8"))):
+        world.members["a"].bf16 = True
+        world.whole_step()
+        assert world.protocol.codecs.change in ("int4", "int8")
+
+
+def test_a_guest_says_with_its_check_whether_it_computes_in_bf16() -> None:
+    world = joined("a")
+    assert not world.members["a"].bf16
+    world.members["a"].check = 7
+    world.sketch("a", bf16=True)
+    assert world.members["a"].bf16
 
 
 @pytest.mark.parametrize(("rig", "thin"), [("wifi", True), ("twins", False), ("home-pair", False)])

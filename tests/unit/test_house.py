@@ -41,7 +41,7 @@ LAYERS = (
     ("report", "lab", "fleet", "probe", "loggers"),
     ("web",),
     ("cli", "hosting"),
-    ("integrations",),
+    ("integrations", "ray"),
     ("__init__", "__main__"),
 )
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}

@@ -206,20 +206,19 @@ def test_updates_are_sent_to_a_page_that_is_open(page: WebPage, folder: Path) ->
         assert b"200 OK" in stream.readline()
         first = next(line for line in stream if line.startswith(b"data: "))
         assert json.loads(first[6:])["title"] == "1115-gpt"
-        took_s = []
-        for number in range(2, 7):  # the best of some: others may use this machine
+        for number in (2, 3):
             with (folder / "events.jsonl").open("ab") as file:
                 file.write(ev.to_json(sample.step(number)) + b"\n")
-            written = time.monotonic()
-            for line in stream:
-                news = json.loads(line[6:]) if line.startswith(b"data: ") else {}
+            for news in map(data_of, stream):  # within the socket's 10 s
                 if any(step["step"] == number for step in news.get("steps", ())):
                     break
-            took_s.append(time.monotonic() - written)
             assert news["curves"]["rows"][-1][0] == number
-            if took_s[-1] < 1.0:
-                break
-        assert min(took_s) < 1.0
+        assert "title" not in news  # only what has changed
+
+
+def data_of(line: bytes) -> dict[str, Any]:
+    """An update in a line of the stream; empty in other lines."""
+    return dict(json.loads(line[6:])) if line.startswith(b"data: ") else {}
 
 
 def test_the_port_of_somebody_else_is_an_error_that_says_so(folder: Path) -> None:
@@ -339,9 +338,10 @@ def test_a_guest_that_asks_for_it_has_a_page(tmp_path: Path) -> None:
     page.missing(2.0, 600.0)
     try:
         port, secret = re.fullmatch(r"http://127\.0\.0\.1:(\d+)/([\w-]+)/", told[0]).groups()  # type: ignore[union-attr]
-        _, _, body = get(int(port), f"/{secret}/")
+        deadline = time.monotonic() + 10  # it reads its log several times a second
+        while b"host gone for 2.00 s" not in (body := get(int(port), f"/{secret}/")[2]):
+            assert time.monotonic() < deadline
         assert b"laptop helps tower (10.0.0.2)" in body
-        assert b"host gone for 2.00 s" in body
     finally:
         page.close()
     assert heard == ["joined", "event", "missing", "close"]

@@ -60,8 +60,12 @@ class Settings:
 
     debug: bool = False
     environment: env.Environment = field(default_factory=env.Environment)
-    launched: bool = False
-    """A launcher starts the guests. It reads the token from the run folder, so the token is not printed."""
+    launched: str = ""
+    """The command that resumes the run, with {run} for its folder, if a launcher starts the guests.
+
+    It reads the token from the run folder, so the token is not printed. The run begins when a line comes on stdin:
+    the launcher starts this process before it knows whether a machine answers.
+    """
 
 
 class _ReaderLeft(Exception):

@@ -68,6 +68,10 @@ class RemoteTask:
         self._link.send({"do": "end", "id": self._number, "patience_s": patience_s})
         return self.wait(patience_s + 8.0) or GuestEnd(None, "it does not answer")
 
+    def feed(self, text: str) -> None:
+        """Write to its stdin."""
+        self._link.send({"do": "feed", "id": self._number, "text": text})
+
     def signal(self, number: int) -> None:
         self._link.send({"do": "signal", "id": self._number, "number": number})
 

@@ -134,6 +134,8 @@ class PageServer:
                 self._news = True
                 await asyncio.sleep(0)
             now = time.monotonic()
+            if self._stopping:
+                self._follower.state.stop()
             if self._stopping or now - updated >= (UPDATE_S if self._news else PULSE_S):
                 updated = now
                 self._update(now)
@@ -143,6 +145,7 @@ class PageServer:
         self._follower.state.hear(pulse)
 
     def stop(self) -> None:
+        """The run's process has ended, or closes its page."""
         self._stopping = self._news = True
 
     def _page(self, *, steps_after: int = 0) -> Page:
