@@ -1,6 +1,6 @@
 """What the page in the browser costs the host: steps of one run with 5 open pages and without, in turns.
 
-    python bench/web.py [--blocks 16] [--block-steps 8] [--guests 8] [--pages 5] [--json FILE]
+    python bench/web.py [--blocks 24] [--block-steps 6] [--guests 8] [--pages 5] [--json FILE]
 
 A host and its guests are paced devices on this machine. Readers take every update as browsers do, but draw nothing.
 For every second block of steps the process that serves the page is stopped (SIGSTOP), which is as if there were no
@@ -104,8 +104,8 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--blocks", type=int, default=16)
-    parser.add_argument("--block-steps", type=int, default=8)
+    parser.add_argument("--blocks", type=int, default=24)
+    parser.add_argument("--block-steps", type=int, default=6)
     parser.add_argument("--guests", type=int, default=8)
     parser.add_argument("--pages", type=int, default=5)
     parser.add_argument("--json", type=Path)

@@ -234,7 +234,9 @@ def test_the_port_of_somebody_else_is_an_error_that_says_so(folder: Path) -> Non
 # -- a slow reader --------------------------------------------------------------------------------------
 
 
-def test_a_reader_that_does_not_read_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_does_not_read_is_dropped_and_others_are_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in (("POLL_S", 0.005), ("UPDATE_S", 0.005), ("REQUEST_S", 0.3)):
         monkeypatch.setattr(server, name, value)
     folder = sample.write(tmp_path, [sample.run_start()])
@@ -246,11 +248,11 @@ def test_a_reader_that_does_not_read_is_dropped(tmp_path: Path, monkeypatch: pyt
         listening = await asyncio.start_server(made.serve, "127.0.0.1", 0)
         port[0] = listening.sockets[0].getsockname()[1]
         following = asyncio.create_task(made.follow())
-        seen = False
+        most = 0
         while not ended.is_set():
             await asyncio.sleep(0.01)
-            seen = seen or bool(made._readers)
-            if seen and not made._readers:
+            most = max(most, len(made._readers))
+            if len(made._readers) < most == 2:
                 dropped.set()
         made.stop()
         await following
@@ -261,19 +263,31 @@ def test_a_reader_that_does_not_read_is_dropped(tmp_path: Path, monkeypatch: pyt
     try:
         while not port[0]:
             time.sleep(0.01)
-        with socket.socket() as slow, path.open("ab") as file:
+        request = f"GET /{SECRET}/events HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
+        with socket.socket() as slow, socket.socket() as good, path.open("ab") as file:
             slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            slow.connect(("127.0.0.1", port[0]))
-            slow.sendall(f"GET /{SECRET}/events HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+            for reader in (slow, good):
+                reader.connect(("127.0.0.1", port[0]))
+                reader.sendall(request)
+            good.settimeout(0.02)
             deadline = time.monotonic() + 20
-            number = 0
+            number, taken = 0, b""
             while not dropped.is_set():
                 assert time.monotonic() < deadline
                 for _ in range(50):
                     number += 1
                     file.write(ev.to_json(ev.RunNote(text=f"{number} " + "x" * 280)) + b"\n")
                 file.flush()
-                time.sleep(0.02)
+                with contextlib.suppress(TimeoutError):
+                    while data := good.recv(1 << 20):
+                        taken += data
+                    assert data, "the reader that reads was dropped"
+            taken = b""
+            file.write(ev.to_json(ev.RunNote(text="the last word")) + b"\n")
+            file.flush()
+            good.settimeout(10)
+            while b"the last word" not in taken:
+                taken += good.recv(1 << 20)
     finally:
         ended.set()
         thread.join(10)

@@ -38,7 +38,7 @@ UPDATE_S = 0.45
 PULSE_S = 0.95
 QUIET_S = 15.0
 """After so many seconds without news an open page is told that there are none."""
-ADVICE_PART = 1e-3
+ADVICE_PART = 5e-4
 """Part of the time that may be spent on what would help most."""
 _HEADERS = {
     "Cache-Control": "no-store",

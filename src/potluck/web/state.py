@@ -127,11 +127,14 @@ class PageState:
         now = self._now(row)
         return None if now is None else round(now.heard_s + self._clock() - self._pulse_at, 1)
 
-    def undone_by(self, event: RunEvent) -> bool:
-        """Whether a resumed run repeats steps that are counted here: then all is to be folded anew."""
+    def undone_after(self, event: RunEvent) -> int | None:
+        """Where a resumed run repeats steps that are counted here: the last step that stays. Then fold all anew."""
+        last = None
         if isinstance(event, RunStarted):
-            return event.resumed_from is not None and event.resumed_from < self._totals.steps
-        return isinstance(event, StepEnded) and event.step <= self._totals.steps
+            last = event.resumed_from
+        elif isinstance(event, StepEnded):
+            last = event.step - 1
+        return last if last is not None and last < self._totals.steps else None
 
     def summary(self, *, live: bool = False) -> Summary:
         """The report's figures. `live`: it is known whether the run goes on, which its log does not say."""
