@@ -100,7 +100,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[tuple[str, str]]:
         yield request.param, ""
         return
     distributed = pytest.importorskip("distributed")
-    with distributed.LocalCluster(1, threads_per_worker=1, dashboard_address=None) as cluster:
+    with distributed.LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address="127.0.0.1:0") as cluster:
         yield request.param, cluster.scheduler_address
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from potluck.codec import Codecs, changes, from_wire, get, to_wire
 from potluck.codec.names import BF16_CHANGES, DOWN_THIN
+from potluck.hub import host_coder
 from potluck.hub.actions import Decode
 from potluck.hub.feed import NOTHING, Item, TensorPart
 from potluck.hub.guest import Work
@@ -253,6 +254,26 @@ def test_contributions_are_added_to_the_hosts_gradients(codec: str, host_too: bo
             if host_too:
                 expected = expected + 10.0 + step
             assert (summed(pair) - expected).abs().amax() <= 2 * TOLERANCE[codec]
+
+
+def test_a_host_with_cores_to_spare_reads_pieces_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: set[str] = set()
+
+    def noting(*given: Any) -> Tensor:
+        threads.add(threading.current_thread().name)
+        return from_wire(*given)
+
+    monkeypatch.setattr(host_coder, "usable_cores", lambda: 16)
+    monkeypatch.setattr(host_coder, "from_wire", noting)
+    with Pair("thin").running() as pair:
+        given = gradients(pair, 1)
+        pieces = contribute(pair, 1, given)  # type: ignore[arg-type]
+        assert decode(pair, 1, pieces) is None
+        expected = torch.cat([g.reshape(-1) for g in given])
+        assert (summed(pair) - expected).abs().amax() <= TOLERANCE["thin"]
+        assert decode(pair, 2, {**pieces, 0: b""}) is not None, "of a faulty contribution nothing counts"
+    assert threads
+    assert threads <= {f"potluck-coder_{n}" for n in range(4)}
 
 
 def test_the_codec_of_changes_can_change_with_each_version() -> None:
