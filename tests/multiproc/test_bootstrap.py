@@ -93,6 +93,32 @@ def with_uv(folder: Path, with_pins: int, without: int, module: str) -> tuple[in
     return process.returncode, text, Path(plan["env"]) / "ready"
 
 
+def test_a_machine_without_uv_fetches_it_and_gives_it_the_settings_of_pip(tmp_path: Path) -> None:
+    script = UV.format(python=sys.executable, folder=tmp_path, with_pins=0, without=0)
+    with zipfile.ZipFile(tmp_path / "uv-1.0-py3-none-any.whl", "w") as wheel:
+        info = "uv-1.0.dist-info"
+        program = zipfile.ZipInfo("uv-1.0.data/scripts/uv")
+        program.external_attr = 0o100755 << 16
+        wheel.writestr(program, script)
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: uv\nVersion: 1.0\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", f"uv-1.0.data/scripts/uv,,\n{info}/METADATA,,\n{info}/RECORD,,\n")
+    plan = plan_in(tmp_path, modules=["json"])
+    process = installing(plan, tmp_path)
+    text = process.communicate(timeout=60)[0]
+    assert process.returncode == 0, text
+    assert "first import" in text
+    asked = (tmp_path / "asked").read_text()
+    assert f"--python {plan['env']}/bin/python" in asked
+    assert f"--find-links {tmp_path} --no-index" in asked
+    assert asked.count("\n") == 1
+    listed = (
+        "global.index-url='https://a/'\nglobal.extra-index-url='https://b\\nhttps://c'\n:env:.index-url='https://d'"
+    )
+    settings = ["--extra-index-url", "https://b", "--extra-index-url", "https://c", "--index-url", "https://d"]
+    assert installer._settings(listed)[2:] == settings
+
+
 def test_versions_that_do_not_exist_there_are_left_to_the_installer(tmp_path: Path) -> None:
     status, text, ready = with_uv(tmp_path, 1, 0, "json")
     assert status == 0, text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
 import threading
 from pathlib import Path
@@ -10,11 +11,14 @@ from pathlib import Path
 import click
 import pytest
 
+from potluck import durable
 from potluck.cli import join
 from potluck.cli._options import duration
 from potluck.cli._sharing import in_file
 from potluck.errors import ConfigError, TokenError
+from potluck.wire.token import Token, encode
 from support.fleet import JOB, Fleet
+from support.processes import Processes
 
 DEADLINE_S = 60.0
 
@@ -36,6 +40,24 @@ def test_a_guest_waits_for_the_file_that_the_host_writes(tmp_path: Path) -> None
         assert not file.exists()
         # Its temporary name is gone, too.
         assert [path.name for path in tmp_path.iterdir()] == ["fleet"]
+
+
+@pytest.mark.slow
+def test_the_file_of_a_killed_host_does_not_hold_a_waiting_guest(tmp_path: Path) -> None:
+    """The guest tries the host that is gone; once the next one has replaced the file, it takes that token."""
+    file = tmp_path / "token"
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # and does not listen
+        gone = Token(
+            addresses=("127.0.0.1",), port=closed.getsockname()[1], host_public=bytes(32), guest_secret=bytes(32)
+        )
+        file.write_text(encode(gone))
+        with Processes(tmp_path) as processes:
+            guest = processes.potluck("join", "--token-file", str(file), "--wait", "10m", "--view", "plain")
+            guest.wait_for_text("no answer yet", DEADLINE_S)
+            durable.replace(file, "potluck2-of-the-next-run", what="token", private=True)
+            guest.exits_with(2, DEADLINE_S)
+            assert "has a new token: joining that run" in guest.stderr()
 
 
 def test_the_file_is_gone_after_an_error_but_not_another_runs(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from potluck.cli import _app
 from potluck.cli.host import host
-from potluck.cli.up import _FOR_HOST, _work
+from potluck.cli.up import _FOR_HOST, _resumed_by, _work
 from potluck.fleet.hostfiles import NamedMachine
 from potluck.report.merged_log import MergedLog
 
@@ -40,7 +40,9 @@ def test_mistakes_are_said_before_anything_starts(
 
 def work(machine: NamedMachine, *after: str, **flags: Any) -> Any:
     fleet: Any = SimpleNamespace(machine=lambda name: machine)
-    return _work(fleet, machine.name, Path("runs"), after, {**dict.fromkeys(_FOR_HOST), "send": (), **flags})
+    return _work(
+        fleet, machine.name, Path("runs"), after, "again", {**dict.fromkeys(_FOR_HOST), "send": (), **flags}
+    )
 
 
 def test_what_follows_the_dashes_is_the_scripts_and_the_other_options_are_the_hosts(
@@ -49,7 +51,7 @@ def test_what_follows_the_dashes_is_the_scripts_and_the_other_options_are_the_ho
     monkeypatch.chdir(tmp_path)
     here = NamedMachine(name="here")
     found = work(here, "t.py", "--steps", "5", codec="int8", log=("wandb", "mlflow"), send=(Path("m.py"),))
-    head = ["-m", "potluck", "host", "--view", "plain", "--launched"]
+    head = ["-m", "potluck", "host", "--view", "plain", "--launched", "again"]
     assert found.words == [
         *head,
         *("--codec", "int8", "--log", "wandb", "--log", "mlflow"),
@@ -72,7 +74,17 @@ def test_a_host_elsewhere_gets_the_script_and_what_goes_with_it(
     found = work(NamedMachine(ssh="d", name="desk"), "t.py", "-x", send=(Path("layers/a.py"),))
     assert found.files == {"~/potluck/project/t.py": b"1", "~/potluck/project/layers/a.py": b"2"}
     assert (found.cwd, found.runs) == ("~/potluck/project", "~/potluck/project/runs")
-    assert found.words[6:] == ["--name", "desk", "--send", "layers/a.py", "./t.py", "--", "-x"]
+    assert found.words[7:] == ["--name", "desk", "--send", "layers/a.py", "./t.py", "--", "-x"]
+
+
+def test_the_command_that_resumes_is_the_same_one() -> None:
+    before = ["desk", "me@mac", "--resume", "runs/1", "--codec", "int8", "--resume=runs/2"]
+    assert (
+        _resumed_by(before, ["my train.py", "-x"])
+        == "potluck up desk me@mac --codec int8 --resume {run} -- 'my train.py' -x"
+    )
+    # A recipe's settings are in the run folder, and cannot be given again.
+    assert _resumed_by(["desk"], ["gpt", "--depth", "3"]) == "potluck up desk --resume {run} -- gpt"
 
 
 def wait_for(stream: io.StringIO, text: str) -> None:

@@ -186,12 +186,18 @@ def facts(**changed: object) -> RemoteFacts:
     ],
 )
 def test_what_is_wrong_with_a_machine(changed: dict[str, object], own: bool, codes: list[str]) -> None:
-    found = list(unfit("desk", facts(**changed), (), own=own, clock_s=1000.0))
+    found = list(unfit("desk", "me@desk.lan", facts(**changed), (), own=own, clock_s=1000.0))
     assert [finding.code for finding in found] == codes
     assert all(finding.severity == BLOCKER for finding in found)
+    for finding in found:
+        # The command that mends it must work as it stands: "desk" is only a name in our own tables.
+        assert finding.machine == "desk"
+        assert "ssh desk" not in finding.fix
+        assert "the others" not in finding.breaks  # there may be none
 
 
 def test_a_wrong_clock_does_not_matter_where_nothing_is_installed() -> None:
-    (finding,) = unfit("desk", facts(ready=True, clock_s=1000.0 - 400 * 86_400), (), own=False, clock_s=1000.0)
+    off = facts(ready=True, clock_s=1000.0 - 400 * 86_400)
+    (finding,) = unfit("desk", "me@desk.lan", off, (), own=False, clock_s=1000.0)
     assert (finding.code, finding.severity) == ("clock-off", "warning")
     assert "400 days behind" in finding.what

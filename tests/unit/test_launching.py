@@ -30,6 +30,7 @@ class Task:
     """A process, as a launcher sees it; it ends when told to, or when asked to."""
 
     def __init__(self, end: GuestEnd | None = None, token: str = "") -> None:
+        self.fed = ""
         self._ended = threading.Event()
         self._end = end
         self.found = threading.Event()
@@ -52,6 +53,9 @@ class Task:
         assert self._end is not None
         return self._end
 
+    def feed(self, text: str) -> None:
+        self.fed += text
+
     def signal(self, number: int) -> None:
         self.signals.append(number)
 
@@ -67,7 +71,6 @@ class World:
         self.told: list[tuple[str, str]] = []
         self.found: list[str] = []
         self.closed = False
-        self.hosted = False
 
     # the fleet
     def machine(self, name: str) -> NamedMachine:
@@ -83,21 +86,21 @@ class World:
     def in_place(self, name: str) -> bool:
         return True
 
+    starts_early = in_place
     prepare = reach
 
     def log(self, name: str) -> Path:
         return Path("/nowhere")
 
     def run(self, machine: str, words: Sequence[str], log: Path, **more: Any) -> Task:
-        self.hosted = True
         return self.host
 
     def start(self, machine: str, token: str, settings: GuestSettings, log: Path) -> Task:
-        assert token == "potluck2-x"
         self.settings.append(settings)
         end = self.ends[machine].pop(0) if self.ends[machine] else None
         assert not isinstance(end, str)
         self.guests[machine].append(Task(end))
+        self.guests[machine][-1].fed = f"{token}\n" if token else ""
         return self.guests[machine][-1]
 
     def close(self) -> None:
@@ -170,6 +173,34 @@ def test_with_keep_trying_nobody_is_given_up_and_a_machine_that_comes_later_take
     assert world.found == ["ssh-refused"]  # once, not twelve times
 
 
+def test_host_and_guests_start_before_they_know_of_each_other() -> None:
+    """They import torch meanwhile: the host begins when a machine can be used, a guest gets the token then."""
+    world = World({"desk": [None], "mac": []})
+    world.host.token = ""
+    world.host.found.clear()
+    reach, looks = world.reach, threading.Event()
+
+    def slow(name: str) -> Any:
+        assert name == "here" or looks.wait(20)
+        return reach(name)
+
+    world.reach = world.prepare = slow  # type: ignore[method-assign]
+
+    def then() -> bool:
+        if not looks.is_set():
+            assert not world.host.fed
+            looks.set()
+        if world.guests["desk"] and world.host.fed and not world.host.token:
+            assert not world.guests["desk"][0].fed
+            world.host.token = "potluck2-x"
+            world.host.found.set()
+        return bool(world.guests["desk"] and world.guests["desk"][0].fed)
+
+    launched(world, then)
+    assert world.host.fed == "\n"
+    assert world.guests["desk"][0].fed == "potluck2-x\n"
+
+
 def test_without_it_the_broken_are_named_together_and_the_others_start() -> None:
     world = World({"desk": ["no-python"], "attic": ["disk-full"], "mac": [None]})
     _, status = launched(world, lambda: len(world.found) == 2 and world.guests["mac"])
@@ -182,7 +213,7 @@ def test_without_a_usable_machine_the_host_does_not_start() -> None:
     world = World({"desk": ["no-python"], "attic": ["disk-full"]})
     with pytest.raises(MachineError, match="none of 2 machines"):
         launched(world, lambda: world.closed)
-    assert not world.hosted
+    assert not world.host.fed  # so it has not begun
     assert sorted(world.found) == ["disk-full", "no-python"]
 
 
@@ -192,7 +223,7 @@ def test_the_first_ctrl_c_lets_the_host_save_and_the_second_ends_all_at_once() -
     launcher = Launcher(world, ["desk"], work, world, keep_trying=False)  # type: ignore[arg-type]
 
     def press() -> None:
-        _wait(lambda: world.guests["desk"])
+        _wait(lambda: world.guests["desk"] and world.guests["desk"][0].fed)
         launcher.interrupt()
         _wait(lambda: world.host.signals)
         assert world.host.wait(0.0) is None
@@ -222,3 +253,25 @@ def test_slots_are_guests_for_gpus() -> None:
     launched(world, lambda: len(world.settings) == 2 and time.sleep(0.1) is None)
     found = sorted((settings.name, settings.device) for settings in world.settings)
     assert found == [("desk", "cuda:0"), ("desk-2", "cuda:1")]
+
+
+def test_a_machine_that_comes_gets_a_guest_and_one_that_goes_is_forgotten() -> None:
+    world = World({"desk": [GuestEnd(None, "lost")] * 50, "late": []})
+    work = HostWork(machine="here", words=[], cwd="", runs="")
+    launcher = Launcher(world, [], work, world, keep_trying=True)  # type: ignore[arg-type]
+    running = threading.Thread(target=launcher.run)
+    running.start()
+    launcher.add("desk")
+    _wait(lambda: len(world.guests["desk"]) >= 2)
+    launcher.drop("desk")
+    launcher.add("late")
+    _wait(lambda: world.guests["late"])
+    tries = len(world.guests["desk"])
+    launcher.add("desk")  # it came back
+    _wait(lambda: len(world.guests["desk"]) > tries + 1)
+    launcher.drop("desk")
+    world.host.finish()
+    running.join(10)
+    assert not running.is_alive()
+    assert world.closed
+    assert not any(thread.name.startswith("potluck-tend") for thread in threading.enumerate())

@@ -50,7 +50,7 @@ class TrainFlags(TypedDict):
     runs: Path | None
     resume: Path | None
     view: str
-    launched: bool
+    launched: str
     token_file: Path | None
     lan: bool
     qr: bool

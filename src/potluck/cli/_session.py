@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,10 @@ def session(settings: Settings, spec: RunSpec, view: Any, sharing: Sharing | Non
     """Open a run for the script or recipe that is run inside; `view` is the mode that was asked for."""
     if sharing is not None:
         sharing.check()
+    if settings.launched:
+        if not sys.stdin.readline():
+            raise KeyboardInterrupt  # the launcher had no use for this host: nothing has begun
+        spec = replace(spec, again=lambda folder: settings.launched.replace("{run}", shlex.quote(str(folder))))
     listener = loggers(spec.config.log)
     opened = Session(
         spec, settings.environment, make_view(view), guests=LocalGuests, listener=listener, page=open_page

@@ -37,7 +37,7 @@ from potluck.errors import UserError
 )
 @click.option("--lan", is_flag=True, help="Let machines in this network find the run, and join it by a short code.")
 @click.option("--qr", is_flag=True, help="Also print the line for guests as a QR code.")
-@click.option("--launched", is_flag=True, hidden=True, help="Started by `potluck up`: do not print the token.")
+@click.option("--launched", default="", hidden=True, help="Started by this command, `potluck up …`.")
 @click.pass_obj
 def host(
     settings: Settings,

@@ -6,6 +6,8 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
@@ -13,7 +15,7 @@ import click
 
 from potluck.cli._app import Settings
 from potluck.cli._options import duration, shared
-from potluck.errors import TokenError
+from potluck.errors import RefusedError, TokenError
 from potluck.units import seconds_text
 
 if TYPE_CHECKING:
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 ANSWERS_S = 30.0
 """How long a host may take to answer, at least."""
 LOOK_S = 0.2
+SETTLES_S = 10.0
+"""A host that refuses a token has written its own to the file by then."""
 _MOST_TOKEN_BYTES = 4096
 
 
@@ -101,14 +105,59 @@ def join(
     from potluck.fleet.life import leased
     from potluck.wire.token import decode
 
-    if str(token_file) == "-":
-        # Before `leased`, which may read stdin to its end. If whoever started this dies first, the line is empty.
-        token, token_file = token or _line_of_stdin(), None
+    from_stdin, posix = not token and str(token_file) == "-", os.name == "posix"
+    if from_stdin and not posix:
+        token = _line_of_stdin()  # before `leased`, which reads stdin to its end on such systems
     # Before anything slow: whatever this process waits for, it must not outlive who started it.
     with leased(parent):
+        if from_stdin and posix:
+            import potluck.fleet.received  # noqa: F401  torch takes seconds, and the token may come only then
+
+            token = _line_of_stdin()  # empty if whoever started this dies first
         began = time.monotonic()
-        decoded = decode(_find_token(token, token_file, settings, flags["wait_s"] or 0.0))
-        return _serve(settings, decoded, flags, _left(flags["wait_s"], time.monotonic() - began))
+        text = _find_token(token, token_file, settings, flags["wait_s"] or 0.0)
+        # A run that was killed leaves its file behind; the next one replaces it.
+        file = token_file if not token and flags["wait_s"] else None
+        while True:
+            try:
+                left_s = _left(flags["wait_s"], time.monotonic() - began)
+                return _serve(settings, decode(text), flags, left_s, partial(_look_again, file, text))
+            except RefusedError as error:
+                new = _replaced_within(file, text, SETTLES_S)
+                if not new:
+                    raise
+                click.echo(error.what, err=True)
+                text = new
+            except _NewToken as new_token:
+                text = new_token.text
+            click.echo(f"{token_file} has a new token: joining that run", err=True)
+
+
+class _NewToken(Exception):
+    """The token file was replaced."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text = text
+
+
+def _look_again(path: Path | None, text: str) -> None:
+    """Raises _NewToken if the file holds another token than this."""
+    if new := _replaced_within(path, text, 0.0):
+        raise _NewToken(new)
+
+
+def _replaced_within(path: Path | None, text: str, seconds: float) -> str:
+    """The token that has replaced this one in the file; empty if none has after so long."""
+    deadline = time.monotonic() + seconds
+    while path is not None:
+        with suppress(OSError, UnicodeDecodeError):
+            if (found := path.read_text(encoding="utf-8").strip()) and found != text:
+                return found
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(LOOK_S)
+    return ""
 
 
 def _left(wait_s: float | None, waited_s: float) -> float | None:
@@ -171,8 +220,13 @@ def _read_token(path: Path, wait_s: float) -> str:
         time.sleep(min(LOOK_S, wait_s))
 
 
-def _serve(settings: Settings, token: Token, flags: JoinFlags, wait_s: float | None) -> int:
-    """Connect, build the host's model and compute until the run is over; returns the exit status."""
+def _serve(
+    settings: Settings, token: Token, flags: JoinFlags, wait_s: float | None, replaced: Callable[[], None]
+) -> int:
+    """Connect, build the host's model and compute until the run is over; returns the exit status.
+
+    `replaced` is called while the host does not answer.
+    """
     from potluck.device import pick
     from potluck.fleet.received import run_work
     from potluck.report.guest_view import GuestView
@@ -201,6 +255,7 @@ def _serve(settings: Settings, token: Token, flags: JoinFlags, wait_s: float | N
         wait_s=wait_s,
         give_up_s=flags["give_up_s"],
         records=flags["runs"],
+        before_again=replaced,
     )
     if compute(context, lambda: run_work(context, flags["script"], view.runs), view) == RUN_FAILED:
         click.echo("the run failed on its host; see the host's terminal for the reason", err=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
@@ -22,13 +23,15 @@ if TYPE_CHECKING:
     from potluck.fleet.bootstrap import FleetNeeds
     from potluck.fleet.hostfiles import FleetFile
     from potluck.fleet.launching import HostWork, Launcher
+    from potluck.fleet.ray import RayFleet
     from potluck.fleet.ssh import SshFleet
     from potluck.report.merged_log import MergedLog
     from potluck.spec.finding import Finding
 
 _FOR_HOST = (*options.RUN_FLAGS, *options.HOST_FLAGS, "resume")
 """Options that are passed on to the host."""
-_AFTER = "potluck.up.after"
+_FOR_CHECK = ("device", "threads", "micro_batch", "bind")
+_BEFORE, _AFTER = "potluck.up.before", "potluck.up.after"
 HERE = "here"
 
 
@@ -50,7 +53,7 @@ class _WithRest(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         end = args.index("--") if "--" in args else len(args)
-        ctx.meta[_AFTER] = tuple(args[end + 1 :])
+        ctx.meta[_BEFORE], ctx.meta[_AFTER] = tuple(args[:end]), tuple(args[end + 1 :])
         return super().parse_args(ctx, args[:end])
 
 
@@ -73,7 +76,8 @@ class _WithRest(click.Command):
 def up(ctx: click.Context, /, machines: tuple[str, ...], **flags: Unpack[UpFlags]) -> int:
     """Start a run here and a guest on each of the machines, over ssh; show all of their output; end all with it.
 
-    MACHINES are names as for `ssh`, or files: fleet.toml, a host file of mlx.launch, DeepSpeed, MPI or accelerate.
+    MACHINES are names as for `ssh`, or files: fleet.toml, a host file of mlx.launch, DeepSpeed, MPI or accelerate;
+    and ray://auto, or ray://HOST:PORT: the nodes of the Ray cluster that this machine is part of (potluck[ray]).
     Each must let you in without a password and have Python 3.11; the rest is installed there, without root, into
     ~/.cache/potluck. Other options are the host's. The script is sent to the guests by the host.
 
@@ -83,30 +87,53 @@ def up(ctx: click.Context, /, machines: tuple[str, ...], **flags: Unpack[UpFlags
       potluck up fleet.toml --check
       potluck up fleet.toml --host desk --with transformers,peft -- my_train.py
       potluck up desk mac.local --resume runs/ID -- my_train.py
+      potluck up ray://auto mac.local -- my_train.py
     """
     from potluck.fleet.hostfiles import read_fleet
+    from potluck.fleet.launching import RAY
 
     if os.name != "posix":
         raise UserError("potluck up runs on Linux and macOS", hint="on Windows, run it in WSL2")
     settings: Settings = ctx.obj
     after: tuple[str, ...] = ctx.meta[_AFTER]
-    fleet = _changed(read_fleet(machines), flags)
+    clusters = [word.removeprefix(RAY) or "auto" for word in machines if word.startswith(RAY)]
+    fleet = _changed(read_fleet([word for word in machines if not word.startswith(RAY)]), flags)
     host = flags["host"] or fleet.host
     if host and host not in [m.name for m in fleet.machine]:
         known = ", ".join(m.name for m in fleet.machine)
         raise ConfigError(f"there is no machine {host!r} to be the host", hint=f"the machines are: {known}")
-    for name in flags["only"]:
+    for name in flags["only"] if not clusters else ():
         if name not in [m.name for m in fleet.machine] + [HERE]:
             raise ConfigError(f"--only {name!r} is none of the machines", hint=f"this one is called {HERE}")
+    if len(clusters) > 1 or (clusters and flags["check"]):
+        raise UserError("one Ray cluster at a time, and without --check", hint="`ray status` shows its nodes")
     if flags["check"]:
         from potluck.cli._up_check import check
 
-        return check(fleet, host, _wanted(after, flags))
+        def work_on(fleet: SshFleet, runs: Path) -> HostWork:
+            return _work(fleet, host or HERE, runs, after, "", flags)
+
+        bind = [word for name, value in options.given(flags, ("bind",)).items() for word in (f"--{name}", value)]
+        return check(fleet, host, _wanted(after, flags), bind, work_on if after else None)
     if not after:
         raise UserError(
             "no script was given", hint="after --, for example: potluck up desk mac.local -- my_train.py"
         )
-    return _launch(settings, fleet, host, after, flags)
+    again = _resumed_by(ctx.meta[_BEFORE], after)
+    return _launch(settings, fleet, host, after, again, flags, next(iter(clusters), ""))
+
+
+def _resumed_by(before: Sequence[str], after: Sequence[str]) -> str:
+    """The command that resumes this run, with {run} for its folder."""
+    words, kept = list(before), []
+    while words:
+        word = words.pop(0)
+        if word == "--resume":
+            words = words[1:]
+        elif not word.startswith("--resume="):
+            kept.append(word)
+    script = after if _is_script(after[0]) else after[:1]  # the settings of a recipe are the run's own
+    return f"{shlex.join(['potluck', 'up', *kept])} --resume {{run}} -- {shlex.join(script)}"
 
 
 def _changed(fleet: FleetFile, flags: UpFlags) -> FleetFile:
@@ -136,9 +163,13 @@ def _wanted(after: Sequence[str], flags: UpFlags) -> FleetNeeds:
     return FleetNeeds(extra=extra, imports=imports)
 
 
-def _launch(settings: Settings, fleet: FleetFile, host: str, after: tuple[str, ...], flags: UpFlags) -> int:
+def _launch(
+    settings: Settings, fleet: FleetFile, host: str, after: tuple[str, ...], again: str, flags: UpFlags, ray: str
+) -> int:
+    """`ray`: address of a Ray cluster whose nodes take part, too; empty for none."""
+    from potluck.fleet.cluster import ClusterFleet, followed
     from potluck.fleet.hostfiles import NamedMachine
-    from potluck.fleet.launching import Launcher
+    from potluck.fleet.launching import Launcher, LaunchFleet
     from potluck.fleet.life import reader_watched
     from potluck.fleet.ssh import SshFleet
     from potluck.report.merged_log import MergedLog
@@ -147,15 +178,19 @@ def _launch(settings: Settings, fleet: FleetFile, host: str, after: tuple[str, .
     machines = [*fleet.machine, *([] if host else [NamedMachine(name=HERE)])]
     names = [machine.name for machine in machines]
     logs = runs / f".up-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    engine = _ray_fleet(ray, without_here=not host) if ray else None
     reached = SshFleet(machines, _wanted(after, flags), logs=logs)
-    work = _work(reached, host or HERE, runs, after, flags)
+    work = _work(reached, host or HERE, runs, after, again, flags)
     log = MergedLog(logs, names, sys.stdout, flags["only"])
     observer = _Observer(log, runs)
     guests = [name for name in names if name != (host or HERE)]
-    launcher = Launcher(reached, guests, work, observer, keep_trying=flags["keep_trying"])
+    whole: LaunchFleet = reached if engine is None else ClusterFleet(engine, reached, engine.gpus)
+    launcher = Launcher(whole, guests, work, observer, keep_trying=flags["keep_trying"] or engine is not None)
     try:
         # Without a reader (`| head`) the run ends as with Ctrl-C.
-        with _signals(launcher), reader_watched(launcher.interrupt):
+        with _signals(launcher), reader_watched(launcher.interrupt), ExitStack() as following:
+            if engine is not None:
+                following.enter_context(followed(engine, launcher, log.add))
             status = launcher.run()
     finally:
         kept = log.close()
@@ -163,17 +198,28 @@ def _launch(settings: Settings, fleet: FleetFile, host: str, after: tuple[str, .
         name, words = launcher.first_error
         click.echo(f"\nthe first error was on {name}: {words}", err=True)
     click.echo(f"logs: {kept}", err=True)
+    if launcher.cut_off and launcher.run_folder:
+        click.echo(f"go on with: {again.replace('{run}', shlex.quote(launcher.run_folder))}", err=True)
     return status
 
 
-def _work(fleet: SshFleet, host: str, runs: Path, after: tuple[str, ...], flags: UpFlags) -> HostWork:
-    """What the host's machine runs. Elsewhere the script goes along, into a folder of its own."""
+def _ray_fleet(address: str, *, without_here: bool) -> RayFleet:
+    from potluck.fleet.ray import RayFleet
+
+    return RayFleet(address, without_here=without_here)
+
+
+def _work(fleet: SshFleet, host: str, runs: Path, after: tuple[str, ...], again: str, flags: UpFlags) -> HostWork:
+    """What the host's machine runs. Elsewhere the script goes along, into a folder of its own.
+
+    Without `again` it waits for nobody: for `--check`, which wants to see its first steps.
+    """
     from potluck.fleet.launching import HostWork
     from potluck.fleet.script import read_script
 
     what, arguments = after[0], list(after[1:])
-    words = ["-m", "potluck", "host", "--view", "plain", "--launched"]
-    for name, value in options.given(flags, _FOR_HOST).items():
+    words = ["-m", "potluck", "host", *(["--view", "plain", "--launched", again] if again else ["--view", "json"])]
+    for name, value in options.given(flags, _FOR_HOST if again else _FOR_CHECK).items():
         for each in value if isinstance(value, tuple) else (value,):
             option = "web-address" if name == "web" else name.replace("_", "-")
             words += [f"--{option}", str(each)]
@@ -185,7 +231,8 @@ def _work(fleet: SshFleet, host: str, runs: Path, after: tuple[str, ...], flags:
     else:
         words += [] if flags["name"] else ["--name", host]
         cwd = machine.folder or f"~/potluck/{Path.cwd().name}"
-        there = f"{cwd}/runs"
+        there = f"{cwd}/runs" if again else str(runs)
+        words += [] if again else ["--runs", there]
         if _is_script(what):
             script = read_script(Path(what), flags["send"])
             files = {str(PurePosixPath(cwd) / name): text for name, text in zip(script.names, script.contents)}

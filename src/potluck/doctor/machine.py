@@ -245,7 +245,11 @@ def ssh_trouble(host: SshHost) -> tuple[str, str, str]:
     if "host key verification failed" in said:
         return "ssh-unknown-host", "its key is not known here, or has changed", f"ssh {host.host}   (once, by hand)"
     if "could not resolve" in said or "not known" in said:
-        return "ssh-unknown-name", "no machine of that name is known", "write its address into the cluster file"
+        return (
+            "ssh-unknown-name",
+            "no machine of that name is known",
+            f"ssh {host.host}   (must work by hand; if only its address does, give that: you@192.168.1.7)",
+        )
     if "refused" in said:
         return (
             "ssh-refused",
@@ -258,6 +262,7 @@ def ssh_trouble(host: SshHost) -> tuple[str, str, str]:
         return (
             "ssh-path",
             "no Python on the PATH of a login without a terminal (conda's is set up for terminals only)",
-            "name the interpreter with its whole path in the cluster file: /home/you/.venv/bin/python",
+            f"ssh {host.host} ls -d .venv miniconda3 /opt/*   (then name the interpreter: --python PATH for "
+            '`potluck up`, python = "PATH" for this machine in a file)',
         )
     return "ssh-failed", f"it ended with status {host.status}", f"ssh -v {host.host}"

@@ -52,8 +52,13 @@ def _no_python(host: SshHost, found: list[str]) -> Finding:
     )
 
 
-def unfit(name: str, facts: RemoteFacts, noise: tuple[str, ...], *, own: bool, clock_s: float) -> Iterator[Finding]:
-    """What is wrong with a machine that was reached. `own`: its interpreter was named; `clock_s`: the time here."""
+def unfit(
+    name: str, ssh: str, facts: RemoteFacts, noise: tuple[str, ...], *, own: bool, clock_s: float
+) -> Iterator[Finding]:
+    """What is wrong with a machine that was reached by `ssh SSH`.
+
+    `own`: its interpreter was named; `clock_s`: the time here.
+    """
     installs = not facts.ready and not (own and not facts.lacks)
     # The platform decides more than the rest, so it comes first.
     if facts.architecture.lower() not in ARCHITECTURES or facts.bits != 64:
@@ -71,7 +76,7 @@ def unfit(name: str, facts: RemoteFacts, noise: tuple[str, ...], *, own: bool, c
             "disk-full" if full else "cache-not-writable",
             f"{facts.cache} cannot be written: {facts.write_error}",
             how=f"wrote 64 kB to {facts.cache}",
-            fix=f"ssh {name} df -h {facts.cache}   (then free some space)\n" + _elsewhere(name),
+            fix=f"ssh {ssh} df -h {facts.cache}   (then free some space)\n" + _elsewhere(name),
         )
     elif facts.noexec and installs:
         yield _finding(
@@ -88,7 +93,7 @@ def unfit(name: str, facts: RemoteFacts, noise: tuple[str, ...], *, own: bool, c
             "disk-full",
             f"only {bytes_text(facts.free_bytes)} are free for {facts.cache}; torch needs {need}",
             how=f"statvfs of {facts.cache}",
-            fix=f"ssh {name} df -h {facts.cache}   (then free some space)\n" + _elsewhere(name),
+            fix=f"ssh {ssh} df -h {facts.cache}   (then free some space)\n" + _elsewhere(name),
         )
     if installs and not facts.uv and not facts.venv:
         yield _finding(
@@ -96,8 +101,8 @@ def unfit(name: str, facts: RemoteFacts, noise: tuple[str, ...], *, own: bool, c
             "no-venv",
             f"{facts.executable} cannot make environments: it lacks venv or ensurepip, and there is no uv",
             how="looked for the modules venv and ensurepip, and for the program uv",
-            fix=f"ssh {name} 'curl -LsSf https://astral.sh/uv/install.sh | sh'   (no root needed)\n"
-            f"ssh {name} sudo apt install python3-venv   (Debian, Ubuntu)",
+            fix=f"ssh {ssh} 'curl -LsSf https://astral.sh/uv/install.sh | sh'   (no root needed)\n"
+            f"ssh {ssh} sudo apt install python3-venv   (Debian, Ubuntu)",
         )
     if abs(facts.clock_s - clock_s) > CLOCK_OFF_S:
         yield _finding(
@@ -105,7 +110,7 @@ def unfit(name: str, facts: RemoteFacts, noise: tuple[str, ...], *, own: bool, c
             "clock-off",
             f"its clock is {_span(facts.clock_s - clock_s)}",
             how=f"asked it for its time; a connection takes less than {CLOCK_OFF_S:.0f} s",
-            fix=f"ssh {name} sudo timedatectl set-ntp true   (macOS: sudo sntp -sS time.apple.com)",
+            fix=f"ssh {ssh} sudo timedatectl set-ntp true   (macOS: sudo sntp -sS time.apple.com)",
             severity=BLOCKER if installs else WARNING,
             breaks="pip and uv refuse certificates that are not valid at that time; training needs no clock",
         )
@@ -129,7 +134,7 @@ def _finding(
     how: str,
     fix: str,
     severity: str = BLOCKER,
-    breaks: str = "no guest can be started there; the others take part",
+    breaks: str = "no guest can be started there",
 ) -> Finding:
     return Finding(
         code=code, severity=severity, machine=name, what=what, how=how, breaks=breaks, fix=fix, pains=(21,)

@@ -73,6 +73,8 @@ def _serve(requests: _Requests, tasks: dict[int, _Task], output: _Output) -> Non
                 tasks[number] = _Task(request, output)
             elif kind == "signal" and number in tasks:
                 tasks[number].signal(request["number"])
+            elif kind == "feed" and number in tasks:
+                tasks[number].feed(request["text"])
             elif kind == "beat":
                 output.say({"beat": 1})
             elif kind == "end" and number in tasks:
@@ -150,10 +152,7 @@ class _Task:
         self._awake = _stay_awake(self._process.pid) if request.get("awake") else None
         self._output.say({"id": self._number, "pid": self._process.pid})
         threading.Thread(target=self._follow, daemon=True).start()
-        with contextlib.suppress(OSError):
-            assert self._process.stdin is not None
-            self._process.stdin.write(request.get("feed", "").encode())
-            self._process.stdin.flush()  # and stays open: its end is the task's
+        self.feed(request.get("feed", ""))
         if request.get("runs"):
             threading.Thread(target=self._find_run, args=(_place(request["runs"]),), daemon=True).start()
 
@@ -181,6 +180,13 @@ class _Task:
                         self._output.say({"id": self._number, "run": folder, "token": token})
                         return
             time.sleep(0.05)
+
+    def feed(self, text: str) -> None:
+        """Write to its stdin, which stays open: its end is the task's."""
+        with contextlib.suppress(OSError, ValueError):
+            assert self._process.stdin is not None
+            self._process.stdin.write(text.encode())
+            self._process.stdin.flush()
 
     def signal(self, number: int) -> None:
         with contextlib.suppress(OSError):
@@ -265,7 +271,7 @@ def facts(wanted: dict[str, Any]) -> dict[str, Any]:
         "clock_s": time.time(),
         "cores": os.cpu_count() or 1,
         "uv": shutil.which("uv", path=path) or "",
-        "venv": _has("venv") and _has("ensurepip"),
+        "venv": _has("venv") and (_has("ensurepip") or _has("pip")),
         "lacks": [name for name, least in wanted["needs"].items() if _version_of(name) < _numbers(least)],
         "code": os.path.isdir(os.path.join(cache, wanted["code"])),
         "env": env,
@@ -273,6 +279,7 @@ def facts(wanted: dict[str, Any]) -> dict[str, Any]:
         "gpus": _gpus(path),
         "wsl": "microsoft" in platform.release().lower(),
         "cache": cache,
+        "box": _read("/proc/sys/kernel/random", "boot_id") or platform.node(),
     }
     found.update(_disk(cache))
     return found
@@ -314,11 +321,13 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _gpus(path: str) -> int:
+    if listed := _entries("/proc/driver/nvidia/gpus"):
+        return len(listed)  # nvidia-smi may take a second
     program = shutil.which("nvidia-smi", path=path)
     if program is None:
         return 0
     try:
-        listed = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=5).stdout
+        shown = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=5).stdout
     except (OSError, subprocess.SubprocessError):
         return 0
-    return listed.count("GPU ")
+    return shown.count("GPU ")

@@ -90,12 +90,12 @@ def _least(requirement: str) -> str:
 
 
 @functools.cache
-def wheel() -> bytes:
-    """This Potluck as a wheel, made from the files that run here."""
+def _files() -> dict[str, bytes]:
+    """The contents of the wheel."""
     files = {
         f"potluck/{path.relative_to(PACKAGE).as_posix()}": path.read_bytes()
         for path in sorted(PACKAGE.rglob("*"))
-        if path.is_file() and path.suffix not in _NOT_SENT and "__pycache__" not in path.parts
+        if path.suffix not in _NOT_SENT and "__pycache__" not in path.parts and path.is_file()
     }
     files["_potluck_torch.py"] = _torch_hook().read_bytes()
     about = importlib.metadata.distribution("potluck")
@@ -105,9 +105,15 @@ def wheel() -> bytes:
     files[f"{info}/WHEEL"] = b"Wheel-Version: 1.0\nGenerator: potluck\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     rows = [f"{name},sha256={_digest(content)},{len(content)}" for name, content in files.items()]
     files[f"{info}/RECORD"] = "\n".join([*rows, f"{info}/RECORD,,", ""]).encode()
+    return files
+
+
+@functools.cache
+def wheel() -> bytes:
+    """This Potluck as a wheel, made from the files that run here."""
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as whole:
-        for name, content in files.items():
+        for name, content in _files().items():
             item = zipfile.ZipInfo(name, _THEN)
             item.compress_type = zipfile.ZIP_DEFLATED
             item.external_attr = 0o644 << 16
@@ -128,7 +134,8 @@ def _digest(content: bytes) -> str:
 
 def code_name() -> str:
     """The folder of this Potluck in a machine's cache: a change of any file makes another one."""
-    return f"potluck-{__version__}-{hashlib.sha256(wheel()).hexdigest()[:12]}"
+    record = _files()[f"potluck-{__version__}.dist-info/RECORD"]
+    return f"potluck-{__version__}-{hashlib.sha256(record).hexdigest()[:12]}"
 
 
 def install_words(facts: RemoteFacts, wanted: FleetNeeds, *, make_env: bool) -> list[str]:

@@ -1,7 +1,8 @@
 """What a launcher runs once on a machine: unpacks this Potluck, and makes an environment with what it needs.
 
 It is sent as text and imports only the standard library. Nothing of it needs root. The environment is complete when
-it has a file `ready`; a lock keeps two launchers from making it at the same time.
+it has a file `ready`; a lock keeps two launchers from making it at the same time. uv installs it, fetched by pip if
+need be; pip does it where that fails.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import sys
 import time
 import zipfile
 from typing import Any
+
+_PIP = ("--disable-pip-version-check", "--no-input")
 
 
 def main(plan: dict[str, Any]) -> int:
@@ -50,26 +53,96 @@ def _unpack(wheel: str, folder: str) -> None:
 
 
 def _make(env: str, plan: dict[str, Any]) -> int:
-    began = time.monotonic()
+    clock = _Clock()
     shutil.rmtree(env, ignore_errors=True)
     python = os.path.join(env, "bin", "python")
-    uv = plan["uv"]
-    print(f"installing {', '.join(plan['requirements'])} into {env} with {'uv' if uv else 'pip'}", flush=True)
-    make = [uv, "venv", "-q", "--python", sys.executable, env] if uv else [sys.executable, "-m", "venv", env]
-    if subprocess.run(make).returncode:
+    # ensurepip takes 4 s. From 22.3 on, this interpreter's own pip can install into another environment.
+    pip = [sys.executable, "-m", "pip", "--python", python]
+    if not (shared := not subprocess.run([*pip[:4], sys.executable, "--version"], capture_output=True).returncode):
+        pip = [python, "-m", "pip"]
+    make = [sys.executable, "-m", "venv", *(["--without-pip"] if shared else [])]
+    if plan["uv"]:
+        make = [plan["uv"], "venv", "-q", "--python", sys.executable]
+    if not _works([*make, env]):
         return 1
-    install = [uv, "pip", "install", "--python", python] if uv else [python, "-m", "pip", "install", "-q"]
+    clock.at("environment")
+    print(f"installing {', '.join(plan['requirements'])} into {env}", flush=True)
+    with_uv = _uv(plan, pip, python)
+    clock.at("uv")
     # Compiling all of torch takes half a minute; the check below compiles what an import needs.
-    quiet = [] if uv else ["--disable-pip-version-check", "--no-input", "--no-compile"]
-    if not _install([*install, *quiet, *plan["requirements"]], plan["pins"], os.path.join(env, "constraints.txt")):
+    with_pip = [*pip, "install", "-q", *_PIP, "--no-compile"]
+    constraints = os.path.join(env, "constraints.txt")
+    if not any(_install([*c, *plan["requirements"]], plan["pins"], constraints) for c in (with_uv, with_pip) if c):
         return 1
-    checked = subprocess.run([python, "-c", "import " + ", ".join(plan["modules"])])
-    if checked.returncode:
+    clock.at("packages")
+    if not _works([python, "-c", "import " + ", ".join(plan["modules"])]):
         return 1
+    clock.at("first import")
     with open(os.path.join(env, "ready"), "w") as file:
         json.dump(plan, file)
-    print(f"installed in {time.monotonic() - began:.0f} s", flush=True)
+    print(f"installed in {clock}", flush=True)
     return 0
+
+
+class _Clock:
+    """What the time was spent on."""
+
+    def __init__(self) -> None:
+        self._began = self._last = time.monotonic()
+        self._parts: list[str] = []
+
+    def at(self, part: str) -> None:
+        now = time.monotonic()
+        self._parts.append(f"{part} {now - self._last:.1f}")
+        self._last = now
+
+    def __str__(self) -> str:
+        return f"{self._last - self._began:.1f} s ({', '.join(self._parts)})"
+
+
+def _works(command: list[str]) -> bool:
+    try:
+        return not subprocess.run(command).returncode
+    except OSError as error:  # a uv of another architecture
+        print(error, flush=True)
+        return False
+
+
+def _uv(plan: dict[str, Any], pip: list[str], python: str) -> list[str]:
+    """The command that installs with uv; empty if there is none and pip cannot fetch it.
+
+    uv unpacks torch in 4 s, pip in 12 s of one core. A fetched uv knows nothing of this machine's index: it gets
+    pip's settings. One that is installed here has its own.
+    """
+    install = ["pip", "install", "-q", "--python", python]
+    if plan["uv"]:
+        return [plan["uv"], *install]
+    folder = os.path.join(plan["cache"], "uv")
+    uv = os.path.join(folder, "bin", "uv")
+    fetch = [*pip, "install", "-q", *_PIP, "--no-deps", "--only-binary", ":all:", "--retries", "1"]
+    if not os.path.exists(uv):
+        done = subprocess.run([*fetch, "--target", folder, "uv"], capture_output=True)
+        if done.returncode or not os.path.exists(uv):
+            return []
+    os.environ.setdefault("UV_CACHE_DIR", os.path.join(plan["cache"], "uv-cache"))
+    listed = subprocess.run([*pip, "config", "list"], capture_output=True, text=True)
+    return [uv, *install, *_settings(listed.stdout)]
+
+
+def _settings(listed: str) -> list[str]:
+    """Arguments for uv that say where packages come from, from what `pip config list` printed."""
+    words = ["--index-strategy", "unsafe-best-match"]  # as pip chooses
+    index = ""
+    for line in listed.splitlines():
+        name, _, value = line.partition("=")
+        option, value = name.rpartition(".")[2], value.strip("'\"").replace("\\n", " ")
+        if option == "index-url" and (name.startswith(":env:") or not index):
+            index = value
+        elif option in ("extra-index-url", "find-links"):
+            words += [word for each in value.split() for word in (f"--{option}", each)]
+        elif option == "no-index" and value.lower() in ("1", "true", "yes", "on"):
+            words.append("--no-index")
+    return words + (["--index-url", index] if index else [])
 
 
 def _install(command: list[str], pins: list[str], file: str) -> bool:
@@ -81,6 +154,6 @@ def _install(command: list[str], pins: list[str], file: str) -> bool:
             print(f"that failed with the host's versions: trying {what}", flush=True)
         with open(file, "w") as written:
             written.write("\n".join(some) + "\n")
-        if not subprocess.run([*command, *(["-c", file] if some else [])]).returncode:
+        if _works([*command, *(["-c", file] if some else [])]):
             return True
     return False

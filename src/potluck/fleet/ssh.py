@@ -112,8 +112,9 @@ class SshFleet:
         return self.logs / f"{name}.log"
 
     def start(self, machine: str, token: str, settings: GuestSettings, log: Path) -> RemoteTask:
+        """As in the interface. Without a token the guest imports torch and waits for it, by `feed`."""
         words = [*settings.words(), "--parent", agent.AGENT_PID]
-        return self.run(machine, words, log, feed=token + "\n", awake=True)
+        return self.run(machine, words, log, feed=f"{token}\n" if token else "", awake=True)
 
     def run(self, machine: str, words: Sequence[str], log: Path, **more: Any) -> RemoteTask:
         """Start `python WORDS` there, with this Potluck; `more` as for `AgentLink.run`."""
@@ -172,7 +173,9 @@ class SshFleet:
             raise _unusable(machine.name, [finding])
         facts = msgspec.convert(answer, RemoteFacts)
         own = bool(machine.python or not machine.ssh)
-        findings = tuple(checks.unfit(machine.name, facts, tuple(link.noise), own=own, clock_s=time.time()))
+        findings = tuple(
+            checks.unfit(machine.name, machine.ssh, facts, tuple(link.noise), own=own, clock_s=time.time())
+        )
         if any(finding.severity == BLOCKER for finding in findings):
             link.close()
             raise _unusable(machine.name, findings)
@@ -182,6 +185,10 @@ class SshFleet:
         """Whether all but Potluck itself is installed there, so that `prepare` takes no time."""
         reached = self.reach(name)
         return reached.own or reached.facts.ready
+
+    def starts_early(self, name: str) -> bool:
+        """Whether a guest may be started there before its token is known, which it is told by `feed`."""
+        return True
 
     def prepare(self, name: str) -> ReachedMachine:
         """Connect and install what is missing; MachineError if either fails."""
@@ -199,12 +206,14 @@ class SshFleet:
         if not reached.facts.code:
             wheel = f"{reached.facts.cache}/{bootstrap.code_name()}.whl"
             if (put := reached.link.put(wheel, bootstrap.wheel(), log)).status != 0:
-                raise MachineError(f"{name}: cannot write {wheel}: {put.why}", hint=f"ssh {name} df -h")
+                raise MachineError(
+                    f"{name}: cannot write {wheel}: {put.why}", hint=f"ssh {self._machines[name].ssh} df -h"
+                )
         words = bootstrap.install_words(reached.facts, self._wanted, make_env=not reached.own)
         ended = reached.link.run(words, log).wait(INSTALL_S)
         if ended is None or ended.status != 0:
             why = ended.why if ended is not None else f"not finished after {INSTALL_S:.0f} s"
-            raise _unusable(name, [_not_installed(name, reached.facts, why)])
+            raise _unusable(name, [_not_installed(self._machines[name], reached.facts, why)])
 
     def _check_imports(self, name: str, reached: ReachedMachine) -> None:
         """What the script imports must be there, before anything starts."""
@@ -219,7 +228,7 @@ class SshFleet:
         missing = [line.split()[1] for line in text.splitlines() if line.startswith("missing ")]
         if missing or ended is None:
             packages = ",".join(self._wanted.imports[module] or module for module in missing)
-            raise _unusable(name, [_lacks(name, missing, packages, python, own=reached.own)])
+            raise _unusable(name, [_lacks(self._machines[name], missing, packages, python, own=reached.own)])
 
     def _python(self, reached: ReachedMachine) -> str:
         """The interpreter that runs Potluck there."""
@@ -260,27 +269,27 @@ def _no_program(name: str, program: str) -> Finding:
     )
 
 
-def _not_installed(name: str, facts: RemoteFacts, why: str) -> Finding:
+def _not_installed(machine: NamedMachine, facts: RemoteFacts, why: str) -> Finding:
     return Finding(
         code="not-installed",
         severity=BLOCKER,
-        machine=name,
+        machine=machine.name,
         what="what Potluck needs could not be installed there",
         how=why[-300:],
-        breaks="no guest can be started there; the others take part",
-        fix=f"ssh {name} {shlex.quote(facts.executable)} -m pip download --no-deps -d /tmp torch\n"
-        f'python = "/path/to/python" for {name} in fleet.toml: one that has torch already',
+        breaks="no guest can be started there",
+        fix=f"ssh {machine.ssh} {shlex.quote(facts.executable)} -m pip download --no-deps -d /tmp torch\n"
+        f'python = "/path/to/python" for {machine.name} in fleet.toml: one that has torch already',
     )
 
 
-def _lacks(name: str, missing: Sequence[str], packages: str, python: str, *, own: bool) -> Finding:
+def _lacks(machine: NamedMachine, missing: Sequence[str], packages: str, python: str, *, own: bool) -> Finding:
     fix = f"potluck up … --with {packages} -- …"
     if own:
-        fix = f"ssh {name} {shlex.quote(python)} -m pip install {packages.replace(',', ' ')}\n{fix}"
+        fix = f"ssh {machine.ssh} {shlex.quote(python)} -m pip install {packages.replace(',', ' ')}\n{fix}"
     return Finding(
         code="missing-module",
         severity=BLOCKER,
-        machine=name,
+        machine=machine.name,
         what=f"it lacks what the script imports: {', '.join(missing) or 'it did not answer'}",
         how=f"asked {python} for each module that the script imports at its top",
         breaks="the script would fail there at its first lines",

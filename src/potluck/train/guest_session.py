@@ -58,12 +58,14 @@ def connect(
     wait_s: float | None,
     give_up_s: float,
     records: Path | None = None,
+    before_again: Callable[[], None] = lambda: None,
 ) -> RunContext:
     """Join the run; returns the context of this guest's part, for `compute`.
 
     `wait_s` is the time for the host to answer; None: half a minute, but little where its port is closed, as it is
     when the run has ended. From then on, the host may be unreachable for `give_up_s`.
     `records` is the folder for flight records after a fault (default: the temporary folder).
+    `before_again` is called before a host that did not answer is tried again; what it raises ends this.
     """
     if records is None:  # all processes of this machine share the folder for temporary files
         recorder = Recorder(f"{name}-{os.getpid()}", Path(tempfile.gettempdir()), tell=view.recorded)
@@ -71,7 +73,12 @@ def connect(
         recorder = Recorder(name, records, tell=view.recorded)
     hello = HelloMessage(name=name, device=device.label, platform=sys.platform, **versions())
     link = GuestLink(token, hello, give_up_s=give_up_s, recorder=guarded(recorder, "the flight recorder"))
-    link.waiting = view.waiting
+
+    def waiting(error: Exception) -> None:
+        view.waiting(error)
+        before_again()
+
+    link.waiting = waiting
     link.preparing = view.preparing
     link.missing = lambda seconds: view.missing(seconds, give_up_s)
     link.found = view.found
