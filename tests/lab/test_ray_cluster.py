@@ -104,7 +104,7 @@ class Cluster:
         lines = (self.run / "events.jsonl").read_bytes().split(b"\n")[:-1]
         return [event for event in map(json.loads, lines) if event["event"] == kind]
 
-    def wait(self, reached: Callable[[], object], seconds: float = 60.0) -> float:
+    def wait(self, reached: Callable[[], object], seconds: float = 120.0) -> float:
         began = time.monotonic()
         while not reached():
             late = time.monotonic() - began > seconds
@@ -132,9 +132,17 @@ class Cluster:
         return found
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    folder = tmp_path_factory.mktemp(f"ray-{MARK}")
+@pytest.mark.timeout(400)  # with a dashboard Ray has some forty processes, which a busy machine takes long to start
+def test_a_cluster_of_three_machines(tmp_path: Path) -> None:
+    """One cluster for all of it: starting one costs more than what is tested."""
+    with three_machines(tmp_path) as cluster:
+        nodes_come_and_go(cluster)
+        a_killed_driver_leaves_nothing(cluster)
+        ray_train_runs_stock_ddp_with_our_backend(cluster)
+
+
+@contextlib.contextmanager
+def three_machines(folder: Path) -> Iterator[Cluster]:
     machines = (
         {"name": DESK, "role": "host"},
         {"name": MAC, "role": "guest", "link_mbit": 200},
@@ -144,17 +152,20 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         nodes.add(DESK, cpus=2, labels={"kind": "desk"})
         nodes.add(MAC, cpus=1, labels={"kind": "mac"}, resources={"apple": 1})
         made = Cluster(box, nodes, folder)
-        yield made
-        if made.driver is not None and made.driver.poll() is None:
-            made.driver.kill()
-            made.driver.wait()
+        try:
+            yield made
+        finally:
+            if made.driver is not None and made.driver.poll() is None:
+                made.driver.kill()
+                made.driver.wait()
 
 
-def test_every_node_is_a_guest_a_new_one_too_and_a_lost_one_costs_no_restart(cluster: Cluster) -> None:
+def nodes_come_and_go(cluster: Cluster) -> None:
+    """Every node is a guest, a new one too, and a lost one costs no restart; the token is seen nowhere."""
     cluster.start_job()
     cluster.wait(lambda: cluster.joined(MAC))
     cluster.nodes.add(LAPTOP, cpus=1, labels={"kind": "laptop"})
-    cluster.wait(lambda: cluster.joined(LAPTOP), 40)
+    cluster.wait(lambda: cluster.joined(LAPTOP), 90)
     assert not cluster.joined(DESK)  # it hosts
     assert_no_secret(cluster)
     cluster.nodes.raylet(LAPTOP).kill()
@@ -164,7 +175,7 @@ def test_every_node_is_a_guest_a_new_one_too_and_a_lost_one_costs_no_restart(clu
     cluster.wait(lambda: cluster.events("step")[-1]["step"] > step + 3)
     (cluster.folder / "stop").touch()
     assert cluster.driver is not None
-    cluster.driver.wait(60)
+    cluster.driver.wait(90)
     assert cluster.driver.returncode == 0, cluster.told()
     assert "checkpoint" in cluster.log.read_text()
     assert len(cluster.events("run_start")) == 1
@@ -206,7 +217,7 @@ def api(cluster: Cluster, *paths: str) -> bytes:
     return log.read_bytes()
 
 
-def test_a_killed_driver_leaves_nothing(cluster: Cluster) -> None:
+def a_killed_driver_leaves_nothing(cluster: Cluster) -> None:
     cluster.start_job()
     cluster.wait(lambda: len(cluster.events("run_start")) and cluster.joined(MAC))
     assert cluster.ours()
@@ -217,7 +228,7 @@ def test_a_killed_driver_leaves_nothing(cluster: Cluster) -> None:
     cluster.wait(lambda: not cluster.ours(), 10)
 
 
-def test_ray_train_runs_stock_ddp_on_two_nodes_with_our_backend(cluster: Cluster) -> None:
+def ray_train_runs_stock_ddp_with_our_backend(cluster: Cluster) -> None:
     trainer = cluster.python(TRAINER, cluster.nodes.address, str(cluster.folder), "desk", "mac")
     trainer.wait(100)
     assert trainer.returncode == 0, cluster.log.read_text()[-3000:]
