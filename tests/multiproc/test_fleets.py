@@ -100,7 +100,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[tuple[str, str]]:
         yield request.param, ""
         return
     distributed = pytest.importorskip("distributed")
-    with distributed.LocalCluster(1, threads_per_worker=1, dashboard_address=None) as cluster:
+    with distributed.LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address="127.0.0.1:0") as cluster:
         yield request.param, cluster.scheduler_address
 
 
@@ -220,6 +220,21 @@ def test_closing_a_fleet_ends_its_guests(kind: str, tmp_path: Path, name: str, n
     fleet.close()
     assert guest.wait(0.0) is not None
     wait_until(lambda: not processes_with(name), 3)
+
+
+def test_two_launchers_on_one_machine_do_not_disturb_each_other(
+    kind: str, fleet: GuestFleet, tmp_path: Path, name: str, nobody: str
+) -> None:
+    other = FLEETS[kind](tmp_path)
+    guests = [
+        made.start(made.machines()[0], nobody, GuestSettings(name=f"{name}-{n}"), tmp_path / f"{n}.log")
+        for n, made in enumerate((fleet, other))
+    ]
+    wait_until(lambda: all(processes_with(f"--name\0{name}-{n}") for n in range(2)))
+    other.close()
+    assert guests[1].wait(0.0) is not None
+    assert guests[0].wait(0.5) is None
+    assert processes_with(f"--name\0{name}-0")
 
 
 def test_a_guest_does_not_outlive_a_killed_launcher(kind: str, tmp_path: Path, name: str, nobody: str) -> None:

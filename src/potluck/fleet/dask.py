@@ -6,6 +6,7 @@ threads from Dask. The driver polls each guest every second; see kept.py for wha
 
 from __future__ import annotations
 
+import os
 import threading
 import uuid
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from potluck._version import __version__
 from potluck.errors import MachineError
 from potluck.fleet import kept, sealed
+from potluck.fleet.cluster import ClusterRun, FleetRun
 from potluck.fleet.interface import GuestSettings
 from potluck.fleet.polled import PolledGuest
 
@@ -79,6 +81,28 @@ class DaskFleet:
         for thread in ending:
             thread.join()
         self._guests.clear()
+
+
+class DaskCluster:
+    """A Dask cluster on which runs are started; see `potluck.dask`."""
+
+    def __init__(self, client: Client) -> None:
+        """`client`: a synchronous one. This machine hosts; every worker is a guest, also those that come later."""
+        self._client = client
+
+    def start(
+        self,
+        script: str | os.PathLike[str],
+        arguments: Sequence[str] = (),
+        *,
+        options: Sequence[str] = (),
+        runs: str | os.PathLike[str] = "runs",
+        send: Sequence[str | os.PathLike[str]] = (),
+    ) -> FleetRun:
+        """Start a script as `potluck host` does. `options` and `send` are the host's; `runs` is a folder here."""
+        words = [*options, *(word for file in send for word in ("--send", str(file)))]
+        run = ClusterRun(DaskFleet(self._client), str(script), arguments, options=words, runs=Path(runs))
+        return FleetRun(run.state, run.read, run.stop)
 
 
 def _threads(dask_worker: Any) -> int:
