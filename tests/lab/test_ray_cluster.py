@@ -51,7 +51,8 @@ from ray._private.worker import global_worker
 ray.init(address=sys.argv[1], log_to_driver=False)
 kv = global_worker.gcs_client
 with open(sys.argv[2], "wb") as out:  # what the dashboard and the state API read
-    out.write(repr((state.actors(), ray.nodes(), state.jobs(), ray.timeline())).encode())
+    known = state.state
+    out.write(repr((known.actor_table(None), ray.nodes(), known.job_table(), known.workers())).encode())
     for space in (None, b"fun", b"job", b"session", b"dashboard"):
         for key in kv.internal_kv_keys(b"", space):
             out.write(key + (kv.internal_kv_get(key, space) or b""))

@@ -78,7 +78,7 @@ class RayFleet:
     def __init__(
         self, address: str = "auto", guests: str | Mapping[str, Any] = EVERY_NODE, *, without_here: bool = False
     ) -> None:
-        """`guests`: options of the actors (num_cpus, num_gpus, label_selector, runtime_env …), and `device`. An actor
+        """`guests`: options of the actors (num_cpus, num_gpus, label_selector, runtime_env), and `device`. An actor
         takes all CPUs and GPUs of its node unless told. `without_here`: not the node of this process."""
         if isinstance(guests, str) and guests != EVERY_NODE:
             raise ConfigError(f"guests={guests!r} is not known", hint=f"{EVERY_NODE!r}, or options of the actors")
