@@ -98,6 +98,7 @@ class TrialProcess:
             env=variables_here(),
             runs=str(runs),
             patience_s=PATIENCE_S,
+            feed="\n",  # a launched host waits for its launcher's word
         )
         self._news, self._offset, self._saved = TrialNews(), 0, 0
 

@@ -6,8 +6,10 @@ has chosen; no tensor of its training goes through Ray.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import sys
 import tempfile
 import threading
 import time
@@ -182,6 +184,7 @@ class TrialWatch:
         self.news[trial] = news
 
     def close(self) -> None:
+        """End all guests. Harmless when called twice."""
         self._over.set()
         self._thread.join()
         self._helpers.close()
@@ -194,7 +197,10 @@ class TrialWatch:
             remaining = {name: news.remaining_s for name, news in joinable.items()}
             # A trial that has told nothing yet is about to: its node must not be taken.
             waiting = self._waiting + len(self._running) - len(running)
-            machines = self._fleet.machines()
+            try:
+                machines = self._fleet.machines()
+            except Exception:  # of Ray's, of many kinds: its driver has just been disconnected, or a node is lost
+                continue
             wanted = helping(machines, running, remaining, dict(self._helpers.busy), waiting=waiting)
             if self._share:
                 tokens = {name: self._keys.open(news.token) for name, news in joinable.items()}
@@ -248,8 +254,12 @@ def sweep_results(
             verbose=0,
         ),
     )
-    grid = tuner.fit()
-    watch = callback.watch
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # stdout is for the result
+            grid = tuner.fit()
+    finally:
+        if (watch := callback.watch) is not None:
+            watch.close()
     assert watch is not None
     for trial, found in zip(trials, grid):
         metrics = found.metrics or {}
