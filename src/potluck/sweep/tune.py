@@ -105,8 +105,8 @@ def host_trial(work: SweepWork, config: dict[str, Any], *, raises: bool) -> None
     given = tune.get_checkpoint()
     with tempfile.TemporaryDirectory(prefix="potluck-handed-") as folder:
         start_from = Path(given.to_directory(f"{folder}/given")) if given is not None else None
-        address = ray.util.get_node_ip_address()
-        process = TrialProcess(work, trial, name=node[:8], start_from=start_from, bind=address)
+        name, here = next((n, d) for n, d in RayFleet().nodes().items() if d["NodeID"] == node)
+        process = TrialProcess(work, trial, name=name, start_from=start_from, bind=here["NodeManagerAddress"])
         told, before = time.monotonic() - REPORT_S, TrialNews()
         try:
             while (news := process.news()).status is None:
