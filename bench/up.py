@@ -2,8 +2,9 @@
 
     .venv/bin/python bench/up.py [--count 20] [--only start,orphans,broken,twice] [--json FILE]
 
-start    from a machine with nothing but Python (and a filled wheel cache) to the first step, and the second time,
-         beside `potluck host` alone in the same minute: on a busy box only the difference tells
+start    what the time is spent on for one bare machine (nothing but Python, and the wheels in a folder); then from
+         bare to the first step, and the second time, with one guest and with two, beside `potluck host` alone in
+         the same minute: on a busy box only the difference tells. All share the cores of this box: bars are for one
 orphans  guests alive 10 s after {Ctrl-C, kill -9 of the launcher, kill -9 of ssh, a black-holed link}, of --count,
          beside the way of mlx.launch: ssh with a terminal, and a second ssh that kills by pid file
 broken   ten machines broken in ten ways, in one run: how many are named with their cause and fix
@@ -198,43 +199,91 @@ def up(folder: Path, servers: sshd.SshMachines, *words: str) -> Iterator[subproc
         process.wait()
 
 
-def start(folder: Path) -> dict[str, float]:
+def wheels(folder: Path) -> str:
+    """Fill a folder with the wheels that a machine needs; what tells its pip of it, for sshd's SetEnv."""
+    from potluck.fleet.bootstrap import FleetNeeds
+
+    place = folder / "wheels"
+    python = sys.executable
+    pins = [*FleetNeeds(imports={}).pins, "uv"]
+    command = [python, "-m", "pip", "download", "-q", "--disable-pip-version-check", "-d", str(place), *pins]
+    subprocess.run(command, check=True)
+    return f"PIP_NO_INDEX=1 PIP_FIND_LINKS={place}"
+
+
+def start(folder: Path, names: tuple[str, ...], index: str) -> dict[str, float]:
     """Seconds until the first step with all guests there, on bare machines, and the second time."""
-    found = {}
-    with sshd.SshMachines(folder / "start") as servers:
-        for name in ("desk", "laptop"):
-            servers.add(name)
-        for which in ("bare", "second"):
-            began = time.monotonic()
-            with up(
-                folder / "runs-start", servers, "desk", "laptop", "--wait-for", "2", "--wait-s", "600"
-            ) as process:
-                assert process.stdout is not None
-                text = ""
-                for line in process.stdout:
-                    text += line
-                    if re.search(r"│ step +1/", line):
-                        found[which] = time.monotonic() - began
-                        break
-                else:
-                    raise AssertionError(text)
-                process.stdout.read()
+    found: dict[str, float] = {}
+    runs = folder / f"runs-{len(names)}"
+    with sshd.SshMachines(folder / f"start-{len(names)}") as servers:
+        for name in names:
+            servers.add(name, env=index)
+        all_there = ("--wait-for", str(len(names)), "--wait-s", "600")
+        for which, words in (("bare", all_there), ("second, all guests there", all_there), ("second", ())):
+            with up(runs, servers, *names, *words) as process:
+                marks = first_step(process)
                 assert process.wait(60) == 0
-        # All guests held the weights by then, which `potluck up` without --wait-for does not wait for.
-        for which in ("second, without waiting", "potluck host alone"):
-            began = time.monotonic()
-            made = (
-                up(folder / "runs-start", servers, "desk", "laptop")
-                if which.startswith("second")
-                else alone(folder)
-            )
-            with made as process:
-                assert process.stdout is not None
-                for line in process.stdout:
-                    if re.search(r"step +1/", line):
-                        found[which] = time.monotonic() - began
-                        break
-                process.stdout.read()
+            found[which] = marks["first step"]
+            print(f"  {which:26} {found[which]:6.1f} s   " + ", ".join(f"{k} {v:.1f}" for k, v in marks.items()))
+            if which == "bare":
+                for log in sorted(runs.glob("runs/*/logs/*.log")):
+                    for line in re.findall("^installed in.*", log.read_text(), re.MULTILINE):
+                        print(f"  {'':26} {log.stem}: {line}")
+    with alone(folder) as process:
+        found["potluck host alone"] = first_step(process)["first step"]
+    print(f"  {'potluck host alone':26} {found['potluck host alone']:6.1f} s", flush=True)
+    return found
+
+
+MARKS = {"host ready": r"run [0-9-]+-gpt: ", "a guest joined": r"\* \S+ .*joined", "first step": r"step +1/"}
+
+
+def first_step(process: subprocess.Popen[str]) -> dict[str, float]:
+    """Seconds from now until each of the MARKS is printed; reads the output to its end."""
+    began = time.monotonic()
+    assert process.stdout is not None
+    marks: dict[str, float] = {}
+    text = ""
+    for line in process.stdout:
+        text += line
+        for name, pattern in MARKS.items():
+            if name not in marks and re.search(pattern, line):
+                marks[name] = time.monotonic() - began
+    assert "first step" in marks, text
+    return marks
+
+
+def phases(folder: Path, index: str) -> dict[str, float]:
+    """Seconds of each thing that is done for one bare machine, one after the other."""
+    from potluck.fleet import bootstrap
+    from potluck.fleet.hostfiles import NamedMachine
+    from potluck.fleet.ssh import SshFleet
+
+    found: dict[str, float] = {}
+
+    def timed(what: str, call: Any) -> None:
+        began = time.monotonic()
+        call()
+        found[what] = time.monotonic() - began
+
+    timed("wheel made", bootstrap.wheel)
+    logs = folder / "phases-logs"
+    logs.mkdir()
+    needs = bootstrap.FleetNeeds(imports={"torch": "torch"})
+    with sshd.SshMachines(folder / "phases") as servers:
+        servers.add("desk", env=index)
+        for which in ("bare", "second"):
+            fleet = SshFleet([NamedMachine(ssh="desk", name="desk")], needs, logs=logs, ssh=servers.ssh)
+            timed(f"{which}: ssh, Python found, facts", lambda fleet=fleet: fleet.reach("desk"))
+            timed(f"{which}: installed and checked", lambda fleet=fleet: fleet.prepare("desk"))
+            words = ["-c", "import torch, potluck.fleet.received"]
+            task = fleet.run("desk", words, logs / "x")
+            timed(f"{which}: import of torch and potluck there", lambda task=task: task.wait(100))
+            fleet.close()
+    line = re.search(r"installed in.*\((.*)\)", (logs / "desk.log").read_text())
+    for part in line[1].split(", ") if line else ():
+        what, _, seconds = part.rpartition(" ")
+        found[f"  of it: {what}"] = float(seconds)
     return found
 
 
@@ -301,11 +350,20 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="potluck-bench-up-"))
     try:
         if "start" in options.only:
-            result["start"] = start(folder)
-            for name, seconds in result["start"].items():
-                print(f"{name:25} {seconds:6.1f} s to the first step")
-            bars = {"bare": BARE_S, "second, without waiting": SECOND_S}
-            missed += [name for name, bar in bars.items() if result["start"][name] > bar]
+            cores = len(os.sched_getaffinity(0))
+            load = os.getloadavg()[0]
+            print(f"host and guests share {cores} cores of this box; load before: {load:.1f}")
+            index = wheels(folder)
+            result["phases"] = phases(folder, index)
+            for name, seconds in result["phases"].items():
+                print(f"  {name:45} {seconds:6.1f} s", flush=True)
+            for names in (("desk",), ("desk", "laptop")):
+                print(
+                    f"seconds to the first step with {len(names)} guest{'s' if len(names) > 1 else ''}:", flush=True
+                )
+                result[f"start, {len(names)}"] = start(folder, names, index)
+            bars = {"bare": BARE_S, "second": SECOND_S}
+            missed += [name for name, bar in bars.items() if result["start, 1"][name] > bar]
         if "orphans" in options.only:
             print(f"guests alive {ORPHAN_S:.0f} s after:")
             result["orphans"] = orphans(folder, options.count)

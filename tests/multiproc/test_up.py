@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import sys
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from support import sshd
+from support.fleet import JOB
 from support.processes import Processes, TestProcess
 
 pytestmark = [
@@ -60,17 +62,25 @@ def test_a_run_with_a_flapping_guest_and_a_broken_machine_is_stopped_by_ctrl_c(
     tmp_path: Path, machines: sshd.SshMachines
 ) -> None:
     machines.add("laptop")
-    machines.add("attic", authorized=False)
+    attic = machines.add("attic", authorized=False)
     with Processes(tmp_path / "up") as processes:
-        up = started(processes, machines, "laptop", "attic", "--", *SMALL, "--steps", "1000000")
+        up = started(processes, machines, "laptop", "attic", "--keep-trying", "--", *SMALL, "--steps", "1000000")
         up.wait_for_text(r"here +│ \* laptop .*joined", 150)
         assert "[attic]" in up.stdout()
         assert "it takes none of your keys" in up.stdout()
+        # The other one can be used later, and then takes part.
+        assert not re.search(r"\* attic .*joined", up.stdout())
+        (attic.folder / "authorized_keys").write_text(machines.key.with_suffix(".pub").read_text())
+        up.wait_for_text(r"here +│ \* attic .*joined", 150)
         # The link flaps: the guest there ends, and another one takes its place.
         (link,) = [
             pid for pid, words in ours(machines.folder).items() if "BatchMode" in words and " laptop " in words
         ]
-        (guest,) = [pid for pid, words in ours(machines.folder).items() if "potluck join" in words]
+        (guest,) = [
+            pid
+            for pid, words in ours(machines.folder).items()
+            if "potluck join" in words and "--name laptop" in words
+        ]
         sshd.kill(link)
         up.wait_for_text(r"laptop +│ is started again", 40)
         wait_until(lambda: not Path(f"/proc/{guest}").exists(), 10, "the guest outlived its connection")
@@ -87,7 +97,8 @@ def test_a_run_with_a_flapping_guest_and_a_broken_machine_is_stopped_by_ctrl_c(
         assert "stopping" in logs["here.log"]
         token = (run / "token").read_text().strip()
         assert token not in output + "".join(logs.values())
-        assert "the first error was on laptop: the connection to laptop was closed" in output
+        assert "the first error was on attic: attic: it takes none of your keys" in output
+        assert "the connection to laptop was closed" in output
         assert not list((tmp_path / "up" / "runs").glob(".up-*"))
     wait_until(lambda: not ours(tmp_path), 5, f"left behind: {ours(tmp_path)}")
 
@@ -106,6 +117,55 @@ def test_the_status_is_the_runs_and_the_first_error_is_named(tmp_path: Path, mac
         (log,) = (tmp_path / "up" / "runs").rglob("here.log")
         assert f"logs: {log.parent.relative_to(tmp_path / 'up')}" in up.stdout()
         assert "ZeroDivisionError" in log.read_text()
+    wait_until(lambda: not ours(tmp_path), 5, f"left behind: {ours(tmp_path)}")
+
+
+def test_check_measures_machines_links_and_the_scripts_own_model_and_starts_no_run(
+    tmp_path: Path, machines: sshd.SshMachines
+) -> None:
+    machines.add("laptop")
+    with Processes(tmp_path / "up") as processes:
+        up = started(processes, machines, "laptop", "--check", "--", str(JOB), "--steps", "1000000")
+        status = up.wait(200)
+        output = up.stdout()
+        assert status in (0, 1)  # the doctor may find something about the machine that runs this
+        assert re.search(r"here +ready .* [\d.]+ *\n", output), output
+        # The rate and the round trip to the host.
+        assert re.search(r"laptop +ready .* [\d.]+ +[\d.]+ [MG]bit/s +[\d.]+ [mµ]s", output), output
+        assert re.search(r"job\.py +143 k parameters, 32 samples a step", output), output
+        assert re.search(r"laptop .*tokens/s|laptop .*samples/s", output)
+        assert "no link given" not in output  # so the measured one was planned with
+        assert "[laptop]" not in output.partition("blocker")[2]
+        assert not list((tmp_path / "up").glob("runs/*"))
+    wait_until(lambda: not ours(tmp_path), 5, f"left behind: {ours(tmp_path)}")
+
+
+def test_a_host_elsewhere_that_is_killed_goes_on_with_the_command_that_is_told(
+    tmp_path: Path, machines: sshd.SshMachines
+) -> None:
+    desk = machines.add("desk")
+    machines.add("laptop")
+    with Processes(tmp_path / "up") as processes:
+        words = ("desk", "laptop", "--host", "desk", "--checkpoint-every", "5")
+        up = started(processes, machines, *words, "--", str(JOB), "--steps", "1000000")
+        up.wait_for_text(r"desk +│ \* laptop .*joined", 150)
+        up.wait_for_text(r"desk +│ \* saved", 60)
+        (host,) = [pid for pid, words in ours(desk.home).items() if "potluck host" in words]
+        sshd.kill(host)
+        up.exits_with(128 + signal.SIGKILL, 60)
+        assert "the first error was on desk: was ended by signal 9" in up.stdout()
+        (run,) = (desk.home / "potluck" / "up" / "runs").glob("2*")
+        (told,) = re.findall(r"^go on with: potluck (up .*)$", up.stdout(), re.MULTILINE)
+        assert f"--host desk --checkpoint-every 5 --resume {run} -- {JOB} --steps 1000000" in told
+        again = processes.potluck(*shlex.split(told), env=machines.variables, merged=True)
+        again.wait_for_text(r"desk +│ .*(resumed|continues) after step [1-9]", 150)
+        again.wait_for_text(r"desk +│ \* laptop .*joined", 60)
+        again.signal(signal.SIGINT)
+        again.exits_with(130, 90)
+        # The host's own hint is the same, and not `potluck host`.
+        assert f"go on with: potluck {told}" in again.stdout()
+        (run_again,) = (desk.home / "potluck" / "up" / "runs").glob("2*")
+        assert run_again == run
     wait_until(lambda: not ours(tmp_path), 5, f"left behind: {ours(tmp_path)}")
 
 

@@ -115,7 +115,7 @@ class RayNodes:
                     start_new_session=True,
                 )  # fmt: skip
         self.processes[name] = process
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while b"Ray runtime started" not in log.read_bytes():
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()

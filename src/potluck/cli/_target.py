@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import sys
 from pathlib import Path
 
 from potluck.errors import ConfigError, UserError
@@ -18,6 +19,8 @@ def token_text(target: str | None, file: Path | None) -> str | None:
         return target if target and _TOKEN.search(target) else None
     if target:
         raise ConfigError("--token-file cannot be combined with an argument", hint="give one of them")
+    if str(file) == "-":
+        return sys.stdin.readline(_MOST_BYTES)
     try:
         with open(file, encoding="utf-8") as opened:
             return opened.read(_MOST_BYTES)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _FOR_HOST = (*options.RUN_FLAGS, *options.HOST_FLAGS, "resume")
 """Options that are passed on to the host."""
+_FOR_CHECK = ("device", "threads", "micro_batch", "bind")
 _BEFORE, _AFTER = "potluck.up.before", "potluck.up.after"
 HERE = "here"
 
@@ -109,7 +110,11 @@ def up(ctx: click.Context, /, machines: tuple[str, ...], **flags: Unpack[UpFlags
     if flags["check"]:
         from potluck.cli._up_check import check
 
-        return check(fleet, host, _wanted(after, flags))
+        def work_on(fleet: SshFleet, runs: Path) -> HostWork:
+            return _work(fleet, host or HERE, runs, after, "", flags)
+
+        bind = [word for name, value in options.given(flags, ("bind",)).items() for word in (f"--{name}", value)]
+        return check(fleet, host, _wanted(after, flags), bind, work_on if after else None)
     if not after:
         raise UserError(
             "no script was given", hint="after --, for example: potluck up desk mac.local -- my_train.py"
@@ -205,13 +210,16 @@ def _ray_fleet(address: str, *, without_here: bool) -> RayFleet:
 
 
 def _work(fleet: SshFleet, host: str, runs: Path, after: tuple[str, ...], again: str, flags: UpFlags) -> HostWork:
-    """What the host's machine runs. Elsewhere the script goes along, into a folder of its own."""
+    """What the host's machine runs. Elsewhere the script goes along, into a folder of its own.
+
+    Without `again` it waits for nobody: for `--check`, which wants to see its first steps.
+    """
     from potluck.fleet.launching import HostWork
     from potluck.fleet.script import read_script
 
     what, arguments = after[0], list(after[1:])
-    words = ["-m", "potluck", "host", "--view", "plain", "--launched", again]
-    for name, value in options.given(flags, _FOR_HOST).items():
+    words = ["-m", "potluck", "host", *(["--view", "plain", "--launched", again] if again else ["--view", "json"])]
+    for name, value in options.given(flags, _FOR_HOST if again else _FOR_CHECK).items():
         for each in value if isinstance(value, tuple) else (value,):
             option = "web-address" if name == "web" else name.replace("_", "-")
             words += [f"--{option}", str(each)]
@@ -223,7 +231,8 @@ def _work(fleet: SshFleet, host: str, runs: Path, after: tuple[str, ...], again:
     else:
         words += [] if flags["name"] else ["--name", host]
         cwd = machine.folder or f"~/potluck/{Path.cwd().name}"
-        there = f"{cwd}/runs"
+        there = f"{cwd}/runs" if again else str(runs)
+        words += [] if again else ["--runs", there]
         if _is_script(what):
             script = read_script(Path(what), flags["send"])
             files = {str(PurePosixPath(cwd) / name): text for name, text in zip(script.names, script.contents)}

@@ -21,7 +21,7 @@ import msgspec
 from potluck.errors import MachineError, PotluckError, ScriptError
 from potluck.fleet.bootstrap import FleetNeeds
 from potluck.fleet.hostfiles import NamedMachine
-from potluck.fleet.interface import GuestFleet, GuestSettings, StartedGuest
+from potluck.fleet.interface import GuestFleet, GuestSettings
 from potluck.fleet.launching import HostWork, Launcher, LaunchObserver, ReadyMachine
 from potluck.fleet.local import HERE, end_words
 from potluck.fleet.remote import RemoteTask
@@ -68,7 +68,7 @@ class ClusterFleet:
     def run(self, machine: str, words: Sequence[str], log: Path, **more: Any) -> RemoteTask:
         return self._reached.run(machine, words, log, **more)
 
-    def start(self, machine: str, token: str, settings: GuestSettings, log: Path) -> StartedGuest:
+    def start(self, machine: str, token: str, settings: GuestSettings, log: Path) -> Any:
         fleet: GuestFleet = self._reached if machine in self._reached.machines() else self._engine
         return fleet.start(machine, token, settings, log)
 

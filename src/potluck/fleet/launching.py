@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from potluck.errors import MachineError
 from potluck.fleet.hostfiles import NamedMachine
-from potluck.fleet.interface import GuestEnd, GuestSettings
+from potluck.fleet.interface import GuestEnd, GuestSettings, StartedGuest
 from potluck.fleet.remote import RemoteTask
 from potluck.spec.finding import Finding
 
@@ -76,6 +76,12 @@ class ReadyMachine(Protocol):
     def link(self) -> Any: ...
 
 
+class FedGuest(StartedGuest, Protocol):
+    """A guest that may have been started without its token."""
+
+    def feed(self, text: str) -> None: ...
+
+
 class LaunchFleet(Protocol):
     """What a launcher needs of a fleet; `SshFleet` says what each method does."""
 
@@ -86,8 +92,7 @@ class LaunchFleet(Protocol):
     def starts_early(self, name: str) -> bool: ...
     def prepare(self, name: str) -> ReadyMachine: ...
     def run(self, machine: str, words: Sequence[str], log: Path, **more: Any) -> RemoteTask: ...
-    def start(self, machine: str, token: str, settings: GuestSettings, log: Path) -> Any:
-        """A `StartedGuest`, with `feed` where `starts_early`."""
+    def start(self, machine: str, token: str, settings: GuestSettings, log: Path) -> FedGuest: ...
     def close(self) -> None: ...
 
 

@@ -60,6 +60,9 @@ class RemoteTask:
         self.found = threading.Event()
         """Set when `run` and `token` are known, and at the end."""
         self.run, self.token = "", ""
+        self.shown = threading.Event()
+        """Set when it has printed a token, which no log holds, and at the end."""
+        self.shown_token = ""
 
     def wait(self, timeout_s: float) -> GuestEnd | None:
         return self._end if self._ended.wait(max(0.0, timeout_s)) else None
@@ -78,6 +81,9 @@ class RemoteTask:
     def hear(self, message: Mapping[str, Any]) -> None:
         """An answer of the agent's about this command."""
         if "line" in message:
+            if not self.shown_token and (found := _TOKEN.search(message["line"])):
+                self.shown_token = found[0]
+                self.shown.set()
             with open(self._log, "a", encoding="utf-8") as log:
                 log.write(redacted(message["line"]) + "\n")
         if "pid" in message:
@@ -92,7 +98,7 @@ class RemoteTask:
     def over(self, end: GuestEnd) -> None:
         if self._end is None:
             self._end = end
-        for event in (self._ended, self.found, self.started):
+        for event in (self._ended, self.found, self.shown, self.started):
             event.set()
 
 
