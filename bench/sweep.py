@@ -86,7 +86,7 @@ if __name__ == "__main__":
 
 def environment(machine: Any = None) -> dict[str, str]:
     own = {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
-    own |= {"RAY_raylet_start_wait_time_s": "240"}
+    own |= {"RAY_raylet_start_wait_time_s": "240", "RAY_worker_niceness": "0"}
     if machine is not None:
         own |= {"POTLUCK_DEVICE": f"paced:{machine.seconds_per_sample}", "POTLUCK_NAME": machine.name}
     return {**os.environ, **own}

@@ -134,7 +134,7 @@ def test_tune_runs_a_script_and_an_idle_node_helps(script: Path, tmp_path: Path)
     words = ["-m", "potluck", "sweep", str(script), "--param", "lr=0.1,-1.0", "--json"]
     words += ["--runs", str(tmp_path / "runs"), "--checkpoint-every", "5"]
     with ray_nodes.RayNodes() as nodes, open(tmp_path / "told", "wb") as told:
-        nodes.environment |= {"POTLUCK_DEVICE": "paced:0.005"}
+        nodes.environment |= {"POTLUCK_DEVICE": "paced:0.005", "RAY_worker_niceness": "0"}
         for name in ("desk", "mac"):
             nodes.add(name, resources={"potluck": 1})
         words += ["--address", nodes.address, "--", "--until", str(until)]
