@@ -131,6 +131,11 @@ def _report(news: TrialNews, node: str, handed: Path | None) -> None:
     tune.report(results, checkpoint=tune.Checkpoint.from_directory(str(handed)) if handed else None)
 
 
+def _fleet() -> RayFleet:
+    """Guests that take none of Ray's resources: Tune may place a trial on their node at any time."""
+    return RayFleet(guests={"num_cpus": 0, "num_gpus": 0})
+
+
 def _node_names(fleet: RayFleet) -> dict[str, str]:
     """Names of nodes by their ids."""
     return {str(node["NodeID"]): name for name, node in fleet.nodes().items()}
@@ -146,15 +151,17 @@ def idle_machines_help(trainable: functools.partial[None], *, tell: Tell = lambd
 
     public: bytes = trainable.args[0].public
     logs = Path(tempfile.mkdtemp(prefix="potluck-sweep-"))
-    watches[public] = lambda: TrialWatch(_pairs[public], logs, tell)
+    watches[public] = lambda: TrialWatch(_fleet(), _pairs[public], logs, tell)
     return IdleMachinesHelp(public)
 
 
 class TrialWatch:
     """What the driver knows of the trials, from Tune's callbacks, and the guests that help them."""
 
-    def __init__(self, keys: sealed.KeyPair, logs: Path, tell: Tell, *, share: bool = True) -> None:
-        self._fleet = RayFleet(guests={"num_cpus": 0, "num_gpus": 0})
+    def __init__(
+        self, fleet: RayFleet, keys: sealed.KeyPair, logs: Path, tell: Tell, *, share: bool = True
+    ) -> None:
+        self._fleet = fleet
         self._keys, self._share = keys, share
         self.news: dict[str, TrialNews] = {}
         self.hosted: dict[str, list[str]] = {}
@@ -231,7 +238,7 @@ def sweep_results(
 
     from potluck.sweep.tune_callback import IdleMachinesHelp
 
-    watches[keys.public] = lambda: TrialWatch(keys, settings.folder, settings.tell, share=settings.share)
+    watches[keys.public] = lambda: TrialWatch(_fleet(), keys, settings.folder, settings.tell, share=settings.share)
     callback = IdleMachinesHelp(keys.public)
     space = {
         name: tune.choice(sorted({t.parameters[name] for t in trials}, key=str)) for name in trials[0].parameters
