@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import shutil
 import signal
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -18,6 +19,7 @@ import zmq
 from hypothesis import HealthCheck, settings
 
 from support import forks
+from support.processes import ids_below
 
 # How long an example takes is a matter of what else the machine does. The same examples in every run: a change that
 # breaks nothing must not fail. `--hypothesis-profile random` looks for new ones.
@@ -29,7 +31,15 @@ settings.load_profile("same")
 PREFIX = "POTLUCK_"
 GRACE_S = 3.0
 """Threads and processes that were told to end may take this long."""
-LISTS_CHILDREN = Path(f"/proc/self/task/{os.getpid()}/children").exists()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One process imports torch for the forks of all workers, as soon as one of them asks for a fork."""
+    if sys.platform == "linux" and config.getoption("numprocesses", None) and forks.SHARED not in os.environ:
+        folder = forks.shared_folder()
+        os.environ[forks.SHARED] = str(folder)
+        config.add_cleanup(functools.partial(os.environ.pop, forks.SHARED, None))
+        config.add_cleanup(functools.partial(shutil.rmtree, folder, ignore_errors=True))
 
 
 def pytest_collection_finish() -> None:
@@ -129,7 +139,9 @@ def _leaked(
 def _children() -> set[psutil.Process]:
     """Without multiprocessing's tracker and the server of forks, which stay until Python ends."""
     found: set[psutil.Process] = set()
-    for pid in set(_descendants(os.getpid())) - set(forks.servers()):
+    servers = forks.servers()
+    below = {pid for process in (os.getpid(), *servers) for pid in ids_below(process)}
+    for pid in below - set(servers):
         try:
             process = psutil.Process(pid)
             if process.status() != psutil.STATUS_ZOMBIE and not any(
@@ -138,21 +150,6 @@ def _children() -> set[psutil.Process]:
                 found.add(process)
         except psutil.NoSuchProcess:
             continue
-    return found
-
-
-def _descendants(pid: int) -> list[int]:
-    """Linux keeps lists of children. psutil reads all processes of the machine, which adds up over 4,000 tests."""
-    if not LISTS_CHILDREN:
-        return [process.pid for process in psutil.Process(pid).children(recursive=True)]
-    found = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            children = [int(word) for word in path.read_bytes().split()]
-        except OSError:
-            continue  # the thread or the process has ended meanwhile
-        for child in children:
-            found += [child, *_descendants(child)]
     return found
 
 

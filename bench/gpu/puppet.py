@@ -17,11 +17,12 @@ from pathlib import Path
 import torch
 
 from potluck.checked import build
+from potluck.codec import to_wire
 from potluck.device import Mark, pick
 from potluck.hub.guest import GuestHub, RunOver, Update
 from potluck.hub.link import GuestLink, RawFrames
 from potluck.hub.parity import SKETCH_VALUES
-from potluck.hub.tensors import ModelTensors, raw_bytes
+from potluck.hub.tensors import ModelTensors
 from potluck.hub.work import Work
 from potluck.spec.messages import GradMessage, HashMessage, HelloMessage, ResyncMessage, TensorMessage
 from potluck.train import recipes
@@ -37,7 +38,7 @@ class PuppetHub(GuestHub):
         # A run that chooses codecs may go over from int4 to thin.
         named = {codec.name: codec for codec in self._up.likely} | {"": self._up.first}
         self._noise = {
-            (name, n): raw_bytes(codec.encode(torch.randn(n) * 1e-9))
+            (name, n): to_wire(codec, codec.encode(torch.randn(n) * 1e-9))
             for name, codec in named.items()
             for n in counts
         }

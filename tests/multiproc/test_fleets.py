@@ -20,7 +20,7 @@ from potluck.fleet.interface import GuestFleet, GuestSettings
 from potluck.fleet.local import LocalFleet
 from potluck.fleet.ssh import SshFleet
 from potluck.wire.token import Token, encode
-from support import sshd
+from support import ray_nodes, sshd
 from support.processes import SOURCE, Processes
 
 pytestmark = [
@@ -53,19 +53,69 @@ def make_ssh(folder: Path) -> GuestFleet:
     return SshFleet([machine], FleetNeeds(imports={}), logs=folder, ssh=config)
 
 
-FLEETS: dict[str, Callable[[Path], GuestFleet]] = {"local": make_local, "ssh": make_ssh}
+def make_dask(folder: Path) -> GuestFleet:
+    """A fleet of the cluster whose scheduler's address lies in this folder."""
+    distributed = pytest.importorskip("distributed")
+    from potluck.fleet.dask import DaskFleet
+
+    client = distributed.Client((folder / "scheduler").read_text())
+
+    class OwnClient(DaskFleet):
+        def close(self) -> None:
+            super().close()
+            client.close()
+
+    return OwnClient(client)
 
 
-@pytest.fixture(params=list(FLEETS))
-def kind(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    if request.param == "local":
-        yield request.param
+def make_ray(folder: Path) -> GuestFleet:
+    """A fleet of the cluster whose address lies in this folder."""
+    from potluck.fleet.ray import RayFleet
+
+    return RayFleet((folder / "scheduler").read_text())
+
+
+FLEETS: dict[str, Callable[[Path], GuestFleet]] = {
+    "local": make_local,
+    "ssh": make_ssh,
+    "dask": make_dask,
+    "ray": make_ray,
+}
+
+
+@pytest.fixture(scope="module", params=list(FLEETS))
+def engine(request: pytest.FixtureRequest) -> Iterator[tuple[str, str]]:
+    """A kind of fleet, and the address of the cluster that is its engine."""
+    if request.param == "ray":
+        if (why := ray_nodes.why_not()) is not None:
+            pytest.skip(why)
+        import ray
+
+        with ray_nodes.RayNodes() as nodes:
+            nodes.add("head")
+            yield request.param, nodes.address
+            ray.shutdown()
+        return
+    if request.param != "dask":
+        yield request.param, ""
+        return
+    distributed = pytest.importorskip("distributed")
+    with distributed.LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address="127.0.0.1:0") as cluster:
+        yield request.param, cluster.scheduler_address
+
+
+@pytest.fixture
+def kind(engine: tuple[str, str], tmp_path: Path) -> Iterator[str]:
+    kind, address = engine
+    (tmp_path / "scheduler").write_text(address)
+    if kind != "ssh":
+        yield kind
         return
     if (why := sshd.why_not()) is not None:
         pytest.skip(why)
     with sshd.SshMachines(tmp_path / "ssh") as machines:
         machines.add("laptop")
-        yield request.param
+        yield kind
 
 
 @pytest.fixture

@@ -193,9 +193,9 @@ class Pair:
             for parameter in self.tensors.trained:
                 parameter.add_((torch.randn(parameter.shape) * size).to(parameter))
 
-    def sync(self) -> None:
+    def sync(self, codec: str = "") -> None:
         """Code the weights as they are and wait until the guest has taken everything."""
-        self.coder.code_change()
+        self.coder.code_change(codec)
         self.until(self.coded)
         self.until(self.fed)
 

@@ -44,6 +44,8 @@ class Fleet(Processes):
         self._temporary = tempfile.TemporaryDirectory(prefix="fleet-", ignore_cleanup_errors=True)
         self.temporary = Path(self._temporary.name)
         self._left_at_end: list[str] | None = None
+        self._read = b""
+        self._events: list[Event] = []
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -114,12 +116,17 @@ class Fleet(Processes):
     def events(self, kind: str | None = None, machine: str | None = None) -> list[Event]:
         """The events so far, of one kind and about one machine if asked for."""
         file = self.folder / "events.jsonl"
-        # The last line may be half written.
-        lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.exists() else []
-        assert all(from_json(line) for line in lines if line), "an event that this version would not read"
-        found = [json.loads(line) for line in lines]
-        if kind is not None:
-            found = [e for e in found if e["event"] == kind]
+        data = file.read_bytes() if file.exists() else b""
+        if not data.startswith(self._read):
+            self._read, self._events = b"", []
+        # Whoever waits asks fifty times a second: what was there before is not read again. The last line may be
+        # half written.
+        complete = data[: data.rfind(b"\n") + 1]
+        for line in complete[len(self._read) :].splitlines():
+            assert from_json(line.decode()), "an event that this version would not read"
+            self._events.append(json.loads(line))
+        self._read = complete
+        found = [e for e in self._events if kind is None or e["event"] == kind]
         return found if machine is None else [e for e in found if e.get("machine") == machine]
 
     def steps(self) -> list[Event]:

@@ -11,22 +11,22 @@ import contextlib
 import ctypes
 import functools
 import gc
+import hashlib
 import importlib
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-import time
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 IMPORTED = (
     "torch",
@@ -43,11 +43,12 @@ IMPORTED = (
 )
 """Only what a host or a guest imports anyway: an import that Potluck forgot must still be missed."""
 MAY_DIFFER = (
-    *("POTLUCK_", "SPOIL", "TMPDIR", "COLUMNS", "PYTEST_"),
+    *("POTLUCK_", "SPOIL", "TMPDIR", "COLUMNS", "PYTEST_", "PYTORCH_NVML_"),
     *("MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "STORE", "TORCHINDUCTOR_"),
 )
 """Variables, by their beginnings, that nothing of the above reads while it is imported. The last one torch sets
-itself when the first optimizer is made."""
+itself when the first optimizer is made; Lightning sets PYTORCH_NVML_BASED_CUDA_CHECK."""
+SHARED = "FORKS_OF_ALL_WORKERS"
 STARTED_WITH = dict(os.environ)
 """The server's own: not what a test has changed when the first fork is asked for."""
 MODULES = ("potluck", "potluck.lab.ddp_worker", "support.dist_endings", "support.ranks")
@@ -57,9 +58,12 @@ PARENTS = ("potluck", "torch.distributed.run")
 """Those that start processes which import torch: with spares for these, they are forked themselves."""
 INHERITED = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 """A process ignores those of them that whoever starts it ignores: nohup, and a shell's background."""
+ENDS_AS_USUAL = {"__main__", "potluck", "zmq"}
+"""Beside Python's own: these are taken apart at the end of a fork, as at the end of any process."""
 PR_SET_PDEATHSIG = 1
+LONGEST_PATH = 100
+"""Of a socket: the system's limit is 108."""
 START_S = 120.0
-POLL_S = 0.01
 
 
 def servers() -> list[int]:
@@ -71,6 +75,8 @@ def can_be_forked(command: Sequence[str], env: Mapping[str, str], *, children: i
     """Whether a fork would be the same as this command: a host, a guest or a script, with the usual settings."""
     if sys.platform != "linux" or Path("/dev/nvidiactl").exists() or command[0] != sys.executable:
         return False  # CUDA does not survive a fork, and macOS warns of it
+    if not _ends_are_told():
+        return False
     words = command[1:]
     is_parent = children > 0 and words[0] == "-m" and words[1] in PARENTS
     return (is_parent or called(words)) and _server().takes(env)
@@ -108,19 +114,28 @@ class Forked:
         self.args = command
         self.pid = pid
         self.returncode: int | None = None
+        # The kernel tells its end. Asking the server every 10 ms would keep two processes busy.
+        self._end = os.pidfd_open(pid)
+        weakref.finalize(self, os.close, self._end)
 
     def poll(self) -> int | None:
-        if self.returncode is None:
-            self.returncode = self._server.status_of(self.pid)
+        self._wait(0.0)
         return self.returncode
 
     def wait(self, timeout: float) -> int:
-        deadline = time.monotonic() + timeout
-        while (status := self.poll()) is None:
-            if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired(self.args, timeout)
-            time.sleep(POLL_S)
-        return status
+        self._wait(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired(self.args, timeout)
+        return self.returncode
+
+    def _wait(self, seconds: float) -> None:
+        """Until it has ended, for so long at most; its status is then known."""
+        if self.returncode is not None:
+            return
+        poll = select.poll()
+        poll.register(self._end, select.POLLIN)
+        if poll.poll(max(0.0, seconds) * 1000):
+            self.returncode = self._server.status_of(self.pid)
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
@@ -131,22 +146,20 @@ class _Server:
     """The tests' end of it: a question and an answer at a time, each a line of JSON."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        ours, theirs = socket.socketpair()
+        self._popen: subprocess.Popen[bytes] | None = None
+        path = _shared_path(environment)
+        if path is None:
+            ours, theirs = socket.socketpair()
+            with theirs:
+                self._popen = _started(environment, str(theirs.fileno()), pass_fds=[theirs.fileno()])
+        else:
+            ours = _connected(path, environment)
         ours.settimeout(START_S)
-        with theirs:
-            self._popen = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                env=dict(environment),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        self.pid = self._popen.pid
         self._environment = dict(environment)
         self._lock = threading.Lock()
         self._ours, self._lines = ours, ours.makefile("rw", encoding="utf-8")
         self._closed = False
+        self.pid = int(self._lines.readline())
         atexit.register(self.close)
 
     def takes(self, env: Mapping[str, str]) -> bool:
@@ -166,20 +179,19 @@ class _Server:
                 self.close()
                 raise
 
-    def status_of(self, pid: int) -> int | None:
-        """The exit status of a process, None while it runs. Those of a closed server die with it."""
-        if not self._closed:
-            status: int | None = self.ask({"ended": pid})
-            return status
-        return None if psutil.pid_exists(pid) else -signal.SIGKILL
+    def status_of(self, pid: int) -> int:
+        """The exit status of a process that has ended. Those of a closed server died with it."""
+        return -signal.SIGKILL if self._closed else int(self.ask({"ended": pid}))
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
         _server.cache_clear()
-        self._popen.kill()
-        self._popen.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        if self._popen is not None:
+            self._popen.wait()
         for end in (self._lines, self._ours):
             with contextlib.suppress(OSError):
                 end.close()
@@ -190,6 +202,61 @@ def _may_be(name: str, value: str | None) -> bool:
     if name == "PYTHONPATH":
         return not any(Path(folder, "sitecustomize.py").exists() for folder in (value or "").split(os.pathsep))
     return name == "OMP_NUM_THREADS" and value is None
+
+
+@functools.cache
+def _ends_are_told() -> bool:
+    """Linux has pidfds since 5.3; some containers forbid them."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
+def _started(environment: Mapping[str, str], *words: str, pass_fds: Sequence[int] = ()) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, __file__, *words],
+        pass_fds=pass_fds,
+        env=dict(environment),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def _shared_path(environment: Mapping[str, str]) -> str | None:
+    """The socket of the process that imports torch for all workers of one pytest; None: this one is by itself.
+
+    Another Python, or variables that matter while something is imported, have another one.
+    """
+    folder = STARTED_WITH.get(SHARED)
+    if folder is None or not Path(folder).is_dir():
+        return None
+    matters = sorted(item for item in environment.items() if not item[0].startswith((*MAY_DIFFER, SHARED)))
+    name = hashlib.sha256(json.dumps([sys.executable, matters]).encode()).hexdigest()[:16]
+    path = str(Path(folder, name))
+    return path if len(path.encode()) < LONGEST_PATH else None
+
+
+def _connected(path: str, environment: Mapping[str, str]) -> socket.socket:
+    """A connection to the shared process, which the first worker starts."""
+    import fcntl  # not on Windows
+
+    with open(f"{path}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        ours = socket.socket(socket.AF_UNIX)
+        if ours.connect_ex(path) != 0:
+            Path(path).unlink(missing_ok=True)
+            _started(environment, path, environment[SHARED].rpartition("-")[2]).wait(START_S)  # it listens then
+            ours.connect(path)
+    return ours
+
+
+def shared_folder() -> Path:
+    """A new folder, for the variable `SHARED`: what runs for it ends with this process, whose id its name says."""
+    folder = Path(tempfile.mkdtemp(prefix="forks-"))
+    return folder.rename(folder.with_name(f"{folder.name}-{os.getpid()}"))
 
 
 @functools.cache
@@ -207,11 +274,12 @@ def serve(lines: Any) -> tuple[list[str], int]:
 
     The server itself exits in here.
     """
+    lines.write(f"{os.getpid()}\n")
+    lines.flush()
     for line in lines:
         question = json.loads(line)
         if "ended" in question:
-            pid, status = os.waitpid(question["ended"], os.WNOHANG)
-            answer = os.waitstatus_to_exitcode(status) if pid else None
+            answer = os.waitstatus_to_exitcode(os.waitpid(question["ended"], 0)[1])
         else:
             answer = os.fork()
             if not answer:
@@ -258,19 +326,77 @@ def run(words: list[str]) -> None:
         runpy.run_path(words[0], run_name="__main__")
 
 
+def _keep(libraries: set[str]) -> None:
+    """Python's end leaves these modules as they are: to take torch apart would copy 40 MB of shared memory."""
+    for name in libraries & sys.modules.keys():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(sys.modules.pop(name)))
+
+
+def _end_after_python() -> None:
+    """End the process when Python has been finalized and C's files are written.
+
+    The static destructors of torch's libraries would follow. They touch most memory that a fork shares: 0.2 s of
+    CPU, more than the whole life of a small guest. Handlers run in the reverse of their order here.
+    """
+    libc = ctypes.CDLL(None)
+    libc.on_exit(libc._exit, None)
+    libc.__cxa_atexit(libc.fflush, None, None)
+
+
+def _listening(path: str) -> socket.socket:
+    """Returns in a child that belongs to nobody, when whoever started this can connect."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen(64)
+    if os.fork():
+        os._exit(0)
+    return listener
+
+
+def _one_of_many(listener: socket.socket, owner: int) -> socket.socket:
+    """Fork a server for each worker that connects, and return in it; ends with the owner."""
+    try:
+        alive = os.pidfd_open(owner)
+    except ProcessLookupError:
+        os._exit(0)
+    poll = select.poll()
+    for file in (alive, listener.fileno()):
+        poll.register(file, select.POLLIN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a server
+    while True:
+        if alive in dict(poll.poll()):
+            os._exit(0)
+        theirs, _ = listener.accept()
+        if os.fork():
+            theirs.close()
+            continue
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+        listener.close()
+        os.close(alive)
+        return theirs
+
+
 def main() -> None:
     import spares
 
     del sys.path[0]  # this file's folder, which is none of theirs
+    listener = _listening(sys.argv[1]) if len(sys.argv) > 2 else None
+    libraries: set[str] = set()
+    atexit.register(_keep, libraries)  # the first one, so it runs last
     for name in IMPORTED:
         importlib.import_module(name)
+    libraries |= {n for n in sys.modules if n.partition(".")[0] not in sys.stdlib_module_names | ENDS_AS_USUAL}
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "threads do not survive a fork"
     gc.collect()
     gc.freeze()
-    with socket.socket(fileno=int(sys.argv[1])) as theirs, theirs.makefile("rw", encoding="utf-8") as lines:
+    own = socket.socket(fileno=int(sys.argv[1])) if listener is None else _one_of_many(listener, int(sys.argv[2]))
+    with own as theirs, theirs.makefile("rw", encoding="utf-8") as lines:
         words, children = serve(lines)
     if children:
         words = spares.prepare(children, _imports_torch, _settle) or words
+    _end_after_python()
     run(words)
 
 

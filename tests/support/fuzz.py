@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from potluck import codec as codecs
+from potluck.codec import changes
 from potluck.errors import TokenError, WireError
 from potluck.hub.parity import Reference, Sketch, judge
 from potluck.hub.tensors import from_bytes
@@ -401,6 +402,29 @@ class Streams:
         assert not finite or bool(torch.isfinite(decoded).all()), "finite is said of what is not"
 
 
+class Changes:
+    """Exact changes of weights in bf16: a mutated message, or one that expands. None may exceed its piece."""
+
+    COUNTS = (9, 384, 5000)
+
+    def __init__(self, mutator: Mutator) -> None:
+        self._mutator = mutator
+        numbers = torch.Generator().manual_seed(1)
+        weights = [torch.randn(count, generator=numbers) for count in self.COUNTS]
+        self._honest = [(w.numel(), changes.to_wire(changes.differences(w + 1e-4, w))) for w in weights]
+
+    def __call__(self) -> None:
+        chance = self._mutator.chance
+        count, message = chance.choice(self._honest)
+        if chance.random() < 0.1:
+            message = zlib.compress(bytes([chance.choice((0, 1, 128, 255))]) * chance.randrange(4 * count), 9, -15)
+        else:
+            message = self._mutator.bytes(message)
+        values = torch.ones(count)
+        changes.apply(changes.from_wire(message, count), values)
+        assert bool(((values.view(torch.int32) & 0xFFFF) == 0).all()), "no bf16 value"
+
+
 class Sketches:
     """parity.judge: whatever a guest sends for its gradient, the answer is a number and a reason."""
 
@@ -583,6 +607,7 @@ SHARES: Sequence[tuple[str, type, int]] = (
     ("protocol", Host, 30),
     ("payloads", Payloads, 6),
     ("streams", Streams, 6),
+    ("changes", Changes, 3),
     ("sketches", Sketches, 3),
     ("tokens", Tokens, 3),
 )

@@ -42,9 +42,10 @@ def _install(log):
             file.write(f"{os.getpid()} {what} {asked_by()}\\n")
 
     def hook(event, args):
-        if getattr(inside, "busy", False):
+        # Python tells of each import, file and attribute as well: those are passed over first.
+        if event not in ("pickle.find_class", "marshal.loads", "marshal.load") or getattr(inside, "busy", False):
             return
-        if event == "pickle.find_class" or (event in ("marshal.loads", "marshal.load") and not reads_code()):
+        if event == "pickle.find_class" or not reads_code():
             inside.busy = True
             try:
                 tell(event)

@@ -25,11 +25,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypedDict, TypeVar, Unpack
 
+import psutil
+
 from support import forks
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 TAIL_LINES = 40
 POLL_S = 0.02
+LISTS_CHILDREN = Path(f"/proc/self/task/{os.getpid()}/children").exists()
 
 T = TypeVar("T")
 
@@ -167,7 +170,8 @@ class Processes:
 
     def torchrun(self, *args: str, ranks: int = 2, **options: Unpack[Options]) -> TestProcess:
         """`torchrun ARGS` with so many ranks on this machine."""
-        words = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *args]
+        logs = ["--log-dir", str(self._folder / "torchrun")]  # or it leaves a folder among the temporary ones
+        words = ["-m", "torch.distributed.run", *logs, "--nproc-per-node", str(ranks), *args]
         return self.start([sys.executable, *words], name="torchrun", **{"children": ranks, **options})
 
     def start(
@@ -221,6 +225,22 @@ class Processes:
             process.kill()
         if tails:
             print("\n".join(tails))
+
+
+def ids_below(pid: int) -> list[int]:
+    """The processes below one. Linux keeps lists of children; psutil reads all processes of the machine, which adds
+    up where it is asked thousands of times."""
+    if not LISTS_CHILDREN:
+        return [process.pid for process in psutil.Process(pid).children(recursive=True)]
+    found = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            children = [int(word) for word in path.read_bytes().split()]
+        except OSError:
+            continue  # the thread or the process has ended meanwhile
+        for child in children:
+            found += [child, *ids_below(child)]
+    return found
 
 
 def _environment(extra: Mapping[str, str | None], own: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -291,9 +291,9 @@ class World:
             self.say(guest, "taken", bytes=member.feed.in_flight_bytes)
         raise AssertionError("it never ends")
 
-    def sketch(self, guest: str, seconds_a_sample: float = HOST_S) -> None:
+    def sketch(self, guest: str, seconds_a_sample: float = HOST_S, **more: Any) -> None:
         check = self.members[guest].check
-        about = {"count": 2, "loss": 1.0, "compute_s": 2 * seconds_a_sample, **SIZES}
+        about = {**more, "count": 2, "loss": 1.0, "compute_s": 2 * seconds_a_sample, **SIZES}
         self.say(guest, "sketch", b"\0\0\0\0", check=check, **about)
 
     def compare(self, why_not: str | None = None, **more: Any) -> None:

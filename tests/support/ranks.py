@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -28,7 +29,7 @@ PRELOADED = ["torch", "torch.distributed.fsdp", "torch._dynamo", "numpy", "zmq",
 END_S = 5.0
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 TESTS = Path(__file__).resolve().parents[1]
-COMMAND = (sys.executable, "-m", "support.ranks")
+COMMAND = [sys.executable, "-m", "support.ranks"]
 
 
 class RankFailure(AssertionError):
@@ -67,7 +68,8 @@ class ForkedRank(Rank):
     """From the server that also forks hosts and guests; what it says goes where the tests' own words go."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
-        with Listener(family="AF_UNIX") as listener:
+        # In a folder of its own: multiprocessing's would stay, for a worker of the tests runs no exit handlers.
+        with tempfile.TemporaryDirectory(prefix="rank-") as folder, Listener(f"{folder}/socket") as listener:
             words = (Path(f"/proc/{os.getpid()}/fd/{number}") for number in (1, 2))
             self._forked = forks.fork(
                 [*COMMAND, str(listener.address)], cwd=Path.cwd(), env=env, out=next(words), err=next(words)

@@ -15,6 +15,8 @@ from typing import Self
 
 import psutil
 
+from support.processes import ids_below
+
 LOOK_EVERY_S = 0.03
 
 
@@ -51,10 +53,9 @@ class Listening:
     def _watch(self) -> None:
         while not self._over.wait(LOOK_EVERY_S):
             with contextlib.suppress(psutil.Error, OSError):
-                root = psutil.Process(self.pid)
-                for process in (root, *root.children(recursive=True)):
+                for pid in (self.pid, *ids_below(self.pid)):
                     with contextlib.suppress(psutil.Error, OSError):
-                        self._look(process)
+                        self._look(psutil.Process(pid))
                 self.looks += 1
 
     def _look(self, process: psutil.Process) -> None:

@@ -302,6 +302,10 @@ class TestReport:
         assert "1115-gpt" in page.read_text(encoding="utf-8")
         assert _app.run(["report", str(run), "--html", str(tmp_path)]) == 2
         capsys.readouterr()
+        assert _app.run(["report", str(run), "--html"]) == 0  # named after the run, here
+        assert f"wrote {run.name}.html" in capsys.readouterr().err
+        assert "tower" in Path(f"{run.name}.html").read_text(encoding="utf-8")
+        capsys.readouterr()
         (run / "manifest.json").write_text(to_json(sample.manifest(versions={"potluck": "9.9"})))
         assert _app.run(["report", str(run), "--row"]) == 0
         header, _, row = capsys.readouterr().out.splitlines()

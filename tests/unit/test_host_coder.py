@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from potluck.codec import Codecs, from_wire, get, to_wire
+from potluck.codec import Codecs, changes, from_wire, get, to_wire
+from potluck.codec.names import BF16_CHANGES, DOWN_THIN
+from potluck.hub import host_coder
 from potluck.hub.actions import Decode
 from potluck.hub.feed import NOTHING, Item, TensorPart
 from potluck.hub.guest import Work
@@ -254,6 +256,26 @@ def test_contributions_are_added_to_the_hosts_gradients(codec: str, host_too: bo
             assert (summed(pair) - expected).abs().amax() <= 2 * TOLERANCE[codec]
 
 
+def test_a_host_with_cores_to_spare_reads_pieces_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: set[str] = set()
+
+    def noting(*given: Any) -> Tensor:
+        threads.add(threading.current_thread().name)
+        return from_wire(*given)
+
+    monkeypatch.setattr(host_coder, "usable_cores", lambda: 16)
+    monkeypatch.setattr(host_coder, "from_wire", noting)
+    with Pair("thin").running() as pair:
+        given = gradients(pair, 1)
+        pieces = contribute(pair, 1, given)  # type: ignore[arg-type]
+        assert decode(pair, 1, pieces) is None
+        expected = torch.cat([g.reshape(-1) for g in given])
+        assert (summed(pair) - expected).abs().amax() <= TOLERANCE["thin"]
+        assert decode(pair, 2, {**pieces, 0: b""}) is not None, "of a faulty contribution nothing counts"
+    assert threads
+    assert threads <= {f"potluck-coder_{n}" for n in range(4)}
+
+
 def test_the_codec_of_changes_can_change_with_each_version() -> None:
     """The replica is what both hold, whatever codec brought them there."""
     with Pair("int4").running() as pair:
@@ -267,6 +289,65 @@ def test_the_codec_of_changes_can_change_with_each_version() -> None:
             replica = pair.check_same_bits()
         assert pair.wholes == wholes
         assert (replica - flat(pair.tensors)).abs().amax() < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("on_host", [False, True])
+def test_exact_changes_leave_the_guest_with_the_hosts_weights_in_bf16(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, on_host: bool
+) -> None:
+    """To the bit, as if all were sent; also after changes in another codec, and across fp16."""
+    monkeypatch.setattr(changes, "THIN_BITS", 99.0)  # these pieces are so small that no message pays
+    monkeypatch.setattr(changes, "MOST_CHANGED", 2.0)
+    device = FakeDevice() if on_host else None
+    with Pair("thin:1.25", dtype, device, replica_on_host=on_host).running() as pair:
+        pair.sync()
+        wholes = pair.wholes
+        for number, size in enumerate((1e-2, 1e-4, 1e-3, 1.0, 1e-5, 1e-4)):
+            pair.update(size)
+            codec = "thin:1.25" if number == 2 else BF16_CHANGES
+            pair.sync(codec)
+            replica = pair.check_same_bits()
+            assert {piece.codec for piece in pair.state} <= {codec, ""}
+            if codec == BF16_CHANGES:
+                expected = [p.detach().cpu().to(torch.bfloat16).to(p.dtype).float() for p in pair.tensors.trained]
+                bits = torch.cat([e.reshape(-1) for e in expected]).view(torch.int32)
+                assert torch.equal(replica.view(torch.int32), bits)
+        assert pair.wholes == wholes
+
+
+def test_a_piece_whose_exact_change_is_longer_than_thins_is_sent_in_thin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layouts, "SMALLEST_PIECE", 600)
+    sent: list[str] = []
+    with Pair("thin:1.25", torch.bfloat16).running() as pair:
+        pair.sync()
+        plain_pump = pair.feeding.pump
+        pair.feeding.pump = lambda member: _noting(plain_pump(member), sent)  # type: ignore[method-assign]
+        with pair.coder.updating(), torch.no_grad():
+            for parameter in pair.tensors.trained[:2]:  # all values of the first pieces, nothing of the last
+                parameter.add_(torch.randn(parameter.shape).to(parameter))
+        pair.sync(BF16_CHANGES)
+        pair.check_same_bits()
+        assert set(sent) == {DOWN_THIN, BF16_CHANGES}
+        sent.clear()
+        pair.update(0.0)
+        pair.sync(BF16_CHANGES)
+        assert set(sent) == {DOWN_THIN, BF16_CHANGES}, "it is tried again with every step"
+
+
+def _noting(actions: list[Any], sent: list[str]) -> list[Any]:
+    sent += [action.message.codec for action in actions if getattr(action, "message", None)]
+    return actions
+
+
+def test_weights_that_are_not_finite_are_sent_whole_not_as_exact_changes() -> None:
+    with Pair("thin:1.25").running() as pair:
+        pair.sync()
+        wholes = pair.wholes
+        with pair.coder.updating(), torch.no_grad():
+            pair.tensors.trained[0].view(-1)[0] = torch.nan
+        pair.sync(BF16_CHANGES)
+        assert pair.wholes > wholes
 
 
 def test_the_residual_outlives_a_change_of_the_codec() -> None:

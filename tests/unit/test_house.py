@@ -39,9 +39,9 @@ LAYERS = (
     ("train",),
     ("doctor",),
     ("report", "lab", "fleet", "probe", "loggers"),
-    ("web",),
+    ("web", "sweep"),
     ("cli", "hosting"),
-    ("integrations",),
+    ("integrations", "dask", "ray"),
     ("__init__", "__main__"),
 )
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
@@ -68,6 +68,7 @@ PURE = [
     *(SOURCE / "dist" / name for name in ("schedules.py", "config.py")),
     SOURCE / "probe" / "stream.py",
     *(SOURCE / "lab" / name for name in ("network.py", "shaping.py")),
+    SOURCE / "sweep" / "sharing.py",
 ]
 IMPURE = {"torch", "time", "random", "secrets", "socket", "zmq", "threading", "asyncio", "subprocess"}
 

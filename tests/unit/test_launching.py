@@ -86,6 +86,7 @@ class World:
     def in_place(self, name: str) -> bool:
         return True
 
+    starts_early = in_place
     prepare = reach
 
     def log(self, name: str) -> Path:
@@ -252,3 +253,25 @@ def test_slots_are_guests_for_gpus() -> None:
     launched(world, lambda: len(world.settings) == 2 and time.sleep(0.1) is None)
     found = sorted((settings.name, settings.device) for settings in world.settings)
     assert found == [("desk", "cuda:0"), ("desk-2", "cuda:1")]
+
+
+def test_a_machine_that_comes_gets_a_guest_and_one_that_goes_is_forgotten() -> None:
+    world = World({"desk": [GuestEnd(None, "lost")] * 50, "late": []})
+    work = HostWork(machine="here", words=[], cwd="", runs="")
+    launcher = Launcher(world, [], work, world, keep_trying=True)  # type: ignore[arg-type]
+    running = threading.Thread(target=launcher.run)
+    running.start()
+    launcher.add("desk")
+    _wait(lambda: len(world.guests["desk"]) >= 2)
+    launcher.drop("desk")
+    launcher.add("late")
+    _wait(lambda: world.guests["late"])
+    tries = len(world.guests["desk"])
+    launcher.add("desk")  # it came back
+    _wait(lambda: len(world.guests["desk"]) > tries + 1)
+    launcher.drop("desk")
+    world.host.finish()
+    running.join(10)
+    assert not running.is_alive()
+    assert world.closed
+    assert not any(thread.name.startswith("potluck-tend") for thread in threading.enumerate())

@@ -194,6 +194,32 @@ def test_a_borrowed_parameter_is_waited_for_up_front() -> None:
     bench.check_final()
 
 
+class Half(nn.Module):
+    """Its first layer under autocast, its second one not."""
+
+    def __init__(self, *, both: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.both = both
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x = self.first(x)
+            if self.both:
+                return self.second(x)
+        return self.second(x.float())
+
+
+def test_a_guest_knows_whether_all_of_its_layers_compute_in_bf16() -> None:
+    assert Bench(Half(both=True)).watch().overlap.bf16
+    assert not Bench(Half(both=False)).watch().overlap.bf16
+    assert not Bench(Borrowed()).watch().overlap.bf16
+    bench = Bench(nn.Sequential(nn.Linear(WIDTH, WIDTH)).to(torch.bfloat16))
+    bench.x = bench.x.to(torch.bfloat16)
+    assert not bench.overlap.bf16, "nothing is known before a batch was watched"
+    assert bench.watch().overlap.bf16
+
+
 def test_attention_is_safe() -> None:
     class Attention(nn.Module):
         def __init__(self) -> None:

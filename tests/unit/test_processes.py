@@ -13,6 +13,7 @@ import pytest
 
 from support import forks
 from support.processes import Processes, ProcessFailure
+from support.ranks import ForkedRank, Ranks
 
 SLEEP = "import time; print('ready', flush=True); time.sleep(60)"
 
@@ -126,6 +127,22 @@ def test_a_fork_is_like_a_new_process_but_has_torch(tmp_path: Path) -> None:
             shown[fork] = process.stdout()
     assert shown[True] == shown[False]
     assert shown[True].endswith("said at the end\n")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    sys.platform != "linux" or Path("/dev/nvidiactl").exists(), reason="forks, which CUDA does not survive"
+)
+def test_what_other_tests_leave_in_the_environment_and_ranks_need_no_import_of_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # as Lightning does, for good
+    (tmp_path / "script.py").write_text("print('torch' in __import__('sys').modules)")
+    with Processes(tmp_path) as processes:
+        assert processes.python(str(tmp_path / "script.py")).succeeds(60) == "True\n"
+    with Ranks(1) as ranks:
+        assert isinstance(ranks._ranks[0], ForkedRank)
+        assert ranks.call("operator:add", 1) == [1]  # the rank's number and how many there are
 
 
 STARTS = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,16 @@ def test_only_what_always_runs_is_looked_for(tmp_path: Path) -> None:
     }
     assert list(missing_here(imports)) == ["yaml_of_nobody", "layers", "of_the_model"]
     assert not_sent(imports) == ["layers/__init__.py"]
+
+
+def test_what_is_called_like_its_package_is_found_without_a_list_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(importlib.metadata, "packages_distributions")
+    (tmp_path / "job.py").write_text("import msgspec, torch, model")
+    (tmp_path / "model.py").write_text("")
+    found = imports_of(read_script(tmp_path / "job.py"), tmp_path)
+    assert found == {"msgspec": "msgspec", "torch": "torch", "model": "./model.py"}
 
 
 def test_a_script_that_python_cannot_read_is_not_this_ones_affair(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_who_left_is_still_shown_and_who_comes_back_is_shown_once() -> None:
     assert (gone.state, gone.reason, gone.samples) == ("gone", "sent nothing for 5.1 s", 0)
     for event in (sample.joined(), sample.step(3)):
         state.fold(event)
-    assert [(m.name, m.state) for m in state.page().machines or ()] == [
+    assert [(m.name, m.state) for m in state.page(live=True).machines or ()] == [
         ("tower", "computing"),
         ("laptop", "computing"),
     ]
@@ -147,12 +147,11 @@ def test_a_guests_timeline_lies_where_it_was_measured() -> None:
 def test_what_would_help_is_the_plan_of_what_was_measured() -> None:
     slow = sample.machine("laptop", 2, rate=20.0, link_bytes_per_s=2e6)
     events = [sample.run_start(), *(sample.step(n, machines=[sample.host(30), slow]) for n in range(1, 4))]
-    texts = [notice.text for notice in state_of(events).page().advice or ()]
-    assert any("for laptop" in text and "× instead of" in text for text in texts)
+    texts = state_of(events).page().advice or ()
+    assert any("for laptop" in text and " % more samples/s" in text for text in texts)
     assert not any("changes the training" in text for text in texts[:1])
-    idle = sample.machine("laptop", 0, state="sitting out", reason="its link is too slow", rate=None)
-    page = state_of([sample.run_start(), sample.step(1, machines=[sample.host(32), idle])]).page()
-    assert [notice.text for notice in page.advice or ()] == ["laptop sits out: its link is too slow"]
+    # A factor would be another one than the page's speed-up: the plan's is against its own prediction.
+    assert not any("×" in text for text in texts)
 
 
 def test_a_guests_own_page() -> None:
@@ -169,7 +168,7 @@ def test_a_guests_own_page() -> None:
     state.fold(ev.HostGone(seconds=3.0))
     assert (state.page(live=True).status, state.page(live=True).level) == ("host gone for 3.00 s", "bad")
     state.fold(ev.HostBack())
-    assert state.page(live=True).status == "computing"
+    assert state.page(live=True).status == "in the run"
 
 
 def test_the_document_is_whole_and_nothing_in_its_data_ends_its_element() -> None:

@@ -1,9 +1,10 @@
 """Which codec a guest should have: int4, or thin where the guest's link is the bottleneck.
 
 PURE. The host and the plan use one rule. thin has half of int4's bytes and takes longer to code: a transfer takes
-THIN_PART of int4's time, but no less than the coding. Both are put into the formula of the quotas (`leases.py`);
-thin is chosen if the step becomes shorter by LEAST_GAIN, and kept as long as it does by KEEP_GAIN. Where guests
-compute more than half of the batch thin costs some loss (docs/log.md), and must gain more.
+THIN_PART of int4's time, but no less than the coding. Both are put into the formula of the quotas (`leases.py`).
+thin must pay for what it costs in loss: faster steps are more steps in the same time, and LOSS_OF_ONE_PERCENT is
+what one percent more of them is worth. It is kept as long as it pays, and chosen where it pays twice. Where guests
+compute more than half of the batch its cost was not measured, and is taken to be the most that was allowed at half.
 """
 
 from __future__ import annotations
@@ -13,17 +14,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from potluck.balance.leases import Speed, ideal
+from potluck.spec.about import codec_bytes
 from potluck.units import percent_text, seconds_text
 
 AUTO, INT4, THIN = "auto", "int4", "thin"
-THIN_PART = 0.5
-"""thin's bytes ÷ int4's: 2.2 of 4.13 bits up, 1.9 down."""
-CODING_S_PER_PARAMETER = 8e-9
-"""A message in thin, coded on one core and decoded on another, one piece after the other."""
-LEAST_GAIN, KEEP_GAIN = 0.01, 0.003
-LARGE_SHARE, LARGE_SHARE_GAIN = 0.5, 0.03
-SHORT_PART = 0.01
-"""Transfers that take less than this part of a step are no bottleneck."""
+THIN_PART = codec_bytes(THIN) / codec_bytes(INT4)
+"""thin's bytes ÷ int4's, the mean of both ways: 0.50 (2.19 and 1.90 bits of 4.13; `bench/gpu/thin_loss.py`)."""
+CODING_S_PER_PARAMETER = 4 / 421e6
+"""A gradient in thin, coded with feedback at 421 MB of float32 a second (`bench/codec.py`, pieces of 1 Mi values).
+The other end decodes three times as fast, beside it."""
+
+LOSS_OF_ONE_PERCENT = 0.0046
+"""A GPT of 10.9 M parameters ends at 1.330 after 600 steps and at 1.143 after 900: 0.187 · ln 1.01 ÷ ln 1.5."""
+THIN_LOSS, MOST_THIN_LOSS = 0.0022, 0.012
+"""What thin costs there where guests compute a quarter of the batch, and the most that was allowed where they
+compute half, at which nothing was found (docs/performance.md)."""
+KEEP_GAIN = 0.01 * THIN_LOSS / LOSS_OF_ONE_PERCENT
+LEAST_GAIN = 2 * KEEP_GAIN
+LARGE_SHARE, LARGE_SHARE_GAIN = 0.5, 0.01 * MOST_THIN_LOSS / LOSS_OF_ONE_PERCENT
+NO_GAIN = 1e-6
+SHORT_PART = LEAST_GAIN
+"""Transfers that take less than this part of a step are no bottleneck: thin could save no more than all of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +72,7 @@ def choose(
     speed = guests[guest]
     alone_s = batch / host_rate
     if 2 * speed.transfer_s + late_s < SHORT_PART * alone_s:
-        return Choice(codec=INT4, reason="its link is no bottleneck")
+        return Choice(codec=INT4, reason="the link is not the bottleneck")
     int4_s, _ = ideal(batch, host_rate, guests)
     saved_s = min((1 - THIN_PART) * late_s, speed.overhead_s)
     thin = replace(thinner(speed, coding_s), overhead_s=speed.overhead_s - saved_s)
@@ -70,7 +81,12 @@ def choose(
     share = math.fsum(quotas.values()) / batch
     least = KEEP_GAIN if now == THIN else LARGE_SHARE_GAIN if share > LARGE_SHARE else LEAST_GAIN
     up = f" and {seconds_text(speed.transfer_s + late_s)} back" if late_s else " each way"
-    link = f"int4 takes {seconds_text(speed.transfer_s)}{up} on its link, in a step of {seconds_text(int4_s)}"
+    link = f"int4 takes {seconds_text(speed.transfer_s)}{up}, in a step of {seconds_text(int4_s)}"
     if gain >= least:
-        return Choice(codec=THIN, reason=f"{link}: thin makes steps {percent_text(gain)} faster")
-    return Choice(codec=INT4, reason=f"{link}, where thin would hardly help")
+        reason = f"the link is the bottleneck: {link}; thin makes steps {percent_text(gain)} faster"
+        return Choice(codec=THIN, reason=reason)
+    if not quotas.get(guest):
+        return Choice(codec=INT4, reason=f"the link is too slow for thin, too: {link}")
+    if gain < NO_GAIN:
+        return Choice(codec=INT4, reason=f"the link is not the bottleneck: {link}, hidden behind computing")
+    return Choice(codec=INT4, reason=f"{link}; thin would make steps less than {percent_text(least)} faster")

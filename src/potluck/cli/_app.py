@@ -42,6 +42,7 @@ VERBS: dict[str, Verb] = {
     "host": Verb("potluck.cli.host:host", "Start a run that other machines can join, and print the token."),
     "join": Verb("potluck.cli.join:join", "Join a run with this machine."),
     "up": Verb("potluck.cli.up:up", "Start a run on several machines at once, over ssh."),
+    "sweep": Verb("potluck.cli.sweep:sweep", "Try many parameters of a script on a Ray or Dask cluster."),
     "doctor": Verb(
         "potluck.cli.doctor:doctor", "Find problems on this machine or between two, and how to fix them."
     ),

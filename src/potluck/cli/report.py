@@ -21,6 +21,9 @@ from potluck.report.summary_text import summary_text
 from potluck.report.text import fitted, writes_utf8
 from potluck.train.folder import find_run, open_folder
 
+HERE = Path("ID.html")
+"""`--html` without a file: named after the run."""
+
 
 @click.command()
 @click.argument("run", required=False)
@@ -28,7 +31,9 @@ from potluck.train.folder import find_run, open_folder
 @click.option(
     "--html",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Write the run as one HTML file that opens in any browser, without a server.",
+    is_flag=False,
+    flag_value=HERE,
+    help="Write the run as one HTML file that opens in any browser, without a server (default: ID.html, here).",
 )
 @click.option(
     "--plan",
@@ -56,7 +61,7 @@ def report(
     Examples:
       potluck report                        the newest run
       potluck report runs/ID --png curve.png
-      potluck report runs/ID --html run.html    the page of `potluck host --web`, as a file
+      potluck report runs/ID --html         the page of `potluck host --web`, as the file ID.html
       potluck report ID --plan plan.json    compare with `potluck plan --save plan.json`
     """
     folder = find_run(run, runs_folder(settings))
@@ -81,7 +86,8 @@ def report(
     if html is not None:
         from potluck.web.document import document, state_of
 
-        write_page(html, document(state_of(events, planned_s).page()))
+        file = Path(f"{folder.resolve().name}.html") if html == HERE else html
+        write_page(file, document(state_of(events, planned_s).page()))
 
 
 def write_page(path: Path, text: str) -> None:

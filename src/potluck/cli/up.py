@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from potluck.fleet.bootstrap import FleetNeeds
     from potluck.fleet.hostfiles import FleetFile
     from potluck.fleet.launching import HostWork, Launcher
+    from potluck.fleet.ray import RayFleet
     from potluck.fleet.ssh import SshFleet
     from potluck.report.merged_log import MergedLog
     from potluck.spec.finding import Finding
@@ -75,7 +76,8 @@ class _WithRest(click.Command):
 def up(ctx: click.Context, /, machines: tuple[str, ...], **flags: Unpack[UpFlags]) -> int:
     """Start a run here and a guest on each of the machines, over ssh; show all of their output; end all with it.
 
-    MACHINES are names as for `ssh`, or files: fleet.toml, a host file of mlx.launch, DeepSpeed, MPI or accelerate.
+    MACHINES are names as for `ssh`, or files: fleet.toml, a host file of mlx.launch, DeepSpeed, MPI or accelerate;
+    and ray://auto, or ray://HOST:PORT: the nodes of the Ray cluster that this machine is part of (potluck[ray]).
     Each must let you in without a password and have Python 3.11; the rest is installed there, without root, into
     ~/.cache/potluck. Other options are the host's. The script is sent to the guests by the host.
 
@@ -85,21 +87,26 @@ def up(ctx: click.Context, /, machines: tuple[str, ...], **flags: Unpack[UpFlags
       potluck up fleet.toml --check
       potluck up fleet.toml --host desk --with transformers,peft -- my_train.py
       potluck up desk mac.local --resume runs/ID -- my_train.py
+      potluck up ray://auto mac.local -- my_train.py
     """
     from potluck.fleet.hostfiles import read_fleet
+    from potluck.fleet.launching import RAY
 
     if os.name != "posix":
         raise UserError("potluck up runs on Linux and macOS", hint="on Windows, run it in WSL2")
     settings: Settings = ctx.obj
     after: tuple[str, ...] = ctx.meta[_AFTER]
-    fleet = _changed(read_fleet(machines), flags)
+    clusters = [word.removeprefix(RAY) or "auto" for word in machines if word.startswith(RAY)]
+    fleet = _changed(read_fleet([word for word in machines if not word.startswith(RAY)]), flags)
     host = flags["host"] or fleet.host
     if host and host not in [m.name for m in fleet.machine]:
         known = ", ".join(m.name for m in fleet.machine)
         raise ConfigError(f"there is no machine {host!r} to be the host", hint=f"the machines are: {known}")
-    for name in flags["only"]:
+    for name in flags["only"] if not clusters else ():
         if name not in [m.name for m in fleet.machine] + [HERE]:
             raise ConfigError(f"--only {name!r} is none of the machines", hint=f"this one is called {HERE}")
+    if len(clusters) > 1 or (clusters and flags["check"]):
+        raise UserError("one Ray cluster at a time, and without --check", hint="`ray status` shows its nodes")
     if flags["check"]:
         from potluck.cli._up_check import check
 
@@ -112,7 +119,8 @@ def up(ctx: click.Context, /, machines: tuple[str, ...], **flags: Unpack[UpFlags
         raise UserError(
             "no script was given", hint="after --, for example: potluck up desk mac.local -- my_train.py"
         )
-    return _launch(settings, fleet, host, after, _resumed_by(ctx.meta[_BEFORE], after), flags)
+    again = _resumed_by(ctx.meta[_BEFORE], after)
+    return _launch(settings, fleet, host, after, again, flags, next(iter(clusters), ""))
 
 
 def _resumed_by(before: Sequence[str], after: Sequence[str]) -> str:
@@ -156,10 +164,12 @@ def _wanted(after: Sequence[str], flags: UpFlags) -> FleetNeeds:
 
 
 def _launch(
-    settings: Settings, fleet: FleetFile, host: str, after: tuple[str, ...], again: str, flags: UpFlags
+    settings: Settings, fleet: FleetFile, host: str, after: tuple[str, ...], again: str, flags: UpFlags, ray: str
 ) -> int:
+    """`ray`: address of a Ray cluster whose nodes take part, too; empty for none."""
+    from potluck.fleet.cluster import ClusterFleet, followed
     from potluck.fleet.hostfiles import NamedMachine
-    from potluck.fleet.launching import Launcher
+    from potluck.fleet.launching import Launcher, LaunchFleet
     from potluck.fleet.life import reader_watched
     from potluck.fleet.ssh import SshFleet
     from potluck.report.merged_log import MergedLog
@@ -168,15 +178,19 @@ def _launch(
     machines = [*fleet.machine, *([] if host else [NamedMachine(name=HERE)])]
     names = [machine.name for machine in machines]
     logs = runs / f".up-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    engine = _ray_fleet(ray, without_here=not host) if ray else None
     reached = SshFleet(machines, _wanted(after, flags), logs=logs)
     work = _work(reached, host or HERE, runs, after, again, flags)
     log = MergedLog(logs, names, sys.stdout, flags["only"])
     observer = _Observer(log, runs)
     guests = [name for name in names if name != (host or HERE)]
-    launcher = Launcher(reached, guests, work, observer, keep_trying=flags["keep_trying"])
+    whole: LaunchFleet = reached if engine is None else ClusterFleet(engine, reached, engine.gpus)
+    launcher = Launcher(whole, guests, work, observer, keep_trying=flags["keep_trying"] or engine is not None)
     try:
         # Without a reader (`| head`) the run ends as with Ctrl-C.
-        with _signals(launcher), reader_watched(launcher.interrupt):
+        with _signals(launcher), reader_watched(launcher.interrupt), ExitStack() as following:
+            if engine is not None:
+                following.enter_context(followed(engine, launcher, log.add))
             status = launcher.run()
     finally:
         kept = log.close()
@@ -187,6 +201,12 @@ def _launch(
     if launcher.cut_off and launcher.run_folder:
         click.echo(f"go on with: {again.replace('{run}', shlex.quote(launcher.run_folder))}", err=True)
     return status
+
+
+def _ray_fleet(address: str, *, without_here: bool) -> RayFleet:
+    from potluck.fleet.ray import RayFleet
+
+    return RayFleet(address, without_here=without_here)
 
 
 def _work(fleet: SshFleet, host: str, runs: Path, after: tuple[str, ...], again: str, flags: UpFlags) -> HostWork:

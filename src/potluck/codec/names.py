@@ -14,6 +14,8 @@ DEFAULT_TOPK_RATIO = 0.01
 DEFAULT_STEP = 1.0
 """Of thin: a block's step in root mean squares of its values."""
 DOWN_THIN = "thin:1.25"
+BF16_CHANGES = "bf16-changes"
+"""No codec of a run: how weights' changes are sent where all guests compute in bf16: see `changes.py`."""
 LEAST_STEP, MOST_STEP = 0.25, 4.0
 
 

@@ -12,14 +12,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from potluck.errors import MachineError
-from potluck.fleet.interface import GuestEnd, GuestSettings
+from potluck.fleet.hostfiles import NamedMachine
+from potluck.fleet.interface import GuestEnd, GuestSettings, StartedGuest
 from potluck.fleet.remote import RemoteTask
-from potluck.fleet.ssh import SshFleet
 from potluck.spec.finding import Finding
 
+RAY = "ray://"
+"""Begins the address of a Ray cluster among the names of machines."""
 HOST_PATIENCE_S = 60.0
 """A host whose launcher is gone saves first."""
 GOODBYE_S = 5.0
@@ -63,14 +65,57 @@ class LaunchObserver(Protocol):
         """The host has its run folder, at this path on its machine."""
 
 
+class ReadyMachine(Protocol):
+    """A machine that can be used; see `ReachedMachine`."""
+
+    @property
+    def facts(self) -> Any: ...
+    @property
+    def findings(self) -> Sequence[Finding]: ...
+    @property
+    def link(self) -> Any: ...
+
+
+class FedGuest(StartedGuest, Protocol):
+    """A guest that may have been started without its token."""
+
+    def feed(self, text: str) -> None: ...
+
+
+class LaunchFleet(Protocol):
+    """What a launcher needs of a fleet; `SshFleet` says what each method does."""
+
+    def machine(self, name: str) -> NamedMachine: ...
+    def log(self, name: str) -> Path: ...
+    def reach(self, name: str) -> ReadyMachine: ...
+    def in_place(self, name: str) -> bool: ...
+    def starts_early(self, name: str) -> bool: ...
+    def prepare(self, name: str) -> ReadyMachine: ...
+    def run(self, machine: str, words: Sequence[str], log: Path, **more: Any) -> RemoteTask: ...
+    def start(self, machine: str, token: str, settings: GuestSettings, log: Path) -> FedGuest: ...
+    def close(self) -> None: ...
+
+
 class Launcher:
-    """One launched run. `run` is called once; `interrupt` from a signal handler or any thread."""
+    """One launched run. `run` is called once; `interrupt` from a signal handler or any thread.
+
+    `add` and `drop` are for machines that come and go meanwhile.
+    """
 
     def __init__(
-        self, fleet: SshFleet, guests: Sequence[str], work: HostWork, observer: LaunchObserver, *, keep_trying: bool
+        self,
+        fleet: LaunchFleet,
+        guests: Sequence[str],
+        work: HostWork,
+        observer: LaunchObserver,
+        *,
+        keep_trying: bool,
     ) -> None:
         self._fleet, self._guests, self._work, self._observer = fleet, guests, work, observer
         self._keep_trying = keep_trying
+        self._tended: dict[str, object] = {}
+        """The machines that are in use. What is stored differs each time that a machine comes."""
+        self._threads: list[threading.Thread] = []
         self._news = threading.Condition()
         self._findings: dict[str, Sequence[Finding]] = {}
         """Of each machine that was looked at for the first time."""
@@ -95,20 +140,17 @@ class Launcher:
 
     def run(self) -> int:
         """Until the host has ended; returns its exit status. MachineError if no guest can be started anywhere."""
-        threads = [
-            threading.Thread(target=self._tend, args=(name, slot), name=f"potluck-tend-{name}-{slot}")
-            for name in self._guests
-            for slot in range(self._fleet.machine(name).slots)
-        ]
-        threads.append(threading.Thread(target=self._prepare, name="potluck-prepare-host"))
-        for thread in threads:
-            thread.start()
+        for name in self._guests:
+            self.add(name)
+        preparing = threading.Thread(target=self._prepare, name="potluck-prepare-host")
+        preparing.start()
         try:
             return self._host()
         finally:
             self._over.set()
             with self._news:
                 self._news.notify_all()
+                threads = [*self._threads, preparing]
             if self._interrupts < 2:
                 deadline = time.monotonic() + GOODBYE_S
                 for thread in threads:
@@ -116,6 +158,25 @@ class Launcher:
             self._fleet.close()
             for thread in threads:
                 thread.join()
+
+    def add(self, name: str) -> None:
+        """Have guests on this machine from now on, one for each slot."""
+        with self._news:
+            if self._over.is_set():
+                return
+            self._tended[name] = stay = object()
+            for slot in range(self._fleet.machine(name).slots):
+                thread = threading.Thread(
+                    target=self._tend, args=(name, slot, stay), name=f"potluck-tend-{name}-{slot}"
+                )
+                self._threads.append(thread)
+                thread.start()
+
+    def drop(self, name: str) -> None:
+        """This machine is gone: no more guests there, until it is added again."""
+        with self._news:
+            self._tended.pop(name, None)
+            self._news.notify_all()
 
     # -- the host ---------------------------------------------------------------------------------------
 
@@ -229,18 +290,18 @@ class Launcher:
 
     # -- a guest ----------------------------------------------------------------------------------------
 
-    def _tend(self, name: str, slot: int) -> None:
+    def _tend(self, name: str, slot: int, stay: object) -> None:
         try:
-            self._keep_guest(name, slot)
+            self._keep_guest(name, slot, lambda: not self._over.is_set() and self._tended.get(name) is stay)
         except Exception as error:
             # A bug: the others must not wait for this machine.
             self._failed(name, f"internal error: {type(error).__name__}: {error}")
             self._looked(name, (), usable=False)
 
-    def _keep_guest(self, name: str, slot: int) -> None:
-        """Keep a guest on this machine until the run is over, or until it is clear that this does not work."""
+    def _keep_guest(self, name: str, slot: int, wanted: Callable[[], bool]) -> None:
+        """Keep a guest on this machine while it is wanted, or until it is clear that this does not work."""
         failures = 0
-        while not self._over.is_set():
+        while wanted():
             try:
                 facts = self._fleet.reach(name).facts
                 if slot >= max(1, facts.gpus):
@@ -257,7 +318,7 @@ class Launcher:
             except MachineError as error:
                 first = name not in self._findings
                 self._looked(name, error.findings, usable=False)
-                if self._over.is_set():
+                if not wanted():
                     return
                 failures += 1
                 if not first:
@@ -270,7 +331,9 @@ class Launcher:
             if failures > MOST_AGAIN and not self._keep_trying:
                 self._observer.tell(name, f"given up after {failures} tries (--keep-trying goes on)")
                 return
-            self._over.wait(AGAIN_S[min(failures, len(AGAIN_S)) - 1] if failures else 0.2)
+            pause_s = AGAIN_S[min(failures, len(AGAIN_S)) - 1] if failures else 0.2
+            with self._news:
+                self._news.wait_for(lambda: not wanted(), pause_s)
 
     def _looked(self, name: str, findings: Sequence[Finding], *, usable: bool) -> None:
         with self._news:
@@ -282,6 +345,10 @@ class Launcher:
 
     def _guest(self, name: str, slot: int, *, several: bool) -> GuestEnd | None:
         """Start a guest, tell it the token once that is known, and wait for its end; None if the run is over."""
+        if not self._fleet.starts_early(name):
+            self._wait_for(lambda: self._token or self._over.is_set())
+            if self._over.is_set():
+                return None
         machine = self._fleet.machine(name)
         settings = GuestSettings(
             name=name if not slot else f"{name}-{slot + 1}",

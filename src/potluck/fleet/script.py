@@ -89,8 +89,10 @@ def imports_of(script: Script, folder: Path) -> dict[str, str]:
             found |= dict.fromkeys(_imported(content))
     sent = {PurePosixPath(name).parts[0].removesuffix(".py") for name in script.names}
     wanted = [m for m in found if m not in sys.stdlib_module_names and m not in sent and m != "potluck"]
-    packages = importlib.metadata.packages_distributions() if wanted else {}
-    return {m: _beside(m, folder) or next(iter(packages.get(m, ())), "") for m in wanted}
+    known = {m: _beside(m, folder) or _package_of_that_name(m) for m in wanted}
+    # The files of every installed package are listed for this: 0.1 s and more.
+    packages = {} if all(known.values()) else importlib.metadata.packages_distributions()
+    return {m: where or next(iter(packages.get(m, ())), "") for m, where in known.items()}
 
 
 def _imported(source: bytes) -> list[str]:
@@ -107,6 +109,16 @@ def _beside(module: str, folder: Path) -> str:
     if (folder / f"{module}.py").is_file():
         return f"./{module}.py"
     return f"./{module}/__init__.py" if (folder / module / "__init__.py").is_file() else ""
+
+
+def _package_of_that_name(module: str) -> str:
+    """The package that is called like the module and holds it, as numpy; "" if there is none."""
+    try:
+        found = importlib.metadata.distribution(module)
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        return ""
+    files = (found.locate_file(name) for name in (f"{module}/__init__.py", f"{module}.py"))
+    return found.metadata["Name"] if any(Path(str(file)).is_file() for file in files) else ""
 
 
 def not_sent(imports: Mapping[str, str]) -> list[str]:

@@ -1,39 +1,59 @@
 """The codecs of a run that leaves them open: each guest's by its own link, the weights' changes' by all. PURE.
 
 The residual of a guest and the replica do not depend on the codec, so that both can change from one step to the
-next. The change of the weights is coded once for all guests: in thin as soon as one of them needs it.
+next. The change of the weights is coded once for all guests: in thin as soon as one of them needs it, and where all
+of them compute in bf16, as what changed in bf16 (`codec/changes.py`), piece by piece, where that is shorter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from potluck.balance.codecs import CODING_S_PER_PARAMETER, INT4, THIN, THIN_PART, choose
 from potluck.balance.leases import Speed
 from potluck.balance.quota import Estimate
+from potluck.codec.names import BF16_CHANGES
 from potluck.hub.actions import Action, Emit
 from potluck.hub.members import COMPUTING, LATE, SITTING_OUT, Member
 from potluck.spec.events import GuestCodec
 from potluck.spec.layout import TensorSpec
 
 USUAL_TAIL_S = 0.15
-"""What the end of a contribution takes on a good link: coding, sending, decoding."""
+"""What the end of a contribution takes on a good link: coding, sending and decoding its last piece, 0.06 s in the
+lab (`plan/hub.py`). Two and a half times that, so that a machine that is busy for a moment is no slow link."""
+
+INT4_BYTES = 66 / 128
+"""A parameter's, with its part of a scale."""
+PART_CHANGES = 0.2
+"""An exact change must be shorter or longer by this before what was measured on the links is scaled."""
 
 STAYS_STEPS, MOST_DOUBLINGS = 16, 8
-"""A guest whose codec was changed keeps it for 32 steps, then for longer and longer."""
+"""A guest whose codec was changed keeps it for 32 steps, then for twice as long each time. What was measured before
+is out of an estimate after 8: two doubted measurements, and 6 of weight 0.4, which leave 5 % of it."""
 
 
 class CodecChoice:
     """Chooses at the beginning of a step, or not at all: then no message names a codec."""
 
     def __init__(
-        self, members: Mapping[str, Member], model: Sequence[TensorSpec], down: tuple[str, str] | None
+        self,
+        members: Mapping[str, Member],
+        model: Sequence[TensorSpec],
+        down: tuple[str, str] | None,
+        change_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`down`: the codecs of the weights' changes with int4 and with thin; None: nothing is chosen."""
+        """
+        Args:
+            down: the codecs of the weights' changes with int4 and with thin; None: nothing is chosen.
+            change_bytes: the length of the last change.
+        """
         self._members, self._down = members, down
-        self._coding_s = CODING_S_PER_PARAMETER * sum(t.count for t in model if t.role == "trained")
-        self._thin_down = False
+        self._parameters = sum(t.count for t in model if t.role == "trained")
+        self._coding_s = CODING_S_PER_PARAMETER * self._parameters
+        self._change_bytes = change_bytes
+        self._thin_down = self._exact = False
+        self._part = 1.0
 
     @property
     def first(self) -> str:
@@ -43,12 +63,14 @@ class CodecChoice:
     @property
     def change(self) -> str:
         """The codec of the weights' changes."""
+        if self._exact:
+            return BF16_CHANGES
         return "" if self._down is None else self._down[self._thin_down]
 
     @property
     def part(self) -> float:
         """What the weights' change takes on a link now ÷ what it takes in int4."""
-        return THIN_PART if self._thin_down else 1.0
+        return self._part
 
     def begin_step(self, batch: int, host_sample_s: float, step: int) -> list[Action]:
         """Choose for all newcomers, and again for one of the others: each choice solves the step's quotas twice."""
@@ -61,7 +83,7 @@ class CodecChoice:
             speed = member.speed
             if speed is None:
                 continue
-            late_s = _late_s(member, speed)
+            late_s = _late_s(member, speed, _part_of(member) * speed.transfer_s / self.part)
             if member.codec == THIN:
                 late_s /= THIN_PART
                 speed = replace(speed, overhead_s=speed.overhead_s + (1 - THIN_PART) * late_s)
@@ -91,11 +113,19 @@ class CodecChoice:
     def _choose_change(self) -> None:
         open_ = self._down is not None and self._down[0] != self._down[1]
         thin = open_ and any(m.codec == THIN for m in self._members.values())
-        if thin == self._thin_down:
-            return
-        self._thin_down = thin
-        for member in self._members.values():
-            _scale(member.transfer, THIN_PART if thin else 1 / THIN_PART)
+        exact = thin and all(m.bf16 for m in self._members.values() if m.feed.open)
+        part = THIN_PART if thin else 1.0
+        if exact:
+            # How much changes in bf16 depends on the learning rate: what was coded last tells.
+            coded = self._change_bytes() / max(INT4_BYTES * self._parameters, 1.0)
+            part = min(part, coded) if self._exact and coded > 0 else part
+            if self._exact and abs(part - self._part) <= PART_CHANGES * self._part:
+                part = self._part
+        self._thin_down, self._exact = thin, exact
+        if part != self._part:
+            for member in self._members.values():
+                _scale(member.transfer, part / self._part)
+            self._part = part
 
     def _speeds(self) -> dict[str, Speed]:
         """Of all that may help, each with its own codec."""
@@ -103,9 +133,13 @@ class CodecChoice:
         for member in self._members.values():
             speed = member.speed
             if speed is not None and member.state in (COMPUTING, LATE):
-                part = THIN_PART if member.codec == THIN else 1.0
-                found[member.id] = replace(speed, transfer_s=part * speed.transfer_s / self.part)
+                found[member.id] = replace(speed, transfer_s=_part_of(member) * speed.transfer_s / self.part)
         return found
+
+
+def _part_of(member: Member) -> float:
+    """What this guest's gradient takes on a link ÷ what it takes in int4."""
+    return THIN_PART if member.codec == THIN else 1.0
 
 
 def _scale(estimate: Estimate, times: float) -> None:
@@ -115,10 +149,10 @@ def _scale(estimate: Estimate, times: float) -> None:
         estimate.spread *= times
 
 
-def _late_s(member: Member, speed: Speed) -> float:
-    """How much longer the gradient took, after the last backward, than one as fast as the weights' change would.
+def _late_s(member: Member, speed: Speed, up_s: float) -> float:
+    """How much longer the gradient took, after the last backward, than on a link as fast up as down: `up_s`.
 
     Many links are slower up than down. Only the way down is measured by itself.
     """
-    expected_s = max(0.0, speed.transfer_s - 2 * speed.last * speed.sample_s / 3)
+    expected_s = max(0.0, up_s - 2 * speed.last * speed.sample_s / 3)
     return max(0.0, (member.tail.value or 0.0) - expected_s - USUAL_TAIL_S)

@@ -166,4 +166,9 @@ class Feed:
         self._largest_bytes = max(self._largest_bytes, nbytes)
 
     def _fits(self, nbytes: int) -> bool:
-        return self.in_flight_bytes == 0 or self.in_flight_bytes + nbytes <= self.window_bytes
+        """Whether this may be sent now: within the window, or as the second of its kind under way.
+
+        A piece of a large model fills the window. With one at a time the link would be idle from its last byte
+        until the guest's answer: over the internet (100 Mbit/s, 30 ms each way) 0.57 of the link, with two 0.99.
+        """
+        return self.in_flight_bytes == 0 or self.in_flight_bytes + nbytes <= max(self.window_bytes, 2 * nbytes)

@@ -38,6 +38,11 @@ class Feeding:
             self._coded_at = now
         return self.coding
 
+    @property
+    def change_bytes(self) -> int:
+        """Of the last change, all pieces together."""
+        return sum(piece.change_bytes for piece in self.pieces)
+
     def coded(self, version: int) -> bool:
         """Whether all pieces are at the weights' version."""
         return all(piece.version == version for piece in self.pieces)

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from potluck.codec import Codecs, encode_with_feedback, from_wire, rehearse, to_wire
+from potluck.codec import Codecs, changes, encode_with_feedback, from_wire, rehearse, to_wire
+from potluck.codec.names import BF16_CHANGES
 from potluck.device import Device, Mark
 from potluck.errors import PotluckError, WireError
 from potluck.failpoints import hit
@@ -293,6 +294,7 @@ class GuestHub:
         compute_s: float,
         random: Mapping[str, str],
         items: float | None = None,
+        bf16: bool = False,
     ) -> None:
         """The gradient of a common batch, and digests of the random generators after it."""
         usual, most = self._at_once()
@@ -302,6 +304,7 @@ class GuestHub:
             loss=loss if math.isfinite(loss) else None,
             items=items if items is not None and 0.0 <= items <= MOST_ITEMS else None,
             compute_s=compute_s,
+            bf16=bf16,
             random=dict(random),
             micro_batch=usual,
             largest_micro_batch=most,
@@ -526,6 +529,10 @@ class GuestHub:
             if isinstance(message, WholeMessage):
                 payload = self._device.from_host(from_bytes(frames[0]))
                 write_piece(piece, self._tensors.trained, payload.view(torch.float32))
+            elif self._have[index] == message.base and message.codec == BF16_CHANGES:
+                values = read_piece(piece, self._tensors.trained, self._buffer(piece.count))
+                changes.apply(self._device.from_host(changes.from_wire(frames[0], piece.count)), values)
+                write_piece(piece, self._tensors.trained, values)
             elif self._have[index] == message.base:
                 down = self._down.called(message.codec)
                 payload = self._device.from_host(from_wire(down, frames[0], piece.count))

@@ -99,6 +99,8 @@ class Member:
     """Seconds from the end of its last backward to the arrival of the contribution."""
     codec: str = ""
     """How the gradient of its next lease is coded; empty: as the run's others."""
+    bf16: bool = False
+    """It computes in bf16, as it said with its last check."""
     codec_known: bool = False
     """Whether that was chosen by its link, and everybody was told."""
     codec_stays_until: int = 0

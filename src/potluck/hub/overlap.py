@@ -39,6 +39,9 @@ class Overlap:
         self._left: list[int] = []
         self.up_front: tuple[int, ...] = tuple(range(len(layout.pieces)))
         """Pieces to wait for before a forward begins: all, until a batch has been watched."""
+        self.bf16 = False
+        """Whether every layer with trained weights computes in bf16: by autocast, or because its weights are."""
+        self._all_bf16 = True
         self.early = False
         """Whether pieces of the gradient may leave during the backward."""
         self.reason = "no batch was watched yet"
@@ -58,6 +61,7 @@ class Overlap:
     def watch(self) -> None:
         """The next batch shows how this model behaves."""
         self._watching = True
+        self._all_bf16 = True
         self._called.clear()
         self._gradients.clear()
 
@@ -66,6 +70,7 @@ class Overlap:
         self._watching = False
         reached = {i for m in self._called for i in self._owned(m)}
         late = [i for i in range(len(self._layout.tensors)) if i not in reached]
+        self.bf16 = self._all_bf16 and not late
         if any(_is_compiled(m) for m in model.modules()):
             self.reason = "the model is compiled: its layers cannot be held one by one"
             return
@@ -93,6 +98,7 @@ class Overlap:
     def _before_forward(self, module: nn.Module, args: object) -> None:
         if self._watching:
             self._called.add(module)
+            self._all_bf16 = self._all_bf16 and _computes_in_bf16(module)
         if self._wait is not None:
             self._wait(self._pieces_of_module[module])
 
@@ -116,6 +122,14 @@ class Overlap:
 
     def _pieces_owned(self, module: nn.Module) -> tuple[int, ...]:
         return tuple(sorted({p for i in self._owned(module) for p in self._layout.pieces_of[i]}))
+
+
+def _computes_in_bf16(module: nn.Module) -> bool:
+    """Of a module whose forward is about to begin."""
+    types = {p.device.type for p in module.parameters(recurse=False) if p.dtype != torch.bfloat16}
+    return all(
+        torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16 for kind in types
+    )
 
 
 def _is_compiled(module: nn.Module) -> bool:

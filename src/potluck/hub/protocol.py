@@ -81,8 +81,8 @@ class HostProtocol:
         self.terms = terms
         self.ledger = ledger
         self.members: dict[str, Member] = {}
-        self.codecs = CodecChoice(self.members, terms.fingerprint, terms.auto)
         self.feeding = Feeding(pieces=terms.pieces, members=self.members)
+        self.codecs = CodecChoice(self.members, terms.fingerprint, terms.auto, lambda: self.feeding.change_bytes)
         self._change_bytes, steps = terms.coded_bytes or sum(terms.piece_bytes), terms.steps
         self.ahead = SendingAhead(
             ledger=ledger, members=self.members, feeding=self.feeding, change_bytes=self._change_bytes, steps=steps
@@ -521,6 +521,7 @@ class HostProtocol:
     def _sketch(self, member: Member, answer: SketchMessage, sketch: Any) -> list[Action]:
         actions = self.checks.answered(member, answer, sketch)
         member.computes(answer.micro_batch, answer.largest_micro_batch)
+        member.bf16 = answer.bf16
         # First guesses, until leases and changes measure it. A guest that is checked again has been measured.
         if answer.count > 0 and answer.compute_s > 0 and not member.joined:
             member.rate.add(answer.count / answer.compute_s)

@@ -24,7 +24,7 @@ class MergedLog:
 
     def __init__(self, folder: Path, names: Sequence[str], stream: TextIO, only: Collection[str] = ()) -> None:
         """`only`: machines whose lines are shown; all if empty. The files are made here."""
-        self.folder, self._names, self._stream, self._only = folder, names, stream, only
+        self.folder, self._names, self._stream, self._only = folder, list(names), stream, only
         self._width = min(max(map(len, names), default=0), 24)
         self._read = dict.fromkeys(names, 0)
         self._rest = dict.fromkeys(names, b"")
@@ -37,17 +37,32 @@ class MergedLog:
         self._thread = threading.Thread(target=self._follow, name="potluck-merged-log", daemon=True)
         self._thread.start()
 
+    def add(self, name: str) -> None:
+        """Follow one more machine; harmless if it is known."""
+        with self._lock:
+            if name in self._names:
+                return
+            (self.folder / f"{name}.log").touch()
+            self._read[name], self._rest[name] = 0, b""
+            self._names.append(name)
+            self._width = min(max(self._width, len(name)), 24)
+            if self._kept is not None:
+                self._link(name)
+
     def keep_in(self, folder: Path) -> None:
         """Keep the files in this folder: as further names of the same files, which others go on writing to."""
         folder.mkdir(parents=True, exist_ok=True)
         self._kept = folder
-        for name in self._names:
-            target = folder / f"{name}.log"
-            target.unlink(missing_ok=True)
-            try:
-                os.link(self.folder / f"{name}.log", target)
-            except OSError:  # a file system without links: they are copied at the end
-                continue
+        with self._lock:
+            for name in self._names:
+                self._link(name)
+
+    def _link(self, name: str) -> None:
+        assert self._kept is not None
+        target = self._kept / f"{name}.log"
+        target.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a file system without links: they are copied at the end
+            os.link(self.folder / f"{name}.log", target)
 
     def show(self, name: str, words: str) -> None:
         """A line that stands in no file, in the name of a machine, or of none."""

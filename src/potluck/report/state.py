@@ -131,7 +131,7 @@ class RunState:
                 self._news(event)
 
     def _started(self, event: RunStarted) -> None:
-        self.start = event
+        self.start, self.end = event, None  # a resumed run has not ended
         host = MachineRow(name=clean(event.machine), role="host", device=clean(event.device), state="starting")
         self.machines = [host]
         if event.resumed_from:

@@ -29,6 +29,7 @@ from potluck.train.events import events_in
 from potluck.train.gain import Gain
 
 EVENTS_FILE = "events.jsonl"
+NO_END = "still going or killed"
 LEAST_TO_ADD = 0.02
 """Where guests could add less than this part of the host's speed, nobody can say how much of it arrived."""
 
@@ -67,7 +68,7 @@ class Summary(Struct, frozen=True, kw_only=True):
     not_applied: int
     """Steps whose gradient was not finite: their updates were not made."""
     ended: str
-    """finished, interrupted, failed, or 'still going or killed' if the log has no end."""
+    """finished, interrupted, failed, or `NO_END`."""
     run_s: float
     """Seconds of the run, as its last line says; of a resumed run, of all its parts."""
     seconds: float
@@ -166,7 +167,7 @@ class Totals:
     def __init__(self) -> None:
         self._start: RunStarted | None = None
         self._statistics: StatisticsMeasured | None = None
-        self._ended = "still going or killed"
+        self._ended = NO_END
         self._last: StepEnded | None = None
         self._count = 0
         self._before_s = self._begun_s = self._now_s = 0.0
@@ -187,6 +188,11 @@ class Totals:
     def steps(self) -> int:
         return self._last.step if self._last is not None else 0
 
+    @property
+    def run_s(self) -> float:
+        """Seconds of the run until now, of a resumed run those of all its parts."""
+        return self._before_s + self._now_s - self._begun_s
+
     def pass_over(self, event: RunEvent) -> None:
         """Only its time counts."""
         if not self._over:
@@ -199,7 +205,7 @@ class Totals:
                 self._step(event)
             case RunStarted():
                 # A resumed run has several starts; an end before the last of them is not the end.
-                self._start, self._ended = event, "still going or killed"
+                self._start, self._ended = event, NO_END
                 self._before_s += self._now_s - self._begun_s
                 self._begun_s = self._now_s = event.t_s
                 self._over = False
@@ -261,7 +267,7 @@ class Totals:
             last_loss=last.loss if last is not None else None,
             not_applied=sums["not_applied"],
             ended=self._ended,
-            run_s=self._before_s + self._now_s - self._begun_s,
+            run_s=self.run_s,
             seconds=seconds,
             samples=samples,
             samples_per_s=samples_per_s,

@@ -288,6 +288,8 @@ class SketchMessage(Message, frozen=True, kw_only=True):
     """As in `done`."""
     compute_s: Seconds
     """Time to compute them."""
+    bf16: bool = False
+    """Every layer with trained weights computes in bf16."""
     random: Annotated[dict[Short, Short], Meta(max_length=16)] = {}
     """`python`, `numpy`, `cpu` and the device's kind: blake2b-64 of each generator's state after the body."""
     micro_batch: Count

@@ -232,8 +232,9 @@ class GuestTrainer:
         yield from self._compute(step, work, batch, size, last=False)
         if not work.over:
             values = memoryview(result.values.view("u1"))  # type: ignore[arg-type]
+            bf16 = self._overlap.bf16
             self._hub.send_sketch(
-                work, values=values, loss=loss, items=items, compute_s=self._last_s, random=random
+                work, values=values, loss=loss, items=items, compute_s=self._last_s, random=random, bf16=bf16
             )
 
     def _zero_gradients(self) -> None:

@@ -23,12 +23,13 @@ class PageMachine(Struct, frozen=True, kw_only=True):
     device: str
     state: str
     reason: str = ""
-    share: float = 0.0
+    share: str = ""
     """Its part of the last step's samples."""
     samples: int = 0
     """Its samples in the last step."""
     rate: str = ""
-    busy: float | None = None
+    busy: str = ""
+    """The part of the last step in which it computed."""
     link: str = ""
     """Measured rate of its link; empty if not known."""
     heard_s: float | None = None
@@ -98,7 +99,8 @@ class Page(Struct, frozen=True, kw_only=True, omit_defaults=True):
     version: int = VERSION
     kind: str = ""
     """run, guest or lab."""
-    live: bool = False
+    over: bool = False
+    """Nothing follows: a report, or a run that has ended."""
     title: str | None = None
     about: str | None = None
     status: str | None = None
@@ -112,7 +114,8 @@ class Page(Struct, frozen=True, kw_only=True, omit_defaults=True):
     table: tuple[tuple[str, ...], ...] | None = None
     numeric: tuple[int, ...] | None = None
     """Columns of the table with numbers; None: those of the machines."""
-    advice: tuple[PageNotice, ...] | None = None
+    advice: tuple[str, ...] | None = None
+    """What would help."""
     notices: tuple[PageNotice, ...] | None = None
     more_notices: int | None = None
     """Notices before the first one here."""

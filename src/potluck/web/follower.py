@@ -8,17 +8,11 @@ from pathlib import Path
 
 import msgspec
 
-from potluck.spec.events import RunEvent, from_json
+from potluck.spec.events import RunEvent, StepEnded, from_json
 from potluck.web.state import PageState
 
 AT_ONCE = 1 << 20
 """Bytes read in one turn: other things are served between two turns."""
-
-
-class _Head(msgspec.Struct):
-    event: str
-    step: int | None = None
-    resumed_from: int | None = None
 
 
 class Follower:
@@ -27,6 +21,8 @@ class Follower:
     def __init__(self, path: Path, make: Callable[[], PageState]) -> None:
         self._path, self._make = path, make
         self._file: FileIO | None = None
+        self._undone: set[int] = set()
+        """Numbers of the lines with steps that a resumed run repeated."""
         self._begin()
 
     def close(self) -> None:
@@ -35,8 +31,9 @@ class Follower:
 
     def _begin(self) -> None:
         self.state = self._make()
-        self._undone = undone_lines(self._path)
         self._line, self._half = 0, b""
+        self._steps: list[tuple[int, int]] = []
+        """Steps that count, with their lines."""
         if self._file is not None:
             self._file.seek(0)
 
@@ -58,37 +55,15 @@ class Follower:
             if self._line in self._undone:
                 self.state.pass_over(event)
                 continue
-            if self.state.undone_by(event):
-                self._begin()  # a resumed run: read all again, without the steps that it repeats
+            last = self.state.undone_after(event)
+            if last is not None:  # a resumed run: read all again, without the steps that it repeats
+                self._undone |= {line for step, line in self._steps if step > last}
+                self._begin()
                 return len(data)
+            if isinstance(event, StepEnded):
+                self._steps.append((event.step, self._line))
             self.state.fold(event)
         return len(data)
-
-
-def undone_lines(path: Path) -> set[int]:
-    """Numbers of the lines with steps that a resumed run repeated."""
-    undone: set[int] = set()
-    steps: list[tuple[int, int]] = []
-    decode = msgspec.json.Decoder(_Head).decode
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                try:
-                    head = decode(line)
-                except (msgspec.DecodeError, UnicodeDecodeError):
-                    continue
-                last = None
-                if head.event == "run_start" and head.resumed_from is not None:
-                    last = head.resumed_from
-                elif head.event == "step" and head.step is not None:
-                    last = head.step - 1
-                while last is not None and steps and steps[-1][0] > last:
-                    undone.add(steps.pop()[1])
-                if head.event == "step" and head.step is not None:
-                    steps.append((head.step, number))
-    except OSError:
-        pass
-    return undone
 
 
 def _event(line: bytes) -> RunEvent | None:

@@ -33,7 +33,7 @@ class GuestPage:
     def joined(self, *, host: str, address: str, run: str, name: str, device: str) -> None:
         self._view.joined(host=host, address=address, run=run, name=name, device=device)
         if self._page is None:
-            about = GuestAbout(host=f"{host} ({address})", run=run, name=name, device=device)
+            about = GuestAbout(host=f"{host} ({address})", run=run, name=name, device=device.partition(" (")[0])
             self._page = open_guest_page(self._events, about, self._where)
             self._tell(self._page.url)
 

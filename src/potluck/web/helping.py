@@ -10,6 +10,7 @@ from potluck.plan.hub import potluck
 from potluck.report.text import clean
 from potluck.spec.events import RunStarted, StepEnded
 from potluck.spec.fleet import Fleet, FleetMachine, Job
+from potluck.units import percent_text
 
 MOST = 3
 
@@ -47,6 +48,6 @@ def helping(start: RunStarted, step: StepEnded, links: Mapping[str, float]) -> l
     best: dict[str, str] = {}  # of changes that bring the same, the first is the simplest
     for lever in sorted(found, key=lambda lever: not lever.same_training):
         change = "" if lever.same_training else " (changes the training)"
-        words = f"{lever.what}: {lever.speedup:.2f}× instead of {now.speedup:.2f}×{change}"
-        best.setdefault(f"{lever.speedup:.2f}", words)
+        # Only the ratio: the plan's speed-up is against its own prediction of the fastest machine alone.
+        best.setdefault(f"{lever.gain:.2f}", f"{lever.what}: {percent_text(lever.gain - 1)} more samples/s{change}")
     return list(best.values())[:MOST]

@@ -20,6 +20,7 @@ def lab_page(results: Results, outcomes: Sequence[Outcome]) -> Page:
     about = f"{rig.workload.steps} steps of {rig.workload.global_batch} samples on {len(rig.machines)} machines"
     return Page(
         kind="lab",
+        over=True,
         title=f"{clean(rig.name)}: strategies side by side",
         about=about + (f", {clean(results.box)}" if results.box else ""),
         facts=tuple(facts_of(results)),

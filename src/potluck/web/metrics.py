@@ -91,7 +91,7 @@ def status_of(state: PageState) -> Status:
         speedup_margin=summary.speedup_margin,
         efficiency=summary.efficiency,
         recovery=summary.recovery,
-        eta_s=step.eta_s if step is not None and state.run.end is None else None,
+        eta_s=step.eta_s if step is not None and not state.ended else None,
         seconds=summary.seconds,
         wait_s=summary.wait_s,
         update_s=summary.update_s,

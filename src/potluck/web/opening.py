@@ -21,7 +21,7 @@ from potluck.errors import ConfigError, NetworkError, PortTakenError, UserError
 from potluck.hub.members import COMPUTING, Member
 from potluck.report.planned import planned_step_s
 from potluck.report.text import clean
-from potluck.train.context import ALONE, RunContext
+from potluck.train.context import RunContext
 from potluck.web.serving import Opened, Serving
 from potluck.web.state import GuestAbout, GuestNow, Pulse
 
@@ -124,9 +124,10 @@ def open_page(context: RunContext) -> WebPage:
     address, port = place_of(context.config.web)
     file = context.folder.path / URL_FILE
     secret, before = _last(file)
-    planned_s = None
+    planned_s = planned_alone_s = None
     with suppress(UserError):  # a damaged plan is the report's affair
-        planned_s = planned_step_s(None, context.folder.path, alone=context.role == ALONE)
+        planned_s = planned_step_s(None, context.folder.path, alone=False)
+        planned_alone_s = planned_step_s(None, context.folder.path, alone=True)
     serving = Serving(
         events=str(context.folder.events.resolve()),
         address=address,
@@ -134,6 +135,7 @@ def open_page(context: RunContext) -> WebPage:
         secret=secret,
         loopback=ipaddress.ip_address(address).is_loopback,
         planned_s=planned_s,
+        planned_alone_s=planned_alone_s,
     )
 
     def pulse() -> Pulse:
@@ -180,7 +182,7 @@ def _pulse(members: Iterable[Member]) -> Pulse:
 
 
 def _now(member: Member, now: float) -> GuestNow:
-    doing, lease = member.reason, member.lease
+    doing, lease = clean(member.reason), member.lease
     if member.state == COMPUTING:
         doing = "waits for its next lease"
         if lease is not None:

@@ -38,7 +38,7 @@ UPDATE_S = 0.45
 PULSE_S = 0.95
 QUIET_S = 15.0
 """After so many seconds without news an open page is told that there are none."""
-ADVICE_PART = 1e-3
+ADVICE_PART = 5e-4
 """Part of the time that may be spent on what would help most."""
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -125,7 +125,6 @@ class PageServer:
         """Read the log and send the open pages what is new, until `stop`; then once more."""
         while self._follower.read():
             await asyncio.sleep(0)
-        self._advise()
         self._loaded.set()
         updated = 0.0
         while not self._stopping:
@@ -134,6 +133,8 @@ class PageServer:
                 self._news = True
                 await asyncio.sleep(0)
             now = time.monotonic()
+            if self._stopping:
+                self._follower.state.stop()
             if self._stopping or now - updated >= (UPDATE_S if self._news else PULSE_S):
                 updated = now
                 self._update(now)
@@ -143,9 +144,11 @@ class PageServer:
         self._follower.state.hear(pulse)
 
     def stop(self) -> None:
+        """The run's process has ended, or closes its page."""
         self._stopping = self._news = True
 
     def _page(self, *, steps_after: int = 0) -> Page:
+        self._advise()
         return self._follower.state.page(live=True, steps_after=steps_after, advice=self._advice)
 
     def _advise(self) -> None:
@@ -163,7 +166,6 @@ class PageServer:
             return
         if not self._sent.kind or self._news:
             self._news = False
-            self._advise()
             changed = self._changed()
         else:
             machines = self._follower.state.machines()

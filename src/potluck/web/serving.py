@@ -38,6 +38,8 @@ class Serving(Struct, frozen=True, kw_only=True):
     guest: GuestAbout | None = None
     """On a guest: what its page is about."""
     planned_s: float | None = None
+    planned_alone_s: float | None = None
+    """What a saved plan says of a step, with guests and without."""
 
 
 class Opened(Struct, frozen=True, kw_only=True):
@@ -54,7 +56,9 @@ def _say(opened: Opened) -> None:
 
 
 async def _run(serving: Serving) -> None:
-    follower = Follower(Path(serving.events), lambda: PageState(serving.guest, serving.planned_s))
+    follower = Follower(
+        Path(serving.events), lambda: PageState(serving.guest, serving.planned_s, serving.planned_alone_s)
+    )
     server = PageServer(follower, serving.secret, loopback=serving.loopback)
     try:
         listening = await asyncio.start_server(

@@ -11,7 +11,7 @@ from msgspec import Struct, structs
 
 from potluck.report.messages import eta_text, loss_text
 from potluck.report.state import MachineRow, RunState
-from potluck.report.summary import Summary, Totals
+from potluck.report.summary import NO_END, Summary, Totals
 from potluck.report.summary_text import HEADER, gain_text, machine_cells, summary_facts
 from potluck.report.text import clean
 from potluck.spec.events import (
@@ -24,6 +24,7 @@ from potluck.spec.events import (
     RunStarted,
     StepEnded,
 )
+from potluck.train.gain import RECENT_STEPS
 from potluck.units import bits_text, count_text, percent_text, rate_text, seconds_text
 from potluck.web.content import (
     Bar,
@@ -42,6 +43,8 @@ MOST_NOTICES = 200
 MOST_GONE = 16
 LAST_STEPS = 24
 """Steps in the timeline."""
+HOST_GONE = "host gone"
+"""The end of a run whose process ended without a word."""
 CURVES = ("loss", "samples/s", "speed-up")
 
 
@@ -77,6 +80,7 @@ class PageState:
         self,
         guest: GuestAbout | None = None,
         planned_s: float | None = None,
+        planned_alone_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
@@ -86,54 +90,74 @@ class PageState:
         self.links: dict[str, float] = {}
         """Bytes per second to each guest, where known."""
         self._pulse = Pulse()
-        self._pulse_at = self._step_at = clock()
-        self._guest, self._planned_s = guest, planned_s
+        self._pulse_at = clock()
+        self._step_at: float | None = None
+        """When the last step ended, if a run that is alive made it."""
+        self._guest, self._planned_s, self._planned_alone_s = guest, planned_s, planned_alone_s
         self._totals = Totals()
         self._gone: dict[str, MachineRow] = {}
-        self._before_s = self._last_s = 0.0
-        """Seconds of the processes before this one, as a resumed run has them."""
         self._notices = 0
         self._delivered: Delivered | None = None
         self._host_gone: HostGone | None = None
         self._over = False
+        self._stopped = False
 
     def hear(self, pulse: Pulse) -> None:
         """What the host knows of its guests right now."""
         self._pulse, self._pulse_at = pulse, self._clock()
 
+    def stop(self) -> None:
+        """The process that told this is gone: no event will come."""
+        self._stopped = True
+
+    @property
+    def ended(self) -> str:
+        """How the run ended, as the report says it; empty while it goes on."""
+        if self.run.end is not None:
+            return clean(self.run.end.reason) or "ended"
+        return HOST_GONE if self._stopped and self.run.start is not None else ""
+
+    def _now(self, row: MachineRow) -> GuestNow | None:
+        """What the host last said of a guest that is there."""
+        there = row.role != "host" and row.state != "gone" and not self.ended
+        return self._pulse.guests.get(row.name) if there else None
+
     def heard(self, row: MachineRow) -> float | None:
         """Seconds since the host last heard from a guest, if it is there."""
-        now = self._pulse.guests.get(row.name) if row.role != "host" and row.state != "gone" else None
+        now = self._now(row)
         return None if now is None else round(now.heard_s + self._clock() - self._pulse_at, 1)
 
-    def undone_by(self, event: RunEvent) -> bool:
-        """Whether a resumed run repeats steps that are counted here: then all is to be folded anew."""
+    def undone_after(self, event: RunEvent) -> int | None:
+        """Where a resumed run repeats steps that are counted here: the last step that stays. Then fold all anew."""
+        last = None
         if isinstance(event, RunStarted):
-            return event.resumed_from is not None and event.resumed_from < self._totals.steps
-        return isinstance(event, StepEnded) and event.step <= self._totals.steps
+            last = event.resumed_from
+        elif isinstance(event, StepEnded):
+            last = event.step - 1
+        return last if last is not None and last < self._totals.steps else None
 
-    def summary(self) -> Summary:
-        return structs.replace(self._totals.summary(), planned_s=self._planned_s)
+    def summary(self, *, live: bool = False) -> Summary:
+        """The report's figures. `live`: it is known whether the run goes on, which its log does not say."""
+        found = self._totals.summary()
+        alone = len(found.machines) < 2 and self._planned_alone_s is not None
+        found = structs.replace(found, planned_s=self._planned_alone_s if alone else self._planned_s)
+        return structs.replace(found, ended=self.ended or "still going") if live else found
 
     def pass_over(self, event: RunEvent) -> None:
         """A step that a resumed run repeats: only its time counts."""
         self._totals.pass_over(event)
-        self._pass_time(event)
-
-    def _pass_time(self, event: RunEvent) -> None:
-        if event.t_s < self._last_s - 1:
-            self._before_s += self._last_s
-        self._last_s = event.t_s
 
     def fold(self, event: RunEvent) -> None:
         self._totals.fold(event)
-        self._pass_time(event)
-        event = structs.replace(event, t_s=self._before_s + event.t_s)
+        if self._guest is None:  # a guest's log has no start
+            event = structs.replace(event, t_s=self._totals.run_s)
         before, known = {row.name: row for row in self.run.machines}, len(self.run.notices)
         last = self.run.notices[-1] if known else None
         self.run.fold(event)
         self._notices += bool(self.run.notices) and self.run.notices[-1] is not last
         match event:
+            case RunStarted():
+                self._step_at = None
             case StepEnded():
                 self._step(event)
             case Delivered():
@@ -165,7 +189,9 @@ class PageState:
         for row in (*before.values(), *self.run.machines):
             if row.state == "gone" or row.name not in there:
                 self._gone.pop(row.name, None)
-                self._gone[row.name] = row if row.state == "gone" else replace(row, state="gone", samples=0)
+                self._gone[row.name] = (
+                    row if row.state == "gone" else replace(row, state="gone", samples=0, reason="")
+                )
         for name in [row.name for row in self.run.machines if row.state != "gone" and row.name in self._gone]:
             del self._gone[name]
         while len(self._gone) > MOST_GONE:
@@ -175,22 +201,23 @@ class PageState:
 
     def page(self, *, live: bool = False, steps_after: int = 0, advice: Sequence[str] | None = None) -> Page:
         """`steps_after`: the timeline has only later steps. `advice`: what would help; computed if not given."""
-        summary, status = self.summary(), self.status()
-        if not live and self.run.end is None:
-            status = "no end in the log", "warn"
+        summary, status = self.summary(live=live), self.status()
+        if not live and not self.ended:
+            status = NO_END, "warn"
+        since_s = self._clock() - self._step_at if live and self._step_at is not None and not self.ended else None
         return Page(
             kind="run" if self._guest is None else "guest",
-            live=live,
+            over=not live or self._stopped,
             title=self._title(summary),
             about=self._about(),
             status=status[0],
             level=status[1],
             headlines=self._headlines(summary, status[0]),
-            machines=self.machines(),
-            facts=tuple(summary_facts(summary)) if self._guest is None else self._guest_facts(),
+            machines=self.machines(live=live),
+            facts=tuple(summary_facts(summary)) if self._guest is None and self.run.start is not None else (),
             header=HEADER,
             table=tuple(machine_cells(summary.machines)),
-            advice=self._advice(self.helping() if advice is None else advice),
+            advice=tuple(self.helping() if advice is None else advice),
             notices=tuple(
                 PageNotice(
                     t_s=round(n.t_s, 1),
@@ -203,7 +230,7 @@ class PageState:
             ),
             more_notices=max(0, self._notices - sum(n.times for n in self.run.notices)),
             curves=Curves(labels=CURVES, rows=self.curves.rows, merged=self.curves.merges > 0),
-            since_step_s=round(self._clock() - self._step_at, 1) if live and self.run.step is not None else None,
+            since_step_s=None if since_s is None else round(since_s, 1),
             steps=tuple(timeline_step(step) for step in self.last_steps if step.step > steps_after),
         )
 
@@ -217,7 +244,7 @@ class PageState:
         if self._guest is not None:
             return f"run {clean(self._guest.run)}, on {clean(self._guest.device)}"
         if start is None:
-            return ""
+            return "It waits for guests, or its script has not reached the training loop."
         size = f"{count_text(start.parameters)} parameters"
         if start.trained_parameters != start.parameters:
             size += f" ({count_text(start.trained_parameters)} trained)"
@@ -225,15 +252,13 @@ class PageState:
 
     def status(self) -> tuple[str, str]:
         if self._guest is not None:
-            if self._over:
+            if self._over or self._stopped:
                 return "left the run", "info"
             if self._host_gone is not None:
                 return f"host gone for {seconds_text(self._host_gone.seconds)}", "bad"
-            return ("computing", "good") if self._delivered else ("waiting for work", "info")
-        end = self.run.end
-        if end is not None:
-            reason = clean(end.reason) or "ended"
-            return reason, {"finished": "good", "failed": "bad"}.get(reason, "warn")
+            return ("in the run", "good") if self._delivered else ("waiting for work", "info")
+        if self.ended:
+            return self.ended, {"finished": "good", "failed": "bad", HOST_GONE: "bad"}.get(self.ended, "warn")
         if self.run.start is None:
             return "not begun", "info"
         return ("training", "good") if self.run.step is not None else ("first step", "info")
@@ -244,21 +269,22 @@ class PageState:
         step = self.run.step
         if step is None:
             return ()
-        of = f" / {step.steps}" if step.steps else ""
-        left = f"{eta_text(step.eta_s)} left" if step.eta_s and status == "training" else status
+        of = f" / {summary.planned_steps}" if summary.planned_steps else ""
+        going = status == "training"
+        left = f"{eta_text(step.eta_s)} left" if step.eta_s and going else status
+        now = f"{_bare(step.samples_per_s)} in the last {RECENT_STEPS} steps" if going else "over the whole run"
         made = [
-            Headline(label="step", value=f"{step.step}{of}", note=left),
-            Headline(label="loss", value=loss_text(step.loss), note=f"{loss_text(summary.first_loss)} at first"),
+            Headline(label="step", value=f"{summary.steps}{of}", note=left),
             Headline(
-                label="samples/s",
-                value=rate_text(step.samples_per_s).removesuffix("/s").strip(),
-                note=f"{rate_text(step.tokens_per_s, 'tokens')}" if step.tokens_per_s else "over 8 steps",
+                label="loss", value=loss_text(summary.last_loss), note=f"{loss_text(summary.first_loss)} at first"
             ),
+            Headline(label="samples/s", value=_bare(summary.samples_per_s), note=now),
         ]
-        if summary.speedup is not None:
-            value = gain_text(summary.speedup, summary.speedup_margin)
-            now = f"the host alone; now {step.speedup:.2f}×" if step.speedup is not None else "the host alone"
-            made.append(Headline(label="speed-up", value=value, note=now))
+        if summary.speedup is not None and len(summary.machines) > 1:
+            value, note = gain_text(summary.speedup, summary.speedup_margin), "the host alone"
+            if step.speedup is not None and going:
+                note += f"; {step.speedup:.2f}× in the last {RECENT_STEPS} steps"
+            made.append(Headline(label="speed-up", value=value, note=note))
         off = "median"
         if summary.predicted_s is not None:
             off += f"; predicted {seconds_text(summary.predicted_s)}"
@@ -270,8 +296,8 @@ class PageState:
             made.append(Headline(label="efficiency", value=value, note=note))
         return tuple(made)
 
-    def machines(self) -> tuple[PageMachine, ...]:
-        rows = self.rows()
+    def machines(self, *, live: bool = True) -> tuple[PageMachine, ...]:
+        rows = self.rows(live=live)
         total = sum(row.samples for row in rows)
         return tuple(
             PageMachine(
@@ -280,44 +306,39 @@ class PageState:
                 device=row.device,
                 state=row.state,
                 reason=row.reason,
-                share=round(row.samples / total, 4) if total else 0.0,
+                share=percent_text(row.samples / total if total else 0.0),
                 samples=row.samples,
                 rate=rate_text(row.rate) if row.rate is not None else "",
-                busy=None if row.busy is None or not row.samples else round(row.busy, 3),
+                busy=percent_text(row.busy) if row.busy is not None and row.samples else "",
                 link=bits_text(self.links[row.name]) if row.name in self.links and row.state != "gone" else "",
                 heard_s=self.heard(row),
             )
             for row in rows
         )
 
-    def rows(self) -> list[MachineRow]:
-        """The machines that are there, as of now, and those that left last."""
+    def rows(self, *, live: bool = True) -> list[MachineRow]:
+        """The machines that are there, as of now, and those that left last. Not `live`: as of the last line."""
         if self._guest is not None:
-            state = self.status()[0]
+            state = "waiting" if self._host_gone is not None else self.status()[0]
             rate = self.curves.rows[-1][7] if self.curves.rows else None
             me = MachineRow(name=clean(self._guest.name), device=clean(self._guest.device), rate=rate, state=state)
-            return [MachineRow(name=clean(self._guest.host), role="host", state="host"), me]
-        there = [self._as_of_now(row) for row in self.run.machines]
+            host = "gone" if self._host_gone is not None else "connected"
+            return [MachineRow(name=clean(self._guest.host), role="host", state=host), me]
+        there = [self._as_of_now(row, live) for row in self.run.machines]
         names = {row.name for row in there}
         return [*there, *(row for row in self._gone.values() if row.name not in names)]
 
-    def _as_of_now(self, row: MachineRow) -> MachineRow:
-        now = self._pulse.guests.get(row.name) if row.role != "host" and row.state != "gone" else None
-        return row if now is None or self.run.end else replace(row, state=now.state, reason=now.doing)
+    def _as_of_now(self, row: MachineRow, live: bool) -> MachineRow:
+        now = self._now(row)
+        if now is not None:
+            return replace(row, state=now.state, reason=now.doing)
+        unknown = row.state != "gone" and self.run.end is None and (self._stopped or not live)
+        return replace(row, state=f"was {row.state}") if unknown else row
 
     def helping(self) -> list[str]:
         """What would help most. Takes about 0.1 s with several guests."""
         start, step = self.run.start, self.run.step
         return helping(start, step, self.links) if start is not None and step is not None else []
-
-    def _advice(self, helps: Sequence[str]) -> tuple[PageNotice, ...]:
-        """Why guests sit out, and what would help most."""
-        found = [
-            PageNotice(t_s=0, step=None, level="warn", text=f"{row.name} sits out: {row.reason or 'not known why'}")
-            for row in self.rows()
-            if row.state == "sitting out"
-        ]
-        return (*found, *(PageNotice(t_s=0, step=None, level="info", text=text) for text in helps))
 
     # -- on a guest -------------------------------------------------------------------------------------
 
@@ -329,19 +350,14 @@ class PageState:
         return (
             Headline(label="step", value=str(now.step), note=f"{now.samples} samples in the last lease"),
             Headline(label="loss", value=loss_text(now.loss), note="of these samples"),
-            Headline(label="samples/s", value=rate_text(rate).removesuffix("/s").strip(), note="while it computes"),
+            Headline(label="samples/s", value=_bare(rate), note="while it computes"),
             Headline(label="brought", value=count_text(now.total_samples), note="samples so far"),
         )
 
-    def _guest_facts(self) -> tuple[tuple[str, str], ...]:
-        assert self._guest is not None
-        total = self._delivered.total_samples if self._delivered is not None else 0
-        return (
-            ("run", clean(self._guest.run)),
-            ("host", clean(self._guest.host)),
-            ("device", clean(self._guest.device)),
-            ("samples", f"{total} brought by this machine"),
-        )
+
+def _bare(rate: float | None) -> str:
+    """A rate without its unit."""
+    return rate_text(rate).removesuffix("/s").strip()
 
 
 def timeline_step(event: StepEnded) -> TimelineStep:

@@ -2,9 +2,10 @@
 const $ = (id) => document.getElementById(id);
 const data = JSON.parse($('data').textContent);
 const ICONS = {good: '✓', info: '·', warn: '!', bad: '✕'};
-const STATES = {computing: ['●', 'good'], late: ['!', 'warn'], 'sitting out': ['◐', 'warn'], gone: ['✕', 'bad'], done: ['✓', 'info']};
+const STATES = {computing: ['●', 'good'], late: ['!', 'warn'], 'sitting out': ['◐', 'warn'], gone: ['✕', 'bad'], done: ['✓', 'info'], connected: ['●', 'good'], 'in the run': ['●', 'good']};
 const KINDS = [['compute', 'computes'], ['update', 'updates the weights'], ['send', 'sends'], ['receive', 'receives'], ['wait', 'waits']];
-let byTime = false, came = performance.now();
+const came = {}; // when a part of the page came last
+let byTime = false, known = true;
 
 // Elements are made one by one and texts are set as text, so nothing that a machine says can become markup.
 function el(tag, attributes = {}, ...children) {
@@ -21,7 +22,7 @@ function seconds(s) {
   if (s < 10) return s.toFixed(1) + ' s';
   if (s < 60) return Math.round(s) + ' s';
   const m = Math.floor(s / 60);
-  return m < 60 ? `${m} min ${Math.round(s) % 60} s` : m < 1440 ? `${Math.floor(m / 60)} h ${m % 60} min` : `${Math.floor(m / 1440)} d ${Math.floor(m / 60) % 24} h`;
+  return m < 60 ? `${m} min ${String(Math.floor(s % 60)).padStart(2, '0')} s` : m < 1440 ? `${Math.floor(m / 60)} h ${m % 60} min` : `${Math.floor(m / 1440)} d ${Math.floor(m / 60) % 24} h`;
 }
 
 function number(x) {
@@ -42,17 +43,17 @@ function ticks(low, high, about) {
 // -- sections -----------------------------------------------------------------------------------------
 
 function headlines(list) {
-  fill($('headlines'), ...list.map((h) => el('div', {class: 'big'}, el('span', {}, h.label), el('b', {}, h.value), el('span', {}, h.note))));
+  fill($('headlines'), ...list.map((h) => el('div', {class: 'big'}, el('span', {}, h.label), el('b', {}, h.value), el('span', {}, h.note.replace(/(\d) (?=(ms|s|min|h|d)\b)/g, '$1\u00a0')))));
 }
 
 function card(m) {
   const [icon, level] = STATES[m.state] || ['○', 'info'];
   const facts = [];
-  if (m.samples) facts.push(`${(100 * m.share).toFixed(m.share < 0.1 ? 1 : 0)} % of the step (${m.samples} samples)`);
+  if (m.samples) facts.push(`${m.share} of the step (${m.samples} samples)`);
   if (m.rate) facts.push(`${m.rate.replace(/ ?\/s$/, '')} samples/s`);
-  if (m.busy != null) facts.push(`computes ${Math.round(100 * m.busy)} % of the time`);
-  const bar = el('div', {class: 'share', role: 'img', 'aria-label': `share ${Math.round(100 * m.share)} %`}, el('i'));
-  bar.firstChild.style.width = 100 * m.share + '%';
+  if (m.busy) facts.push(`computes ${m.busy} of the time`);
+  const bar = el('div', {class: 'share', role: 'img', 'aria-label': `share ${m.share}`}, el('i'));
+  bar.firstChild.style.width = m.share.replace(' ', '');
   const heard = el('small', {class: 'heard'});
   if (m.heard_s != null) heard.dataset.heard = m.heard_s;
   return el('div', {class: 'card ' + m.role}, el('h3', {}, el('span', {}, m.name), el('span', {class: 'chip ' + level}, `${icon} ${m.state}`)),
@@ -63,19 +64,22 @@ function card(m) {
 function fleet(machines) {
   const host = machines.find((m) => m.role === 'host'), guests = machines.filter((m) => m.role !== 'host');
   $('fleet').hidden = !machines.length;
+  $('fleet-h').textContent = guests.some((m) => m.samples) ? 'Fleet, in the last step' : 'Fleet';
   const rows = guests.map((m) => el('li', {class: m.state === 'gone' ? 'gone' : m.samples || data.kind === 'guest' ? '' : 'idle'},
     el('div', {class: 'wire', title: 'measured rate of the link'}, m.link || (m.state === 'gone' ? 'no link' : '\u00a0')), card(m)));
   fill($('fleet').querySelector('.body'), el('div', {class: guests.length ? 'fleet' : ''}, host ? card(host) : null,
-    guests.length ? el('ul', {class: guests.length > 4 ? 'guests many' : 'guests'}, ...rows) : data.live ? el('p', {class: 'note'}, 'No guest has joined.') : null));
+    guests.length ? el('ul', {class: guests.length > 4 ? 'guests many' : 'guests'}, ...rows) : !data.over ? el('p', {class: 'note'}, 'No guest has joined.') : null));
   age();
 }
 
-function entries(list, target, icons) {
-  fill(target, ...list.map((n) => el('li', {}, el('span', {class: n.level, 'aria-hidden': 'true'}, icons ? ICONS[n.level] : '→'),
-    el('span', {}, icons ? el('time', {}, (n.step ? `step ${n.step}, ` : '') + seconds(n.t_s)) : null, n.text, n.times > 1 ? el('b', {}, ` (${n.times} times)`) : null))));
+function notices(list) {
+  fill($('notices').querySelector('ol'), ...list.map((n) => el('li', {}, el('span', {class: n.level, 'aria-hidden': 'true'}, ICONS[n.level]),
+    el('span', {}, el('time', {}, (n.step ? `step ${n.step}, ` : '') + seconds(n.t_s)), n.text, n.times > 1 ? el('b', {}, ` (${n.times} times)`) : null))));
 }
 
 function table() {
+  $('figures').hidden = !(data.facts || []).length && !(data.table || []).length;
+  $('figures-h').textContent = data.kind === 'run' ? 'Figures of the whole run' : 'Figures';
   fill($('figures').querySelector('dl'), ...(data.facts || []).flatMap(([label, text]) => [el('dt', {}, label), el('dd', {}, text)]));
   const right = new Set(data.numeric || [3, 4, 5, 6, 7]);
   const row = (cells, tag) => el('tr', {}, ...cells.map((cell, i) => el(tag, {class: right.has(i) ? 'num' : null, scope: tag === 'th' ? 'col' : null}, cell)));
@@ -107,12 +111,15 @@ function lanes(view, width, names) {
     if (right > 20) group.append(el('text', {x: left + inner + 8, y: y + 23, class: 'dim'}, lane.note));
     svg.append(group);
   });
+  let free = 0;
   for (const [at, label, middle] of view.marks) {
-    const x = left + at * scale;
+    const x = left + at * scale, half = 3.5 * label.length;
     svg.append(el('line', {class: 'mark', x1: x, x2: x, y1: top - 8, y2: height - 22}));
-    if (label) svg.append(el('text', {class: 'dim', x: left + middle * scale, y: top - 5, 'text-anchor': 'middle'}, label));
+    if (middle * scale - half < free) continue;
+    free = middle * scale + half;
+    svg.append(el('text', {class: 'dim', x: left + middle * scale, y: top - 5, 'text-anchor': 'middle'}, label));
   }
-  for (const at of ticks(0, view.seconds, width < 600 ? 4 : 10)) svg.append(el('text', {class: 'dim', x: left + at * scale, y: height - 6, 'text-anchor': 'middle'}, seconds(at)));
+  for (const at of ticks(0, view.seconds, width < 600 ? 4 : 10)) svg.append(el('text', {class: 'dim', x: Math.min(left + at * scale, width - 16), y: height - 6, 'text-anchor': 'middle'}, seconds(at)));
   return svg;
 }
 
@@ -126,7 +133,7 @@ function liveView(width) {
     for (const lane of step.lanes) {
       if (!found.has(lane.name)) found.set(lane.name, {name: lane.name, bars: []});
       const own = found.get(lane.name);
-      own.note = lane.note;
+      own.note = step === shown[shown.length - 1] ? lane.note : 'gone';
       own.bars.push(...lane.bars.map(([kind, start, end]) => [kind, start + at, end + at]));
     }
     marks.push([at + step.seconds, `step ${step.step}`, at + step.seconds / 2]);
@@ -165,7 +172,7 @@ function curve(label, index, width) {
   const points = (column) => rows.map((row) => `${x(at(row)).toFixed(1)},${y(row[column + 3 * index]).toFixed(1)}`);
   const svg = el('svg', {width, height, viewBox: `0 0 ${width} ${height}`, tabindex: 0, role: 'img', 'aria-label': `${label}; arrow keys show values`});
   for (const v of ticks(low, high, 5)) svg.append(el('line', {class: 'grid', x1: left, x2: width - right, y1: y(v), y2: y(v)}), el('text', {class: 'dim', x: left - 6, y: y(v) + 4, 'text-anchor': 'end'}, number(v)));
-  for (const v of ticks(first, last, width < 420 ? 4 : 6)) svg.append(el('text', {class: 'dim', x: Math.min(x(v), width - 16), y: height - 6, 'text-anchor': 'middle'}, byTime ? seconds(v) : number(v)));
+  for (const v of ticks(first, last, width < 420 ? 5 : 6)) svg.append(el('text', {class: 'dim', x: Math.min(x(v), width - 16), y: height - 6, 'text-anchor': 'middle'}, byTime ? seconds(v) : number(v)));
   if (index === 2) svg.append(el('line', {class: 'one', x1: left, x2: width - right, y1: y(1), y2: y(1)}));
   svg.append(el('path', {class: 'band', d: `M${points(3).join('L')}L${points(2).reverse().join('L')}Z`}), el('path', {class: 'line', d: 'M' + points(4).join('L')}));
   const cross = el('line', {class: 'cross', y1: top, y2: height - bottom, visibility: 'hidden'}), said = el('output');
@@ -174,7 +181,7 @@ function curve(label, index, width) {
   const show = (visible) => {
     const row = rows[chosen], [lowest, highest, mean] = row.slice(2 + 3 * index, 5 + 3 * index);
     cross.setAttribute('x1', x(at(row))); cross.setAttribute('x2', x(at(row))); cross.setAttribute('visibility', visible ? 'visible' : 'hidden');
-    said.textContent = (visible ? `step ${row[0]}: ` : '') + number(mean) + (visible && lowest !== highest ? ` (${number(lowest)} to ${number(highest)})` : '');
+    said.textContent = !visible ? '' : `step ${row[0]}: ` + number(mean) + (lowest !== highest ? ` (${number(lowest)} to ${number(highest)})` : '');
   };
   svg.addEventListener('keydown', (event) => {
     const by = {ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity}[event.key];
@@ -201,41 +208,46 @@ function curves(asked = false) {
   const columns = Math.max(1, Math.min(known, Math.floor((body.clientWidth + 16) / 376)));
   const width = Math.max(240, Math.floor((body.clientWidth - 16 * (columns - 1)) / columns));
   fill(body, ...data.curves.labels.map((label, i) => curve(label, i, width)));
-  $('axis').textContent = byTime ? 'over steps' : 'over time';
+  $('axis').textContent = byTime ? 'show over steps' : 'show over time';
   $('curves-note').textContent = data.curves.merged ? 'The line is a mean of several steps; the band reaches from the lowest to the highest of them.' : '';
 }
 
 // -- the page -----------------------------------------------------------------------------------------
 
 function age() {
-  const passed = (performance.now() - came) / 1000;
-  $('age').textContent = data.live && data.since_step_s != null && data.level !== 'bad' ? `last step ${seconds(data.since_step_s + passed)} ago` : '';
-  for (const small of document.querySelectorAll('[data-heard]')) small.textContent = `heard ${seconds(+small.dataset.heard + passed)} ago`;
+  const passed = (name) => (performance.now() - (came[name] || 0)) / 1000;
+  $('age').textContent = known && !data.over && data.since_step_s != null ? `last step ${seconds(data.since_step_s + passed('since_step_s'))} ago` : '';
+  if (known) for (const small of document.querySelectorAll('[data-heard]')) small.textContent = `heard ${seconds(+small.dataset.heard + passed('machines'))} ago`;
+}
+
+function badge() {
+  $('status').hidden = !data.status;
+  $('status').textContent = (known ? '' : 'last known: ') + data.status;
+  $('status').className = 'chip ' + (known && data.level || 'info');
 }
 
 function draw(changed, all = false) {
   const has = (...names) => all || names.some((name) => name in changed);
   if (has('title')) { $('title').textContent = data.title; document.title = `${data.title} · Potluck`; }
-  $('status').hidden = !data.status;
   if (has('about')) $('about').textContent = data.about || '';
-  if (has('status', 'level')) { $('status').textContent = data.status || ''; $('status').className = 'chip ' + (data.level || 'info'); }
+  if (has('status', 'level')) badge();
   if (has('headlines')) headlines(data.headlines || []);
   if (has('machines')) fleet(data.machines || []);
-  if (has('advice')) { $('advice').hidden = !(data.advice || []).length; entries(data.advice || [], $('advice').querySelector('ul'), false); }
+  if (has('advice')) { $('advice').hidden = !(data.advice || []).length; fill($('advice').querySelector('ul'), ...(data.advice || []).map((text) => el('li', {}, el('span', {'aria-hidden': 'true'}, '→'), el('span', {}, text)))); }
   if (has('steps', 'timelines')) timeline();
   if (has('curves')) curves();
   if (has('facts', 'table')) table();
   if (has('notices')) {
     $('notices').hidden = !(data.notices || []).length;
-    entries([...(data.notices || [])].reverse(), $('notices').querySelector('ol'), true);
+    notices([...(data.notices || [])].reverse());
     $('more').textContent = data.more_notices ? `${data.more_notices} earlier ones are in events.jsonl.` : '';
   }
   age();
 }
 
 function update(news) {
-  came = performance.now();
   for (const [name, value] of Object.entries(news)) {
+    came[name] = performance.now();
     if (name === 'curves' && data.curves) {
       data.curves.rows.length = Math.min(data.curves.rows.length, value.start);
       data.curves.rows.push(...value.rows);
@@ -249,14 +261,29 @@ function update(news) {
 
 function follow() {
   const source = new EventSource('events');
-  const lost = (words) => { $('lost').hidden = !words; $('lost').textContent = words; };
-  source.onmessage = (message) => { lost(''); update(JSON.parse(message.data)); };
-  source.onerror = () => lost(['finished', 'interrupted', 'failed', 'left the run'].includes(data.status) ? '' : `No connection to the run since ${new Date().toLocaleTimeString()}. This is the last state that was known.`);
-  setInterval(age, 1000);
+  const tell = (words) => {
+    known = !words;
+    $('lost').hidden = known;
+    $('lost').textContent = words;
+    badge();
+    age();
+  };
+  source.onmessage = (message) => {
+    try {
+      update(JSON.parse(message.data));
+      tell('');
+    } catch {
+      tell('An update could not be read. This page asks for everything again.');
+      source.close();
+      setTimeout(follow, 1000);
+    }
+    if (data.over) source.close();
+  };
+  source.onerror = () => { if (known) tell(`No connection to the run since ${new Date().toLocaleTimeString()}. This is the last state that was known.`); };
 }
 
 draw(data, true);
 $('axis').addEventListener('click', () => { byTime = !byTime; curves(true); });
 let wide = innerWidth;
 addEventListener('resize', () => { if (innerWidth !== wide) { wide = innerWidth; timeline(); curves(); } });
-if (data.live) follow();
+if (!data.over) { follow(); setInterval(age, 1000); }

@@ -1,0 +1,144 @@
+"""`potluck sweep`: many trials of a script on all machines of a cluster, idle machines helping the last ones."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
+
+import click
+
+from potluck import checked
+from potluck.cli._app import Settings
+from potluck.cli._runs import runs_folder
+from potluck.errors import ScriptError
+
+if TYPE_CHECKING:
+    from potluck.fleet.script import Script
+    from potluck.sweep.spec import Trial, TrialResult
+
+
+class SweepFlags(TypedDict):
+    """The options of `potluck sweep`."""
+
+    param: tuple[str, ...]
+    trials: int | None
+    engine: Literal["tune", "dask"]
+    address: str | None
+    metric: str
+    mode: Literal["min", "max"]
+    seed: int
+    json_option: str | None
+    send: tuple[Path, ...]
+    checkpoint_every: int
+    storage: Path | None
+    runs: Path | None
+    share: bool
+    plot: Path | None
+    as_json: bool
+
+
+@click.command()
+@click.argument("script", type=click.Path(path_type=Path))
+@click.argument("arguments", nargs=-1)
+@click.option("--param", multiple=True, metavar="NAME=A,B", help="Values to try. May be repeated.")
+@click.option("--trials", type=int, metavar="N", help="Number of trials (default: every combination once).")
+@click.option(
+    "--engine",
+    type=click.Choice(("tune", "dask")),
+    default="tune",
+    show_default=True,
+    help="Ray Tune or Dask. It schedules the trials.",
+)
+@click.option("--address", help="Address of the cluster (default: the one that is there, else a local one).")
+@click.option("--metric", default="loss", show_default=True, help="What decides: loss, or a name of run.log().")
+@click.option("--mode", type=click.Choice(("min", "max")), default="min", show_default=True, help="Which is best.")
+@click.option("--seed", default=0, show_default=True, help="Chooses the trials, where not all are tried.")
+@click.option("--json-option", metavar="NAME", help="Pass the parameters as one JSON object: --NAME '{...}'.")
+@click.option(
+    "--send", multiple=True, type=click.Path(path_type=Path), metavar="FILE", help="As for `potluck host`."
+)
+@click.option("--checkpoint-every", default=50, show_default=True, metavar="N", help="Save a trial every N steps.")
+@click.option(
+    "--storage",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Folder for checkpoints that all machines reach (default: in --runs).",
+)
+@click.option("--runs", type=click.Path(path_type=Path), help="Folder for the sweep's folder (default: runs).")
+@click.option("--share/--no-share", default=True, help="Whether idle machines help running trials (default: yes).")
+@click.option("--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw the result to this PNG or SVG.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+@click.pass_obj
+def sweep(settings: Settings, /, script: Path, arguments: tuple[str, ...], **flags: Unpack[SweepFlags]) -> None:
+    """Run a script with many parameters, one trial a machine, on a Ray or Dask cluster.
+
+    When fewer trials are left than machines, idle machines join the running trials as guests. A trial whose machine
+    is lost resumes elsewhere from its checkpoint. ARGUMENTS after -- are passed to every trial.
+
+    \b
+    Examples:
+      potluck sweep train.py --param lr=1e-4,3e-4,1e-3
+      potluck sweep train.py --param lr=1e-4,3e-4 --param width=64,128 --trials 12
+      potluck sweep train.py --param lr=1e-4,3e-4 --metric val_loss -- --steps 500
+      potluck sweep train.py --param lr=1e-4,3e-4 --engine dask --address tcp://desk:8786
+      potluck sweep train.py --param lr=1e-4,3e-4 --plot sweep.png --json
+    """
+    from potluck.fleet.script import read_script
+    from potluck.report import plan_plot
+    from potluck.report.screen import show
+    from potluck.sweep import outcome, spec
+
+    parameters = spec.parse_parameters(flags["param"])
+    found = read_script(script, flags["send"], arguments)
+    if flags["json_option"] is None:
+        spec.check_options(found, list(parameters))
+    trials = spec.trials_of(parameters, flags["trials"], flags["seed"])
+    if flags["plot"] is not None:
+        plan_plot.check(flags["plot"])
+    folder = runs_folder(settings, flags["runs"]) / time.strftime(f"sweep-%Y%m%d-%H%M%S-{script.stem}")
+    began, results = time.monotonic(), list[spec.TrialResult]()
+    for result in _results(found, trials, folder.absolute(), flags):
+        results.append(result)
+        _tell(f"{result.trial} {'failed' if result.error else 'ended'} ({len(results)} of {len(trials)})")
+    seconds = time.monotonic() - began
+    if all(result.error for result in results):
+        raise ScriptError(f"all {len(results)} trials failed; the first: {results[0].error}")
+    best = spec.best_of(results, flags["metric"], flags["mode"])
+    ranked = outcome.ranked(results, flags["metric"], flags["mode"])
+    record = {"seconds": seconds, "best": best.trial if best else None, "trials": ranked, **_asked(flags)}
+    (folder / "sweep.json").write_text(checked.to_json(record, indent=2) + "\n", encoding="utf-8")
+    if flags["plot"] is not None:
+        outcome.plot(flags["plot"], results, flags["metric"], f"{script.name}: {len(results)} trials")
+    if flags["as_json"]:
+        click.echo(checked.to_json(record, indent=2))
+    else:
+        show(outcome.table(results, flags["metric"], flags["mode"]), sys.stdout)
+        click.echo(f"\n{folder / 'sweep.json'}")
+
+
+def _asked(flags: SweepFlags) -> dict[str, str]:
+    return {"metric": flags["metric"], "mode": flags["mode"], "engine": flags["engine"]}
+
+
+def _tell(line: str) -> None:
+    click.echo(line, err=True)
+
+
+def _results(script: Script, trials: list[Trial], folder: Path, flags: SweepFlags) -> Iterator[TrialResult]:
+    from potluck.sweep.running import SweepSettings, dask_results, tune_results
+
+    settings = SweepSettings(
+        script=script,
+        trials=trials,
+        folder=folder,
+        storage=flags["storage"].absolute() if flags["storage"] else folder / "checkpoints",
+        address=flags["address"],
+        json_option=flags["json_option"],
+        checkpoint_every=flags["checkpoint_every"],
+        share=flags["share"],
+        tell=_tell,
+    )
+    return dask_results(settings) if flags["engine"] == "dask" else tune_results(settings)

@@ -1,0 +1,131 @@
+"""Exact changes of weights for guests that compute in bf16: which values changed, and by how many steps of bf16.
+
+Both ends round the weights that they hold to bf16. Numbered in their order, two bf16 values differ by a whole
+number: mostly 0 where the learning rate is small. The message is a raw deflate stream, Huffman coded only, of
+
+    a bit for each value that changed, the lowest bit first
+    for each of these, its difference in one byte; -128: it is among the next ones
+    each difference beyond 127 in two bytes, little-endian
+
+What a guest then holds are the host's weights in bf16, to the bit. A message has no length known before, but one is
+never longer than thin's (`worth_sending`), and nothing is decoded beyond what its piece can hold.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from potluck.codec.names import BF16_CHANGES
+from potluck.codec.tensors import spans
+from potluck.errors import WireError
+
+THIN_BITS = 1.89
+"""What thin takes for a value of the weights' change (docs/log.md)."""
+MOST_CHANGED = 0.34
+"""Above this part of changed values, their differences take more bits than thin does (docs/log.md)."""
+_WIDE = -128
+
+Buffer = bytes | memoryview
+
+
+def differences(target: Tensor, replica: Tensor) -> Tensor:
+    """By how many bf16 values each of [count] float32 differs from the replica's: [count] int16, modulo 65,536."""
+    found = torch.empty(target.numel(), dtype=torch.int16, device=target.device)
+    for start, stop in spans(target.numel(), target.device):
+        torch.sub(_numbers(target[start:stop]), _numbers(replica[start:stop]), out=found[start:stop])
+    return found
+
+
+def follow(target: Tensor, replica: Tensor) -> None:
+    """Set the replica to the target in bf16."""
+    for start, stop in spans(target.numel(), target.device):
+        replica[start:stop] = _values(_numbers(target[start:stop]))
+
+
+def apply(found: Tensor, values: Tensor) -> None:
+    """Round [count] float32 values to bf16 and move each by its difference, in place."""
+    for start, stop in spans(values.numel(), values.device):
+        values[start:stop] = _values(_numbers(values[start:stop]).add_(found[start:stop]))
+
+
+def worth_sending(found: Tensor, message: Buffer | None = None) -> bool:
+    """Whether the differences, or their message, take less than thin would."""
+    if message is not None:
+        return 8 * len(message) < THIN_BITS * found.numel()
+    return int(torch.count_nonzero(found)) < MOST_CHANGED * found.numel()
+
+
+def to_wire(found: Tensor) -> bytes:
+    """The message of differences, [count] int16 in host memory."""
+    flat = found.numpy()
+    changed = flat != 0
+    some = flat[changed]
+    wide = (some > 127) | (some < -127)
+    small = some.astype(np.int8)
+    small[wide] = _WIDE
+    stream = zlib.compressobj(1, zlib.DEFLATED, -zlib.MAX_WBITS, 9, zlib.Z_HUFFMAN_ONLY)
+    parts = []
+    # A flush ends a block, and so each of the three has codes of its own.
+    for part in (np.packbits(changed, bitorder="little"), small):
+        parts += [stream.compress(part.tobytes()), stream.flush(zlib.Z_SYNC_FLUSH)]
+    parts += [stream.compress(some[wide].tobytes()), stream.flush()]
+    return b"".join(parts)
+
+
+def from_wire(message: Buffer, count: int) -> Tensor:
+    """The differences of `count` values in a message.
+
+    Raises:
+        WireError: the message is none of so many values.
+    """
+    if 8 * len(message) >= max(THIN_BITS * count, 512):
+        raise WireError(f"{len(message)} bytes for {count} values in {BF16_CHANGES}")
+    stream, rest = zlib.decompressobj(-zlib.MAX_WBITS), bytes(message)
+
+    def take(nbytes: int) -> np.ndarray:
+        nonlocal rest
+        part = stream.decompress(rest, nbytes) if nbytes else b""
+        rest = stream.unconsumed_tail if nbytes else rest
+        if len(part) != nbytes:
+            raise WireError(f"a {BF16_CHANGES} message that ends before all of its {count} values")
+        return np.frombuffer(part, dtype=np.uint8)
+
+    try:
+        bits = np.unpackbits(take(-(-count // 8)), bitorder="little")
+        changed = bits[:count].astype(bool)
+        small = take(int(changed.sum())).view(np.int8)
+        some = small.astype(np.int16)
+        wide = small == _WIDE
+        some[wide] = take(2 * int(wide.sum())).view("<i2")
+        over = stream.decompress(rest, 1)
+    except zlib.error as error:
+        raise WireError(f"{len(message)} bytes that are no {BF16_CHANGES} message: {error}") from None
+    if over or not stream.eof or stream.unused_data or bits[count:].any():
+        raise WireError(f"a {BF16_CHANGES} message that holds more than its {count} values")
+    found = np.zeros(count, dtype=np.int16)
+    found[changed] = some
+    return torch.from_numpy(found)
+
+
+def _numbers(values: Tensor) -> Tensor:
+    """The place of each value, rounded to bf16, in the order of all: [n] float32 -> [n] int16.
+
+    By integers only, so that every device rounds in the same way: to the nearest, and to even.
+    """
+    bits = values.view(torch.int32)
+    rounded = bits.bitwise_right_shift(16).bitwise_and_(1).add_(bits).add_(0x7FFF).bitwise_right_shift_(16)
+    return _turned(rounded.to(torch.int16))
+
+
+def _values(numbers: Tensor) -> Tensor:
+    """[n] int16 -> [n] float32."""
+    return _turned(numbers).to(torch.int32).bitwise_left_shift_(16).view(torch.float32)
+
+
+def _turned(bits: Tensor) -> Tensor:
+    """Sign and magnitude <-> a number in order; its own inverse."""
+    return bits.bitwise_right_shift(15).bitwise_and_(0x7FFF).bitwise_xor_(bits)

@@ -1,0 +1,301 @@
+"""The fleet of a Ray cluster: one actor on each node holds its resources and keeps the guests there.
+
+Ray places the actors and carries no tensor. The driver polls each guest every second; kept.py says what happens
+without. Tokens are sealed for the actor's process, so that Ray's state and logs show none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import os
+import re
+import tempfile
+import threading
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from potluck._version import __version__
+from potluck.errors import ConfigError, MachineError, MissingModuleError
+from potluck.fleet import kept, sealed
+from potluck.fleet.cluster import ClusterRun, ClusterState, FleetRun
+from potluck.fleet.interface import GuestSettings
+from potluck.fleet.polled import PolledGuest
+from potluck.fleet.script import read_script
+
+EVERY_NODE = "every node"
+ANSWER_S = 8.0
+"""An actor that does not answer for so long is lost."""
+PLACED_S = 30.0
+_INSTALL = "on every node, the version that is here: pip install 'potluck[ray]'; or runtime_env={'pip': [...]}"
+_OPTIONS = ("num_cpus", "num_gpus", "resources", "memory", "label_selector", "runtime_env")
+
+
+def need_ray() -> Any:
+    """The module `ray`, imported now; MissingModuleError where it is not installed."""
+    if importlib.util.find_spec("ray") is None:
+        raise MissingModuleError("Ray is not installed", hint="pip install 'potluck[ray]'")
+    sealed.need_library("ray")
+    import ray
+
+    return ray
+
+
+def connect(address: str = "auto") -> Any:
+    """The module `ray`, connected to a cluster; it stays as it is where the program has connected already.
+
+    Raises:
+        MachineError: there is no cluster, or it takes no driver from here.
+    """
+    ray = need_ray()
+    if ray.is_initialized():
+        return ray
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="warning")
+    except Exception as error:  # ConnectionError, RuntimeError, ValueError: each for several reasons
+        raise MachineError(
+            f"no Ray cluster at {address}: {str(error).splitlines()[0]}",
+            hint="run this on a node of the cluster; `ray start --head` begins one, `ray status` shows it",
+        ) from None
+    return ray
+
+
+class NodeActor:
+    """What runs on a node: calls functions of kept.py there."""
+
+    async def call(self, name: str, *arguments: Any) -> Any:
+        answer = getattr(kept, name)(*arguments)
+        return await answer if asyncio.iscoroutine(answer) else answer
+
+
+class RayFleet:
+    """The nodes of a Ray cluster. Safe to use from any thread."""
+
+    def __init__(
+        self, address: str = "auto", guests: str | Mapping[str, Any] = EVERY_NODE, *, without_here: bool = False
+    ) -> None:
+        """`guests`: options of the actors, such as num_cpus, num_gpus, label_selector and runtime_env. An actor
+        takes all CPUs and GPUs of its node unless told. `without_here`: not the node of this process."""
+        if isinstance(guests, str) and guests != EVERY_NODE:
+            raise ConfigError(f"guests={guests!r} is not known", hint=f"{EVERY_NODE!r}, or options of the actors")
+        self._options = checked_options({} if isinstance(guests, str) else guests)
+        self._selector: Mapping[str, str] = self._options.pop("label_selector", {})
+        self._ray = connect(address)
+        self._id = uuid.uuid4().hex
+        self._here = self._ray.get_runtime_context().get_node_id() if without_here else ""
+        self._actors: dict[str, Any] = {}
+        """By the node's id."""
+        self._guests: list[PolledGuest] = []
+        self._lock = threading.Lock()
+
+    def machines(self) -> Sequence[str]:
+        return tuple(self.nodes())
+
+    def nodes(self) -> dict[str, dict[str, Any]]:
+        """The nodes that may have guests, as Ray describes them, by their names."""
+        alive = [
+            node
+            for node in self._ray.nodes()
+            if node["Alive"] and node["NodeID"] != self._here and selected(node["Labels"], self._selector)
+        ]
+        hosts = [node["NodeManagerHostname"] for node in alive]
+        found: dict[str, dict[str, Any]] = {}
+        for node in sorted(alive, key=lambda node: str(node["NodeID"])):
+            # Ray calls a node by its address unless it is told a name.
+            own = node.get("NodeName") or node["NodeManagerAddress"]
+            host = node["NodeManagerHostname"]
+            name = host if own == node["NodeManagerAddress"] and hosts.count(host) == 1 else own
+            found[name if name not in found else f"{name}-{node['NodeID'][:6]}"] = node
+        return found
+
+    def gpus(self, machine: str) -> int:
+        """GPUs that the guests of a node have."""
+        node = self.nodes().get(machine)
+        return int(self._held(node)["num_gpus"]) if node is not None else 0
+
+    def _held(self, node: Mapping[str, Any]) -> dict[str, Any]:
+        """Options of the actor on a node."""
+        total = node["Resources"]
+        return {"num_cpus": total.get("CPU", 0), "num_gpus": total.get("GPU", 0), **self._options}
+
+    def ask(self, machine: str, what: str, *arguments: Any, timeout_s: float = ANSWER_S) -> Any:
+        """Call a function of kept.py on a node; MachineError if it cannot be called, or takes too long."""
+        from ray import exceptions
+
+        node = self.nodes().get(machine)
+        if node is None:
+            raise MachineError(f"the Ray cluster has no node {machine!r}", hint="has it left?")
+        actor, new = self._actor(node)
+        try:
+            wait_s = PLACED_S if new else timeout_s
+            return self._ray.get(actor.call.remote(what, self._id, *arguments), timeout=wait_s)
+        except exceptions.GetTimeoutError:
+            self._forget(node)
+            if new:
+                held = {name: value for name, value in self._held(node).items() if value}
+                raise MachineError(
+                    f"{machine}: its resources are not free: {held} not granted after {PLACED_S:.0f} s",
+                    hint="end what holds them (`ray status`), or take less: guests={'num_cpus': 1}",
+                ) from None
+            raise MachineError(f"{machine} does not answer for {timeout_s:.0f} s", hint="is it alive?") from None
+        except exceptions.RayTaskError as error:
+            raise MachineError(f"{machine}: {error.cause}", hint=_INSTALL) from None
+        except exceptions.RayError as error:
+            self._forget(node)
+            missing = re.search(r"No module named '([\w.]+)'", str(error))
+            words = f"has no {missing[1]}" if missing else (str(error).strip().splitlines() or ["is lost"])[0]
+            raise MachineError(f"{machine}: {words}", hint=_INSTALL if missing else "is it alive?") from None
+
+    def _actor(self, node: Mapping[str, Any]) -> tuple[Any, bool]:
+        """The actor on a node, and whether it is new."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        with self._lock:
+            known = self._actors.get(node["NodeID"])
+            if known is not None:
+                return known, False
+            made = self._ray.remote(NodeActor).options(
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False), **self._held(node)
+            )
+            self._actors[node["NodeID"]] = actor = made.remote()
+            return actor, True
+
+    def _forget(self, node: Mapping[str, Any]) -> None:
+        with self._lock:
+            actor = self._actors.pop(node["NodeID"], None)
+        if actor is not None:
+            with contextlib.suppress(Exception):  # it is gone already
+                self._ray.kill(actor)
+
+    def start(self, machine: str, token: str, settings: GuestSettings, log: Path) -> PolledGuest:
+        version, public = self.ask(machine, "hello")
+        if version != __version__:
+            raise MachineError(f"{machine} has Potluck {version}, and this is {__version__}", hint=_INSTALL)
+        node = self.nodes().get(machine)
+        held = self._held(node) if node is not None else {}
+        if settings.device is None and not held.get("num_gpus"):
+            settings = replace(settings, device="cpu")
+        if settings.threads is None and held.get("num_cpus", 0) >= 1:
+            settings = replace(settings, threads=int(held["num_cpus"]))
+        log.touch()
+        guest = PolledGuest(lambda what, *more: self.ask(machine, what.__name__, *more), machine, log)
+        self.ask(machine, "start", guest.id, sealed.seal(token, public), settings)
+        self._guests.append(guest)
+        threading.Thread(target=guest.follow, name=f"potluck-{settings.name}", daemon=True).start()
+        return guest
+
+    def close(self) -> None:
+        ending = [threading.Thread(target=guest.end, name="potluck-end") for guest in self._guests]
+        for thread in ending:
+            thread.start()
+        for thread in ending:
+            thread.join()
+        self._guests.clear()
+        for node in list(self._actors):
+            self._forget({"NodeID": node})
+
+
+def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of an actor; ConfigError for one that is not passed on to Ray."""
+    for name in options:
+        if name not in _OPTIONS:
+            raise ConfigError(f"{name!r} is no option of a node", hint=f"there are: {', '.join(_OPTIONS)}")
+    return dict(options)
+
+
+def selected(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
+    """Whether a node has what a selector asks for, as Ray reads it: value, !value, in(a,b), !in(a,b)."""
+    for name, wanted in selector.items():
+        negated, rest = wanted.startswith("!"), wanted.removeprefix("!")
+        values = rest[3:-1].split(",") if rest.startswith("in(") and rest.endswith(")") else [rest]
+        if (labels.get(name) in [value.strip() for value in values]) == negated:
+            return False
+    return True
+
+
+class HostActor:
+    """A run whose host is the node on which this actor is."""
+
+    def __init__(self, names: Sequence[str], contents: Sequence[bytes], given: Mapping[str, Any]) -> None:
+        """`names` and `contents` of the script and its files; `given` as for `started_here`."""
+        folder = Path(tempfile.mkdtemp(prefix="potluck-host-"))
+        for name, content in zip(names, contents):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content)
+        self._run = started_here(str(folder / names[0]), send=[str(folder / name) for name in names[1:]], **given)
+
+    def state(self) -> ClusterState:
+        return self._run.state()
+
+    def read(self, offset: int) -> bytes:
+        return self._run.read(offset)
+
+    def stop(self) -> None:
+        self._run.stop()
+
+
+def started_here(
+    script: str,
+    arguments: Sequence[str],
+    *,
+    address: str,
+    guests: str | Mapping[str, Any],
+    options: Sequence[str],
+    runs: str,
+    send: Sequence[str],
+) -> ClusterRun:
+    """A run whose host is this machine, with a guest on each other node."""
+    fleet = RayFleet(address, guests, without_here=True)
+    sent = [word for file in send for word in ("--send", file)]
+    return ClusterRun(fleet, script, arguments, options=[*options, *sent], runs=Path(runs), gpus=fleet.gpus)
+
+
+class RayCluster:
+    """A Ray cluster on which runs are started; see `potluck.ray`."""
+
+    def __init__(
+        self,
+        *,
+        host: Mapping[str, Any] | None = None,
+        guests: str | Mapping[str, Any] = EVERY_NODE,
+        address: str = "auto",
+    ) -> None:
+        """`host`: options of the actor that hosts, such as label_selector and num_gpus; None: this machine hosts.
+        `guests` as for `RayFleet`. Connects to Ray, unless the program has."""
+        self._host = None if host is None else checked_options(host)
+        self._guests, self._address = guests, address
+        self._ray = connect(address)
+
+    def start(
+        self,
+        script: str | os.PathLike[str],
+        arguments: Sequence[str] = (),
+        *,
+        options: Sequence[str] = (),
+        runs: str | os.PathLike[str] = "runs",
+        send: Sequence[str | os.PathLike[str]] = (),
+    ) -> FleetRun:
+        """Start a script as `potluck host` does. `options` and `send` are the host's; `runs` is a folder there."""
+        given: dict[str, Any] = {"address": self._address, "guests": self._guests, "options": list(options)}
+        given["runs"] = str(runs)
+        if self._host is None:
+            here = started_here(str(script), arguments, send=[str(file) for file in send], **given)
+            return FleetRun(here.state, here.read, here.stop)
+        text = read_script(Path(script), [Path(file) for file in send])
+        made = self._ray.remote(HostActor).options(max_concurrency=4, **self._host)
+        actor = made.remote(text.names, text.contents, {**given, "arguments": list(arguments)})
+
+        def asked(what: str, *words: Any) -> Any:
+            from ray import exceptions
+
+            try:
+                return self._ray.get(getattr(actor, what).remote(*words))
+            except exceptions.RayError as error:
+                why = (str(error).strip().splitlines() or [""])[0]
+                raise MachineError(f"the node that hosts is lost: {why}", hint=f"resume from {runs}") from None
+
+        return FleetRun(lambda: asked("state"), lambda offset: asked("read", offset), lambda: asked("stop"))

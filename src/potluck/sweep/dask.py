@@ -1,0 +1,218 @@
+"""A sweep on a Dask cluster: each trial is a Dask task on one worker, idle workers help.
+
+The task runs as long as the trial's process. The driver asks its worker for news every second; a worker that nobody
+has asked for SILENT_S ends its trials, as it ends its guests.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import msgspec
+
+from potluck.errors import MachineError, PotluckError
+from potluck.fleet.dask import DaskFleet
+from potluck.fleet.kept import SILENT_S
+from potluck.fleet.sealed import KeyPair
+from potluck.sweep.helpers import Helpers
+from potluck.sweep.sharing import helping
+from potluck.sweep.spec import SweepWork, Trial, TrialNews, TrialResult
+from potluck.sweep.trial import TrialProcess, handed_over
+
+if TYPE_CHECKING:
+    from distributed import Client, Future
+
+POLL_S = 0.5
+LOST_S = 5.0
+"""A worker that has given no answer for so long has lost its trial."""
+MOST_STARTS = 10
+"""A trial that was lost so many times has failed."""
+
+_here: dict[str, list[float]] = {}
+_news: dict[str, TrialNews] = {}
+"""In a worker's process, by the trial's key: when somebody last asked, and what is known."""
+
+
+def host_trial(work: SweepWork, trial: Trial, key: str, name: str, bind: str | None, threads: int) -> TrialNews:
+    """Runs as a Dask task, until the trial has ended."""
+    storage = Path(work.storage) / trial.id
+    _here[key] = [time.monotonic()]
+    process = TrialProcess(work, trial, name=name, start_from=handed_over(storage), bind=bind, threads=threads)
+    try:
+        while (news := process.news()).status is None:
+            process.checkpoint_to(storage)
+            _news[key] = news
+            if time.monotonic() - _here[key][0] > SILENT_S:
+                raise MachineError("nobody asks for this trial any more")
+            time.sleep(0.2)
+        process.checkpoint_to(storage)
+        return news
+    finally:
+        process.close()
+        del _here[key]
+        _news.pop(key, None)
+
+
+def ask_news(key: str) -> TrialNews | None:
+    """Runs on a worker: what is known of a trial; None if it is not running there."""
+    if key in _here:
+        _here[key][0] = time.monotonic()
+    return _news.get(key)
+
+
+def forget(key: str) -> None:
+    """Runs on a worker: have the trial end."""
+    if key in _here:
+        _here[key][0] = -SILENT_S
+
+
+class RunningTrial:
+    """One trial on one worker, as the driver sees it; its thread ends with the trial."""
+
+    def __init__(self, sweep: DaskSweep, trial: Trial, machine: str, address: str) -> None:
+        self.trial, self.machine, self.key = trial, machine, f"{trial.id}-{uuid.uuid4().hex[:8]}"
+        self.news = TrialNews()
+        self._sweep, self._address = sweep, address
+        self.thread = threading.Thread(target=self._follow, name=f"potluck-{trial.id}", daemon=True)
+        self.thread.start()
+
+    def _follow(self) -> None:
+        fleet = self._sweep.fleet
+        try:
+            future = self._sweep.submit(self.trial, self.key, self.machine, self._address)
+            heard = time.monotonic()
+            while not future.done():
+                if self._sweep.over.is_set():
+                    future.cancel()
+                    fleet.ask(self.machine, forget, self.key)
+                    return
+                try:
+                    if fleet.workers().get(self.machine) != self._address:
+                        raise MachineError(f"the worker {self.machine} is gone")
+                    self.news = fleet.ask(self.machine, ask_news, self.key, timeout_s=LOST_S) or self.news
+                    heard = time.monotonic()
+                except MachineError:
+                    if fleet.workers().get(self.machine) != self._address or time.monotonic() - heard > LOST_S:
+                        future.cancel()
+                        raise
+                self._sweep.over.wait(POLL_S)
+            self._sweep.ended.put((self, future.result(), ""))
+        except PotluckError as error:
+            self._sweep.ended.put((self, None, error.what))
+        except Exception as error:  # of the task: the cluster's own words
+            self._sweep.ended.put((self, None, f"{type(error).__name__}: {error}"))
+
+
+class DaskSweep:
+    """A sweep on the workers of a cluster. `run` is called once."""
+
+    def __init__(
+        self,
+        client: Client,
+        work: SweepWork,
+        trials: Sequence[Trial],
+        keys: KeyPair,
+        *,
+        logs: Path,
+        share: bool = True,
+        tell: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """`keys`: those whose public key is in `work`. `share`: whether idle machines help."""
+        self.fleet = DaskFleet(client)
+        self.over = threading.Event()
+        self.ended: queue.Queue[tuple[RunningTrial, TrialNews | None, str]] = queue.Queue()
+        self._client, self._work, self._keys, self._share, self._tell = client, work, keys, share, tell
+        self._waiting = list(trials)
+        self._running: dict[str, RunningTrial] = {}
+        self._began: dict[str, float] = {}
+        self._hosted: dict[str, list[str]] = {trial.id: [] for trial in trials}
+        self._helped: dict[str, set[str]] = {trial.id: set() for trial in trials}
+        self._helpers = Helpers(self.fleet, logs, tell)
+
+    def run(self) -> Iterator[TrialResult]:
+        """The results as they come, each once."""
+        try:
+            while self._waiting or self._running:
+                self._place()
+                self._look_after_helpers()
+                try:
+                    running, news, error = self.ended.get(timeout=POLL_S / 2)
+                except queue.Empty:
+                    continue
+                if (result := self._settled(running, news, error)) is not None:
+                    yield result
+        finally:
+            self.over.set()
+            for running in self._running.values():
+                running.thread.join(10.0)
+            self._helpers.close()
+            self.fleet.close()
+
+    def hosts(self) -> dict[str, str]:
+        """The machine of each running trial."""
+        return {name: running.machine for name, running in list(self._running.items())}
+
+    def news(self, trial: str) -> TrialNews:
+        """What is known of a running trial."""
+        running = self._running.get(trial)
+        return running.news if running is not None else TrialNews()
+
+    def submit(self, trial: Trial, key: str, machine: str, address: str) -> Future:
+        host = urlsplit(address).hostname if address.startswith(("tcp:", "tls:")) else None
+        threads = self._client.nthreads()[address]
+        arguments = (self._work, trial, key, machine, host, threads)
+        return self._client.submit(host_trial, *arguments, key=key, workers=[address], pure=False, retries=0)
+
+    def _place(self) -> None:
+        """Give each machine without a trial the next one."""
+        busy = {running.machine for running in self._running.values()}
+        for machine, address in self.fleet.workers().items():
+            if self._waiting and machine not in busy:
+                trial = self._waiting.pop(0)
+                self._began.setdefault(trial.id, time.monotonic())
+                again = " again, from its checkpoint" if self._hosted[trial.id] else ""
+                self._hosted[trial.id].append(machine)
+                self._tell(f"{trial.id} starts on {machine}{again}")
+                self._running[trial.id] = RunningTrial(self, trial, machine, address)
+
+    def _look_after_helpers(self) -> None:
+        joinable = {name: r.news for name, r in self._running.items() if r.news.token and r.news.status is None}
+        wanted = helping(
+            self.fleet.machines(),
+            self.hosts(),
+            {name: news.remaining_s for name, news in joinable.items()},
+            dict(self._helpers.busy),
+            waiting=len(self._waiting),
+        )
+        if self._share:
+            self._helpers.assign(wanted, {name: self._keys.open(news.token) for name, news in joinable.items()})
+
+    def _settled(self, running: RunningTrial, news: TrialNews | None, error: str) -> TrialResult | None:
+        """The result of a trial that has ended; None if it was lost with its machine and starts again."""
+        trial = running.trial
+        del self._running[trial.id]
+        self._helped[trial.id] |= set((news or running.news).guests)
+        if news is None:
+            self._tell(f"{trial.id} was lost: {error}")
+            if len(self._hosted[trial.id]) < MOST_STARTS:
+                self._waiting.insert(0, trial)
+                return None
+            news = msgspec.structs.replace(running.news, why=error)
+        return TrialResult(
+            trial=trial.id,
+            parameters=trial.parameters,
+            metrics=news.metrics,
+            steps=news.step,
+            seconds=time.monotonic() - self._began[trial.id],
+            machines=tuple(self._hosted[trial.id]),
+            guests=tuple(sorted(self._helped[trial.id])),
+            checkpoint=str(handed_over(Path(self._work.storage) / trial.id) or ""),
+            error=news.why,
+        )

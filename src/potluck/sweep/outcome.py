@@ -1,0 +1,71 @@
+"""The end of a sweep as a person sees it: a table of the trials, the best first, and a plot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from potluck.report.line import Line
+from potluck.report.plot_style import COMPUTE, FAULT, GREY, INK, PALE, new_figure
+from potluck.report.table import table_lines
+from potluck.sweep.spec import TrialResult, text
+from potluck.units import seconds_text
+
+
+def table(results: Sequence[TrialResult], metric: str, mode: str) -> list[Line]:
+    """A row for each trial: the best first, those that failed last."""
+    names = list(dict.fromkeys(name for result in results for name in result.parameters))
+    header = ["trial", *names, metric, "steps", "time", "host", "guests", ""]
+    rows = []
+    for result in ranked(results, metric, mode):
+        parameters = [text(result.parameters[name]) if name in result.parameters else "" for name in names]
+        value = f"{result.metrics[metric]:.6g}" if metric in result.metrics else "-"
+        where = " → ".join(result.machines)
+        error = f"failed: {result.error[:200]}" if result.error else ""
+        duration = seconds_text(result.seconds)
+        rows.append(
+            [result.trial, *parameters, value, str(result.steps), duration, where, ", ".join(result.guests), error]
+        )
+    return table_lines(header, rows, right=range(1, 4 + len(names)))
+
+
+def ranked(results: Sequence[TrialResult], metric: str, mode: str) -> list[TrialResult]:
+    sign = 1.0 if mode == "min" else -1.0
+    return sorted(
+        results,
+        key=lambda result: (
+            bool(result.error),
+            metric not in result.metrics,
+            sign * result.metrics.get(metric, 0.0),
+            result.trial,
+        ),
+    )
+
+
+def plot(path: Path, results: Sequence[TrialResult], metric: str, title: str) -> None:
+    """The metric against each parameter, one picture beside the other."""
+    names = list(dict.fromkeys(name for result in results for name in result.parameters))
+    figure = new_figure(max(4.0, 3.2 * len(names)), 3.4)
+    for number, name in enumerate(names):
+        axes = figure.add_subplot(1, len(names), number + 1)
+        points = [r for r in results if metric in r.metrics and name in r.parameters]
+        values = [r.parameters[name] for r in points]
+        numeric = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
+        labels = sorted({text(v) for v in values})
+        places = values if numeric else [labels.index(text(v)) for v in values]
+        colours = [FAULT if r.error else COMPUTE for r in points]
+        axes.scatter(places, [r.metrics[metric] for r in points], c=colours, s=28, zorder=2)
+        if not numeric:
+            axes.set_xticks(range(len(labels)), labels)
+        elif values and min(values) > 0 and max(values) >= 10 * min(values):
+            axes.set_xscale("log")
+        axes.set_xlabel(name, color=INK)
+        if number == 0:
+            axes.set_ylabel(metric, color=INK)
+        axes.grid(True, color=PALE, linewidth=0.6)
+        axes.tick_params(colors=GREY)
+    figure.suptitle(title, color=INK, fontsize=11)
+    figure.tight_layout()
+    part = path.with_name(f".{path.name}.part{path.suffix}")
+    figure.savefig(part, dpi=150)
+    part.replace(path)

@@ -1,0 +1,128 @@
+"""Runs the trials of `potluck sweep`: on the cluster that is there, or on one that is started here."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from potluck.errors import MissingModuleError, NetworkError
+from potluck.fleet.script import Script
+from potluck.fleet.sealed import KeyPair, need_library
+from potluck.sweep.spec import MACHINE, SweepWork, Trial, TrialResult
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+CONNECT_S = 10.0
+LOCAL = "local"
+"""Instead of an address: a cluster of this machine alone, whatever else is there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepSettings:
+    """What `potluck sweep` was told."""
+
+    script: Script
+    trials: Sequence[Trial]
+    folder: Path
+    """For logs and the result."""
+    storage: Path
+    address: str | None
+    """Of the cluster; None: the one that is there, else one that is started here."""
+    json_option: str | None
+    checkpoint_every: int
+    share: bool
+    tell: Callable[[str], None]
+
+    def work(self, public: bytes) -> SweepWork:
+        return SweepWork(
+            names=self.script.names,
+            contents=self.script.contents,
+            arguments=self.script.arguments,
+            json_option=self.json_option,
+            checkpoint_every=self.checkpoint_every,
+            storage=str(self.storage),
+            public=public,
+        )
+
+
+def dask_results(settings: SweepSettings) -> Iterator[TrialResult]:
+    """The results of a sweep on Dask, as they come."""
+    try:
+        import distributed  # noqa: F401
+    except ImportError:
+        raise MissingModuleError(
+            "--engine dask needs distributed, which is not installed", hint="pip install 'potluck[dask]'"
+        ) from None
+    need_library("dask")
+    from potluck.sweep.dask import DaskSweep
+
+    settings.folder.mkdir(parents=True, exist_ok=True)
+    with _dask(settings) as client:
+        keys = KeyPair()
+        sweep = DaskSweep(
+            client,
+            settings.work(keys.public),
+            settings.trials,
+            keys,
+            logs=settings.folder,
+            share=settings.share,
+            tell=settings.tell,
+        )
+        yield from sweep.run()
+
+
+@contextlib.contextmanager
+def _dask(settings: SweepSettings) -> Iterator[Client]:
+    from dask import config
+    from distributed import Client, LocalCluster
+
+    address = settings.address or config.get("scheduler-address", None) or LOCAL
+    if address == LOCAL:
+        settings.tell("a local Dask cluster is started, of this machine alone")
+        with LocalCluster(n_workers=1, dashboard_address="127.0.0.1:0") as cluster, Client(cluster) as client:
+            yield client
+        return
+    try:
+        client = Client(address, timeout=CONNECT_S)
+    except (OSError, TimeoutError, ValueError) as error:
+        raise NetworkError(
+            f"no Dask scheduler answers at {address}: {error}", hint="start one with: dask scheduler"
+        ) from None
+    with client:
+        yield client
+
+
+def tune_results(settings: SweepSettings) -> Iterator[TrialResult]:
+    """The results of a sweep with Ray Tune, when all trials have ended."""
+    from potluck.sweep.tune import need_tune, sweep_results
+
+    need_tune()
+    import ray
+
+    settings.folder.mkdir(parents=True, exist_ok=True)
+    _connect_ray(settings)
+    try:
+        keys = KeyPair()
+        yield from sweep_results(settings.work(keys.public), settings.trials, keys, settings)
+    finally:
+        ray.shutdown()
+
+
+def _connect_ray(settings: SweepSettings) -> None:
+    import ray
+
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "warning"}
+    if settings.address != LOCAL:
+        try:
+            ray.init(address=settings.address or "auto", **quiet)
+            return
+        except ConnectionError as error:
+            if settings.address is not None:
+                words = f"no Ray cluster answers at {settings.address}: {error}"
+                raise NetworkError(words, hint="start one with: ray start --head") from None
+    settings.tell("a local Ray cluster is started, of this machine alone")
+    ray.init(address=LOCAL, resources={MACHINE: 1}, **quiet)

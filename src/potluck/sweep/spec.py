@@ -1,0 +1,170 @@
+"""What a sweep consists of: parameters, trials, and what is known of each."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+import re
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+
+from msgspec import Struct
+
+from potluck.errors import ConfigError
+from potluck.fleet.script import Script
+
+MACHINE = "potluck"
+"""Resource of a Ray node that stands for the whole machine."""
+
+Value = bool | int | float | str
+
+_NAME = re.compile(r"[A-Za-z][\w-]*")
+_OPTION = re.compile(r"[\"']--([A-Za-z][\w-]*)[\"']")
+
+
+class Trial(Struct, frozen=True, kw_only=True):
+    """One training with its own parameters."""
+
+    id: str
+    parameters: dict[str, Value]
+
+
+class SweepWork(Struct, frozen=True, kw_only=True):
+    """What all trials of a sweep have in common. It is sent to every machine."""
+
+    names: tuple[str, ...]
+    """Files of the script; the first is the script itself."""
+    contents: tuple[bytes, ...]
+    arguments: tuple[str, ...] = ()
+    """Arguments that all trials get."""
+    json_option: str | None = None
+    """Give the parameters as one JSON object, as the value of this option; None: each as its own option."""
+    checkpoint_every: int = 50
+    storage: str
+    """Folder for checkpoints that all machines reach."""
+    public: bytes
+    """Key of the driver's, for which a trial seals its token."""
+
+    def words(self, trial: Trial) -> list[str]:
+        """The script's arguments in this trial."""
+        if self.json_option is not None:
+            return [*self.arguments, f"--{self.json_option}", json.dumps(trial.parameters)]
+        return [*self.arguments, *(w for key, value in trial.parameters.items() for w in (f"--{key}", text(value)))]
+
+
+class TrialNews(Struct, frozen=True, kw_only=True):
+    """What a trial's machine tells of it."""
+
+    step: int = 0
+    steps: int | None = None
+    metrics: dict[str, float] = {}
+    """The last value of each: `loss`, and what the script gave to `run.log`."""
+    remaining_s: float | None = None
+    """Until its end, at its present speed; None before the first step."""
+    checkpoint: int | None = None
+    """Step of the last checkpoint that lies in the storage."""
+    resumed_from: int | None = None
+    guests: tuple[str, ...] = ()
+    """Names of those that have computed for it."""
+    token: bytes = b""
+    """Sealed for the driver."""
+    status: int | None = None
+    why: str = ""
+
+
+class TrialResult(Struct, frozen=True, kw_only=True):
+    """How a trial ended. Each is reported once."""
+
+    trial: str
+    parameters: dict[str, Value]
+    metrics: dict[str, float]
+    steps: int
+    seconds: float
+    """From the trial's first start to its end."""
+    machines: tuple[str, ...]
+    """That hosted it, in this order; more than one if a machine was lost."""
+    guests: tuple[str, ...] = ()
+    """That helped."""
+    checkpoint: str = ""
+    """Folder in the storage with its last checkpoint; `potluck host SCRIPT --resume` takes a copy of it."""
+    error: str = ""
+    """Why it failed; empty if it did not."""
+
+
+def parse_parameters(words: Sequence[str]) -> dict[str, tuple[Value, ...]]:
+    """Names and values of `lr=1e-4,3e-4` words; ConfigError says what is wrong."""
+    found: dict[str, tuple[Value, ...]] = {}
+    for word in words:
+        name, equals, values = word.partition("=")
+        if not equals or not values or not _NAME.fullmatch(name):
+            raise ConfigError(f"--param {word!r} is not NAME=VALUE,VALUE", hint="for example: --param lr=1e-4,3e-4")
+        if name in found:
+            raise ConfigError(f"--param {name} is given twice", hint=f"write all values at once: {name}=A,B,C")
+        found[name] = tuple(value_of(value) for value in values.split(","))
+    if not found:
+        raise ConfigError("no parameter to try", hint="for example: --param lr=1e-4,3e-4")
+    return found
+
+
+def value_of(word: str) -> Value:
+    """The word as the number or truth value that it spells, else as it is."""
+    if word in ("true", "false"):
+        return word == "true"
+    for kind in (int, float):
+        try:
+            number = kind(word)
+        except ValueError:
+            continue
+        if math.isfinite(number):
+            return number
+    return word
+
+
+def text(value: Value) -> str:
+    """A value as a script's argument."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def trials_of(parameters: Mapping[str, Sequence[Value]], count: int | None, seed: int = 0) -> list[Trial]:
+    """Every combination; with `count` fewer of them chosen at random, or all of them as often as needed."""
+    every = [dict(zip(parameters, values)) for values in itertools.product(*parameters.values())]
+    if count is None:
+        count = len(every)
+    if count < 1:
+        raise ConfigError(f"{count} trials are none", hint="use --trials 1 or more")
+    if count < len(every):
+        chosen = sorted(random.Random(seed).sample(range(len(every)), count))
+        every = [every[number] for number in chosen]
+    width = len(str(count))
+    return [
+        Trial(id=f"trial-{number + 1:0{width}}", parameters=every[number % len(every)]) for number in range(count)
+    ]
+
+
+def check_options(script: Script, names: Sequence[str]) -> None:
+    """Refuse a parameter that a script with options does not have, before anything starts."""
+    known = set(_OPTION.findall("\n".join(content.decode(errors="replace") for content in script.contents)))
+    for name in names if known else ():
+        if name not in known and name.replace("_", "-") not in known:
+            near = get_close_matches(name, known, 1)
+            has = ", ".join(f"--{option}" for option in sorted(known)[:12])
+            raise ConfigError(
+                f"{script.names[0]} has no option --{name}",
+                hint=f"did you mean --{near[0]}?" if near else f"it has {has}",
+            )
+
+
+def best_of(results: Sequence[TrialResult], metric: str, mode: str) -> TrialResult | None:
+    """The best trial by its last value; None if all failed. ConfigError where no trial has this metric."""
+    ended = [result for result in results if not result.error]
+    having = [result for result in ended if metric in result.metrics]
+    if ended and not having:
+        seen = sorted({name for result in ended for name in result.metrics})
+        raise ConfigError(
+            f"no trial reported {metric!r}",
+            hint=f"they reported: {', '.join(seen)}. run.log({metric}=...) in the script reports it",
+        )
+    sign = 1.0 if mode == "min" else -1.0
+    return min(having, key=lambda result: sign * result.metrics[metric], default=None)

@@ -1,0 +1,173 @@
+"""One trial on the machine that hosts it: `potluck host SCRIPT` as a process, what it reports, its checkpoints.
+
+The process belongs to an agent (fleet/agent.py), which ends it, and all that it has started, with this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from potluck.errors import MachineError
+from potluck.fleet import agent
+from potluck.fleet.bootstrap import FleetNeeds, variables_here
+from potluck.fleet.hostfiles import NamedMachine
+from potluck.fleet.remote import AgentLink, words_of
+from potluck.fleet.sealed import seal
+from potluck.spec.events import CheckpointSaved, Logged, RunStarted, StepEnded, from_json
+from potluck.sweep.spec import SweepWork, Trial, TrialNews
+
+PATIENCE_S = 2.0
+GREET_S = 60.0
+_AGAIN = "potluck host {script} --resume {run}"
+_HANDED = ("manifest.json", "events.jsonl")
+"""What is handed over beside the checkpoint. Not the keys: a trial that moves has new ones."""
+
+
+def handed_over(storage: Path) -> Path | None:
+    """The newest checkpoint of a trial in the storage, with what is needed to resume from it."""
+    found = [path for path in storage.glob("step-*") if (path / "manifest.json").exists()]
+    return max(found, key=lambda path: path.name, default=None)
+
+
+def hand_over(run: Path, step: int, storage: Path) -> Path | None:
+    """Copy a run's checkpoint to the storage, whole or not at all; None if it has been removed meanwhile."""
+    name = f"step-{step:08d}"
+    to, part = storage / name, storage / f".{name}-{os.getpid()}"
+    storage.mkdir(parents=True, exist_ok=True)
+    try:
+        shutil.copytree(run / "checkpoints" / name, part / "checkpoints" / name)
+        for file in _HANDED:
+            shutil.copy(run / file, part / file)
+        shutil.rmtree(to, ignore_errors=True)
+        part.rename(to)
+    except OSError:
+        shutil.rmtree(part, ignore_errors=True)
+        return None
+    for old in storage.glob("step-*"):
+        if old.name < name:
+            shutil.rmtree(old, ignore_errors=True)
+    return to
+
+
+class TrialProcess:
+    """A trial that is hosted here, from its start to its end."""
+
+    def __init__(
+        self,
+        work: SweepWork,
+        trial: Trial,
+        *,
+        name: str,
+        start_from: Path | None = None,
+        bind: str | None = None,
+        threads: int | None = None,
+    ) -> None:
+        """`name`: of this machine. `start_from`: what `hand_over` has made, to resume from."""
+        self._work, self._name = work, name
+        self._folder = Path(tempfile.mkdtemp(prefix="potluck-trial-"))
+        for file, content in zip(work.names, work.contents):
+            path = self._folder / "script" / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        runs = self._folder / "runs"
+        words = ["-m", "potluck", "host", f"./{work.names[0]}", "--view", "plain", "--launched", _AGAIN]
+        words += ["--name", name, "--runs", str(runs), "--checkpoint-every", str(work.checkpoint_every)]
+        words += [word for file in work.names[1:] for word in ("--send", file)]
+        words += ["--bind", bind] if bind else []
+        words += ["--threads", str(threads)] if threads else []
+        if start_from is not None:
+            shutil.copytree(start_from, runs / trial.id)
+            words += ["--resume", str(runs / trial.id)]
+        self._log = self._folder / "log"
+        needs = FleetNeeds(imports={}).of(NamedMachine(name=name))
+        self._link = AgentLink(name, [sys.executable, *words_of(agent, needs)])
+        if self._link.greet(GREET_S) is None:
+            self.close()
+            raise MachineError(f"{name}: no process can be started: {self._link.said}")
+        self._task = self._link.run(
+            [sys.executable, *words, "--", *work.words(trial)],
+            self._log,
+            cwd=str(self._folder / "script"),
+            env=variables_here(),
+            runs=str(runs),
+            patience_s=PATIENCE_S,
+        )
+        self._news, self._offset, self._saved = TrialNews(), 0, 0
+
+    @property
+    def run(self) -> Path | None:
+        """The run folder, once it is there."""
+        if self._task.run:
+            return Path(self._task.run)
+        return next((path.parent for path in (self._folder / "runs").glob("*/events.jsonl")), None)
+
+    def news(self) -> TrialNews:
+        """The state of the trial now."""
+        ended = self._task.wait(0.0)
+        if self._task.token and not self._news.token:
+            self._tell(token=seal(self._task.token, self._work.public))
+        self._read_events()
+        if ended is not None:
+            why = "" if not ended.status else ended.why or f"ended with status {ended.status}"
+            self._tell(status=ended.status if ended.status is not None else 1, why=why, remaining_s=0.0)
+        return self._news
+
+    def checkpoint_to(self, storage: Path) -> Path | None:
+        """Hand over the last checkpoint if that is a new one; returns where it lies."""
+        step = self._saved
+        if self.run is None or not step or step == self._news.checkpoint:
+            return None
+        handed = hand_over(self.run, step, storage)
+        if handed is not None:
+            self._tell(checkpoint=step)
+        return handed
+
+    def close(self) -> None:
+        """End it, if it runs; nothing of it stays on this machine."""
+        with contextlib.suppress(OSError):
+            self._link.close(PATIENCE_S + 2.0)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    # -- what it reports --------------------------------------------------------------------------------
+
+    def _tell(self, **changes: object) -> None:
+        self._news = msgspec.structs.replace(self._news, **changes)
+
+    def _read_events(self) -> None:
+        if self.run is None:
+            return
+        try:
+            with open(self.run / "events.jsonl", "rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except OSError:
+            return
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for line in whole.splitlines():
+            with contextlib.suppress(msgspec.DecodeError):
+                self._hear(line)
+
+    def _hear(self, line: bytes) -> None:
+        match from_json(line):
+            case RunStarted(steps=steps, resumed_from=resumed):
+                self._tell(steps=steps, resumed_from=resumed)
+            case StepEnded() as event:
+                metrics = self._news.metrics if event.loss is None else {**self._news.metrics, "loss": event.loss}
+                helped = {name for name, samples in event.samples.items() if samples and name != self._name}
+                guests = tuple(sorted(helped | set(self._news.guests)))
+                self._tell(step=event.step, metrics=metrics, remaining_s=event.eta_s, guests=guests)
+            case Logged(values=values):
+                numbers = {name: value for name, value in values.items() if value is not None}
+                self._tell(metrics={**self._news.metrics, **numbers})
+            case CheckpointSaved(step=step):
+                self._saved = step
+            case _:
+                pass

@@ -1,0 +1,268 @@
+"""A script as a trainable of Ray Tune, and the callback by which idle nodes of the Ray cluster help its trials.
+
+Tune schedules, searches, restarts and stores checkpoints. A trial is `potluck host SCRIPT` on the node that Tune
+has chosen; no tensor of its training goes through Ray.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from potluck.errors import MissingModuleError, ScriptError
+from potluck.fleet import sealed
+from potluck.fleet.ray import RayFleet
+from potluck.fleet.script import read_script
+from potluck.sweep.helpers import Helpers
+from potluck.sweep.sharing import helping
+from potluck.sweep.spec import MACHINE, SweepWork, Trial, TrialNews, TrialResult
+from potluck.sweep.trial import TrialProcess
+
+if TYPE_CHECKING:
+    from ray.tune import Callback
+
+    from potluck.sweep.running import SweepSettings
+
+Tell = Callable[[str], None]
+
+MOST_STARTS = 10
+REPORT_S = 2.0
+NODE, NEWS = "potluck_node", "potluck_news"
+"""Keys in a trial's results: its node, and its `TrialNews` as JSON, whose token is sealed."""
+
+watches: dict[bytes, Callable[[], TrialWatch]] = {}
+"""In the driver: makes what a callback tells, by the public key. Tune pickles callbacks and writes them to disk."""
+_pairs: dict[bytes, sealed.KeyPair] = {}
+"""In the driver: the key pair of each trainable, by its public key."""
+
+
+def need_tune() -> None:
+    """Raises MissingModuleError where Ray Tune is not installed."""
+    try:
+        import ray.tune  # noqa: F401
+    except ImportError as error:
+        raise MissingModuleError(
+            f"Ray Tune needs {error.name}, which is not installed", hint="pip install 'potluck[sweep]'"
+        ) from None
+    sealed.need_library("sweep")
+
+
+def trainable(
+    script: str | os.PathLike[str],
+    *,
+    arguments: Sequence[str] = (),
+    send: Sequence[str | os.PathLike[str]] = (),
+    json_option: str | None = None,
+    checkpoint_every: int = 50,
+) -> functools.partial[None]:
+    """A trainable for `ray.tune.Tuner` that runs a script with each trial's parameters.
+
+    Args:
+        script: a training script with Potluck's loop, as for `potluck host`.
+        arguments: arguments that all trials get.
+        send: files that go with the script, such as modules that it imports.
+        json_option: give the parameters as one JSON object, as the value of this option. Without it each
+            parameter is an option of its own, `--lr 0.0003`.
+        checkpoint_every: hand a checkpoint over to Tune every N steps. A trial that is restarted resumes there.
+
+    The trial's metrics are `loss` and what the script gives to `run.log(name=value)`.
+    """
+    need_tune()
+    keys = sealed.KeyPair()
+    _pairs[keys.public] = keys
+    found = read_script(Path(script), [Path(file) for file in send], arguments)
+    work = SweepWork(
+        names=found.names,
+        contents=found.contents,
+        arguments=tuple(arguments),
+        json_option=json_option,
+        checkpoint_every=checkpoint_every,
+        storage="",
+        public=keys.public,
+    )
+    return functools.partial(host_trial, work, raises=True)
+
+
+def host_trial(work: SweepWork, config: dict[str, Any], *, raises: bool) -> None:
+    """Runs in an actor of Tune's, on the node that hosts the trial."""
+    import ray
+    from ray import tune
+
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        del os.environ["CUDA_VISIBLE_DEVICES"]  # Ray hides GPUs from whoever has not asked for one
+    node = ray.get_runtime_context().get_node_id()
+    trial = Trial(id=tune.get_context().get_trial_id() or "trial", parameters=config)
+    given = tune.get_checkpoint()
+    with tempfile.TemporaryDirectory(prefix="potluck-handed-") as folder:
+        start_from = Path(given.to_directory(f"{folder}/given")) if given is not None else None
+        address = ray.util.get_node_ip_address()
+        process = TrialProcess(work, trial, name=node[:8], start_from=start_from, bind=address)
+        told, before = time.monotonic() - REPORT_S, TrialNews()
+        try:
+            while (news := process.news()).status is None:
+                handed = process.checkpoint_to(Path(folder) / "handed")
+                new = news.step > before.step or bool(news.token) > bool(before.token)
+                if handed is not None or (new and time.monotonic() - told > REPORT_S):
+                    _report(process.news(), node, handed)
+                    told, before = time.monotonic(), news
+                time.sleep(0.2)
+            handed = process.checkpoint_to(Path(folder) / "handed")
+            if news.why and raises:
+                raise ScriptError(f"{work.names[0]} failed: {news.why}")
+            _report(process.news(), node, handed)
+        finally:
+            process.close()
+
+
+def _report(news: TrialNews, node: str, handed: Path | None) -> None:
+    from ray import tune
+
+    results = {**news.metrics, "step": news.step, NODE: node, NEWS: msgspec.json.encode(news).decode()}
+    tune.report(results, checkpoint=tune.Checkpoint.from_directory(str(handed)) if handed else None)
+
+
+def _node_names(fleet: RayFleet) -> dict[str, str]:
+    """Names of nodes by their ids."""
+    return {str(node["NodeID"]): name for name, node in fleet.nodes().items()}
+
+
+def idle_machines_help(trainable: functools.partial[None], *, tell: Tell = lambda line: None) -> Callback:
+    """A callback for `RunConfig(callbacks=[...])`: nodes without a trial join running trials while none waits.
+
+    `trainable`: what `trainable()` returned, without resources added. Guests take none of Ray's resources, and
+    leave when a trial starts on their node.
+    """
+    from potluck.sweep.tune_callback import IdleMachinesHelp
+
+    public: bytes = trainable.args[0].public
+    logs = Path(tempfile.mkdtemp(prefix="potluck-sweep-"))
+    watches[public] = lambda: TrialWatch(_pairs[public], logs, tell)
+    return IdleMachinesHelp(public)
+
+
+class TrialWatch:
+    """What the driver knows of the trials, from Tune's callbacks, and the guests that help them."""
+
+    def __init__(self, keys: sealed.KeyPair, logs: Path, tell: Tell, *, share: bool = True) -> None:
+        self._fleet = RayFleet(guests={"num_cpus": 0, "num_gpus": 0})
+        self._keys, self._share = keys, share
+        self.news: dict[str, TrialNews] = {}
+        self.hosted: dict[str, list[str]] = {}
+        """Machines that have hosted each trial, by its id, in this order."""
+        self.guests: dict[str, set[str]] = {}
+        self._running: set[str] = set()
+        self._waiting = 0
+        self._over = threading.Event()
+        self._helpers = Helpers(self._fleet, logs, tell)
+        self._thread = threading.Thread(target=self._look, name="potluck-sharing", daemon=True)
+        self._thread.start()
+
+    def trials(self, trials: Sequence[Any]) -> None:
+        """Tune's own view of all trials."""
+        self._waiting = sum(trial.status == "PENDING" for trial in trials)
+        self._running = {trial.trial_id for trial in trials if trial.status == "RUNNING"}
+
+    def result(self, trial: str, result: Mapping[str, Any]) -> None:
+        if NEWS not in result:
+            return
+        news = msgspec.json.decode(result[NEWS], type=TrialNews)
+        machine = _node_names(self._fleet).get(result[NODE], result[NODE][:8])
+        hosted = self.hosted.setdefault(trial, [])
+        if hosted[-1:] != [machine]:
+            hosted.append(machine)
+        self.guests[trial] = self.guests.get(trial, set()) | set(news.guests)
+        self.news[trial] = news
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join()
+        self._helpers.close()
+        self._fleet.close()
+
+    def _look(self) -> None:
+        while not self._over.wait(0.5):
+            running = {name: self.hosted[name][-1] for name in self._running if name in self.hosted}
+            joinable = {n: self.news[n] for n in running if self.news[n].token and self.news[n].status is None}
+            remaining = {name: news.remaining_s for name, news in joinable.items()}
+            # A trial that has told nothing yet is about to: its node must not be taken.
+            waiting = self._waiting + len(self._running) - len(running)
+            machines = self._fleet.machines()
+            wanted = helping(machines, running, remaining, dict(self._helpers.busy), waiting=waiting)
+            if self._share:
+                tokens = {name: self._keys.open(news.token) for name, news in joinable.items()}
+                self._helpers.assign(wanted, tokens)
+
+
+def machine_shape(nodes: Sequence[Mapping[str, Any]], tell: Tell) -> dict[str, float]:
+    """Resources by which Ray gives each node one trial: the node's own `potluck`, else its CPUs."""
+    resources = [node["Resources"] for node in nodes if node["Alive"]]
+    if all(have.get(MACHINE) for have in resources):
+        return {MACHINE: 1.0}
+    fewest, most = (choose(have.get("CPU", 0.0) for have in resources) for choose in (min, max))
+    if most >= 2 * fewest:
+        tell(
+            f"the nodes have {fewest:.0f} to {most:.0f} CPUs, so that some get several trials at once; "
+            f"for one a machine start each with: ray start --resources='{{\"{MACHINE}\": 1}}'"
+        )
+    return {"CPU": fewest}
+
+
+def sweep_results(
+    work: SweepWork, trials: Sequence[Trial], keys: sealed.KeyPair, settings: SweepSettings
+) -> Iterator[TrialResult]:
+    """Run the trials with Tune on the Ray cluster that this process is connected to."""
+    import ray
+    from ray import tune
+    from ray.tune.search.basic_variant import BasicVariantGenerator
+
+    from potluck.sweep.tune_callback import IdleMachinesHelp
+
+    watches[keys.public] = lambda: TrialWatch(keys, settings.folder, settings.tell, share=settings.share)
+    callback = IdleMachinesHelp(keys.public)
+    space = {
+        name: tune.choice(sorted({t.parameters[name] for t in trials}, key=str)) for name in trials[0].parameters
+    }
+    train = tune.with_resources(
+        functools.partial(host_trial, work, raises=False), machine_shape(ray.nodes(), settings.tell)
+    )
+    tuner = tune.Tuner(
+        train,
+        param_space=space,
+        tune_config=tune.TuneConfig(
+            num_samples=len(trials),
+            search_alg=BasicVariantGenerator(points_to_evaluate=[dict(trial.parameters) for trial in trials]),
+        ),
+        run_config=tune.RunConfig(
+            name="tune",
+            storage_path=str(settings.storage),
+            callbacks=[callback],
+            failure_config=tune.FailureConfig(max_failures=MOST_STARTS),
+            verbose=0,
+        ),
+    )
+    grid = tuner.fit()
+    watch = callback.watch
+    assert watch is not None
+    for trial, found in zip(trials, grid):
+        metrics = found.metrics or {}
+        name = str(metrics.get("trial_id", ""))
+        news = msgspec.json.decode(metrics[NEWS], type=TrialNews) if NEWS in metrics else TrialNews()
+        yield TrialResult(
+            trial=trial.id,
+            parameters=trial.parameters,
+            metrics=news.metrics,
+            steps=news.step,
+            seconds=float(metrics.get("time_total_s", 0.0)),
+            machines=tuple(watch.hosted.get(name, ())),
+            guests=tuple(sorted(watch.guests.get(name, ()))),
+            checkpoint=found.checkpoint.path if found.checkpoint else "",
+            error=news.why or (str(found.error) if found.error else ""),
+        )

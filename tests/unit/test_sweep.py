@@ -1,0 +1,241 @@
+"""Sweeps without a cluster: parameters, trials, who helps whom, what is handed over, what is shown."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from potluck.errors import ConfigError, MachineError
+from potluck.fleet.interface import GuestEnd, GuestSettings
+from potluck.fleet.script import Script
+from potluck.sweep import outcome
+from potluck.sweep.helpers import Helpers
+from potluck.sweep.sharing import helping
+from potluck.sweep.spec import (
+    SweepWork,
+    Trial,
+    TrialResult,
+    best_of,
+    check_options,
+    parse_parameters,
+    trials_of,
+)
+from potluck.sweep.trial import hand_over, handed_over
+
+
+def test_parameters_are_read_as_what_they_spell() -> None:
+    found = parse_parameters(["lr=1e-4,3e-4", "width=64,128", "tied=true,false", "norm=layer,none"])
+    assert found == {
+        "lr": (1e-4, 3e-4),
+        "width": (64, 128),
+        "tied": (True, False),
+        "norm": ("layer", "none"),
+    }
+
+
+@pytest.mark.parametrize("words", [["lr"], ["lr="], ["=3"], ["-x=3"], [], ["lr=1", "lr=2"]])
+def test_what_is_no_parameter_is_refused(words: list[str]) -> None:
+    with pytest.raises(ConfigError):
+        parse_parameters(words)
+
+
+def test_the_trials() -> None:
+    space = {"lr": (0.1, 0.2), "width": (64, 128)}
+    every = trials_of(space, None)
+    assert [t.parameters for t in every] == [
+        {"lr": 0.1, "width": 64},
+        {"lr": 0.1, "width": 128},
+        {"lr": 0.2, "width": 64},
+        {"lr": 0.2, "width": 128},
+    ]
+    assert len({t.id for t in trials_of(space, 12)}) == 12
+    some = [t.parameters for t in trials_of(space, 3, seed=5)]
+    assert some == [t.parameters for t in trials_of(space, 3, seed=5)]
+    assert len(some) == 3
+    assert all(parameters in [t.parameters for t in every] for parameters in some)
+    with pytest.raises(ConfigError):
+        trials_of(space, 0)
+
+
+def work(**more: object) -> SweepWork:
+    return SweepWork(names=("t.py",), contents=(b"",), storage="", public=b"", **more)  # type: ignore[arg-type]
+
+
+def test_a_trial_gets_its_parameters_as_options_or_as_json() -> None:
+    trial = Trial(id="t", parameters={"lr": 0.1, "tied": True})
+    assert work(arguments=("--steps", "5")).words(trial) == ["--steps", "5", "--lr", "0.1", "--tied", "true"]
+    assert work(json_option="config").words(trial) == ["--config", '{"lr": 0.1, "tied": true}']
+
+
+def test_an_option_that_the_script_lacks_is_named_before_anything_starts() -> None:
+    script = Script(names=("t.py",), contents=(b'p.add_argument("--lr"); p.add_argument("--batch-size")',))
+    check_options(script, ["lr", "batch-size"])
+    with pytest.raises(ConfigError, match="no option --batch-sise") as caught:
+        check_options(script, ["batch-sise"])
+    assert caught.value.hint == "did you mean --batch-size?"
+    check_options(Script(names=("t.py",), contents=(b"config = read()",)), ["anything"])  # running it will tell
+
+
+def result(trial: str, **more: object) -> TrialResult:
+    given = {"parameters": {"lr": 0.1}, "metrics": {}, "steps": 5, "seconds": 61.0, "machines": ("desk",)} | more
+    return TrialResult(trial=trial, **given)  # type: ignore[arg-type]
+
+
+def test_the_best_trial_and_a_metric_that_nobody_reports() -> None:
+    results = [result("a", metrics={"loss": 2.0, "acc": 0.5}), result("b", metrics={"loss": 1.0, "acc": 0.4})]
+    results.append(result("c", error="boom", metrics={"loss": 0.0}))
+    assert best_of(results, "loss", "min") == results[1]
+    assert best_of(results, "acc", "max") == results[0]
+    with pytest.raises(ConfigError, match="no trial reported 'f1'") as caught:
+        best_of(results, "f1", "max")
+    assert "acc, loss" in str(caught.value.hint)
+    assert best_of(results[2:], "loss", "min") is None
+
+
+def test_the_table_has_the_best_first_and_the_failed_last() -> None:
+    results = [
+        result("trial-1", metrics={"loss": 2.0}),
+        result("trial-2", error="ended with status 1: boom"),
+        result("trial-3", metrics={"loss": 1.0}, machines=("mac", "desk"), guests=("old",)),
+    ]
+    lines = [line.plain for line in outcome.table(results, "loss", "min")]
+    assert [line.split()[0] for line in lines[2:]] == ["trial-3", "trial-1", "trial-2"]
+    assert "mac → desk" in lines[2]
+    assert "old" in lines[2]
+    assert "boom" in lines[4]
+
+
+def test_the_plot(tmp_path: Path) -> None:
+    results = [
+        result(f"t{n}", parameters={"lr": 10.0**-n, "norm": "ab"[n % 2]}, metrics={"loss": n}) for n in range(1, 5)
+    ]
+    outcome.plot(tmp_path / "s.png", results, "loss", "title")
+    assert (tmp_path / "s.png").read_bytes()[1:4] == b"PNG"
+    assert list(tmp_path.iterdir()) == [tmp_path / "s.png"]
+
+
+# -- who helps whom -------------------------------------------------------------------------------------
+
+
+def test_idle_machines_help_only_when_no_trial_waits() -> None:
+    machines = ["desk", "ann", "ben"]
+    hosts, remaining = {"t1": "desk"}, {"t1": 60.0}
+    assert helping(machines, hosts, remaining, {}, waiting=0) == {"ann": "t1", "ben": "t1"}
+    assert helping(machines, hosts, remaining, {}, waiting=1) == {"ben": "t1"}
+    assert helping(machines, hosts, remaining, {}, waiting=2) == {}
+    assert helping(machines, hosts, remaining, {}, waiting=9) == {}
+
+
+def test_a_machine_that_gets_a_trial_goes_back_and_others_stay_where_they_are() -> None:
+    hosts = {"t1": "desk", "t2": "ann"}
+    now = {"ann": "t1", "ben": "t1", "cem": "t1"}
+    found = helping(["desk", "ann", "ben", "cem"], hosts, {"t1": 10.0, "t2": 90.0}, now, waiting=0)
+    assert found == {"ben": "t1", "cem": "t1"}
+
+
+def test_newcomers_go_to_the_trials_with_the_most_left() -> None:
+    hosts = {"t1": "a", "t2": "b"}
+    found = helping(["a", "b", "c", "d"], hosts, {"t1": 50.0, "t2": 60.0}, {}, waiting=0)
+    assert found == {"c": "t2", "d": "t1"}
+    # One that has just begun has the most left; one that cannot be joined yet gets nobody.
+    assert helping(["a", "b", "c"], hosts, {"t1": 50.0, "t2": None}, {}, waiting=0) == {"c": "t2"}
+    assert helping(["a", "b", "c"], hosts, {"t1": 50.0}, {}, waiting=0) == {"c": "t1"}
+    assert helping(["a", "b", "c"], hosts, {}, {}, waiting=0) == {}
+
+
+class PretendGuest:
+    """A guest that stays until it is ended or told that its trial is over."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+        self.ended = False
+
+    def wait(self, timeout_s: float) -> GuestEnd | None:
+        return GuestEnd(0, "") if self.over.wait(timeout_s) else None
+
+    def end(self, patience_s: float = 2.0) -> GuestEnd:
+        self.ended = True
+        self.over.set()
+        return GuestEnd(0, "")
+
+
+class PretendFleet:
+    """Keeps what it was asked to start."""
+
+    def __init__(self) -> None:
+        self.started: list[tuple[str, str, PretendGuest]] = []
+        self.broken = False
+
+    def machines(self) -> Sequence[str]:
+        return ("ann", "ben")
+
+    def start(self, machine: str, token: str, settings: GuestSettings, log: Path) -> PretendGuest:
+        if self.broken:
+            raise MachineError("no such machine")
+        guest = PretendGuest()
+        self.started.append((machine, token, guest))
+        return guest
+
+    def close(self) -> None: ...
+
+
+def until(reached: Callable[[], object]) -> None:
+    gone = threading.Event()
+    for _ in range(500):
+        if reached():
+            return
+        gone.wait(0.01)
+    raise AssertionError("not reached")
+
+
+def test_helpers_join_change_and_go_back(tmp_path: Path) -> None:
+    fleet, told = PretendFleet(), list[str]()
+    helpers = Helpers(fleet, tmp_path, told.append)
+    try:
+        helpers.assign({"ann": "t1"}, {"t1": "token-1"})
+        until(lambda: helpers.busy == {"ann": "t1"})
+        helpers.assign({"ann": "t2"}, {"t1": "token-1", "t2": "token-2"})
+        until(lambda: helpers.busy == {"ann": "t2"})
+        assert [(machine, token) for machine, token, _ in fleet.started] == [("ann", "token-1"), ("ann", "token-2")]
+        assert fleet.started[0][2].ended
+        fleet.started[1][2].over.set()  # its trial ends: it does not join it again
+        until(lambda: not helpers.busy)
+        helpers.assign({"ann": "t2"}, {"t2": "token-2"})
+        helpers.assign({}, {})
+        assert len(fleet.started) == 2
+        fleet.broken = True
+        helpers.assign({"ben": "t3"}, {"t3": "token-3"})
+        until(lambda: "ben cannot help t3: no such machine" in told)
+    finally:
+        helpers.close()
+
+
+# -- checkpoints ----------------------------------------------------------------------------------------
+
+
+def make_run(folder: Path, step: int) -> Path:
+    for name in ("manifest.json", "events.jsonl", "keys.json", "token"):
+        (folder / name).write_text(name)
+    (folder / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+    (folder / "checkpoints" / f"step-{step:08d}" / "weights").write_text(str(step))
+    return folder
+
+
+def test_what_is_handed_over_is_whole_new_and_without_secrets(tmp_path: Path) -> None:
+    run, storage = tmp_path / "run", tmp_path / "storage" / "trial-1"
+    run.mkdir()
+    assert handed_over(storage) is None
+    for step in (5, 10):
+        hand_over(make_run(run, step), step, storage)
+    found = handed_over(storage)
+    assert found == storage / "step-00000010"
+    assert [path.name for path in storage.iterdir()] == ["step-00000010"]
+    names = {path.relative_to(found).as_posix() for path in found.rglob("*") if path.is_file()}
+    assert names == {"manifest.json", "events.jsonl", "checkpoints/step-00000010/weights"}
+    # A checkpoint that has been removed meanwhile leaves the last one in place.
+    assert hand_over(run, 15, storage) is None
+    assert handed_over(storage) == found
+    assert len(list(storage.iterdir())) == 1
