@@ -30,7 +30,6 @@ from support.fleet import JOB, Fleet
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.alone,
     pytest.mark.skipif(CHROMIUM is None, reason="needs the Debian package chromium"),
 ]
 EVIL = "<img src=x onerror=window.evil=1>"
@@ -108,6 +107,7 @@ def open_many(port: int, count: int, stack: contextlib.ExitStack) -> None:
         stack.enter_context(socket.create_connection(("127.0.0.1", port), 10))
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(120)  # three processes with torch start
 def test_a_run_is_followed_and_a_killed_guest_is_shown_as_gone(browser: Browser, tmp_path: Path) -> None:
     stop = tmp_path / "stop"
@@ -158,6 +158,7 @@ def test_a_run_is_followed_and_a_killed_guest_is_shown_as_gone(browser: Browser,
         assert all(address.startswith((url, "data:")) for address in browser.requests)
 
 
+@pytest.mark.alone
 def test_a_day_of_events_is_painted_at_once_and_updates_come_within_a_second(browser: Browser, day: Path) -> None:
     log = day / "events.jsonl"
     page = WebPage(Serving(events=str(log), address="127.0.0.1", port=0, secret="s" * 24, loopback=True))

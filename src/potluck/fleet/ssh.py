@@ -119,9 +119,8 @@ class SshFleet:
     def run(self, machine: str, words: Sequence[str], log: Path, **more: Any) -> RemoteTask:
         """Start `python WORDS` there, with this Potluck; `more` as for `AgentLink.run`."""
         reached = self.prepare(machine)
-        variables = (
-            bootstrap.variables(reached.facts) if self._machines[machine].ssh else bootstrap.variables_here()
-        )
+        here = not self._machines[machine].ssh
+        variables = bootstrap.variables_here() if here else bootstrap.variables(reached.facts, own=reached.own)
         task = reached.link.run([self._python(reached), *words], log, env=variables, **more)
         if task.pid is None:
             ended = task.wait(0.0)
