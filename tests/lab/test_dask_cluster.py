@@ -53,7 +53,7 @@ address, script, runs, until, bind = sys.argv[1:]
 fleet = potluck.dask.Fleet(Client(address))
 with fleet.start(script, [until], runs=runs, options=["--bind", bind, "--device", "paced:0.01"]) as run:
     for event in run.events():
-        print(to_json(event), flush=True)
+        print(to_json(event).decode(), flush=True)
 print("checkpoint", run.result().checkpoint, flush=True)
 """
 
