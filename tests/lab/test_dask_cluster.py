@@ -87,7 +87,8 @@ def test_workers_of_other_machines_take_part_and_one_is_lost(tmp_path: Path) -> 
 
         def told(kind: str) -> list[str]:
             lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
-            return [event["machine"] for event in lines if event["event"] == kind]
+            # On a busy box one may be lost and come again, as ben-2.
+            return [event["machine"].partition("-")[0] for event in lines if event["event"] == kind]
 
         wait_for(lambda: set(told("guest_joined")) == {"ann", "ben"} or driver.poll() is not None, log)
         workers["ben"].kill()

@@ -261,6 +261,7 @@ def sweep_results(
             storage_path=str(settings.storage),
             callbacks=[callback],
             failure_config=tune.FailureConfig(max_failures=MOST_STARTS),
+            checkpoint_config=tune.CheckpointConfig(num_to_keep=2),
             verbose=0,
         ),
     )
