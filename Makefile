@@ -41,12 +41,14 @@ PACKAGES := chromium fish iproute2 munge nftables openssh-client openssh-server 
 # interpreter is gone, or whose folder was moved is not taken for a sound one.
 SOUND := $(shell test "`cat $(STAMP) 2>/dev/null`" = "$(CURDIR)" && $(BIN)/python -c "" 2>/dev/null && echo yes)
 
-.PHONY: help setup train test quick dist test-elsewhere bench stress pins system-packages clean remove-unsound-venv
+.PHONY: help setup train test quick docs lessons dist test-elsewhere bench stress pins system-packages clean remove-unsound-venv
 
 help:
 	@echo "make train   train a small GPT here, with one local guest (ARGS=... is passed on)"
 	@echo "make test    everything CI runs: ruff, mypy, pytest (ARGS=... goes to pytest)"
 	@echo "make quick   ruff, mypy and the tests of the pure parts, in a minute"
+	@echo "make docs    build the documentation as a site: build/docs/index.html"
+	@echo "make lessons run every command of the lessons and compare what they show (ARGS=--write renews it; ARGS=2)"
 	@echo "make dist    build the wheel and the sdist into dist/"
 	@echo "make test-elsewhere  the same as others would run it: another processor, locale, user, folder, a busy"
 	@echo "             machine; two passes (ARGS=\"--pass busy\"; ARGS=--help)"
@@ -114,6 +116,14 @@ test: $(TOOLS)
 quick: $(TOOLS)
 	$(CHECKS)
 	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 -m "not slow and not alone" $(QUICK) $(ARGS)
+
+docs: $(TOOLS)
+	rm -rf build/docs
+	$(BIN)/python -m sphinx -W --keep-going -q -E -c docs/site -d build/doctrees . build/docs
+	@echo "open build/docs/index.html"
+
+lessons: $(TOOLS)
+	$(BIN)/python docs/lessons.py --slow $(ARGS)
 
 dist: $(TOOLS)
 	rm -rf build dist

@@ -72,7 +72,7 @@ def picture(browser: Browser, file: Path) -> None:
     """What is seen without scrolling, with 256 colours: a third of the size."""
     browser.picture(file, whole=False)
     with Image.open(file) as image:
-        image.convert("RGB").quantize(256).save(file, optimize=True)
+        image.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE).save(file, optimize=True)
 
 
 class Silent(http.server.BaseHTTPRequestHandler):

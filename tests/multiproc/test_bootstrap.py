@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
-from potluck.fleet import bootstrap, installer
+from potluck.fleet import agent, bootstrap, installer
+from potluck.fleet.hostfiles import NamedMachine
 from potluck.fleet.remote import words_of
+from potluck.spec.remote import RemoteFacts
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="machines of a fleet are POSIX systems")
 
@@ -35,9 +37,9 @@ def plan_in(folder: Path, **changed: Any) -> dict[str, Any]:
     return {**plan, **changed}
 
 
-def installing(plan: dict[str, Any], folder: Path) -> subprocess.Popen[str]:
+def installing(plan: dict[str, Any], folder: Path, python: str = sys.executable) -> subprocess.Popen[str]:
     env = {**os.environ, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(folder), "PIP_CONFIG_FILE": os.devnull}
-    command = [sys.executable, *words_of(installer, plan)]
+    command = [python, *words_of(installer, plan)]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -68,6 +70,36 @@ def test_two_at_once_make_one_environment_with_the_hosts_versions(tmp_path: Path
     )
     assert shown.stdout.split() == ["1.0", str(code / "potluck" / "__init__.py")], shown.stderr
     assert not list(Path(plan["cache"]).glob("*.whl"))
+
+
+def _other_pythons() -> list[str]:
+    """An interpreter of each other version that fits, where there are any."""
+    places = [*os.environ["PATH"].split(os.pathsep), *map(str, Path.home().glob(".pyenv/versions/*/bin"))]
+    here = sys.version_info[1]
+    names = [f"python3.{minor}" for minor in range(11, 16) if minor != here]
+    found = [next((p for place in places if os.access(p := f"{place}/{name}", os.X_OK)), None) for name in names]
+    # pyenv's shims are there for versions that it does not offer.
+    return [p for p in found if p and not subprocess.run([p, "-c", "import ssl"], capture_output=True).returncode]
+
+
+OTHERS = _other_pythons()
+
+
+@pytest.mark.skipif(not OTHERS, reason="there is only one Python that is new enough")
+def test_other_versions_of_python_are_looked_at_and_installed_into(tmp_path: Path) -> None:
+    tiny_wheel(tmp_path, "1.0")
+    needs = bootstrap.FleetNeeds(imports={}).of(NamedMachine(cache=str(tmp_path / "none")))
+    for python in OTHERS:
+        looked = subprocess.run([python, *words_of(agent, needs)], input="", capture_output=True, text=True)
+        facts = RemoteFacts(**json.loads(looked.stdout.removeprefix(agent.HELLO)))
+        assert python.rpartition("python")[2] in facts.python
+        assert facts.env.endswith(f"-py{python.rpartition('python')[2]}")
+    plan = plan_in(tmp_path)
+    process = installing(plan, tmp_path, OTHERS[-1])
+    text = process.communicate(timeout=60)[0]
+    assert process.returncode == 0, text
+    shown = [Path(plan["env"]) / "bin" / "python", "-c", "import tiny_thing; print(tiny_thing.version)"]
+    assert subprocess.run(shown, capture_output=True, text=True).stdout == "1.0\n"
 
 
 UV = """#!/bin/sh

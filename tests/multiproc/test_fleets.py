@@ -222,6 +222,21 @@ def test_closing_a_fleet_ends_its_guests(kind: str, tmp_path: Path, name: str, n
     wait_until(lambda: not processes_with(name), 3)
 
 
+def test_two_launchers_on_one_machine_do_not_disturb_each_other(
+    kind: str, fleet: GuestFleet, tmp_path: Path, name: str, nobody: str
+) -> None:
+    other = FLEETS[kind](tmp_path)
+    guests = [
+        made.start(made.machines()[0], nobody, GuestSettings(name=f"{name}-{n}"), tmp_path / f"{n}.log")
+        for n, made in enumerate((fleet, other))
+    ]
+    wait_until(lambda: all(processes_with(f"--name\0{name}-{n}") for n in range(2)))
+    other.close()
+    assert guests[1].wait(0.0) is not None
+    assert guests[0].wait(0.5) is None
+    assert processes_with(f"--name\0{name}-0")
+
+
 def test_a_guest_does_not_outlive_a_killed_launcher(kind: str, tmp_path: Path, name: str, nobody: str) -> None:
     path = [str(Path(__file__).parent), str(Path(__file__).parents[1]), str(SOURCE)]
     text = LAUNCHER.format(path=path, make=FLEETS[kind].__name__, folder=str(tmp_path), name=name)

@@ -62,17 +62,25 @@ def test_a_run_with_a_flapping_guest_and_a_broken_machine_is_stopped_by_ctrl_c(
     tmp_path: Path, machines: sshd.SshMachines
 ) -> None:
     machines.add("laptop")
-    machines.add("attic", authorized=False)
+    attic = machines.add("attic", authorized=False)
     with Processes(tmp_path / "up") as processes:
-        up = started(processes, machines, "laptop", "attic", "--", *SMALL, "--steps", "1000000")
+        up = started(processes, machines, "laptop", "attic", "--keep-trying", "--", *SMALL, "--steps", "1000000")
         up.wait_for_text(r"here +│ \* laptop .*joined", 150)
         assert "[attic]" in up.stdout()
         assert "it takes none of your keys" in up.stdout()
+        # The other one can be used later, and then takes part.
+        assert not re.search(r"\* attic .*joined", up.stdout())
+        (attic.folder / "authorized_keys").write_text(machines.key.with_suffix(".pub").read_text())
+        up.wait_for_text(r"here +│ \* attic .*joined", 150)
         # The link flaps: the guest there ends, and another one takes its place.
         (link,) = [
             pid for pid, words in ours(machines.folder).items() if "BatchMode" in words and " laptop " in words
         ]
-        (guest,) = [pid for pid, words in ours(machines.folder).items() if "potluck join" in words]
+        (guest,) = [
+            pid
+            for pid, words in ours(machines.folder).items()
+            if "potluck join" in words and "--name laptop" in words
+        ]
         sshd.kill(link)
         up.wait_for_text(r"laptop +│ is started again", 40)
         wait_until(lambda: not Path(f"/proc/{guest}").exists(), 10, "the guest outlived its connection")
@@ -89,7 +97,8 @@ def test_a_run_with_a_flapping_guest_and_a_broken_machine_is_stopped_by_ctrl_c(
         assert "stopping" in logs["here.log"]
         token = (run / "token").read_text().strip()
         assert token not in output + "".join(logs.values())
-        assert "the first error was on laptop: the connection to laptop was closed" in output
+        assert "the first error was on attic: attic: it takes none of your keys" in output
+        assert "the connection to laptop was closed" in output
         assert not list((tmp_path / "up" / "runs").glob(".up-*"))
     wait_until(lambda: not ours(tmp_path), 5, f"left behind: {ours(tmp_path)}")
 

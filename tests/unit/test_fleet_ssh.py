@@ -20,7 +20,7 @@ from potluck.errors import MachineError
 from potluck.fleet import agent, bootstrap
 from potluck.fleet.bootstrap import FleetNeeds
 from potluck.fleet.hostfiles import NamedMachine
-from potluck.fleet.remote import redacted, words_of
+from potluck.fleet.remote import AgentLink, redacted, words_of
 from potluck.fleet.ssh import SshFleet, _shell_line, ssh_command
 from potluck.spec.facts import SshHost
 from potluck.spec.finding import BLOCKER
@@ -149,6 +149,34 @@ def test_a_fleet_is_closed_at_once_while_a_machine_does_not_answer(tmp_path: Pat
     thread.join()
     assert time.monotonic() - began < 4
     assert failed
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="macOS has its own program for this")
+def test_a_machine_is_kept_awake_while_something_runs_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inhibits = tmp_path / "systemd-inhibit"
+    inhibits.write_text(f'#!/bin/sh\necho $$ "$@" > {tmp_path}/asked\nexec cat\n')
+    inhibits.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    needs = FleetNeeds(imports={}).of(NamedMachine(cache=str(tmp_path / "cache")))
+    link = AgentLink("desk", [sys.executable, *words_of(agent, needs)])
+    try:
+        assert link.greet(30) is not None
+        task = link.run(["sleep", "600"], tmp_path / "log", awake=True)
+        deadline = time.monotonic() + 20
+        while not (tmp_path / "asked").exists() or not (tmp_path / "asked").read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        pid, *words = (tmp_path / "asked").read_text().split()
+        assert "--what=sleep:idle" in words
+        assert Path(f"/proc/{pid}").exists()
+        task.end(0.0)
+        while Path(f"/proc/{pid}").exists():
+            assert time.monotonic() < deadline, "it keeps the machine awake for nothing"
+            time.sleep(0.01)
+    finally:
+        link.close()
 
 
 def facts(**changed: object) -> RemoteFacts:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
@@ -26,7 +27,7 @@ from potluck.web.guest_page import GuestPage
 from potluck.web.opening import WebPage, place_of
 from potluck.web.server import PageServer, Refused, checked_path
 from potluck.web.serving import Serving
-from potluck.web.state import PageState
+from potluck.web.state import GuestNow, PageState, Pulse
 from support import sample_events as sample
 
 SECRET = "s" * 24
@@ -219,6 +220,37 @@ def test_updates_are_sent_to_a_page_that_is_open(page: WebPage, folder: Path) ->
 def data_of(line: bytes) -> dict[str, Any]:
     """An update in a line of the stream; empty in other lines."""
     return dict(json.loads(line[6:])) if line.startswith(b"data: ") else {}
+
+
+def test_pulses_that_cannot_be_read_are_passed_over(page: WebPage) -> None:
+    now = GuestNow(state="late", doing="has 8 samples to compute", heard_s=1.5)
+    good = msgspec.json.encode(Pulse(guests={"laptop": now, "a guest that is not there": now}))
+    bad = [
+        b"",
+        b"\xff\xfe\x00",
+        good[:40],
+        b"null",
+        b'{"guests": 5}',
+        b'{"guests": {"laptop": {"state": 1}}}',
+        b"x" * 10**6,
+    ]
+    assert page._process.stdin is not None
+    for line in (*bad, good):
+        page._process.stdin.write(line + b"\n")
+    page._process.stdin.flush()
+    deadline = time.monotonic() + 10
+    while (laptop := json.loads(get(port_of(page), f"/{SECRET}/status.json")[2])["machines"][1])["heard_s"] is None:
+        assert time.monotonic() < deadline
+    assert (laptop["name"], laptop["state"], laptop["reason"]) == ("laptop", "late", "has 8 samples to compute")
+
+
+def test_the_first_page_says_what_would_help(tmp_path: Path) -> None:
+    slow = sample.machine("laptop", 2, rate=20.0, link_bytes_per_s=2e6)
+    folder = sample.write(tmp_path, [sample.run_start(), sample.step(1, machines=[sample.host(30), slow])])
+    follower = Follower(folder / "events.jsonl", PageState)
+    assert follower.read()
+    assert PageServer(follower, SECRET, loopback=True)._page().advice
+    follower.close()
 
 
 def test_the_port_of_somebody_else_is_an_error_that_says_so(folder: Path) -> None:

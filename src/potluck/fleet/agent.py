@@ -279,6 +279,7 @@ def facts(wanted: dict[str, Any]) -> dict[str, Any]:
         "gpus": _gpus(path),
         "wsl": "microsoft" in platform.release().lower(),
         "cache": cache,
+        "pythonpath": os.environ.get("PYTHONPATH", ""),
         "box": _read("/proc/sys/kernel/random", "boot_id") or platform.node(),
     }
     found.update(_disk(cache))

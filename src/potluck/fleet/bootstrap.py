@@ -153,9 +153,10 @@ def install_words(facts: RemoteFacts, wanted: FleetNeeds, *, make_env: bool) -> 
     return [facts.executable, *words_of(installer, plan)]
 
 
-def variables(facts: RemoteFacts) -> dict[str, str]:
-    """The environment in which Potluck is found on a machine."""
-    return {"PYTHONPATH": f"{facts.cache}/{code_name()}", "PYTHONUNBUFFERED": "1", "PYTHONUTF8": "1"}
+def variables(facts: RemoteFacts, *, own: bool) -> dict[str, str]:
+    """The environment in which Potluck is found on a machine. An interpreter of its own keeps its PYTHONPATH."""
+    path = [f"{facts.cache}/{code_name()}", *([facts.pythonpath] if own and facts.pythonpath else [])]
+    return {"PYTHONPATH": ":".join(path), "PYTHONUNBUFFERED": "1", "PYTHONUTF8": "1"}
 
 
 def variables_here() -> dict[str, str]:

@@ -39,6 +39,8 @@ OPTIONS = (
     *("-o", "ForwardX11=no", "-o", "ForwardAgent=no", "-o", "ClearAllForwardings=yes"),
 )
 _PLACES = ("$HOME/.local/bin/python3", "/opt/homebrew/bin/python3", "/usr/local/bin/python3")
+# Machines are looked at in threads; msgspec 0.22 may crash if two decode a class for the first time together.
+msgspec.json.Decoder(RemoteFacts)
 _NEW_ENOUGH = "import sys;sys.exit(sys.version_info<(3,11))"
 
 
@@ -119,9 +121,8 @@ class SshFleet:
     def run(self, machine: str, words: Sequence[str], log: Path, **more: Any) -> RemoteTask:
         """Start `python WORDS` there, with this Potluck; `more` as for `AgentLink.run`."""
         reached = self.prepare(machine)
-        variables = (
-            bootstrap.variables(reached.facts) if self._machines[machine].ssh else bootstrap.variables_here()
-        )
+        here = not self._machines[machine].ssh
+        variables = bootstrap.variables_here() if here else bootstrap.variables(reached.facts, own=reached.own)
         task = reached.link.run([self._python(reached), *words], log, env=variables, **more)
         if task.pid is None:
             ended = task.wait(0.0)

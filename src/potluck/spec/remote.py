@@ -34,6 +34,8 @@ class RemoteFacts(Struct, frozen=True, kw_only=True):
     free_bytes: int
     noexec: bool
     """Whether files of the cache's file system may not be executed."""
+    pythonpath: str = ""
+    """The variable PYTHONPATH there, with which `lacks` was found."""
     box: str = ""
     """The same for all names of one machine, also for containers on it."""
     write_error: str = ""

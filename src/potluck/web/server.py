@@ -125,7 +125,6 @@ class PageServer:
         """Read the log and send the open pages what is new, until `stop`; then once more."""
         while self._follower.read():
             await asyncio.sleep(0)
-        self._advise()
         self._loaded.set()
         updated = 0.0
         while not self._stopping:
@@ -149,6 +148,7 @@ class PageServer:
         self._stopping = self._news = True
 
     def _page(self, *, steps_after: int = 0) -> Page:
+        self._advise()
         return self._follower.state.page(live=True, steps_after=steps_after, advice=self._advice)
 
     def _advise(self) -> None:
@@ -166,7 +166,6 @@ class PageServer:
             return
         if not self._sent.kind or self._news:
             self._news = False
-            self._advise()
             changed = self._changed()
         else:
             machines = self._follower.state.machines()

@@ -1,0 +1,90 @@
+"""DDP from the inside: torchrun --standalone --nproc-per-node 2 examples/learn/inside.py --steps 3
+
+Each rank prints its own loss, the mean of all ranks' losses and the sum of its weights. Rank 0 prints the buckets
+in which DDP sent the gradients. `--alone` leaves DDP out, `--profile` shows what torch's profiler sees.
+"""
+
+import argparse
+import time
+
+import torch
+import torch.distributed as dist
+from guess import verdict
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+
+options = argparse.ArgumentParser()
+options.add_argument("--steps", type=int, default=1)
+options.add_argument("--bucket-mb", type=float, default=25, help="DDP's bucket_cap_mb")
+options.add_argument("--alone", action="store_true", help="do not average the gradients")
+options.add_argument("--profile", action="store_true")
+options.add_argument("--guess", type=float, help="number of buckets that you expect")
+args = options.parse_args()
+
+torch.set_num_threads(1)
+dist.init_process_group("potluck")
+rank = dist.get_rank()
+torch.manual_seed(1)  # the same weights at the beginning
+layers = [layer for _ in range(8) for layer in (nn.Linear(512, 512), nn.ReLU())]  # 8 × 1.05 MB of gradients
+model = nn.Sequential(*layers, nn.Linear(512, 10))
+trained = model if args.alone else DistributedDataParallel(model, bucket_cap_mb=args.bucket_mb)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.Generator().manual_seed(100 + rank)  # other samples on every rank
+
+buckets: list[tuple[float, int]] = []
+if not args.alone:
+
+    def watch(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Notes when a bucket is ready and how large it is, then does what DDP would have done."""
+        buckets.append((time.perf_counter(), bucket.buffer().nbytes))
+        return allreduce_hook(None, bucket)
+
+    trained.register_comm_hook(None, watch)
+
+
+def step() -> tuple[float, float, float]:
+    """One step. Returns this rank's loss, and when backward began and ended."""
+    x, y = torch.randn(32, 512, generator=data), torch.randint(10, (32,), generator=data)
+    buckets.clear()
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(trained(x), y)
+    begin = time.perf_counter()
+    loss.backward()
+    end = time.perf_counter()
+    optimizer.step()
+    return loss.item(), begin, end
+
+
+def say(text: str) -> None:
+    """Prints what each rank has to say, in their order."""
+    texts: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, text)
+    if rank == 0:
+        print(*texts, sep="\n", flush=True)
+
+
+for number in range(1, args.steps + 1):
+    own, begin, end = step()
+    mean = torch.tensor(own)
+    dist.all_reduce(mean)
+    mean /= dist.get_world_size()
+    weights = sum(parameter.double().sum().item() for parameter in model.parameters())
+    say(f"step {number} rank {rank}: loss {own:.4f}, mean loss {mean:.4f}, weights {weights:.9f}")
+
+if rank == 0 and buckets:
+    for at, size in buckets:
+        print(f"bucket of {size / 1e6:5.2f} MB, ready after {(at - begin) / (end - begin):4.0%} of backward")
+    print(f"{len(buckets)} buckets, {sum(size for _, size in buckets) / 1e6:.2f} MB of gradients")
+    if args.guess is not None:
+        print(verdict(args.guess, len(buckets)))
+
+if args.profile:
+    with profile(activities=[ProfilerActivity.CPU]) as prof:
+        step()
+    if rank == 0:
+        for event in prof.key_averages():
+            if event.key.startswith("potluck:all_reduce"):
+                print(f"{event.key:28} {event.count:3} calls  {event.cpu_time_total / 1e3:8.1f} ms")
+dist.destroy_process_group()

@@ -1,0 +1,72 @@
+"""The documentation as a site: it builds without a warning, has no dead link, and fetches nothing from outside."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import unquote, urldefrag
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+pytest.importorskip("sphinx", reason='needs pip install "potluck[docs]"')
+pytest.importorskip("furo", reason='needs pip install "potluck[docs]"')
+LIMIT_S = 280
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT_S + 20)]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built as `make docs` builds it."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    (arguments,) = re.findall(r"-m sphinx (.*) -d build/doctrees \. build/docs$", makefile, re.M)
+    folder = tmp_path_factory.mktemp("site")
+    places = ["-d", str(folder / "trees"), ".", str(folder / "docs")]
+    command = [sys.executable, "-m", "sphinx", *arguments.split(), *places]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return folder / "docs"
+
+
+def test_every_link_and_picture_is_there(site: Path) -> None:
+    """Those of pages, and those of raw HTML, which Sphinx does not look at."""
+    pages = {page: page.read_text(encoding="utf-8") for page in site.rglob("*.html")}
+    assert len(pages) > 80
+    ids = {page: set(re.findall(r'\bid="([^"]+)"', text)) for page, text in pages.items()}
+    lost = []
+    for page, text in pages.items():
+        for link in re.findall(r'(?:href|src)="([^"]*)"', text):
+            if re.match(r"\w+:", link):
+                continue
+            name, anchor = urldefrag(link)
+            target = (page.parent / unquote(name.partition("?")[0])).resolve() if name else page
+            if not target.is_file() or (anchor and target.suffix == ".html" and unquote(anchor) not in ids[target]):
+                lost.append(f"{page.relative_to(site)}: {link}")
+    assert not lost
+
+
+def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
+    fetched = re.compile(r'(?:src="|<link[^>]*href="|url\(|@import )["\']?(?:https?:)?//')
+    files = [*site.rglob("*.html"), *site.rglob("*.css")]
+    assert not [path.name for path in files if fetched.search(path.read_text(encoding="utf-8"))]
+
+
+def test_the_search_finds_a_lesson(site: Path) -> None:
+    index = (site / "searchindex.js").read_text(encoding="utf-8")
+    found = json.loads(index.removeprefix("Search.setIndex(").removesuffix(")"))
+    numbers = found["terms"]["straggler"]
+    names = {found["docnames"][number] for number in (numbers if isinstance(numbers, list) else [numbers])}
+    assert "docs/learn/6-stragglers" in names
+
+
+def test_every_page_is_in_the_contents(site: Path) -> None:
+    """Sphinx warns of pages that are in no table of contents; this is for those that it was not told of."""
+    pages = {path.relative_to(ROOT).with_suffix("") for path in (ROOT / "docs").rglob("*.md")}
+    assert not [page for page in pages if not (site / page).with_suffix(".html").exists()]
+    front = (site / "docs" / "index.html").read_text(encoding="utf-8")
+    assert "Two machines" in front
+    assert "Lessons" in front
