@@ -53,14 +53,15 @@ torch.manual_seed(1)
 points = torch.randn(5000, 32)
 run = potluck.start()
 # 3.3 M parameters, 13.2 MB of gradients: those of the rig's own workload.
-model = nn.Sequential(nn.Linear(32, 1270), nn.Tanh(), nn.Linear(1270, 1270), nn.Tanh(), nn.Linear(1270, 1270), nn.Tanh(),
-                      nn.Linear(1270, 10)).to(run.device)
+sizes = (32, 1270, 1270, 1270)
+layers = [layer for a, b in zip(sizes, sizes[1:]) for layer in (nn.Linear(a, b), nn.Tanh())]
+model = nn.Sequential(*layers, nn.Linear(1270, 10)).to(run.device)
 optimizer = torch.optim.SGD(model.parameters(), lr=options.lr)
-loader = DataLoader(TensorDataset(points, points[:, :10].argmax(1)), %d, shuffle=True)
+loader = DataLoader(TensorDataset(points, points[:, :10].argmax(1)), 90, shuffle=True)
 for step in run.steps(model, optimizer, loader, steps=options.steps):
     for batch, labels in step:
         step.backward(nn.functional.cross_entropy(model(batch), labels))
-""" % BATCH
+"""
 
 PLAIN = """
 # Dask as people use it: a trial is a task, and Dask decides where and when it runs.
@@ -73,8 +74,8 @@ def trial(number, words):
 
 if __name__ == "__main__":
     address, script, steps, runs, count = sys.argv[1:]
-    words = [sys.executable, "-m", "potluck", "host", script, "--runs", runs, "--view", "quiet", "--bind", "127.0.0.1",
-             "--threads", "1", "--", "--steps", steps]
+    words = [sys.executable, "-m", "potluck", "host", script, "--runs", runs, "--view", "quiet"]
+    words += ["--bind", "127.0.0.1", "--threads", "1", "--checkpoint-every", "0", "--", "--steps", steps]
     client = Client(address)
     began = time.monotonic()
     futures = client.map(trial, range(int(count)), words=words, pure=False)
@@ -85,7 +86,7 @@ if __name__ == "__main__":
 
 def environment(machine: Any = None) -> dict[str, str]:
     own = {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
-    own |= {"RAY_raylet_start_wait_time_s": "240"}
+    own |= {"RAY_raylet_start_wait_time_s": "240", "RAY_worker_niceness": "0"}
     if machine is not None:
         own |= {"POTLUCK_DEVICE": f"paced:{machine.seconds_per_sample}", "POTLUCK_NAME": machine.name}
     return {**os.environ, **own}
@@ -156,16 +157,17 @@ def makespan_s(mode: str, steps: int) -> float:
                 words += [str(folder / "runs"), str(TRIALS)]
             else:
                 rates = ",".join(str(0.01 + n / 1000) for n in range(TRIALS))
-                words = [sys.executable, "-m", "potluck", "sweep", str(folder / "train.py"), "--param", f"lr={rates}"]
-                words += ["--engine", engine, "--address", address, "--runs", str(folder / "runs"), "--json"]
-                words += ["--share" if shared else "--no-share", "--checkpoint-every", "0", "--", "--steps", str(steps)]
+                words = [sys.executable, "-m", "potluck", "sweep", str(folder / "train.py"), "--json"]
+                words += ["--param", f"lr={rates}", "--engine", engine, "--address", address]
+                words += ["--runs", str(folder / "runs"), "--checkpoint-every", "0"]
+                words += ["--share" if shared else "--no-share", "--", "--steps", str(steps)]
             log = folder / "driver"
             driver = box.start(rig.host.name, words, env=environment(), log=log)
             status = driver.wait()
             text = log.read_text()
             if status:
                 raise SystemExit(f"{mode}: status {status}\n{text[-4000:]}")
-            found = json.loads(text[text.index("{") :])
+            found = json.JSONDecoder().raw_decode(text[text.index('{"seconds"' if mode == "dask" else "{\n") :])[0]
             assert len(found["trials"]) == TRIALS
             if shared:
                 print(*(line for line in text.splitlines() if "helps" in line), sep="\n", file=sys.stderr)

@@ -108,6 +108,7 @@ def open_many(port: int, count: int, stack: contextlib.ExitStack) -> None:
 
 
 @pytest.mark.alone
+@pytest.mark.timeout(120)  # three processes with torch start
 def test_a_run_is_followed_and_a_killed_guest_is_shown_as_gone(browser: Browser, tmp_path: Path) -> None:
     stop = tmp_path / "stop"
     with Fleet(tmp_path) as fleet, contextlib.ExitStack() as stack:

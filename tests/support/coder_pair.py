@@ -136,7 +136,7 @@ class Pair:
         return self.feeding.pieces
 
     def coded(self) -> bool:
-        return all(version == self.coder.version for version in self.coder.versions)
+        return all(piece.version == self.coder.version for piece in self.state)
 
     def fed(self) -> bool:
         """The guest has taken all that there is."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from potluck.errors import NetworkError, RefusedError
 from potluck.hub import link as links
-from potluck.hub.link import HANG_UPS_BELIEVED, GuestLink
+from potluck.hub.link import HANG_UPS_BELIEVED, GuestLink, LinkTimes
 from potluck.spec.messages import HelloMessage, RefuseMessage, Source, WelcomeMessage
 from potluck.wire.frames import pack
 from potluck.wire.reach import NobodyListensError
@@ -107,6 +108,22 @@ def test_a_guest_of_the_run_that_is_hung_up_on_comes_back(sockets: Sockets) -> N
         time.sleep(0.01)
     assert (sockets.made, link.failure) == (3, None)
     link.close()
+
+
+def test_a_host_that_says_nothing_is_told_of_and_then_looked_for_again(sockets: Sockets) -> None:
+    sockets.outcomes = [None]
+    link = GuestLink(TOKEN, HelloMessage(), times=LinkTimes(notice_s=0.05, silence_s=0.2))
+    heard: list[str] = []
+    back = threading.Event()
+    link.missing = lambda seconds: heard.append("missing")
+    link.lost = lambda: heard.append("lost")
+    link.found = lambda: heard.append("found")
+    link.back = back.set
+    link.connect(timeout_s=10)
+    assert back.wait(10)
+    link.close()
+    assert heard[:3] == ["missing", "lost", "found"]
+    assert (LinkTimes().notice_s, LinkTimes().silence_s) == (5.0, 10.0)  # as docs/reference/protocol.md says
 
 
 @pytest.mark.parametrize("took_part", [True, False])

@@ -276,6 +276,36 @@ def test_a_host_with_cores_to_spare_reads_pieces_side_by_side(monkeypatch: pytes
     assert threads <= {f"potluck-coder_{n}" for n in range(4)}
 
 
+def test_messages_that_are_made_side_by_side_are_sent_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where later ones are done first, and an update or a newcomer comes in between."""
+    threads: set[str] = set()
+
+    def uneven(*given: Any) -> Any:
+        threads.add(threading.current_thread().name)
+        time.sleep(0.002 * (len(threads) % 3))
+        return to_wire(*given)
+
+    monkeypatch.setattr(host_coder, "usable_cores", lambda: 16)
+    monkeypatch.setattr(host_coder, "to_wire", uneven)
+    with Pair("thin").running() as pair:
+        pair.sync()
+        wholes = pair.wholes
+        for _ in range(4):
+            pair.update()
+            pair.sync()
+            pair.check_same_bits()
+        assert pair.wholes == wholes
+        assert pair.changes == 4 * pair.pieces
+        for number in range(20):
+            pair.coder.code_change()
+            time.sleep(0.0007 * (number % 5))
+            pair.update()
+        pair.sync()
+        pair.check_same_bits()
+    assert len(threads) > 1
+    assert threads <= {f"potluck-coder_{n}" for n in range(4)}
+
+
 def test_the_codec_of_changes_can_change_with_each_version() -> None:
     """The replica is what both hold, whatever codec brought them there."""
     with Pair("int4").running() as pair:

@@ -28,7 +28,8 @@ def on_linux(monkeypatch: pytest.MonkeyPatch, *installed: str) -> None:
 
 def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     on_linux(monkeypatch, "torchft")
-    assert peers.available() == {"hivemind": "hivemind is not installed", "torchft": None}
+    missing = dict.fromkeys(("ray-ps-sync", "ray-ps-async"), "ray is not installed")
+    assert peers.available() == {"hivemind": "hivemind is not installed", "torchft": None, **missing}
 
 
 def test_elsewhere_the_reason_is_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,6 +38,8 @@ def test_elsewhere_the_reason_is_the_machine(monkeypatch: pytest.MonkeyPatch) ->
     assert peers.available() == {
         "hivemind": "hivemind is not installed",
         "torchft": "torchft is published for x86-64 only, this is aarch64",
+        "ray-ps-sync": "ray is not installed",
+        "ray-ps-async": "ray is not installed",
     }
     on_linux(monkeypatch, "hivemind", "torchft")
     monkeypatch.setattr(sys, "platform", "darwin")
@@ -44,11 +47,12 @@ def test_elsewhere_the_reason_is_the_machine(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_command_names_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_linux(monkeypatch, "hivemind", "torchft")
+    on_linux(monkeypatch, "hivemind", "torchft", "ray")
     for name in peers.NAMES:
         words = peers.command(name, Path("spec.json"), 1)
-        assert words == ["-m", f"potluck.lab.{name}_worker", "--spec", "spec.json", "--rank", "1"]
-        assert (SOURCE / "potluck" / "lab" / f"{name}_worker.py").exists()
+        module = "ray_ps" if name.startswith("ray") else name
+        assert words == ["-m", f"potluck.lab.{module}_worker", "--spec", "spec.json", "--rank", "1"]
+        assert (SOURCE / "potluck" / "lab" / f"{module}_worker.py").exists()
         assert peers.note(name)
 
 

@@ -5,18 +5,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from potluck.errors import ConfigError, MachineError
 from potluck.fleet.interface import GuestEnd, GuestSettings
 from potluck.fleet.script import Script
+from potluck.fleet.sealed import KeyPair, seal
 from potluck.sweep import outcome
 from potluck.sweep.helpers import Helpers
 from potluck.sweep.sharing import helping
 from potluck.sweep.spec import (
     SweepWork,
     Trial,
+    TrialNews,
     TrialResult,
     best_of,
     check_options,
@@ -24,6 +28,7 @@ from potluck.sweep.spec import (
     trials_of,
 )
 from potluck.sweep.trial import hand_over, handed_over
+from potluck.sweep.tune import TrialWatch, machine_shape
 
 
 def test_parameters_are_read_as_what_they_spell() -> None:
@@ -211,6 +216,54 @@ def test_helpers_join_change_and_go_back(tmp_path: Path) -> None:
         until(lambda: "ben cannot help t3: no such machine" in told)
     finally:
         helpers.close()
+
+
+# -- with Ray Tune --------------------------------------------------------------------------------------
+
+
+class PretendNodes(PretendFleet):
+    """Two nodes of a Ray cluster."""
+
+    def nodes(self) -> dict[str, dict[str, str]]:
+        return {"ann": {"NodeID": "1" * 56}, "ben": {"NodeID": "2" * 56}}
+
+
+def news(keys: KeyPair, **more: object) -> dict[str, str]:
+    told = TrialNews(token=seal("token-1", keys.public), **more)  # type: ignore[arg-type]
+    return {"potluck_node": "1" * 56, "potluck_news": msgspec.json.encode(told).decode()}
+
+
+def test_an_idle_node_helps_what_tune_tells_of_and_goes_back(tmp_path: Path) -> None:
+    fleet, keys = PretendNodes(), KeyPair()
+    watch = TrialWatch(fleet, keys, tmp_path, lambda line: None)  # type: ignore[arg-type]
+    try:
+        trials = [SimpleNamespace(trial_id="a", status="RUNNING"), SimpleNamespace(trial_id="b", status="PENDING")]
+        watch.trials(trials)
+        watch.result("a", news(keys, step=3, remaining_s=50.0))
+        trials[1].status = "TERMINATED"
+        watch.trials(trials)
+        until(lambda: [(machine, token) for machine, token, _ in fleet.started] == [("ben", "token-1")])
+        trials[1].status = "RUNNING"  # it has told nothing yet: on which node it is, is not known
+        watch.trials(trials)
+        until(lambda: fleet.started[0][2].ended)
+        watch.result("a", news(keys, step=4, guests=("ben",)))
+        assert (watch.hosted["a"], watch.guests["a"]) == (["ann"], {"ben"})
+    finally:
+        watch.close()
+    assert len(fleet.started) == 1
+
+
+def test_one_trial_a_node() -> None:
+    told: list[str] = []
+
+    def shape(*resources: dict[str, float]) -> dict[str, float]:
+        return machine_shape([{"Alive": True, "Resources": have} for have in resources], told.append)
+
+    assert shape({"CPU": 16, "potluck": 1}, {"CPU": 2, "potluck": 1}) == {"potluck": 1.0}
+    assert shape({"CPU": 6}, {"CPU": 8}) == {"CPU": 6}
+    assert not told
+    assert shape({"CPU": 16}, {"CPU": 4, "potluck": 1}) == {"CPU": 4}
+    assert "ray start" in told[0]
 
 
 # -- checkpoints ----------------------------------------------------------------------------------------

@@ -40,6 +40,10 @@ ENOUGH_STEPS, ENOUGH_S = 8, 6.0
 """Steps of the script, and seconds of them, after which its speed is known."""
 
 
+# Made here: msgspec 0.22 crashes if two threads decode a class for the first time together.
+_DIAGNOSIS, _PROBED = msgspec.json.Decoder(Diagnosis), msgspec.json.Decoder(Probed)
+
+
 class _TriedWork(Struct, frozen=True, kw_only=True):
     """What the first steps of a script said about its model."""
 
@@ -110,7 +114,7 @@ class _Checking:
         def one_by_one(names: list[str]) -> None:
             for name in names:
                 with self._told(name):
-                    diagnosis = msgspec.json.decode(self._answer(name, ["doctor", "--json"]), type=Diagnosis)
+                    diagnosis = _DIAGNOSIS.decode(self._answer(name, ["doctor", "--json"]))
                     self.findings += [replace(finding, machine=name) for finding in diagnosis.findings]
                     machine = self._fleet.machine(name)
                     given = {
@@ -120,7 +124,7 @@ class _Checking:
                     }
                     words = ["probe", "--json", "--seconds", str(PROBE_S), "--name", name]
                     words += [word for key, value in given.items() if value for word in (f"--{key}", str(value))]
-                    probed = msgspec.json.decode(self._answer(name, words), type=Probed)
+                    probed = _PROBED.decode(self._answer(name, words))
                     self.measured[name] = replace(probed.measured[0], host=name == self._host)
 
         with ThreadPoolExecutor(max(1, len(boxes)), thread_name_prefix="potluck-measure") as pool:
@@ -146,7 +150,7 @@ class _Checking:
                     if not text:
                         self.findings.append(self._no_way(name, _tail(self._folder / f"{name}-probe.log")))
                         continue
-                    link = msgspec.json.decode(text, type=Probed).link
+                    link = _PROBED.decode(text).link
                     if link is not None and link.idle is not None:
                         self.measured[name] = replace(
                             self.measured[name],

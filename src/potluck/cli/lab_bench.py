@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     "strategies",
     multiple=True,
     metavar="S",
-    help="solo, ddp, ddp-balanced, potluck, hivemind or torchft (default: the first four). May be repeated.",
+    help="solo, ddp, ddp-balanced, potluck, hivemind, torchft, ray-ps-sync or ray-ps-async "
+    "(default: the first four). May be repeated.",
 )
 @click.option(
     "--steps", type=click.IntRange(2), help="Steps that each strategy trains (default: those of the rig)."

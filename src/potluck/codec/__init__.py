@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from potluck.codec.names import NAMES, down_of
 
 if TYPE_CHECKING:
-    from potluck.codec.entropy import from_wire, least_and_most_bytes, to_wire
+    from potluck.codec.entropy import from_wire, is_entropy_coded, least_and_most_bytes, to_wire
     from potluck.codec.feedback import add_decoded, encode_change, encode_with_feedback, rehearse
     from potluck.codec.interface import Codec
     from potluck.codec.registry import Codecs, get
@@ -42,6 +42,7 @@ __all__ = [
     "encode_with_feedback",
     "from_wire",
     "get",
+    "is_entropy_coded",
     "least_and_most_bytes",
     "rehearse",
     "to_wire",
@@ -54,6 +55,7 @@ _HOME = {
     "encode_change": "feedback",
     "encode_with_feedback": "feedback",
     "from_wire": "entropy",
+    "is_entropy_coded": "entropy",
     "get": "registry",
     "least_and_most_bytes": "entropy",
     "rehearse": "feedback",

@@ -26,6 +26,10 @@ PLAIN, DEFLATED = 0, 1
 Buffer = bytes | memoryview
 
 
+def is_entropy_coded(codec: Codec) -> bool:
+    return isinstance(codec, ThinCodec)
+
+
 def least_and_most_bytes(codec: Codec, count: int) -> tuple[int, int]:
     """The lengths that the message of a piece of `count` values can have."""
     nbytes = codec.nbytes(count)

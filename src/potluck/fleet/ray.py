@@ -78,12 +78,13 @@ class RayFleet:
     def __init__(
         self, address: str = "auto", guests: str | Mapping[str, Any] = EVERY_NODE, *, without_here: bool = False
     ) -> None:
-        """`guests`: options of the actors, such as num_cpus, num_gpus, label_selector and runtime_env. An actor
+        """`guests`: options of the actors (num_cpus, num_gpus, label_selector, runtime_env), and `device`. An actor
         takes all CPUs and GPUs of its node unless told. `without_here`: not the node of this process."""
         if isinstance(guests, str) and guests != EVERY_NODE:
             raise ConfigError(f"guests={guests!r} is not known", hint=f"{EVERY_NODE!r}, or options of the actors")
-        self._options = checked_options({} if isinstance(guests, str) else guests)
+        self._options = checked_options({} if isinstance(guests, str) else guests, "device")
         self._selector: Mapping[str, str] = self._options.pop("label_selector", {})
+        self._device: str | None = self._options.pop("device", None)
         self._ray = connect(address)
         self._id = uuid.uuid4().hex
         self._here = self._ray.get_runtime_context().get_node_id() if without_here else ""
@@ -124,12 +125,11 @@ class RayFleet:
 
     def ask(self, machine: str, what: str, *arguments: Any, timeout_s: float = ANSWER_S) -> Any:
         """Call a function of kept.py on a node; MachineError if it cannot be called, or takes too long."""
-        from ray import exceptions
-
         node = self.nodes().get(machine)
         if node is None:
             raise MachineError(f"the Ray cluster has no node {machine!r}", hint="has it left?")
         actor, new = self._actor(node)
+        exceptions = self._ray.exceptions
         try:
             wait_s = PLACED_S if new else timeout_s
             return self._ray.get(actor.call.remote(what, self._id, *arguments), timeout=wait_s)
@@ -177,8 +177,8 @@ class RayFleet:
             raise MachineError(f"{machine} has Potluck {version}, and this is {__version__}", hint=_INSTALL)
         node = self.nodes().get(machine)
         held = self._held(node) if node is not None else {}
-        if settings.device is None and not held.get("num_gpus"):
-            settings = replace(settings, device="cpu")
+        if settings.device is None:
+            settings = replace(settings, device=self._device or (None if held.get("num_gpus") else "cpu"))
         if settings.threads is None and held.get("num_cpus", 0) >= 1:
             settings = replace(settings, threads=int(held["num_cpus"]))
         log.touch()
@@ -199,10 +199,10 @@ class RayFleet:
             self._forget({"NodeID": node})
 
 
-def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of an actor; ConfigError for one that is not passed on to Ray."""
+def checked_options(options: Mapping[str, Any], *more: str) -> dict[str, Any]:
+    """Options of an actor; ConfigError for one that is neither passed on to Ray nor among `more`."""
     for name in options:
-        if name not in _OPTIONS:
+        if name not in (*_OPTIONS, *more):
             raise ConfigError(f"{name!r} is no option of a node", hint=f"there are: {', '.join(_OPTIONS)}")
     return dict(options)
 
@@ -290,11 +290,9 @@ class RayCluster:
         actor = made.remote(text.names, text.contents, {**given, "arguments": list(arguments)})
 
         def asked(what: str, *words: Any) -> Any:
-            from ray import exceptions
-
             try:
                 return self._ray.get(getattr(actor, what).remote(*words))
-            except exceptions.RayError as error:
+            except self._ray.exceptions.RayError as error:
                 why = (str(error).strip().splitlines() or [""])[0]
                 raise MachineError(f"the node that hosts is lost: {why}", hint=f"resume from {runs}") from None
 

@@ -39,6 +39,8 @@ OPTIONS = (
     *("-o", "ForwardX11=no", "-o", "ForwardAgent=no", "-o", "ClearAllForwardings=yes"),
 )
 _PLACES = ("$HOME/.local/bin/python3", "/opt/homebrew/bin/python3", "/usr/local/bin/python3")
+# Machines are looked at in threads; msgspec 0.22 may crash if two decode a class for the first time together.
+msgspec.json.Decoder(RemoteFacts)
 _NEW_ENOUGH = "import sys;sys.exit(sys.version_info<(3,11))"
 
 

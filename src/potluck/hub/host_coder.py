@@ -10,14 +10,24 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from potluck.codec import Codec, Codecs, add_decoded, changes, encode_change, from_wire, rehearse, to_wire
+from potluck.codec import (
+    Codec,
+    Codecs,
+    add_decoded,
+    changes,
+    encode_change,
+    from_wire,
+    is_entropy_coded,
+    rehearse,
+    to_wire,
+)
 from potluck.codec.names import BF16_CHANGES, DOWN_THIN
 from potluck.codec.tensors import all_finite
 from potluck.device import Device, Mark
@@ -34,6 +44,10 @@ from potluck.spec.layout import Piece
 NO_EXACT_STEPS = 16
 MOST_READERS, CORES_A_READER = 4, 4
 NOT_FINITE = "its gradient is not finite"
+MOST_UNSENT = 8
+"""Pieces whose messages may be in the making; a piece is 4 MiB at most."""
+
+Message = bytes | memoryview
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +55,18 @@ class Failed:
     """The coder thread ended with an error."""
 
     error: BaseException
+
+
+@dataclass(frozen=True, slots=True)
+class _Unsent:
+    """A piece that is coded, but perhaps not its message."""
+
+    index: int
+    base: int
+    version: int
+    whole_bytes: int
+    change: Message | Future[Message] | None
+    codec: str
 
 
 class HostCoder:
@@ -94,6 +120,7 @@ class HostCoder:
         # Entropy decoding: 0.2 s of a core for 124 M parameters, and each guest delivers as much every step.
         readers = min(MOST_READERS, usable_cores() // CORES_A_READER)
         self._readers = ThreadPoolExecutor(readers, "potluck-coder") if readers > 1 else None
+        self._unsent: deque[_Unsent] = deque()
         self._thread = threading.Thread(target=self._run, name="potluck-coder", daemon=True)
 
     # -- the training thread ----------------------------------------------------------------------------
@@ -195,6 +222,7 @@ class HostCoder:
                     self._stop
                     or self._contributions
                     or self._to_code
+                    or self._unsent
                     or self._requests
                     or self._to_hash() is not None
                 )
@@ -203,7 +231,7 @@ class HostCoder:
                 return False
             contribution = self._contributions.popleft() if self._contributions else None
             piece = self._to_code.popleft() if self._to_code and contribution is None else None
-            free = contribution is None and piece is None
+            free = contribution is None and piece is None and not self._unsent
             hashed = self._to_hash() if free else None
             request = self._requests.popleft() if free and hashed is None and self._requests else None
         with torch.no_grad():
@@ -211,6 +239,8 @@ class HostCoder:
                 self._add(contribution)
             elif piece is not None:
                 self._code(piece)
+            elif self._unsent:
+                self._hand_over(0)  # before anything that tells of these versions
             elif hashed is not None:
                 self._hash(hashed)
             elif request is not None:
@@ -227,6 +257,7 @@ class HostCoder:
         values = self._replica_of(piece)
         hashing.take(index, raw_bytes(self._device.to_host(values)))
         if hashing.complete:
+            self._hand_over(0)
             self.results.append(ReplicaHashed(version=hashing.version, digests=hashing.digests()))
             self._hashed(hashing)
 
@@ -259,7 +290,7 @@ class HostCoder:
             name = self._change_codec
             target = read_piece(piece, self._tensors.trained, self._room("target", piece.count))
             kept = self._replica_of(piece)
-            change: bytes | memoryview | None = None
+            change: Message | Future[Message] | None = None
             base = old
             if old == NOTHING:
                 kept.copy_(target)
@@ -279,15 +310,35 @@ class HostCoder:
                 if payload is None:
                     self._device.mark().wait()
                 elif down.finite(sent := self._device.to_host(payload), piece.count):  # waits for all of the above
-                    change = to_wire(down, sent)
+                    change = self._message(down, sent)
                 else:
                     kept.copy_(target)
                     base = NOTHING  # sent whole, or the guests would stay broken for ever
         with self._changed:
             self.versions[index] = version
         hit("host.change-coded")
-        sizes = 0 if change is None else len(change), 4 * piece.count
-        self.results.append(PieceCoded(index=index, piece=PieceState(base, version, *sizes, change, name)))
+        self._unsent.append(_Unsent(index, base, version, 4 * piece.count, change, name))
+        self._hand_over(MOST_UNSENT)
+
+    def _message(self, down: Codec, payload: Tensor) -> Message | Future[Message]:
+        """What is sent of a change; entropy coded beside the next pieces where there are cores to spare."""
+        if self._readers is None or not is_entropy_coded(down):
+            return to_wire(down, payload)
+        return self._readers.submit(to_wire, down, payload)
+
+    def _hand_over(self, most: int) -> None:
+        """Report coded pieces in their order: those that are done, and more, until `most` are left."""
+        while self._unsent:
+            first = self._unsent[0]
+            change = first.change
+            if isinstance(change, Future):
+                if len(self._unsent) <= most and not change.done():
+                    return
+                change = change.result()
+            self._unsent.popleft()
+            sizes = 0 if change is None else len(change), first.whole_bytes
+            state = PieceState(first.base, first.version, *sizes, change, first.codec)
+            self.results.append(PieceCoded(index=first.index, piece=state))
 
     def _exact_change(self, index: int, target: Tensor, replica: Tensor) -> bytes | None:
         """The message of what changed in bf16, and the replica follows; None where thin is shorter."""

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from msgspec.structs import replace
@@ -35,11 +36,6 @@ from potluck.wire.reach import NobodyListensError
 from potluck.wire.token import Token
 from potluck.wire.transport import GuestSocket, HungUpError
 
-HEARTBEAT_S = 1.0
-NOTICE_S = 5.0
-"""A host that says nothing for this long is worth a word to the person at this machine."""
-SILENCE_S = 10.0
-"""A host that says nothing for this long is gone for now: what was under way is void."""
 ATTEMPT_S = 6.0
 """For one attempt to connect: the host ends a handshake that takes longer than 5 s."""
 FIRST_BACKOFF_S = 0.5
@@ -55,13 +51,31 @@ _SAME_VERSION = "install the same version of potluck on both machines; a host of
 _SAME = "both need the same model (without --script the host's own is run) and the same potluck"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkTimes:
+    """How often a guest is heard by its host, and how long it waits for a word of it."""
+
+    heartbeat_s: float = 1.0
+    notice_s: float = 5.0
+    """A host that says nothing for this long is worth a word to the person at this machine."""
+    silence_s: float = 10.0
+    """A host that says nothing for this long is gone for now: what was under way is void."""
+
+
 class GuestLink:
     """Connected from `connect` on; reconnects by itself until `give_up_s` have passed without a host."""
 
     def __init__(
-        self, token: Token, hello: HelloMessage, *, give_up_s: float = 600.0, recorder: Recorder | None = None
+        self,
+        token: Token,
+        hello: HelloMessage,
+        *,
+        give_up_s: float = 600.0,
+        recorder: Recorder | None = None,
+        times: LinkTimes = LinkTimes(),  # noqa: B008
     ) -> None:
         self._token = token
+        self._times = times
         self.recorder = recorder or Recorder("guest", None)
         self._hello = hello
         self._give_up_s = give_up_s
@@ -246,7 +260,7 @@ class GuestLink:
         standstill = Standstill(time.monotonic())
         while not self._stop:
             now = time.monotonic()
-            if now - beat >= HEARTBEAT_S:
+            if now - beat >= self._times.heartbeat_s:
                 beat = now
                 self.recorder.message("out", "host", AliveMessage(), 0)
                 self._control.append(pack(AliveMessage()))
@@ -260,9 +274,9 @@ class GuestLink:
             # What this machine slept through is not the host's silence.
             self._last_heard = min(judged, self._last_heard + standstill.seconds(judged))
             silent_s = judged - self._last_heard
-            if silent_s > SILENCE_S:
+            if silent_s > self._times.silence_s:
                 raise HostGoneError(f"the host at {self.address} sent nothing for {silent_s:.1f} s")
-            if silent_s > NOTICE_S:
+            if silent_s > self._times.notice_s:
                 self._tell_missing(time.monotonic())
             if not self._socket.connected:
                 ended = now if ended is None else ended

@@ -1,4 +1,4 @@
-"""The reference strategies of the extra `peers`: whether each can run here, and how its worker is started.
+"""The reference strategies of the extras `peers` and `ray`: whether each can run here, and how a worker is started.
 
 Imports no peer system and no torch: the workers do.
 """
@@ -14,13 +14,19 @@ from potluck.errors import ConfigError
 
 HIVEMIND = "hivemind"
 TORCHFT = "torchft"
-NAMES = (HIVEMIND, TORCHFT)
-INSTALL = "pip install 'potluck[peers]'"
+RAY_SYNC, RAY_ASYNC = "ray-ps-sync", "ray-ps-async"
+NAMES = (HIVEMIND, TORCHFT, RAY_SYNC, RAY_ASYNC)
+_MODULES = {HIVEMIND: ("hivemind", "peers"), TORCHFT: ("torchft", "peers")}
+_MODULES |= dict.fromkeys((RAY_SYNC, RAY_ASYNC), ("ray", "ray"))
+"""The module that each needs, and the extra that brings it."""
 
 _NOTES = {
     HIVEMIND: "averages in fp16; each machine computes until all together have the global batch, so that the "
     "samples are not exactly those of the others",
     TORCHFT: "shares by the true speeds, exactly weighted; averages in fp32 over gloo, with no computing meanwhile",
+    RAY_SYNC: "the parameter server of Ray's documentation: equal batches in fp32, all gradients awaited",
+    RAY_ASYNC: "as ray-ps-sync, but each gradient is applied when it comes, on weights that have changed since: "
+    "not the mathematics of one machine",
 }
 
 
@@ -35,8 +41,13 @@ def command(strategy: str, spec: Path, rank: int) -> list[str]:
         raise ConfigError(f"there is no peer strategy {strategy!r}", hint=f"there are: {', '.join(NAMES)}")
     reason = _why_not(strategy)
     if reason is not None:
-        raise ConfigError(f"{strategy} cannot run here: {reason}", hint=f"leave it out, or: {INSTALL}")
-    return ["-m", f"potluck.lab.{strategy}_worker", "--spec", str(spec), "--rank", str(rank)]
+        raise ConfigError(f"{strategy} cannot run here: {reason}", hint=f"leave it out, or: {install(strategy)}")
+    module = "ray_ps" if strategy in (RAY_SYNC, RAY_ASYNC) else strategy
+    return ["-m", f"potluck.lab.{module}_worker", "--spec", str(spec), "--rank", str(rank)]
+
+
+def install(strategy: str) -> str:
+    return f"pip install 'potluck[{_MODULES[strategy][1]}]'"
 
 
 def note(strategy: str) -> str:
@@ -47,8 +58,9 @@ def note(strategy: str) -> str:
 def _why_not(name: str) -> str | None:
     if sys.platform != "linux":
         return "it runs in network namespaces, which need Linux"
-    if importlib.util.find_spec(name) is not None:
+    module = _MODULES[name][0]
+    if importlib.util.find_spec(module) is not None:
         return None
     if name == TORCHFT and platform.machine() != "x86_64":
         return f"torchft is published for x86-64 only, this is {platform.machine()}"
-    return f"{name} is not installed"
+    return f"{module} is not installed"

@@ -264,7 +264,7 @@ def _worker(strategy: str, spec: Path, rank: int) -> list[str]:
 
 def _shares(rig: Rig, machines: Sequence[Machine], strategy: str) -> list[int]:
     seconds = [m.seconds_per_sample or 1.0 for m in machines]
-    if strategy == DDP:
+    if strategy in (DDP, peers.RAY_SYNC, peers.RAY_ASYNC):
         return equal_shares(rig.workload.global_batch, len(machines))
     return whole_shares(rig.workload.global_batch, seconds, least=1)
 
@@ -307,6 +307,7 @@ def _worker_spec(
         master_port=MASTER_PORT,
         interface="eth0",
         out=out,
+        asynchronous=strategy == peers.RAY_ASYNC,
         bucket_mb=BALANCED_BUCKET_MB if strategy == DDP_BALANCED else None,
     )
     spec.write_text(checked.to_json(content), encoding="utf-8")

@@ -48,6 +48,8 @@ class WorkerSpec(Struct, frozen=True, kw_only=True):
     threads: Positive = 1
     bucket_mb: float | None = None
     """DDP's bucket_cap_mb; stock (25, the first one 1) if not given."""
+    asynchronous: bool = False
+    """Whether ray-ps applies each gradient when it comes."""
     weights: Path | None = None
     """File for the final weights, as safetensors, written by rank 0."""
 

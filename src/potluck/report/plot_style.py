@@ -26,6 +26,8 @@ _STRATEGIES = {
     "potluck": "#0072b2",
     "hivemind": "#b6548c",
     "torchft": "#009e73",
+    "ray-ps-sync": "#7f7f7f",
+    "ray-ps-async": "#bcbd22",
 }
 
 

@@ -50,14 +50,15 @@ def plot(path: Path, results: Sequence[TrialResult], metric: str, title: str) ->
         axes = figure.add_subplot(1, len(names), number + 1)
         points = [r for r in results if metric in r.metrics and name in r.parameters]
         values = [r.parameters[name] for r in points]
-        numeric = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
+        numbers = [float(v) for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
+        numeric = len(numbers) == len(values)
         labels = sorted({text(v) for v in values})
-        places = values if numeric else [labels.index(text(v)) for v in values]
+        places = numbers if numeric else [float(labels.index(text(v))) for v in values]
         colours = [FAULT if r.error else COMPUTE for r in points]
         axes.scatter(places, [r.metrics[metric] for r in points], c=colours, s=28, zorder=2)
         if not numeric:
             axes.set_xticks(range(len(labels)), labels)
-        elif values and min(values) > 0 and max(values) >= 10 * min(values):
+        elif numbers and min(numbers) > 0 and max(numbers) >= 10 * min(numbers):
             axes.set_xscale("log")
         axes.set_xlabel(name, color=INK)
         if number == 0:

@@ -98,6 +98,7 @@ class TrialProcess:
             env=variables_here(),
             runs=str(runs),
             patience_s=PATIENCE_S,
+            feed="\n",  # a launched host waits for its launcher's word
         )
         self._news, self._offset, self._saved = TrialNews(), 0, 0
 
@@ -109,14 +110,20 @@ class TrialProcess:
         return next((path.parent for path in (self._folder / "runs").glob("*/events.jsonl")), None)
 
     def news(self) -> TrialNews:
-        """The state of the trial now."""
+        """The state of the trial now.
+
+        Raises:
+            MachineError: its process was lost, so that nobody knows how it ended. It can be started again.
+        """
         ended = self._task.wait(0.0)
+        if ended is not None and ended.status is None:
+            raise MachineError(f"the trial was lost: {ended.why}", hint="it resumes from its checkpoint")
         if self._task.token and not self._news.token:
             self._tell(token=seal(self._task.token, self._work.public))
         self._read_events()
         if ended is not None:
-            why = "" if not ended.status else ended.why or f"ended with status {ended.status}"
-            self._tell(status=ended.status if ended.status is not None else 1, why=why, remaining_s=0.0)
+            why = ended.why or f"ended with status {ended.status}" if ended.status else ""
+            self._tell(status=ended.status, why=why, remaining_s=0.0)
         return self._news
 
     def checkpoint_to(self, storage: Path) -> Path | None:

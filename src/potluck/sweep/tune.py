@@ -6,8 +6,10 @@ has chosen; no tensor of its training goes through Ray.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import sys
 import tempfile
 import threading
 import time
@@ -103,8 +105,8 @@ def host_trial(work: SweepWork, config: dict[str, Any], *, raises: bool) -> None
     given = tune.get_checkpoint()
     with tempfile.TemporaryDirectory(prefix="potluck-handed-") as folder:
         start_from = Path(given.to_directory(f"{folder}/given")) if given is not None else None
-        address = ray.util.get_node_ip_address()
-        process = TrialProcess(work, trial, name=node[:8], start_from=start_from, bind=address)
+        name, here = next((n, d) for n, d in RayFleet().nodes().items() if d["NodeID"] == node)
+        process = TrialProcess(work, trial, name=name, start_from=start_from, bind=here["NodeManagerAddress"])
         told, before = time.monotonic() - REPORT_S, TrialNews()
         try:
             while (news := process.news()).status is None:
@@ -129,6 +131,11 @@ def _report(news: TrialNews, node: str, handed: Path | None) -> None:
     tune.report(results, checkpoint=tune.Checkpoint.from_directory(str(handed)) if handed else None)
 
 
+def _fleet() -> RayFleet:
+    """Guests that take none of Ray's resources: Tune may place a trial on their node at any time."""
+    return RayFleet(guests={"num_cpus": 0, "num_gpus": 0})
+
+
 def _node_names(fleet: RayFleet) -> dict[str, str]:
     """Names of nodes by their ids."""
     return {str(node["NodeID"]): name for name, node in fleet.nodes().items()}
@@ -144,15 +151,17 @@ def idle_machines_help(trainable: functools.partial[None], *, tell: Tell = lambd
 
     public: bytes = trainable.args[0].public
     logs = Path(tempfile.mkdtemp(prefix="potluck-sweep-"))
-    watches[public] = lambda: TrialWatch(_pairs[public], logs, tell)
+    watches[public] = lambda: TrialWatch(_fleet(), _pairs[public], logs, tell)
     return IdleMachinesHelp(public)
 
 
 class TrialWatch:
     """What the driver knows of the trials, from Tune's callbacks, and the guests that help them."""
 
-    def __init__(self, keys: sealed.KeyPair, logs: Path, tell: Tell, *, share: bool = True) -> None:
-        self._fleet = RayFleet(guests={"num_cpus": 0, "num_gpus": 0})
+    def __init__(
+        self, fleet: RayFleet, keys: sealed.KeyPair, logs: Path, tell: Tell, *, share: bool = True
+    ) -> None:
+        self._fleet = fleet
         self._keys, self._share = keys, share
         self.news: dict[str, TrialNews] = {}
         self.hosted: dict[str, list[str]] = {}
@@ -182,6 +191,7 @@ class TrialWatch:
         self.news[trial] = news
 
     def close(self) -> None:
+        """End all guests. Harmless when called twice."""
         self._over.set()
         self._thread.join()
         self._helpers.close()
@@ -194,7 +204,10 @@ class TrialWatch:
             remaining = {name: news.remaining_s for name, news in joinable.items()}
             # A trial that has told nothing yet is about to: its node must not be taken.
             waiting = self._waiting + len(self._running) - len(running)
-            machines = self._fleet.machines()
+            try:
+                machines = self._fleet.machines()
+            except Exception:  # of Ray's, of many kinds: its driver has just been disconnected, or a node is lost
+                continue
             wanted = helping(machines, running, remaining, dict(self._helpers.busy), waiting=waiting)
             if self._share:
                 tokens = {name: self._keys.open(news.token) for name, news in joinable.items()}
@@ -225,7 +238,7 @@ def sweep_results(
 
     from potluck.sweep.tune_callback import IdleMachinesHelp
 
-    watches[keys.public] = lambda: TrialWatch(keys, settings.folder, settings.tell, share=settings.share)
+    watches[keys.public] = lambda: TrialWatch(_fleet(), keys, settings.folder, settings.tell, share=settings.share)
     callback = IdleMachinesHelp(keys.public)
     space = {
         name: tune.choice(sorted({t.parameters[name] for t in trials}, key=str)) for name in trials[0].parameters
@@ -248,8 +261,12 @@ def sweep_results(
             verbose=0,
         ),
     )
-    grid = tuner.fit()
-    watch = callback.watch
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # stdout is for the result
+            grid = tuner.fit()
+    finally:
+        if (watch := callback.watch) is not None:
+            watch.close()
     assert watch is not None
     for trial, found in zip(trials, grid):
         metrics = found.metrics or {}
