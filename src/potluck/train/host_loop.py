@@ -116,6 +116,12 @@ class HostTrainer:
 
     def steps(self) -> Iterator[Step]:
         """One Step after the other, until the run is over; whatever happens, everybody is told and sent home."""
+        loop = self._steps()
+        if self._p.context.folder is None:  # one with a folder is closed by its session
+            self._ending.close_at_exit(loop)
+        return loop
+
+    def _steps(self) -> Generator[Step, None, None]:
         reason = "failed"
         step: Step | None = None
         self._telemetry.started(self._p.ledger.step, self._p.tensors)

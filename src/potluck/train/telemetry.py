@@ -6,6 +6,7 @@ import math
 import platform
 import time
 from collections import deque
+from statistics import median
 
 import msgspec
 import torch
@@ -18,12 +19,15 @@ from potluck.hub.alone import AloneHub
 from potluck.hub.host import HostHub
 from potluck.hub.members import Member
 from potluck.hub.tensors import ModelTensors
-from potluck.spec.events import MachineFigures, RunEnded, RunStarted, StepEnded
+from potluck.spec.events import MachineFigures, RunEnded, RunNote, RunStarted, StepEnded
 from potluck.train.batch_statistics import BatchStatistics, StatisticsNotice
 from potluck.train.context import ALONE, RunContext
 from potluck.train.gain import RECENT_STEPS, AloneRate, Gain
 from potluck.train.options import Options
+from potluck.wire.token import is_this_machine
 
+BEFORE_STEPS, FEWEST_BEFORE = 32, 4
+"""The speed before any guest is the median of at most so many steps, and known after so few."""
 LEAST_WAY_S = 0.005
 """A change that arrives faster was in some buffer: that time says nothing of the link."""
 
@@ -60,6 +64,10 @@ class Telemetry:
         self._alone = AloneRate()
         self._beside_s = Estimate(weight=0.1)
         """Seconds of a step that are neither computing nor the update, of steps without any guest."""
+        self._before_s: deque[float] = deque(maxlen=BEFORE_STEPS)
+        """Seconds a sample of the last steps without any guest."""
+        self._here: dict[str, bool] = {}
+        """The guests that have contributed: whether each runs on this machine."""
         self._steps_s = 0.0
         """Seconds of all steps so far."""
         self._not_applied = 0
@@ -131,6 +139,7 @@ class Telemetry:
         options = self._options
         if not self._hub.members():
             self._beside_s.add(max(0.0, step_s - self._host_busy_s - update_s))
+            self._before_s.append(step_s / max(1, count))
         mean_s = sum(s for s, _, _ in self._recent) / len(self._recent)
         rate = sum(n for _, _, n in self._recent) / len(self._recent) / mean_s
         sample_s = self._alone_sample_s()
@@ -205,11 +214,27 @@ class Telemetry:
         Of a step of 1.5 ms that is a third: without it, a guest that cost nothing seemed to slow the host down.
         """
         # Before a guest has contributed, the figure would only show noise in this machine's own speed.
-        if self._context.role == ALONE or not sample_s or not any(m.samples for m in self._hub.members()):
+        helping = [m for m in self._hub.members() if m.samples]
+        if self._context.role == ALONE or not sample_s or not helping:
             return None
         update_s = sum(u for _, u, _ in self._recent) / len(self._recent)
         samples = sum(n for _, _, n in self._recent) / len(self._recent)
-        return (samples * sample_s + update_s + (self._beside_s.value or 0.0)) / mean_s
+        alone_s = samples * sample_s + update_s + (self._beside_s.value or 0.0)
+        if self._any_here(helping) and len(self._before_s) >= FEWEST_BEFORE:
+            # Its processes take this machine's time: what is measured beside them is not the speed alone.
+            alone_s = min(alone_s, samples * median(self._before_s))
+        return alone_s / mean_s
+
+    def _any_here(self, helping: list[Member]) -> bool:
+        """Whether a guest computes on this very machine; the first one is told of."""
+        for member in helping:
+            if member.name not in self._here:
+                told = any(self._here.values())
+                self._here[member.name] = is_this_machine(member.address)
+                if self._here[member.name] and not told:
+                    text = f"{member.name} runs on this same machine: the two share its processor"
+                    self._context.log.emit(RunNote(text=text))
+        return any(self._here[member.name] for member in helping)
 
     def _alone_sample_s(self) -> float | None:
         return self._alone.sample_s or self._hub.host_sample_s()
