@@ -9,8 +9,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -103,9 +104,8 @@ def test_a_lost_trial_goes_on_from_its_checkpoint_and_idle_machines_help(
         running.start()
         try:
             # The second trial fails at once, and its machine joins the first one.
-            _wait(lambda: (news := sweep.news("trial-1")).checkpoint and news.guests, 90)
-            token = keys.open(sweep.news("trial-1").token)
-            host, saved = sweep.hosts()["trial-1"], sweep.news("trial-1").checkpoint
+            news = _wait(lambda: (n := sweep.news("trial-1")).checkpoint and n.guests and n.token and n, 90)
+            token, saved, host = keys.open(news.token), news.checkpoint, sweep.hosts()["trial-1"]
             pid = client.run(os.getpid, workers=[sweep.fleet.workers()[host]]).popitem()[1]
             os.kill(pid, signal.SIGKILL)
             # The guest goes back, for the trial goes on; on which machine is the cluster's matter.
@@ -122,7 +122,7 @@ def test_a_lost_trial_goes_on_from_its_checkpoint_and_idle_machines_help(
     assert first.metrics["final"] == 0.1
     assert first.steps >= saved
     assert first.guests
-    assert len(first.machines) == 2, told
+    assert len(first.machines) >= 2, told
     assert handed_over(storage / "trial-1") == Path(first.checkpoint)
     assert not [p for p in storage.rglob("*") if p.name in ("token", "keys.json")]
 
@@ -154,8 +154,9 @@ def test_nothing_outlives_a_killed_driver(dask: str, script: Path, tmp_path: Pat
     _wait(lambda: not ours(), 10)
 
 
-def _wait(reached: object, seconds: float) -> None:
+def _wait(reached: Callable[[], Any], seconds: float) -> Any:
     deadline = time.monotonic() + seconds
-    while not reached():  # type: ignore[operator]
+    while not (found := reached()):
         assert time.monotonic() < deadline, "not reached"
         time.sleep(0.05)
+    return found
