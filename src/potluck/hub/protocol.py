@@ -391,7 +391,7 @@ class HostProtocol:
         elif event.why_not is not None:
             actions = self.stepping.drop(member, reason=event.why_not, now=now)
         else:
-            actions = self.stepping.counted(member, event.loss_sum, event.items)
+            actions = self.stepping.counted(member, now=now, loss_sum=event.loss_sum, items=event.items)
         if member.leaving is not None:
             actions += self._remove(member, *member.leaving)
         return actions

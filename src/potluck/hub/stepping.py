@@ -456,11 +456,12 @@ class Stepping:
     def learn(self, member: Member, *, count: int, compute_s: float, now: float) -> None:
         own = member.lease
         if own is not None:
-            since = now - own.started
+            own.arrived_at = now
+            in_sum_at = now + (member.decoding.value or 0.0)
             if own.closing_at is not None and not own.revoked:
                 # The error of the guest's prediction is the error of the tail. No two clocks are compared.
-                member.tail.add(max(0.0, own.tail_s + now - own.closing_at))
-            member.delivered(count=count, compute_s=compute_s, since_start_s=since)
+                member.tail.add(max(0.0, own.tail_s + in_sum_at - own.closing_at))
+            member.delivered(count=count, compute_s=compute_s, since_start_s=in_sum_at - own.started)
 
     def drop(self, member: Member, *, reason: str, now: float, late: bool = True) -> list[Action]:
         """A contribution must not count: its samples go back to the pool, if they are not there yet.
@@ -493,10 +494,11 @@ class Stepping:
         self._taken_back += back
         return back, [Send(guest=member.id, message=RevokeMessage(lease=own.id)), Wake()]
 
-    def counted(self, member: Member, loss_sum: float = 0.0, items: float = 0.0) -> list[Action]:
+    def counted(self, member: Member, *, now: float, loss_sum: float = 0.0, items: float = 0.0) -> list[Action]:
         """The decoded contribution is in the sum: count its samples."""
         own = member.lease
         assert own is not None
+        member.decoding.add(now - own.arrived_at)
         if not self.ledger.deliver(own.id, own.count):
             raise AssertionError(f"lease {own.id} was decoded but is not open")
         member.lease = None

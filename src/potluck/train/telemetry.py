@@ -133,7 +133,8 @@ class Telemetry:
             self._beside_s.add(max(0.0, step_s - self._host_busy_s - update_s))
         mean_s = sum(s for s, _, _ in self._recent) / len(self._recent)
         rate = sum(n for _, _, n in self._recent) / len(self._recent) / mean_s
-        speedup = self._times_alone(mean_s)
+        sample_s = self._alone_sample_s()
+        speedup = self._times_alone(mean_s, sample_s)
         self._gain.add(speedup, step_s)
         self._steps_s += step_s
         up, down = self._hub.traffic()
@@ -158,7 +159,7 @@ class Telemetry:
                 bytes_down=down,
                 dropped=result.dropped_samples,
                 taken_back=result.taken_back_samples,
-                machines=self._machines(result, step_s),
+                machines=self._machines(result, step_s, sample_s),
                 ahead=result.ahead_samples,
                 unneeded=result.unneeded_samples,
                 unneeded_bytes=result.unneeded_bytes,
@@ -198,12 +199,11 @@ class Telemetry:
             return None
         return result.samples.get(self._context.name, 0) * self._flops_per_sample / step_s / peak
 
-    def _times_alone(self, mean_s: float) -> float | None:
+    def _times_alone(self, mean_s: float, sample_s: float | None) -> float | None:
         """Speed-up over this machine alone: by its measured rate, and by what a step takes it besides.
 
         Of a step of 1.5 ms that is a third: without it, a guest that cost nothing seemed to slow the host down.
         """
-        sample_s = self._alone_sample_s()
         # Before a guest has contributed, the figure would only show noise in this machine's own speed.
         if self._context.role == ALONE or not sample_s or not any(m.samples for m in self._hub.members()):
             return None
@@ -214,8 +214,7 @@ class Telemetry:
     def _alone_sample_s(self) -> float | None:
         return self._alone.sample_s or self._hub.host_sample_s()
 
-    def _machines(self, result: StepResult, step_s: float) -> tuple[MachineFigures, ...]:
-        sample_s = self._alone_sample_s()
+    def _machines(self, result: StepResult, step_s: float, sample_s: float | None) -> tuple[MachineFigures, ...]:
         micro_batch, micro_batches = _micro_batches(self._context.name, result)
         host = MachineFigures(
             name=self._context.name,
