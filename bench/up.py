@@ -215,8 +215,8 @@ def start(folder: Path, names: tuple[str, ...], index: str, *, equal: bool) -> d
     """Seconds until the first step with all guests there, on bare machines, and the second time."""
     found: dict[str, float] = {}
     runs = folder / f"runs-{len(names)}-{equal}"
-    # At equal priority the start of a guest on this box takes cores from the host; at a low one it does not.
-    low = () if equal else ("nice", "-n", "20")
+    # At equal priority the start of a guest on this box takes cores from the host; at a lower one less.
+    low = () if equal else ("nice", "-n", "5")
     with sshd.SshMachines(folder / f"start-{len(names)}-{equal}") as servers:
         for name in names:
             servers.add(name, env=index, before=low)
@@ -360,7 +360,7 @@ def main() -> int:
             for name, seconds in result["phases"].items():
                 print(f"  {name:45} {seconds:6.1f} s", flush=True)
             for names, equal in ((("desk",), False), (("desk",), True), (("desk", "laptop"), True)):
-                which = "at equal priority" if equal else "at a low priority, as if it had its own cores"
+                which = "at equal priority" if equal else "at a lower priority than the host"
                 print(f"to the first step, guests: {len(names)} {which}:", flush=True)
                 result[f"start, {len(names)} {which}"] = start(folder, names, index, equal=equal)
             bars = {"bare": BARE_S, "second": SECOND_S}
