@@ -118,7 +118,7 @@ class Cluster:
         lines = (self.run / "events.jsonl").read_bytes().split(b"\n")[:-1]
         return [event for event in map(json.loads, lines) if event["event"] == kind]
 
-    def wait(self, reached: Callable[[], object], seconds: float = 120.0) -> float:
+    def wait(self, reached: Callable[[], object], seconds: float = 300.0) -> float:
         began = time.monotonic()
         while not reached():
             late = time.monotonic() - began > seconds
@@ -146,7 +146,7 @@ class Cluster:
         return found
 
 
-@pytest.mark.timeout(400)  # with a dashboard Ray has some forty processes, which a busy machine takes long to start
+@pytest.mark.timeout(900)  # of a busy machine: each process imports torch or Ray
 def test_a_cluster_of_three_machines(tmp_path: Path) -> None:
     """One cluster for all of it: starting one costs more than what is tested."""
     with three_machines(tmp_path) as cluster:
@@ -179,17 +179,17 @@ def nodes_come_and_go(cluster: Cluster) -> None:
     cluster.start_job()
     cluster.wait(lambda: cluster.joined(MAC))
     cluster.nodes.add(LAPTOP, cpus=1, labels={"kind": "laptop"})
-    cluster.wait(lambda: cluster.joined(LAPTOP), 90)
+    cluster.wait(lambda: cluster.joined(LAPTOP))
     assert not cluster.joined(DESK)  # it hosts
     assert_no_secret(cluster)
     cluster.nodes.raylet(LAPTOP).kill()
     gone = ("guest_lost", "guest_left")
-    cluster.wait(lambda: any(e["machine"] == LAPTOP for kind in gone for e in cluster.events(kind)), 20)
+    cluster.wait(lambda: any(e["machine"] == LAPTOP for kind in gone for e in cluster.events(kind)), 60)
     step = cluster.events("step")[-1]["step"]
     cluster.wait(lambda: cluster.events("step")[-1]["step"] > step + 3)
     (cluster.folder / "stop").touch()
     assert cluster.driver is not None
-    cluster.driver.wait(90)
+    cluster.driver.wait(200)
     assert cluster.driver.returncode == 0, cluster.told()
     assert "checkpoint" in cluster.log.read_text()
     assert len(cluster.events("run_start")) == 1
@@ -217,7 +217,7 @@ def assert_no_secret(cluster: Cluster) -> None:
             assert secret not in path.read_bytes(), path
     dump = cluster.folder / "gcs"
     asked = cluster.python(GCS, cluster.nodes.address, str(dump))
-    asked.wait(60)
+    asked.wait(200)
     assert asked.returncode == 0, cluster.log.read_text()
     assert b"NodeActor" in dump.read_bytes()
     assert secret not in dump.read_bytes()
@@ -236,7 +236,7 @@ def a_killed_driver_leaves_nothing(cluster: Cluster) -> None:
 
 def ray_train_runs_stock_ddp_with_our_backend(cluster: Cluster) -> None:
     trainer = cluster.python(TRAINER, cluster.nodes.address, str(cluster.folder), "desk", "mac")
-    trainer.wait(100)
+    trainer.wait(300)
     assert trainer.returncode == 0, cluster.log.read_text()[-3000:]
     where = {(cluster.folder / f"rank-{rank}").read_text() for rank in (0, 1)}
     assert where == {cluster.box.address(DESK), cluster.box.address(MAC)}
