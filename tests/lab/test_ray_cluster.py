@@ -96,7 +96,7 @@ class Cluster:
     def __init__(self, box: NamespaceBox, nodes: RayNodes, folder: Path) -> None:
         self.box, self.nodes, self.folder = box, nodes, folder
         self.driver: Popen[bytes] | None = None
-        self.log = folder / "driver.log"
+        self.log = self.job_log = folder / "driver.log"
 
     def python(self, text: str, *arguments: str) -> Popen[bytes]:
         environment = {**self.nodes.environment, "HOME": str(self.folder)}
@@ -107,6 +107,7 @@ class Cluster:
         (self.folder / "stop").unlink(missing_ok=True)
         words = ["--until", str(self.folder / "stop"), "--batch", "300", "--width", "64"]
         self.driver = self.python(DRIVER, self.nodes.address, str(JOB), str(self.folder / "runs"), *words)
+        self.job_log = self.log
 
     @property
     def run(self) -> Path | None:
@@ -133,7 +134,7 @@ class Cluster:
 
     def told(self) -> str:
         logs = list((self.folder / "runs").rglob("*.log"))
-        return "\n".join(f"{path.name}: {path.read_text()[-1500:]}" for path in (self.log, *logs))
+        return "\n".join(f"{path.name}: {path.read_text()[-1500:]}" for path in (self.job_log, *logs))
 
     def ours(self) -> list[str]:
         """Processes of the run: the host, its agent, and all guests."""
@@ -191,7 +192,7 @@ def nodes_come_and_go(cluster: Cluster) -> None:
     assert cluster.driver is not None
     cluster.driver.wait(200)
     assert cluster.driver.returncode == 0, cluster.told()
-    assert "checkpoint" in cluster.log.read_text()
+    assert "checkpoint" in cluster.job_log.read_text()
     assert len(cluster.events("run_start")) == 1
     assert {sum(e["samples"].values()) for e in cluster.events("step")} == {300}
     taken = [e for e in cluster.events("lease_taken_back") if e["machine"] == LAPTOP]
