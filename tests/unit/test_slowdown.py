@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 
@@ -66,9 +67,7 @@ def test_a_guest_that_slows_the_run_down_sits_out_and_is_told_why(here: bool) ->
     run.steps(600)
     (first, *_) = run.out
     assert first.machine == "laptop"
-    assert first.reason.startswith(
-        "with it the run does 805 samples/s, without it 1,100; tries again at step "
-    )
+    assert first.reason.startswith("with it the run does 805 samples/s, without it 1,100; tries again at step ")
     assert run.table.members["laptop"].state == SITTING_OUT
     # Where steps are this short, two seconds of them are 80: they decide, before the trial and behind it.
     assert sum(run.helped) < 200
@@ -78,7 +77,7 @@ def test_it_tries_again_after_longer_and_longer_pauses_that_cost_little() -> Non
     run = alone_then(Table(batch=BATCH), lambda _, helped: 2.5 if helped else 2.0, "laptop")
     run.steps(5000)
     starts = [event.step for event in run.out]
-    pauses = [b - a for a, b in zip(starts, starts[1:])]
+    pauses = [b - a for a, b in itertools.pairwise(starts)]
     assert len(pauses) >= 3
     assert pauses[:3] == sorted(pauses[:3])
     assert pauses[2] > 2 * pauses[0]
