@@ -90,7 +90,7 @@ def _no_settings_from_outside() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _environment_as_it_was() -> Iterator[None]:
-    """A Dask cluster sets PYTHONHASHSEED and others for good: nothing could be forked after it (support/forks.py)."""
+    """A Dask cluster sets PYTHONHASHSEED and others for good: after it nothing is forked (support/forks.py)."""
     before = dict(os.environ)
     yield
     for name in os.environ.keys() - before.keys():
