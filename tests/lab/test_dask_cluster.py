@@ -18,6 +18,7 @@ from support.rigs import SOURCE, rig
 
 pytestmark = [
     pytest.mark.root,
+    pytest.mark.timeout(240),
     pytest.mark.slow,
     pytest.mark.skipif(permission.why_not() is not None, reason=str(permission.why_not())),
     pytest.mark.skipif(importlib.util.find_spec("distributed") is None, reason="needs potluck[dask]"),
@@ -52,12 +53,12 @@ address, script, runs, until, bind = sys.argv[1:]
 fleet = potluck.dask.Fleet(Client(address))
 with fleet.start(script, [until], runs=runs, options=["--bind", bind, "--device", "paced:0.01"]) as run:
     for event in run.events():
-        print(to_json(event), flush=True)
+        print(to_json(event).decode(), flush=True)
 print("checkpoint", run.result().checkpoint, flush=True)
 """
 
 
-def wait_for(reached: Callable[[], object], log: Path, seconds: float = 100.0) -> None:
+def wait_for(reached: Callable[[], object], log: Path, seconds: float = 140.0) -> None:
     deadline = time.monotonic() + seconds
     while not reached():
         assert time.monotonic() < deadline, log.read_text()[-3000:]
@@ -86,7 +87,8 @@ def test_workers_of_other_machines_take_part_and_one_is_lost(tmp_path: Path) -> 
 
         def told(kind: str) -> list[str]:
             lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
-            return [event["guest"] for event in lines if event["event"] == kind]
+            # On a busy box one may be lost and come again, as ben-2.
+            return [event["machine"].partition("-")[0] for event in lines if event["event"] == kind]
 
         wait_for(lambda: set(told("guest_joined")) == {"ann", "ben"} or driver.poll() is not None, log)
         workers["ben"].kill()

@@ -96,7 +96,7 @@ class Cluster:
     def __init__(self, box: NamespaceBox, nodes: RayNodes, folder: Path) -> None:
         self.box, self.nodes, self.folder = box, nodes, folder
         self.driver: Popen[bytes] | None = None
-        self.log = folder / "driver.log"
+        self.log = self.job_log = folder / "driver.log"
 
     def python(self, text: str, *arguments: str) -> Popen[bytes]:
         environment = {**self.nodes.environment, "HOME": str(self.folder)}
@@ -107,6 +107,7 @@ class Cluster:
         (self.folder / "stop").unlink(missing_ok=True)
         words = ["--until", str(self.folder / "stop"), "--batch", "300", "--width", "64"]
         self.driver = self.python(DRIVER, self.nodes.address, str(JOB), str(self.folder / "runs"), *words)
+        self.job_log = self.log
 
     @property
     def run(self) -> Path | None:
@@ -118,7 +119,7 @@ class Cluster:
         lines = (self.run / "events.jsonl").read_bytes().split(b"\n")[:-1]
         return [event for event in map(json.loads, lines) if event["event"] == kind]
 
-    def wait(self, reached: Callable[[], object], seconds: float = 120.0) -> float:
+    def wait(self, reached: Callable[[], object], seconds: float = 300.0) -> float:
         began = time.monotonic()
         while not reached():
             late = time.monotonic() - began > seconds
@@ -133,7 +134,7 @@ class Cluster:
 
     def told(self) -> str:
         logs = list((self.folder / "runs").rglob("*.log"))
-        return "\n".join(f"{path.name}: {path.read_text()[-1500:]}" for path in (self.log, *logs))
+        return "\n".join(f"{path.name}: {path.read_text()[-1500:]}" for path in (self.job_log, *logs))
 
     def ours(self) -> list[str]:
         """Processes of the run: the host, its agent, and all guests."""
@@ -146,7 +147,7 @@ class Cluster:
         return found
 
 
-@pytest.mark.timeout(400)  # with a dashboard Ray has some forty processes, which a busy machine takes long to start
+@pytest.mark.timeout(900)  # of a busy machine: each process imports torch or Ray
 def test_a_cluster_of_three_machines(tmp_path: Path) -> None:
     """One cluster for all of it: starting one costs more than what is tested."""
     with three_machines(tmp_path) as cluster:
@@ -179,19 +180,19 @@ def nodes_come_and_go(cluster: Cluster) -> None:
     cluster.start_job()
     cluster.wait(lambda: cluster.joined(MAC))
     cluster.nodes.add(LAPTOP, cpus=1, labels={"kind": "laptop"})
-    cluster.wait(lambda: cluster.joined(LAPTOP), 90)
+    cluster.wait(lambda: cluster.joined(LAPTOP))
     assert not cluster.joined(DESK)  # it hosts
     assert_no_secret(cluster)
     cluster.nodes.raylet(LAPTOP).kill()
     gone = ("guest_lost", "guest_left")
-    cluster.wait(lambda: any(e["machine"] == LAPTOP for kind in gone for e in cluster.events(kind)), 20)
+    cluster.wait(lambda: any(e["machine"] == LAPTOP for kind in gone for e in cluster.events(kind)), 60)
     step = cluster.events("step")[-1]["step"]
     cluster.wait(lambda: cluster.events("step")[-1]["step"] > step + 3)
     (cluster.folder / "stop").touch()
     assert cluster.driver is not None
-    cluster.driver.wait(90)
+    cluster.driver.wait(200)
     assert cluster.driver.returncode == 0, cluster.told()
-    assert "checkpoint" in cluster.log.read_text()
+    assert "checkpoint" in cluster.job_log.read_text()
     assert len(cluster.events("run_start")) == 1
     assert {sum(e["samples"].values()) for e in cluster.events("step")} == {300}
     taken = [e for e in cluster.events("lease_taken_back") if e["machine"] == LAPTOP]
@@ -217,7 +218,7 @@ def assert_no_secret(cluster: Cluster) -> None:
             assert secret not in path.read_bytes(), path
     dump = cluster.folder / "gcs"
     asked = cluster.python(GCS, cluster.nodes.address, str(dump))
-    asked.wait(60)
+    asked.wait(200)
     assert asked.returncode == 0, cluster.log.read_text()
     assert b"NodeActor" in dump.read_bytes()
     assert secret not in dump.read_bytes()
@@ -236,7 +237,7 @@ def a_killed_driver_leaves_nothing(cluster: Cluster) -> None:
 
 def ray_train_runs_stock_ddp_with_our_backend(cluster: Cluster) -> None:
     trainer = cluster.python(TRAINER, cluster.nodes.address, str(cluster.folder), "desk", "mac")
-    trainer.wait(100)
+    trainer.wait(300)
     assert trainer.returncode == 0, cluster.log.read_text()[-3000:]
     where = {(cluster.folder / f"rank-{rank}").read_text() for rank in (0, 1)}
     assert where == {cluster.box.address(DESK), cluster.box.address(MAC)}

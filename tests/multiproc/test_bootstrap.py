@@ -72,30 +72,31 @@ def test_two_at_once_make_one_environment_with_the_hosts_versions(tmp_path: Path
     assert not list(Path(plan["cache"]).glob("*.whl"))
 
 
-def _other_pythons() -> list[str]:
+def other_pythons() -> list[str]:
     """An interpreter of each other version that fits, where there are any."""
     places = [*os.environ["PATH"].split(os.pathsep), *map(str, Path.home().glob(".pyenv/versions/*/bin"))]
-    here = sys.version_info[1]
-    names = [f"python3.{minor}" for minor in range(11, 16) if minor != here]
-    found = [next((p for place in places if os.access(p := f"{place}/{name}", os.X_OK)), None) for name in names]
-    # pyenv's shims are there for versions that it does not offer.
-    return [p for p in found if p and not subprocess.run([p, "-c", "import ssl"], capture_output=True).returncode]
+    found = []
+    for minor in range(11, 16):
+        named = [f"{place}/python3.{minor}" for place in places if minor != sys.version_info[1]]
+        # pyenv's shims are there also for versions that it does not offer.
+        works = (p for p in named if os.access(p, os.X_OK) and not subprocess.run([p, "-V"]).returncode)
+        found += [python for python in (next(works, None),) if python]
+    return found
 
 
-OTHERS = _other_pythons()
-
-
-@pytest.mark.skipif(not OTHERS, reason="there is only one Python that is new enough")
 def test_other_versions_of_python_are_looked_at_and_installed_into(tmp_path: Path) -> None:
+    others = other_pythons()
+    if not others:
+        pytest.skip("there is only one Python that is new enough")
     tiny_wheel(tmp_path, "1.0")
     needs = bootstrap.FleetNeeds(imports={}).of(NamedMachine(cache=str(tmp_path / "none")))
-    for python in OTHERS:
+    for python in others:
         looked = subprocess.run([python, *words_of(agent, needs)], input="", capture_output=True, text=True)
         facts = RemoteFacts(**json.loads(looked.stdout.removeprefix(agent.HELLO)))
         assert python.rpartition("python")[2] in facts.python
         assert facts.env.endswith(f"-py{python.rpartition('python')[2]}")
     plan = plan_in(tmp_path)
-    process = installing(plan, tmp_path, OTHERS[-1])
+    process = installing(plan, tmp_path, others[-1])
     text = process.communicate(timeout=60)[0]
     assert process.returncode == 0, text
     shown = [Path(plan["env"]) / "bin" / "python", "-c", "import tiny_thing; print(tiny_thing.version)"]

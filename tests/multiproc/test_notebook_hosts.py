@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -13,9 +14,9 @@ import pytest
 
 from support.fleet import Fleet
 
-nbclient = pytest.importorskip("nbclient", reason="notebooks need nbclient and ipykernel")
-nbformat = pytest.importorskip("nbformat")
-pytest.importorskip("ipykernel")
+# They are imported when they are used: every worker of the tests reads this file.
+MISSING = [name for name in ("nbclient", "nbformat", "ipykernel") if importlib.util.find_spec(name) is None]
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"notebooks need {', '.join(MISSING)}")
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
 START = "potluck.start(host=True)"
@@ -38,6 +39,9 @@ class Kernel:
     """One notebook in a kernel of its own."""
 
     def __init__(self, folder: Path, cells: list[Any]) -> None:
+        import nbclient
+        import nbformat
+
         self.notebook = nbformat.v4.new_notebook(cells=cells)
         self.client = nbclient.NotebookClient(
             self.notebook, timeout=100, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
@@ -46,7 +50,9 @@ class Kernel:
     def run(self, source: str | int) -> Any:
         """Run one of its cells, or a new one."""
         if isinstance(source, str):
-            self.notebook.cells.append(nbformat.v4.new_code_cell(source))
+            from nbformat.v4 import new_code_cell
+
+            self.notebook.cells.append(new_code_cell(source))
         index = source if isinstance(source, int) else len(self.notebook.cells) - 1
         return self.client.execute_cell(self.notebook.cells[index], index)
 
@@ -55,7 +61,9 @@ class Kernel:
 
     def fails(self, source: str) -> str:
         """The name of the exception that ends the cell."""
-        with pytest.raises(nbclient.exceptions.CellExecutionError) as caught:
+        from nbclient.exceptions import CellExecutionError
+
+        with pytest.raises(CellExecutionError) as caught:
             self.run(source)
         return str(caught.value.ename)
 
@@ -73,6 +81,8 @@ def test_the_example_with_a_guest_and_cells_that_end_in_other_ways(
     fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2] / "src"))
+    import nbformat
+
     cells = [cell for cell in nbformat.read(EXAMPLE, as_version=4).cells if cell.cell_type == "code"]
     options = f"bind='127.0.0.1', threads=1, wait_for=1, wait_s=90, device='paced:0.002', runs={str(fleet.runs)!r}"
     (begin,) = [cell for cell in cells if START in cell.source]

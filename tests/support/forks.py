@@ -17,6 +17,7 @@ import json
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -354,10 +355,12 @@ def _listening(path: str) -> socket.socket:
 
 
 def _one_of_many(listener: socket.socket, owner: int) -> socket.socket:
-    """Fork a server for each worker that connects, and return in it; ends with the owner."""
+    """Fork a server for each worker that connects, and return in it; ends with the owner, and its folder too."""
+    folder = Path(listener.getsockname()).parent
     try:
         alive = os.pidfd_open(owner)
     except ProcessLookupError:
+        shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)
     poll = select.poll()
     for file in (alive, listener.fileno()):
@@ -365,6 +368,7 @@ def _one_of_many(listener: socket.socket, owner: int) -> socket.socket:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a server
     while True:
         if alive in dict(poll.poll()):
+            shutil.rmtree(folder, ignore_errors=True)
             os._exit(0)
         theirs, _ = listener.accept()
         if os.fork():

@@ -68,7 +68,7 @@ class ForkedRank(Rank):
     """From the server that also forks hosts and guests; what it says goes where the tests' own words go."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
-        # In a folder of its own: multiprocessing's would stay, for a worker of the tests runs no exit handlers.
+        # In a folder of its own: multiprocessing's stays until Python's exit, and for good if that is not reached.
         with tempfile.TemporaryDirectory(prefix="rank-") as folder, Listener(f"{folder}/socket") as listener:
             words = (Path(f"/proc/{os.getpid()}/fd/{number}") for number in (1, 2))
             self._forked = forks.fork(

@@ -35,6 +35,8 @@ QUIET = {
     "RAY_DISABLE_DOCKER_CPU_WARNING": "1",
     "RAY_enable_worker_prestart": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    # Ray starts its workers with nice 15: beside other programs they would get no time at all.
+    "RAY_worker_niceness": "0",
     # On a busy machine.
     "RAY_raylet_start_wait_time_s": "120",
     "PYTHONPATH": str(SOURCE),

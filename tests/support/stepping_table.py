@@ -99,7 +99,9 @@ class Table:
                 return take
             self.compute(take)
 
-    def deliver(self, name: str, count: int | None = None, sample_s: float = HOST_S) -> list[Action]:
+    def deliver(
+        self, name: str, count: int | None = None, sample_s: float = HOST_S, decode_s: float = 0.0
+    ) -> list[Action]:
         """All of a contribution arrives and is decoded."""
         member = self.members[name]
         assert member.lease is not None
@@ -110,7 +112,8 @@ class Table:
         why_not = self.stepping.complete(member, lease=lease.id, count=count, pieces=1)
         if why_not is not None:
             return self.stepping.drop(member, reason=why_not, now=self.now)
-        return self.stepping.counted(member)
+        self.now += decode_s
+        return self.stepping.counted(member, now=self.now)
 
     def step(self, *late: str) -> dict[str, int]:
         """A whole step in which everybody delivers in time but those named."""

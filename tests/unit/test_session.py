@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import multiprocessing.util
 import os
 import signal
 import stat
@@ -192,6 +193,7 @@ def test_the_first_signal_stops_a_training_that_waits_for_a_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)  # so long torch waits for one
+    multiprocessing.util.get_temp_dir()  # the worker, which is killed, would leave one of its own
     loader = DataLoader(StallingWorker(), batch_size=2, num_workers=1)
     view, model = Seen(), nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,8 +10,11 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+from click.testing import CliRunner
 
-from potluck.errors import ConfigError, MachineError
+from potluck.cli._app import Settings
+from potluck.cli.sweep import sweep
+from potluck.errors import ConfigError, MachineError, MissingModuleError
 from potluck.fleet.interface import GuestEnd, GuestSettings
 from potluck.fleet.script import Script
 from potluck.fleet.sealed import KeyPair, seal
@@ -120,6 +124,23 @@ def test_the_plot(tmp_path: Path) -> None:
     outcome.plot(tmp_path / "s.png", results, "loss", "title")
     assert (tmp_path / "s.png").read_bytes()[1:4] == b"PNG"
     assert list(tmp_path.iterdir()) == [tmp_path / "s.png"]
+
+
+@pytest.mark.parametrize(("engine", "module"), [("dask", "distributed"), ("tune", "ray")])
+def test_a_missing_engine_is_one_line_with_the_command(
+    engine: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setitem(sys.modules, f"{module}.tune", None)
+    (tmp_path / "t.py").write_text("")
+    done = CliRunner().invoke(
+        sweep,
+        [str(tmp_path / "t.py"), "--param", "lr=1", "--engine", engine, "--runs", str(tmp_path)],
+        obj=Settings(),
+    )
+    assert isinstance(done.exception, MissingModuleError)
+    assert "pip install 'potluck[" in str(done.exception.hint)
+    assert list(tmp_path.iterdir()) == [tmp_path / "t.py"]
 
 
 # -- who helps whom -------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from potluck.hub.actions import StepResult
 from potluck.hub.feed import Feed
 from potluck.hub.members import Member
 from potluck.report.summary import summarize
-from potluck.spec.events import StepEnded
+from potluck.spec.events import RunNote, StepEnded
 from potluck.train.context import HOST
 from potluck.train.gain import AloneRate
 from potluck.train.run import start
@@ -39,7 +39,9 @@ def table(events: list[Any]) -> tuple[Telemetry, Member, StepResult]:
     log = SimpleNamespace(emit=events.append)
     context: Any = SimpleNamespace(role=HOST, name="tower", device=device, log=log, folder=None)
     options: Any = SimpleNamespace(usual_batch=8, tokens_per_sample=None)
-    hub: Any = SimpleNamespace(members=lambda: [guest], host_sample_s=lambda: 0.1, traffic=lambda: (0, 0))
+    hub: Any = SimpleNamespace(
+        members=lambda: [guest], host_sample_s=lambda: 0.1, traffic=lambda: (0, 0), timed=lambda *_: None
+    )
     result = StepResult(samples={"tower": 8}, predicted_s=None, wait_s=0.0, dropped_samples=0, taken_back_samples=0)
     return Telemetry(context, options, hub, total_steps=9), guest, result
 
@@ -67,6 +69,31 @@ def test_what_the_script_does_between_steps_is_no_steps_time() -> None:
     assert events[1].between_s == pytest.approx(14.0, abs=0.001)
     assert events[1].speedup > 1  # 0.8 s alone, 0.45 s on average
     assert events[1].eta_s == pytest.approx(7 * (0.45 + 7.0), abs=0.1)
+
+
+@pytest.mark.parametrize(("address", "claimed"), [("127.0.0.1", 0.5), ("192.0.2.7", 1.5)])
+def test_a_guest_on_the_hosts_own_machine_is_compared_with_the_speed_before_it(
+    address: str, claimed: float
+) -> None:
+    """Its processes slow the host down: 0.05 s a sample before it came, 0.1 s beside it."""
+    events: list[Any] = []
+    telemetry, guest, result = table(events)
+    members: list[Member] = []
+    telemetry._hub.members = lambda: members  # type: ignore[method-assign]
+    now = time.monotonic()
+    for step in range(1, 9):
+        now += 0.4
+        telemetry.step_ended(step, 1.0, result, 0.0, now, applied=True, outside=(0.0, 0.0))
+    members.append(guest)
+    guest.samples, guest.address = 3, address
+    for step in range(9, 19):
+        now += 0.8
+        telemetry.step_ended(step, 1.0, result, 0.0, now, applied=True, outside=(0.0, 0.0))
+    last = [event for event in events if isinstance(event, StepEnded)][-1]
+    assert last.speedup == pytest.approx(claimed, rel=0.15)
+    notes = [event.text for event in events if isinstance(event, RunNote)]
+    shared = "laptop runs on this same machine: the two share its processor"
+    assert notes == ([shared] if address == "127.0.0.1" else [])
 
 
 def test_the_runs_speed_and_speed_up_are_those_of_the_report() -> None:

@@ -185,7 +185,7 @@ class Ledger:
     def take(self, count: int) -> tuple[int, ...]:
         """At most `count` positions for the host, out of the pool."""
         now = self._open()
-        taken = tuple(now.pool.popleft() for _ in range(min(count, len(now.pool))))
+        taken = tuple([now.pool.popleft() for _ in range(min(count, len(now.pool)))])
         now.with_host.update(taken)
         return taken
 

@@ -34,7 +34,8 @@ from potluck.spec.probed import Probed
 from potluck.units import bits_text, seconds_text
 
 PROBE_S, LINK_S = 3, 2
-ANSWER_S = 60.0
+ANSWER_S = 180.0
+"""For a command there. A busy machine takes a minute to import torch."""
 LISTEN_S = 600
 ENOUGH_STEPS, ENOUGH_S = 8, 6.0
 """Steps of the script, and seconds of them, after which its speed is known."""
@@ -98,6 +99,7 @@ class _Checking:
         self._fleet, self._host, self._folder = fleet, host, folder
         self.findings: list[Finding] = []
         self.measured: dict[str, Measured] = {}
+        self._silent: set[str] = set()
         self._tried: _TriedWork | None = None
 
     def measure(self, usable: Sequence[str]) -> None:
@@ -189,7 +191,8 @@ class _Checking:
         except MachineError as error:
             self.findings += error.findings
         except msgspec.DecodeError:
-            click.echo(f"{name}: did not answer", err=True)
+            self._silent.add(name)
+            click.echo(f"{name}: did not answer within {ANSWER_S:.0f} s", err=True)
 
     def _answer(self, name: str, words: Sequence[str], feed: str = "") -> str:
         """The JSON that a command of Potluck prints there; empty if there is none."""
@@ -229,6 +232,7 @@ class _Checking:
         for machine in machines:
             found = self.measured.get(machine.name, Measured(name=machine.name))
             state = "to install" if machine.name in usable else "cannot be used"
+            state = "no answer" if machine.name in self._silent else state
             state = "ready" if machine.name in self.measured else state
             speed = f"{found.samples_per_s:.1f}" if found.samples_per_s else ""
             link = bits_text(found.link_bytes_per_s) if found.link_bytes_per_s else ""

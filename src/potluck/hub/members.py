@@ -46,10 +46,11 @@ class OpenLease:
     revoked: bool = False
     arrived: bool = False
     """The whole contribution is here and being decoded. The lease can no longer be taken back."""
+    arrived_at: float = 0.0
     codec: str = ""
     """How its gradient is coded; empty: as at first."""
     tail_s: float = 0.0
-    """The seconds that the guest was told to expect from its last backward to the arrival of its contribution."""
+    """The seconds that the guest was told to expect from its last backward until its contribution is in the sum."""
     closing_at: float | None = None
     """When the guest expects to have delivered, by the host's clock."""
     pieces: dict[int, object] = field(default_factory=dict)
@@ -96,7 +97,9 @@ class Member:
     transfer: Estimate = field(default_factory=lambda: Estimate(doubts=True))
     """Seconds that the weights' change takes to arrive. The gradient has the same size and takes about as long."""
     tail: Estimate = field(default_factory=lambda: Estimate(doubts=True))
-    """Seconds from the end of its last backward to the arrival of the contribution."""
+    """Seconds from the end of its last backward until its contribution is in the sum."""
+    decoding: Estimate = field(default_factory=lambda: Estimate(doubts=True))
+    """Seconds of these on the host: the contribution waits there for others, and is decoded."""
     codec: str = ""
     """How the gradient of its next lease is coded; empty: as the run's others."""
     bf16: bool = False
@@ -115,13 +118,17 @@ class Member:
     """It has had a lease, so its link was measured."""
     wrong_in_a_row: int = 0
     """Contributions in a row that were wrong: the host computed their samples and found something else."""
+    slowed: int = 0
+    """How often in a row it sat out because the run was slower with it."""
     rests: int = 0
     longest_rest: int = LONGEST_BENCH_STEPS
     """The most steps that it sits out."""
     rests_until_step: int = 0
     gains_s: deque[float] = field(default_factory=lambda: deque(maxlen=GAIN_WINDOW))
-    sync_started: float = 0.0
-    sync_ended: float = 0.0
+    sending_since: float | None = None
+    """Since when something of the replica is under way to it that it has not confirmed. None: nothing is."""
+    sync_s: float = 0.0
+    """Seconds in which its first weights were under way. Not counted: waiting for the script between two steps."""
     sync_bytes: int = 0
     samples: int = 0
     """Samples it has contributed to the run."""

@@ -108,7 +108,7 @@ class HostProtocol:
         )
         self.norms = Norms(terms.guest_bound)
         self._most_about_bytes = ABOUT_BYTES + 4 * len(dump_json(fingerprint_to_json(terms.fingerprint)))
-        self._last_alive = 0.0
+        self._now = self._last_alive = 0.0
         self._newcomers = Newcomers()
         self._weights_stay = True
         """Whether the model has the weights of a version: in a step, and before the first one."""
@@ -116,7 +116,7 @@ class HostProtocol:
 
     def handle(self, event: inputs.Input, now: float) -> list[Action]:
         """Take in what happened, and say what to do about it. `now` is by the host's monotonic clock."""
-        self._newcomers.now = now
+        self._now = self._newcomers.now = now
         return self._handlers[type(event)](event, now)
 
     def _table(self) -> dict[type[inputs.Input], Callable[[Any, float], list[Action]]]:
@@ -146,6 +146,7 @@ class HostProtocol:
             inputs.CommonComputed: self._common_computed,
             inputs.StepFilled: self._step_filled,
             inputs.GradientKnown: self._gradient_known,
+            inputs.StepTimed: self._step_timed,
             inputs.HostClosing: self._host_closing,
         }
 
@@ -209,7 +210,7 @@ class HostProtocol:
                 case SketchMessage():
                     return self._sketch(member, message, frames[0])
                 case HashedMessage():
-                    return self.guard.answered(member, message.version, bytes(frames[0]), now)
+                    return self.guard.answered(member, message.version, bytes(frames[0]))
                 case LeaveMessage():
                     member.failed = message.failed
                     return self._remove(member, "guest_left", message.reason or "left")
@@ -292,7 +293,7 @@ class HostProtocol:
         member.computes(ready.micro_batch, ready.largest_micro_batch)
         member.ahead.most_bytes = 0 if self.terms.local_data else min(ready.ahead_bytes, MOST_BYTES)
         member.fixed_digests = model.hashes
-        member.state, member.sync_started = SYNCING, now
+        member.state = SYNCING
         return [HashFixed(guest=member.id), Wake()]
 
     def _taken(self, member: Member, taken: TakenMessage, now: float) -> list[Action]:
@@ -300,9 +301,11 @@ class HostProtocol:
             member.ahead.took(taken.bytes)
             return self.ahead.pump(member)
         member.feed.taken(taken.bytes)
+        since, member.sending_since = member.sending_since, now if member.feed.in_flight_bytes else None
         if member.state == SYNCING:
-            member.sync_bytes += taken.bytes
-            member.sync_ended = now
+            if since is not None:
+                member.sync_bytes += taken.bytes
+                member.sync_s += now - since
             return [*self._pump(member), Wake()]
         return self._pump(member)
 
@@ -391,7 +394,7 @@ class HostProtocol:
         elif event.why_not is not None:
             actions = self.stepping.drop(member, reason=event.why_not, now=now)
         else:
-            actions = self.stepping.counted(member, event.loss_sum, event.items)
+            actions = self.stepping.counted(member, now=now, loss_sum=event.loss_sum, items=event.items)
         if member.leaving is not None:
             actions += self._remove(member, *member.leaving)
         return actions
@@ -462,11 +465,17 @@ class HostProtocol:
         return self.checks.compared(event.guest, event.check, event.verdict)
 
     def _replica_hashed(self, event: inputs.ReplicaHashed, now: float) -> list[Action]:
-        return self.guard.hashed(event.version, event.digests, now)
+        return self.guard.hashed(event.version, event.digests)
 
     def _step_filled(self, event: inputs.StepFilled, now: float) -> list[Action]:
         self._weights_stay = False
         return [Reply(value=self.stepping.end())]
+
+    def _step_timed(self, event: inputs.StepTimed, now: float) -> list[Action]:
+        self.stepping.slowdown.timed(
+            event.step, event.samples, event.seconds, host_sample_s=self.host_sample_s, here=event.here
+        )
+        return []
 
     def _host_closing(self, event: inputs.HostClosing, now: float) -> list[Action]:
         return [Send(guest=guest, message=ByeMessage(reason=event.reason)) for guest in self.members]
@@ -474,7 +483,10 @@ class HostProtocol:
     # -- what guests are sent -----------------------------------------------------------------------------
 
     def _pump(self, member: Member) -> list[Action]:
-        return [*self.feeding.pump(member), *self.guard.ask(member), *self.ahead.pump(member)]
+        actions = self.feeding.pump(member)
+        if member.sending_since is None and member.feed.in_flight_bytes:
+            member.sending_since = self._now
+        return [*actions, *self.guard.ask(member), *self.ahead.pump(member)]
 
     def _piece_coded(self, event: inputs.PieceCoded, now: float) -> list[Action]:
         self.feeding.pieces[event.index] = event.piece
@@ -525,9 +537,8 @@ class HostProtocol:
         # First guesses, until leases and changes measure it. A guest that is checked again has been measured.
         if answer.count > 0 and answer.compute_s > 0 and not member.joined:
             member.rate.add(answer.count / answer.compute_s)
-        synced_s = member.sync_ended - member.sync_started
         if member.sync_bytes and not member.joined:
-            member.transfer.add(self.codecs.part * self._change_bytes * synced_s / member.sync_bytes)
+            member.transfer.add(self.codecs.part * self._change_bytes * member.sync_s / member.sync_bytes)
         return actions
 
     # -- time -------------------------------------------------------------------------------------------

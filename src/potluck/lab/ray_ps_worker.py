@@ -84,6 +84,8 @@ class PsWorker:
 def work(orders: Orders) -> None:
     """Be a node of the cluster; rank 0 also drives the training."""
     signal.signal(signal.SIGTERM, _leave)
+    # The rig's network is closed. Else Ray would ask for a token wherever this user has one for other clusters.
+    os.environ["RAY_AUTH_MODE"] = "disabled"
     board = Board(orders)
     address = f"{orders.spec.master_address}:{PORT}"
     if not orders.is_host:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from distributed import Client, Future
 
 POLL_S = 0.5
-LOST_S = 5.0
+LOST_S = 8.0
 """A worker that has given no answer for so long has lost its trial."""
 MOST_STARTS = 10
 """A trial that was lost so many times has failed."""

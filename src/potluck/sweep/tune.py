@@ -167,6 +167,7 @@ class TrialWatch:
         self.hosted: dict[str, list[str]] = {}
         """Machines that have hosted each trial, by its id, in this order."""
         self.guests: dict[str, set[str]] = {}
+        self._names: dict[str, str] = {}
         self._running: set[str] = set()
         self._waiting = 0
         self._over = threading.Event()
@@ -183,7 +184,9 @@ class TrialWatch:
         if NEWS not in result:
             return
         news = msgspec.json.decode(result[NEWS], type=TrialNews)
-        machine = _node_names(self._fleet).get(result[NODE], result[NODE][:8])
+        if result[NODE] not in self._names:  # asking Ray takes time, and Tune waits for this
+            self._names |= _node_names(self._fleet)
+        machine = self._names.get(result[NODE], result[NODE][:8])
         hosted = self.hosted.setdefault(trial, [])
         if hosted[-1:] != [machine]:
             hosted.append(machine)
@@ -258,6 +261,7 @@ def sweep_results(
             storage_path=str(settings.storage),
             callbacks=[callback],
             failure_config=tune.FailureConfig(max_failures=MOST_STARTS),
+            checkpoint_config=tune.CheckpointConfig(num_to_keep=2),
             verbose=0,
         ),
     )

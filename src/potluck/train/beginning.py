@@ -15,10 +15,23 @@ MOST_BUFFER_BYTES = 4 << 20
 """Larger buffers (masks, tables) are constants; a copy in every step would only cost time."""
 
 
+class BufferPlaces:
+    """Where a model has buffers: looking through all its modules in every step takes longer than keeping them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        found = ((module, name) for module in model.modules() for name in module._buffers)
+        self._places = list(found)
+
+    def buffers(self) -> list[Tensor]:
+        """Those of now: a module may put another tensor into the place of one."""
+        now = {id(b): b for module, name in self._places if (b := module._buffers.get(name)) is not None}
+        return list(now.values())
+
+
 class Buffers:
     """A model's buffers as they are now, such as running means; large ones are not kept."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module | BufferPlaces) -> None:
         buffers = list(model.buffers())
         small = sum(b.nbytes for b in buffers) <= MOST_BUFFER_BYTES
         self._kept: list[tuple[Tensor, Tensor]] = [(b, b.clone()) for b in buffers] if small else []

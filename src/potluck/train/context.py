@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import shlex
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from potluck.device import Device
 from potluck.hub.link import GuestLink
@@ -79,8 +79,8 @@ class RunContext:
     """On a guest: why its script failed, for the person at the host; set before the training is ended."""
     _stop: threading.Event = field(default_factory=threading.Event)
     _ending: Ending | None = None
-    _waiting: int | None = None
-    """The thread of a loop that waits for samples."""
+    waiting_thread: int | None = None
+    """The thread of a loop that waits for samples: see `Waiting`."""
 
     def request_stop(self) -> None:
         """The person asked for an end (Ctrl-C). The loop looks between micro-batches. From any thread."""
@@ -89,30 +89,10 @@ class RunContext:
     def stop_requested(self) -> bool:
         return self._stop.is_set()
 
-    @contextmanager
-    def waiting(self, stop: Callable[[], None] | None) -> Iterator[None]:
-        """Inside, the loop waits for samples, and a stop need not wait for them: `stop` is called at once.
-
-        A signal raises Interrupted here, where this is the main thread. Without `stop`, nothing changes.
-        """
-        if stop is None:
-            yield
-            return
-        try:
-            self._waiting = threading.get_ident()
-            if self.stop_requested():
-                raise Interrupted
-            yield
-        except Interrupted:
-            stop()
-            raise
-        finally:
-            self._waiting = None
-
     @property
     def waits_here(self) -> bool:
         """Whether this thread's loop waits for samples."""
-        return self._waiting == threading.get_ident()
+        return self.waiting_thread == threading.get_ident()
 
     def training_began(self, ending: Ending) -> None:
         """A loop tells how it is ended."""
@@ -143,3 +123,32 @@ class RunContext:
         """
         if self._ending is not None:
             self._ending.now(reason)
+
+
+class Waiting:
+    """Inside, the loop waits for samples, and a stop need not wait for them: `stop` is called at once.
+
+    A signal raises Interrupted here, where this is the main thread. Without `stop`, nothing changes. It is entered
+    several times in each step: no generator, which would cost more than what it does.
+    """
+
+    def __init__(self, context: RunContext, stop: Callable[[], None] | None) -> None:
+        self._context, self._stop = context, stop
+
+    def __enter__(self) -> None:
+        if self._stop is None:
+            return
+        try:
+            self._context.waiting_thread = threading.get_ident()
+            if self._context.stop_requested():
+                raise Interrupted
+        except Interrupted as error:  # also of a signal that comes here
+            self.__exit__(Interrupted, error, None)
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if self._stop is None:
+            return
+        self._context.waiting_thread = None
+        if isinstance(error, Interrupted):
+            self._stop()

@@ -6,9 +6,14 @@ before anybody knows why. Whoever opened the training does know, a moment later.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
+import sys
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Generator
+from typing import Any
 
 from potluck.errors import PotluckError
 from potluck.sinks import to_stderr
@@ -96,11 +101,29 @@ class Ending:
             if self._over or self._timer is not None:
                 return
             self._soon = reason
+            if sys.is_finalizing():  # a thread that is started now never runs, and Python 3.11 waits for it
+                self._alone(reason)
+                return
             self._timer = threading.Timer(WHY_S, self._alone, (reason,))
             try:
                 self._timer.start()
             except RuntimeError:  # the interpreter is shutting down, and starts no more threads
                 self._alone(reason)
+
+    def close_at_exit(self, loop: Generator[Any, None, None]) -> None:
+        """Where the script leaves its loop open, close it before the interpreter shuts down."""
+        held = weakref.ref(loop)
+
+        def close() -> None:
+            if getattr(sys, "last_value", None) is not None:  # an exception ended the script
+                self.now("failed")
+            if (still := held()) is not None:
+                with contextlib.suppress(ValueError):  # another thread is in it
+                    still.close()
+            self.finish()
+
+        atexit.register(close)
+        self.then(lambda: atexit.unregister(close))
 
     def _alone(self, reason: str) -> None:
         """In the timer's thread, while the script goes on: whoever runs it hears of a failure at its end."""

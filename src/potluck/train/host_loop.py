@@ -11,65 +11,37 @@ import math
 import sys
 import time
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from potluck.balance.leases import Least
-from potluck.balance.ledger import Ledger
 from potluck.errors import DataError, LoopError, NonFiniteError, RunFolderError
 from potluck.hub.actions import CommonBatch, StepResult
 from potluck.hub.alone import AloneHub
 from potluck.hub.host import HostHub
 from potluck.hub.parity import Reference, Sketch, sketch
-from potluck.hub.tensors import ModelTensors
 from potluck.spec.events import CheckpointFailed, CheckpointSaved, RunNote
 from potluck.train import given
 from potluck.train.bad_steps import BadSteps, StepFacts, how_to_go_on
-from potluck.train.batch_statistics import BatchStatistics
-from potluck.train.beginning import Beginning, Buffers
-from potluck.train.checkpoint import CheckpointWriter, Loaded, Snapshot, finite_state
-from potluck.train.context import RunContext
+from potluck.train.beginning import Beginning, BufferPlaces, Buffers
+from potluck.train.checkpoint import CheckpointWriter, Snapshot, finite_state
+from potluck.train.context import Waiting
 from potluck.train.data import cloned, to_device
 from potluck.train.ending import Ending
 from potluck.train.flight import Flight
-from potluck.train.microbatch import MicroBatch
-from potluck.train.optimizer_state import Stateful
-from potluck.train.options import Options
+from potluck.train.parts import Parts
 from potluck.train.randomness import RandomState, digests, seed
 from potluck.train.ranks import RoundMark, shares
 from potluck.train.scheduling import Scheduling
 from potluck.train.step import TOTALS, SavedBytes, Step, StepRules, mean_of
-from potluck.train.step_loader import StepLoader
 from potluck.train.telemetry import Telemetry
-from potluck.train.update import Collected, Divisor, Update, own_norm, prepare_gradients
+from potluck.train.update import Collected, Divisor, Update, later, own_norm, prepare_gradients
 from potluck.train.update_hooks import UpdateHooks
 
 TURN_S = 0.0002
 """How long Python's other threads may keep the one that feeds a device which queues its work. At Python's own 5 ms
 a GPU ran dry while contributions came: an H200 with 8 guests lost 33 % of its speed, with this 25 %."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Parts:
-    """What is trained, and with what."""
-
-    context: RunContext
-    options: Options
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    loader: StepLoader
-    tensors: ModelTensors
-    ledger: Ledger
-    micro: MicroBatch
-    statistics: BatchStatistics | None = None
-    least: Least = field(default_factory=Least)
-    restored: Loaded | None = None
-    objects: dict[str, Stateful] = field(default_factory=dict)
-    state: dict[str, Any] = field(default_factory=dict)
 
 
 class HostTrainer:
@@ -112,10 +84,11 @@ class HostTrainer:
         )
         self._bad = BadSteps(parts.context.name, most=parts.context.config.max_bad_steps)
         self._finite_at_first = frozenset(finite_state(parts.model))
+        self._buffer_places = BufferPlaces(parts.model)
         self._buffers: Buffers | None = None
-        self._own_samples = 0  # what this process itself has computed of the step
+        self._own_samples = 0  # what this process has computed of the step
         self._beginning: Beginning | None = None
-        self._waiting = partial(parts.context.waiting, None if parts.options.by_trainer else self._stop_if_asked)
+        self._waiting = Waiting(parts.context, None if parts.options.by_trainer else self._stop_if_asked)
         self._place: dict[str, Any] | None = None  # where in the data the next step begins, while it is awaited
         self._checkpoint_due = False
         self._comparing = False
@@ -143,6 +116,12 @@ class HostTrainer:
 
     def steps(self) -> Iterator[Step]:
         """One Step after the other, until the run is over; whatever happens, everybody is told and sent home."""
+        loop = self._steps()
+        if self._p.context.folder is None:  # one with a folder is closed by its session
+            self._ending.close_at_exit(loop)
+        return loop
+
+    def _steps(self) -> Generator[Step, None, None]:
         reason = "failed"
         step: Step | None = None
         self._telemetry.started(self._p.ledger.step, self._p.tensors)
@@ -180,7 +159,7 @@ class HostTrainer:
         if not (enough := options.steps is not None and ledger.step >= options.steps):
             if self._writer is not None and loader.waits:
                 self._beginning, self._place = Beginning(self._device), loader.state(ledger.step)
-            with self._waiting() if loader.waits else contextlib.nullcontext(), self._unread_is_saved():
+            with self._waiting if loader.waits else contextlib.nullcontext(), self._unread_is_saved():
                 samples = ledger.prepare()
             self._place = None
         self._returned += time.monotonic() - before  # a stream may have to be waited for: not the script's time
@@ -191,7 +170,8 @@ class HostTrainer:
             return None
         # A batch sampler may give larger batches than any so far.
         self._p.micro.limit = max(self._p.micro.limit, -(-samples.count // self._width))
-        return Step(ledger.step, self._rules, epoch=samples.epoch, ends_epoch=self._ends_epoch)
+        whole = samples.count if isinstance(self._hub, AloneHub) and self._ranks is None else None
+        return Step(ledger.step, self._rules, epoch=samples.epoch, ends_epoch=self._ends_epoch, whole=whole)
 
     def _ends_epoch(self) -> bool:
         before = time.monotonic()
@@ -268,7 +248,7 @@ class HostTrainer:
             self._flight.finish()  # the log tells of a step before there is a checkpoint of it
             # After a step that was not applied nobody knows whether the weights are any good.
             self._checkpoint_due = self._bad.in_a_row > 0 or not self._checkpoint()
-        self._buffers, self._own_samples = Buffers(self._p.model), 0
+        self._buffers, self._own_samples = Buffers(self._buffer_places), 0
         if self._writer is not None:
             self._beginning = Beginning(self._device, self._buffers)
         with self._unread_is_saved():
@@ -278,7 +258,7 @@ class HostTrainer:
 
     def _share(self, step: Step) -> Iterator[Any]:
         """What this machine computes of the step."""
-        with self._waiting():
+        with self._waiting:
             self._p.loader.ready()
         self._device.at_step(step.index + 1)
         if self._ranks is not None:
@@ -306,7 +286,7 @@ class HostTrainer:
                 self._finish()
 
     def _fetch(self, positions: tuple[int, ...]) -> Any:
-        with self._waiting():  # a data set may hang
+        with self._waiting:  # a data set may hang
             return self._p.loader.fetch(positions)
 
     def _head_start_s(self) -> float:
@@ -416,7 +396,7 @@ class HostTrainer:
     def _uncounted(self, step: Step, batch: Any, samples: int, common: CommonBatch) -> Generator[Any, None, Sketch]:
         """The common batch with other random numbers: how far this machine is from itself. It leaves no trace."""
         self._finish()
-        beginning = Beginning(self._device, Buffers(self._p.model))
+        beginning = Beginning(self._device, Buffers(self._buffer_places))
         seed(self._device, common.seed, otherwise=common.twice or frozenset())
         yield from self._hand_out(step, to_device(batch, self._device), samples)
         made = self._sketch(step, samples)
@@ -456,7 +436,9 @@ class HostTrainer:
         result = self._hub.end_step()
         total = None if self._ranks is None else self._sum_of_ranks(step, result, whole)
         divisor = self._divisor.of(step, result.guests_items, whole, total)
-        norm = prepare_gradients(step.number, self._trained, self._p.options, self._p.model, divisor)
+        norm = prepare_gradients(
+            step.number, self._trained, self._p.options, self._p.model, None if step.has_means else divisor
+        )
         finite = norm.isfinite() if self._ranks is None else self._ranks.agree(norm.isfinite())
         if self._writer is not None:
             self._writer.before_update()
@@ -488,10 +470,9 @@ class HostTrainer:
         takes_loss = self._scheduling.takes_loss
         if not takes_loss:
             self._scheduling.step()
-        later = self._device.to_host_later
-        losses = later(torch.as_tensor(step.loss_so_far() if total is None else total).reshape(-1))
-        figures = [norm, norm if own is None else own, finite, *([divisor] if isinstance(divisor, Tensor) else [])]
-        norms = later(torch.stack([figure.float() for figure in figures]))
+        losses = later(self._device, [step.loss_so_far()] if total is None else total)
+        items = [divisor] if isinstance(divisor, Tensor) else []
+        norms = later(self._device, [norm, norm if own is None else own, finite, *items])
         if self._comparing:
             self._compare_ranks()
         every = self._p.context.config.checkpoint_every
@@ -500,18 +481,19 @@ class HostTrainer:
         number, outside = self._p.ledger.step, self._outside
 
         def updated(now: float, update_s: float) -> None:
-            loss_sum = float(losses[0]) + (guests_loss if total is None else 0.0)
-            total_norm, ours, applied, *counted = norms.tolist()
-            count = counted[0] if isinstance(divisor, Tensor) else divisor
+            own_loss, *of_ranks = losses()
+            loss_sum = own_loss + (guests_loss if total is None else 0.0)
+            total_norm, ours, applied, *counts = norms()
+            count = float(counts[0] if counts else divisor)
             self._done, self._loss = number, mean_of(loss_sum, count)
             step.loss = self._loss
             facts = StepFacts(
                 step=number,
                 norm=total_norm,
                 own_norm=None if own is None else ours,
-                own_loss=float(losses[0]),
+                own_loss=own_loss,
                 machines=tuple(result.samples),
-                bad_ranks=[rank for rank, bad in enumerate(losses[TOTALS:].tolist()) if bad],
+                bad_ranks=[rank for rank, bad in enumerate(of_ranks[TOTALS - 1 :]) if bad],
                 count=count,
             )
             self._judge(facts, samples, applied=bool(applied))

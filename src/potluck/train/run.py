@@ -39,12 +39,13 @@ from potluck.train.context import ALONE, GUEST, HOST, RANK, RunContext
 from potluck.train.ending import Interrupted
 from potluck.train.given import as_number, check_model, check_optimizer, check_scheduler
 from potluck.train.guest_loop import GuestParts, GuestTrainer
-from potluck.train.host_loop import HostTrainer, Parts
+from potluck.train.host_loop import HostTrainer
 from potluck.train.launch import current
 from potluck.train.microbatch import MicroBatch
 from potluck.train.optimizer_state import Stateful
 from potluck.train.options import Options, make_options
 from potluck.train.packing import Collate
+from potluck.train.parts import Parts
 from potluck.train.pushed import PushedLoader
 from potluck.train.rank_loop import (
     RankParts,

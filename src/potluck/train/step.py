@@ -57,7 +57,9 @@ class Step:
         *,
         epoch: int | None = None,
         ends_epoch: Callable[[], bool] = lambda: False,
+        whole: int | None = None,
     ) -> None:
+        """`whole`: the step's samples if this process computes them all; then the gradients are means at once."""
         self.index = index
         """The number of this step, from 0."""
         self.epoch = epoch
@@ -69,6 +71,7 @@ class Step:
         self.finished = False
         self._rules = rules
         self._mean = rules.loss_is == "mean"
+        self._whole = whole
         self._current: Current | None = None
         self._loss_sum: Tensor | float = 0.0
         self._items: Tensor | float = 0.0
@@ -114,21 +117,27 @@ class Step:
                 hint='the mean over the samples of the batch; for a sum say run.steps(…, loss_is="sum")',
                 step=self.number,
             )
-        first = self.index == 0 and isinstance(self._loss_sum, float)
-        if first and _is_scaled(loss):  # once: on a GPU this waits
+        if self.index == 0 and self.counts_items is None and _is_scaled(loss):  # once: on a GPU this waits
             raise LoopError("the loss was scaled by a GradScaler", hint=NO_SCALER, step=self.number)
         self._check_gradients()
         weight = self._weight(items, current.samples)
-        if isinstance(weight, Tensor) or weight or not self._mean:
-            total = loss * weight if self._mean else loss
-            if isinstance(weight, Tensor) and self._mean:
-                total = torch.where(weight > 0, total, 0.0)
+        if isinstance(weight, Tensor) and self._mean:
+            total = torch.where(weight > 0, loss * weight, 0.0)
             total.backward()
-            self._mark_gradients()
-            self._loss_sum = self._loss_sum + total.detach().float()
+            self._add_loss(total.detach(), 1.0)
+        elif not self._mean or weight:
+            factor = float(weight) if self._mean else 1.0
+            # The gradient of `loss * factor`, without a product more in the graph.
+            loss.backward(torch.full_like(loss.detach(), factor / (self._whole or 1) if self.has_means else factor))
+            self._add_loss(loss.detach(), factor)
         # else: a mean over nothing weighs nothing, and is NaN
         current.done = True
         self._rules.after_backward(current.samples)
+
+    def _add_loss(self, loss: Tensor, factor: float) -> None:
+        """On a GPU it stays there; where it can be read at once, a number costs less than a tensor."""
+        self._mark_gradients()
+        self._loss_sum = self._loss_sum + (loss.float() if loss.device.type != "cpu" else float(loss)) * factor
 
     def _weight(self, items: float | Tensor | None, samples: int) -> float | Tensor:
         """What a mean is multiplied by: the samples, or the items, which are then counted."""
@@ -222,6 +231,11 @@ class Step:
         if not self._rules.sends:
             self._check_gradients()
         self._current = None
+
+    @property
+    def has_means(self) -> bool:
+        """Whether the gradients are divided by the step's samples already."""
+        return self._whole is not None and not self.counts_items
 
     def loss_sum(self) -> float:
         """The summed loss of this machine's samples or items (waits for the device)."""

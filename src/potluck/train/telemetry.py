@@ -6,6 +6,7 @@ import math
 import platform
 import time
 from collections import deque
+from statistics import median
 
 import msgspec
 import torch
@@ -18,12 +19,15 @@ from potluck.hub.alone import AloneHub
 from potluck.hub.host import HostHub
 from potluck.hub.members import Member
 from potluck.hub.tensors import ModelTensors
-from potluck.spec.events import MachineFigures, RunEnded, RunStarted, StepEnded
+from potluck.spec.events import MachineFigures, RunEnded, RunNote, RunStarted, StepEnded
 from potluck.train.batch_statistics import BatchStatistics, StatisticsNotice
 from potluck.train.context import ALONE, RunContext
 from potluck.train.gain import RECENT_STEPS, AloneRate, Gain
 from potluck.train.options import Options
+from potluck.wire.token import is_this_machine
 
+BEFORE_STEPS, FEWEST_BEFORE = 32, 4
+"""The speed before any guest is the median of at most so many steps, and known after so few."""
 LEAST_WAY_S = 0.005
 """A change that arrives faster was in some buffer: that time says nothing of the link."""
 
@@ -60,6 +64,10 @@ class Telemetry:
         self._alone = AloneRate()
         self._beside_s = Estimate(weight=0.1)
         """Seconds of a step that are neither computing nor the update, of steps without any guest."""
+        self._before_s: deque[float] = deque(maxlen=BEFORE_STEPS)
+        """Seconds a sample of the last steps without any guest."""
+        self._here: dict[str, bool] = {}
+        """The guests that have contributed: whether each runs on this machine."""
         self._steps_s = 0.0
         """Seconds of all steps so far."""
         self._not_applied = 0
@@ -131,9 +139,11 @@ class Telemetry:
         options = self._options
         if not self._hub.members():
             self._beside_s.add(max(0.0, step_s - self._host_busy_s - update_s))
+            self._before_s.append(step_s / max(1, count))
         mean_s = sum(s for s, _, _ in self._recent) / len(self._recent)
         rate = sum(n for _, _, n in self._recent) / len(self._recent) / mean_s
-        speedup = self._times_alone(mean_s)
+        sample_s = self._alone_sample_s()
+        speedup = self._times_alone(mean_s, sample_s)
         self._gain.add(speedup, step_s)
         self._steps_s += step_s
         up, down = self._hub.traffic()
@@ -158,12 +168,14 @@ class Telemetry:
                 bytes_down=down,
                 dropped=result.dropped_samples,
                 taken_back=result.taken_back_samples,
-                machines=self._machines(result, step_s),
+                machines=self._machines(result, step_s, sample_s),
                 ahead=result.ahead_samples,
                 unneeded=result.unneeded_samples,
                 unneeded_bytes=result.unneeded_bytes,
             )
         )
+        here = [m.id for m in self._hub.members() if self._here.get(m.name)] if self._here else ()
+        self._hub.timed(step - 1, count, step_s, here)
         self._host_busy_s = 0.0
         self._alone.step_ended()
         news = self._statistics.after_step(step, result.micro_batches)
@@ -198,24 +210,38 @@ class Telemetry:
             return None
         return result.samples.get(self._context.name, 0) * self._flops_per_sample / step_s / peak
 
-    def _times_alone(self, mean_s: float) -> float | None:
+    def _times_alone(self, mean_s: float, sample_s: float | None) -> float | None:
         """Speed-up over this machine alone: by its measured rate, and by what a step takes it besides.
 
         Of a step of 1.5 ms that is a third: without it, a guest that cost nothing seemed to slow the host down.
         """
-        sample_s = self._alone_sample_s()
         # Before a guest has contributed, the figure would only show noise in this machine's own speed.
-        if self._context.role == ALONE or not sample_s or not any(m.samples for m in self._hub.members()):
+        helping = [m for m in self._hub.members() if m.samples]
+        if self._context.role == ALONE or not sample_s or not helping:
             return None
         update_s = sum(u for _, u, _ in self._recent) / len(self._recent)
         samples = sum(n for _, _, n in self._recent) / len(self._recent)
-        return (samples * sample_s + update_s + (self._beside_s.value or 0.0)) / mean_s
+        alone_s = samples * sample_s + update_s + (self._beside_s.value or 0.0)
+        if self._any_here(helping) and len(self._before_s) >= FEWEST_BEFORE:
+            # Its processes take this machine's time: what is measured beside them is not the speed alone.
+            alone_s = min(alone_s, samples * median(self._before_s))
+        return alone_s / mean_s
+
+    def _any_here(self, helping: list[Member]) -> bool:
+        """Whether a guest computes on this very machine; the first one is told of."""
+        for member in helping:
+            if member.name not in self._here:
+                told = any(self._here.values())
+                self._here[member.name] = is_this_machine(member.address)
+                if self._here[member.name] and not told:
+                    text = f"{member.name} runs on this same machine: the two share its processor"
+                    self._context.log.emit(RunNote(text=text))
+        return any(self._here[member.name] for member in helping)
 
     def _alone_sample_s(self) -> float | None:
         return self._alone.sample_s or self._hub.host_sample_s()
 
-    def _machines(self, result: StepResult, step_s: float) -> tuple[MachineFigures, ...]:
-        sample_s = self._alone_sample_s()
+    def _machines(self, result: StepResult, step_s: float, sample_s: float | None) -> tuple[MachineFigures, ...]:
         micro_batch, micro_batches = _micro_batches(self._context.name, result)
         host = MachineFigures(
             name=self._context.name,

@@ -9,12 +9,13 @@ queues its work decides by itself, and nobody waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from potluck.device import Device
 from potluck.errors import LoopError
 from potluck.hub.actions import StepResult
 from potluck.train.beginning import Buffers
@@ -33,8 +34,12 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     Of float16 in float32: it ends at 65,504.
     """
     plain = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-    norms = [g.float() if g.dtype == torch.float16 else g for g in plain]
-    return nn.utils.get_total_norm(norms)
+    wide = [g.float() if g.dtype == torch.float16 else g for g in plain]
+    if len({(g.device, g.dtype) for g in wide}) > 1:
+        return nn.utils.get_total_norm(wide)
+    # What torch does where all are alike, without its sorting: that took a small model two thirds of the time.
+    together: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(wide)))
+    return together
 
 
 def own_norm(trained: Sequence[nn.Parameter]) -> Tensor:
@@ -68,15 +73,15 @@ class Divisor:
 
 
 def prepare_gradients(
-    number: int, trained: list[nn.Parameter], options: Options, model: nn.Module, divisor: float | Tensor
+    number: int, trained: list[nn.Parameter], options: Options, model: nn.Module, divisor: float | Tensor | None
 ) -> Tensor:
     """From the sum over the step's samples or items to what the optimizer takes: the mean, as the user wants it,
     clipped.
 
     The norm that it had before it was clipped, on the device; NaN where there was nothing to sum. `divisor`: how
-    many samples or items there were.
+    many samples or items there were; None where the gradients are means already.
     """
-    if not isinstance(divisor, Tensor) and not divisor:
+    if isinstance(divisor, int | float) and not divisor:
         return torch.full((), torch.nan, device=trained[0].device)
     gradients = [p.grad for p in trained if p.grad is not None]
     if not gradients:
@@ -84,7 +89,8 @@ def prepare_gradients(
             f"step {number} ended without any gradient",
             hint="Potluck clears and steps: take optimizer.zero_grad() and optimizer.step() out of the loop",
         )
-    torch._foreach_mul_(gradients, 1.0 / divisor)
+    if divisor is not None:
+        torch._foreach_mul_(gradients, 1.0 / divisor)
     if options.before_update is not None:
         options.before_update(model)
         gradients = [p.grad for p in trained if p.grad is not None]
@@ -92,6 +98,17 @@ def prepare_gradients(
     if options.clip_norm is not None:
         nn.utils.clip_grads_with_norm_(trained, options.clip_norm, norm)
     return norm
+
+
+def later(device: Device, figures: Tensor | Sequence[Tensor | float]) -> Callable[[], list[float]]:
+    """What these figures are, once the device has made what it was given so far."""
+    if isinstance(figures, Tensor):
+        return device.to_host_later(figures.reshape(-1)).tolist
+    if not device.ahead:  # a tensor of them would cost more than all else that is told of a step
+        numbers = [float(figure) for figure in figures]
+        return lambda: numbers
+    there = [f if isinstance(f, Tensor) else torch.full((), f, device=device.torch_device) for f in figures]
+    return device.to_host_later(torch.stack([f.float() for f in there])).tolist
 
 
 def fuse(optimizer: torch.optim.Optimizer) -> None:

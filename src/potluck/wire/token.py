@@ -138,6 +138,16 @@ def is_inner(interface: str) -> bool:
     return _INNER.match(interface) is not None
 
 
+def is_this_machine(address: str) -> bool:
+    """Whether a connection from this address comes from this machine itself."""
+    try:
+        if ipaddress.ip_address(address).is_loopback:
+            return True
+    except ValueError:
+        return False
+    return any(entry.address == address for entries in psutil.net_if_addrs().values() for entry in entries)
+
+
 def local_addresses(*, ipv6: bool = False) -> tuple[str, ...]:
     """This machine's addresses that another machine may reach, the one of the default route first.
 

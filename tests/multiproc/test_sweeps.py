@@ -9,8 +9,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,6 @@ from potluck.fleet.script import read_script
 from potluck.fleet.sealed import KeyPair
 from potluck.sweep.spec import SweepWork, TrialResult, trials_of
 from potluck.sweep.trial import handed_over
-from support import ray_nodes
 from support.processes import SOURCE
 
 pytestmark = [
@@ -104,9 +104,8 @@ def test_a_lost_trial_goes_on_from_its_checkpoint_and_idle_machines_help(
         running.start()
         try:
             # The second trial fails at once, and its machine joins the first one.
-            _wait(lambda: (news := sweep.news("trial-1")).checkpoint and news.guests, 90)
-            token = keys.open(sweep.news("trial-1").token)
-            host, saved = sweep.hosts()["trial-1"], sweep.news("trial-1").checkpoint
+            news = _wait(lambda: (n := sweep.news("trial-1")).checkpoint and n.guests and n.token and n, 90)
+            token, saved, host = keys.open(news.token), news.checkpoint, sweep.hosts()["trial-1"]
             pid = client.run(os.getpid, workers=[sweep.fleet.workers()[host]]).popitem()[1]
             os.kill(pid, signal.SIGKILL)
             # The guest goes back, for the trial goes on; on which machine is the cluster's matter.
@@ -123,43 +122,9 @@ def test_a_lost_trial_goes_on_from_its_checkpoint_and_idle_machines_help(
     assert first.metrics["final"] == 0.1
     assert first.steps >= saved
     assert first.guests
-    assert len(first.machines) == 2, told
+    assert len(first.machines) >= 2, told
     assert handed_over(storage / "trial-1") == Path(first.checkpoint)
     assert not [p for p in storage.rglob("*") if p.name in ("token", "keys.json")]
-
-
-@pytest.mark.skipif(ray_nodes.why_not() is not None, reason=str(ray_nodes.why_not()))
-def test_tune_runs_a_script_and_an_idle_node_helps(script: Path, tmp_path: Path) -> None:
-    until = tmp_path / "until"
-    words = ["-m", "potluck", "sweep", str(script), "--param", "lr=0.1,-1.0", "--json"]
-    words += ["--runs", str(tmp_path / "runs"), "--checkpoint-every", "5"]
-    with ray_nodes.RayNodes() as nodes, open(tmp_path / "told", "wb") as told:
-        nodes.environment |= {"POTLUCK_DEVICE": "paced:0.005", "RAY_worker_niceness": "0"}
-        for name in ("desk", "mac"):
-            nodes.add(name, resources={"potluck": 1})
-        words += ["--address", nodes.address, "--", "--until", str(until)]
-        driver = subprocess.Popen(
-            [sys.executable, *words], stdout=subprocess.PIPE, stderr=told, env=nodes.environment
-        )
-        try:
-            helps = tmp_path / "told"
-            _wait(lambda: b" helps " in helps.read_bytes() or driver.poll() is not None, 150)
-            _wait(lambda: _has_guest(tmp_path / "runs") or driver.poll() is not None, 60)
-        finally:
-            until.touch()
-            text, _ = driver.communicate()
-    assert driver.returncode == 0, (tmp_path / "told").read_text()
-    first, second = json.loads(text)["trials"]
-    assert (first["error"], first["metrics"]["final"]) == ("", 0.1)
-    assert first["guests"]
-    assert {*first["machines"], *first["guests"]} == {"desk", "mac"}
-    assert "negative learning rate" in second["error"]
-    assert (Path(first["checkpoint"]) / "manifest.json").exists()
-
-
-def _has_guest(runs: Path) -> bool:
-    """Whether a result of Tune's tells of a guest."""
-    return any('\\"guests\\":[\\"' in path.read_text() for path in runs.rglob("result.json"))
 
 
 def test_nothing_outlives_a_killed_driver(dask: str, script: Path, tmp_path: Path) -> None:
@@ -189,8 +154,9 @@ def test_nothing_outlives_a_killed_driver(dask: str, script: Path, tmp_path: Pat
     _wait(lambda: not ours(), 10)
 
 
-def _wait(reached: object, seconds: float) -> None:
+def _wait(reached: Callable[[], Any], seconds: float) -> Any:
     deadline = time.monotonic() + seconds
-    while not reached():  # type: ignore[operator]
+    while not (found := reached()):
         assert time.monotonic() < deadline, "not reached"
         time.sleep(0.05)
+    return found
