@@ -190,7 +190,8 @@ def test_join_says_that_the_run_failed_on_its_host(
     monkeypatch.setattr(guest_session, "compute", lambda *given: reason)
     flags = dict.fromkeys(("name", "micro_batch", "give_up_s", "runs", "script", "web"))
     token: Any = None
-    assert join._serve(Settings(), token, {**flags, "device": "cpu", "threads": 1, "view": "plain"}, None) == status
+    given: Any = {**flags, "device": "cpu", "threads": 1, "view": "plain"}
+    assert join._serve(Settings(), token, given, None, lambda: None) == status
     assert ("the run failed on its host" in capsys.readouterr().err) == bool(status)
 
 

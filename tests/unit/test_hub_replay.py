@@ -42,6 +42,7 @@ def tape() -> list[str]:
     (lost,) = of_kind(world, "guest_lost")
     assert lost.samples_taken_back == lease.count
     assert of_kind(world, "replica_checked")
+    world.handle(inputs.StepTimed(step=world.ledger.step - 1, samples=4, seconds=0.1))
     world.handle(inputs.HostClosing(reason="finished"))
     return tape
 

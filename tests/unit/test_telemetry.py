@@ -39,7 +39,9 @@ def table(events: list[Any]) -> tuple[Telemetry, Member, StepResult]:
     log = SimpleNamespace(emit=events.append)
     context: Any = SimpleNamespace(role=HOST, name="tower", device=device, log=log, folder=None)
     options: Any = SimpleNamespace(usual_batch=8, tokens_per_sample=None)
-    hub: Any = SimpleNamespace(members=lambda: [guest], host_sample_s=lambda: 0.1, traffic=lambda: (0, 0))
+    hub: Any = SimpleNamespace(
+        members=lambda: [guest], host_sample_s=lambda: 0.1, traffic=lambda: (0, 0), timed=lambda *_: None
+    )
     result = StepResult(samples={"tower": 8}, predicted_s=None, wait_s=0.0, dropped_samples=0, taken_back_samples=0)
     return Telemetry(context, options, hub, total_steps=9), guest, result
 

@@ -50,6 +50,9 @@ class AloneHub:
     def judged(self, step: int, norm: float, samples: int, *, applied: bool) -> None:
         pass
 
+    def timed(self, step: int, samples: int, seconds: float, here: Sequence[str]) -> None:
+        pass
+
     @contextmanager
     def updating(self) -> Iterator[None]:
         yield

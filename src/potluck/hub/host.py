@@ -179,6 +179,10 @@ class HostHub:
         """
         self._report(inputs.GradientKnown(step=step, norm=norm, samples=samples, applied=applied))
 
+    def timed(self, step: int, samples: int, seconds: float, here: Sequence[str]) -> None:
+        """How long a step took; `here`: guests on this very machine, by their ids."""
+        self._report(inputs.StepTimed(step=step, samples=samples, seconds=seconds, here=tuple(here)))
+
     def updating(self) -> AbstractContextManager[None]:
         """Put this around the optimizer's step, which changes the weights."""
         return self._coder.updating()

@@ -233,6 +233,16 @@ class GradientKnown(_Input, frozen=True, kw_only=True):
     """Whether the step's whole gradient was applied."""
 
 
+class StepTimed(_Input, frozen=True, kw_only=True):
+    """How long a step took that has ended, without what the script did before it."""
+
+    step: int
+    samples: int
+    seconds: float
+    here: tuple[str, ...] = ()
+    """Guests that run on the host's own machine, by their ids."""
+
+
 class HostClosing(_Input, frozen=True, kw_only=True):
     """The run is over."""
 
@@ -264,5 +274,6 @@ Input = (
     | CommonComputed
     | StepFilled
     | GradientKnown
+    | StepTimed
     | HostClosing
 )

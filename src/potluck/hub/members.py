@@ -118,6 +118,8 @@ class Member:
     """It has had a lease, so its link was measured."""
     wrong_in_a_row: int = 0
     """Contributions in a row that were wrong: the host computed their samples and found something else."""
+    slowed: int = 0
+    """How often in a row it sat out because the run was slower with it."""
     rests: int = 0
     longest_rest: int = LONGEST_BENCH_STEPS
     """The most steps that it sits out."""

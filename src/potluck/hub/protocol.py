@@ -146,6 +146,7 @@ class HostProtocol:
             inputs.CommonComputed: self._common_computed,
             inputs.StepFilled: self._step_filled,
             inputs.GradientKnown: self._gradient_known,
+            inputs.StepTimed: self._step_timed,
             inputs.HostClosing: self._host_closing,
         }
 
@@ -469,6 +470,12 @@ class HostProtocol:
     def _step_filled(self, event: inputs.StepFilled, now: float) -> list[Action]:
         self._weights_stay = False
         return [Reply(value=self.stepping.end())]
+
+    def _step_timed(self, event: inputs.StepTimed, now: float) -> list[Action]:
+        self.stepping.slowdown.timed(
+            event.step, event.samples, event.seconds, host_sample_s=self.host_sample_s, here=event.here
+        )
+        return []
 
     def _host_closing(self, event: inputs.HostClosing, now: float) -> list[Action]:
         return [Send(guest=guest, message=ByeMessage(reason=event.reason)) for guest in self.members]

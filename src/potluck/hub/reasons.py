@@ -51,9 +51,15 @@ def why_late(member: Member, lease: OpenLease, *, silent_s: float, now: float) -
     return f"did not deliver within {since}", TOO_LATE
 
 
+def why_slower(with_per_s: float, alone_per_s: float) -> str:
+    """The run's samples per second with the guest, and without any."""
+    digits = 0 if min(with_per_s, alone_per_s) >= 100 else 2
+    return f"with it the run does {with_per_s:,.{digits}f} samples/s, without it {alone_per_s:,.{digits}f}"
+
+
 def kind_of(reason: str) -> str:
     """The reason without its figures: 4.0 ms and 1.2 s are the same."""
-    return re.sub(r"\d+(\.\d+)?( (µs|ms|s|min|h)\b)?", "#", reason)
+    return re.sub(r"\d[\d,]*(\.\d+)?( (µs|ms|s|min|h)\b)?", "#", reason)
 
 
 def in_a_row(misses: Sequence[str]) -> str:

@@ -33,7 +33,8 @@ from potluck.hub.members import (
     Member,
     OpenLease,
 )
-from potluck.hub.reasons import in_a_row, kind_of, why_late, why_not
+from potluck.hub.reasons import in_a_row, kind_of, why_late, why_not, why_slower
+from potluck.hub.slowdown import Slowdown
 from potluck.spec.events import ContributionDropped, GuestSitsOut, LeaseTakenBack
 from potluck.spec.messages import DroppedMessage, LeaseMessage, NoteMessage, RevokeMessage
 
@@ -81,6 +82,7 @@ class Stepping:
         self.members = members
         self.host_name = host_name
         self.local_data = local_data
+        self.slowdown = Slowdown(members)
         self.started = 0.0
         self._host_sample_s = Estimate()
         self._host_now = (0, 0.0)
@@ -119,6 +121,7 @@ class Stepping:
             member.longest_rest = max(LONGEST_BENCH_STEPS, int(LONGEST_REST_S / (self.alone_s or LONGEST_REST_S)))
         if self._codecs is not None:
             actions += self._codecs.begin_step(self.ledger.global_batch, seconds, self.ledger.step)
+        actions += self._without_who_slows()
         able = self._shares(self._candidates(), host_keeps)
         trial = [m for m in self._candidates() if m.id not in able.guests and _deserves_trial(m, able.step_s)]
         for member in self._candidates():
@@ -148,6 +151,7 @@ class Stepping:
             if quota >= least:
                 actions += self._lease(member, Lot(quota, 0, lent, shares.step_s, seconds), now)[1]
         self.ahead.begun()
+        self.slowdown.begun(self.ledger.step)
         self._predicted = shares.step_s
         return actions
 
@@ -199,6 +203,8 @@ class Stepping:
 
     def _candidates(self) -> list[Member]:
         """Guests whose gradients count and who are not resting."""
+        if self.slowdown.trying:
+            return []
         found = []
         for member in self.members.values():
             if member.state not in (COMPUTING, LATE, SITTING_OUT) or member.speed is None:
@@ -224,6 +230,15 @@ class Stepping:
                 estimate.spread *= 0.7
         member.rate.spread *= 0.7
         return [] if kind_of(reason) == member.told else self._sits_out(member, reason)
+
+    def _without_who_slows(self) -> list[Action]:
+        """Let a guest sit out with which the whole run is slower."""
+        if (found := self.slowdown.found()) is None:
+            return []
+        member, reason = found.member, why_slower(found.with_per_s, found.alone_per_s)
+        member.rest(self.ledger.step, reason)
+        member.rests_until_step = self.ledger.step + found.steps
+        return self._sits_out(member, reason, f"; tries again at step {member.rests_until_step + 1}")
 
     def _sits_out(self, member: Member, reason: str, until: str = "") -> list[Action]:
         """Tell everybody; the guest itself, unless it was told the same before."""

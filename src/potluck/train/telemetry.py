@@ -174,6 +174,8 @@ class Telemetry:
                 unneeded_bytes=result.unneeded_bytes,
             )
         )
+        here = [m.id for m in self._hub.members() if self._here.get(m.name)] if self._here else ()
+        self._hub.timed(step - 1, count, step_s, here)
         self._host_busy_s = 0.0
         self._alone.step_ended()
         news = self._statistics.after_step(step, result.micro_batches)
