@@ -229,8 +229,9 @@ class Run:
             if context.role != ALONE or context.folder is not None or context.ranks is not None:
                 raise LoopError(
                     "run.steps() was called twice in one run",
-                    hint="a run has one training loop; to train several times in one program, start it with plain "
-                    "python and host from it with run = potluck.start(host=True)",
+                    hint="for several epochs call it once, with epochs=N, and do what ends an epoch where "
+                    "step.ends_epoch is true; to train several models in one program, start it with plain python "
+                    "and host from it with run = potluck.start(host=True)",
                 )
             context.finish_training()  # a loop that was left by an error may still be open
         context.began = True
