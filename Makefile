@@ -41,7 +41,7 @@ PACKAGES := chromium fish iproute2 munge nftables openssh-client openssh-server 
 # interpreter is gone, or whose folder was moved is not taken for a sound one.
 SOUND := $(shell test "`cat $(STAMP) 2>/dev/null`" = "$(CURDIR)" && $(BIN)/python -c "" 2>/dev/null && echo yes)
 
-.PHONY: help setup train test quick docs lessons dist test-elsewhere bench stress pins system-packages clean remove-unsound-venv
+.PHONY: help setup train test test-ray quick docs lessons dist test-elsewhere bench stress pins system-packages clean remove-unsound-venv
 
 help:
 	@echo "make train   train a small GPT here, with one local guest (ARGS=... is passed on)"
@@ -50,6 +50,7 @@ help:
 	@echo "make docs    build the documentation as a site: build/docs/index.html"
 	@echo "make lessons run every command of the lessons and compare what they show (ARGS=--write renews it; ARGS=2)"
 	@echo "make dist    build the wheel and the sdist into dist/"
+	@echo "make test-ray  the tests on a Ray cluster, which make test leaves out: 240 MB more to install"
 	@echo "make test-elsewhere  the same as others would run it: another processor, locale, user, folder, a busy"
 	@echo "             machine; two passes (ARGS=\"--pass busy\"; ARGS=--help)"
 	@echo "make bench   measure the claims that the docs make"
@@ -138,6 +139,11 @@ bench: $(TOOLS)
 	done; \
 	if [ -n "$$failed" ]; then echo "failed:$$failed" >&2; exit 1; fi
 
+test-ray: $(TOOLS)
+	$(INSTALL) --no-build-isolation -e ".[$(TESTING),ray-tests]"
+	$(ONE_THREAD) $(BIN)/python -m pytest -k ray tests/unit/test_fleet_ray.py tests/multiproc/test_fleets.py \
+	  tests/multiproc/test_dist_programs.py tests/lab/test_ray_cluster.py $(ARGS)
+
 test-elsewhere: $(TOOLS)
 	$(BIN)/python tests/support/elsewhere.py $(ARGS)
 
@@ -145,7 +151,7 @@ stress: $(TOOLS)
 	$(BIN)/python bench/stress $(ARGS)
 
 pins: $(STAMP)
-	$(BIN)/python tests/support/pins.py --extras $(TRAINING),$(TESTING)
+	$(BIN)/python tests/support/pins.py --extras $(TRAINING),$(TESTING),ray-tests
 
 system-packages:
 	@dpkg -s $(PACKAGES) >/dev/null 2>&1 || { apt-get -qq update && \

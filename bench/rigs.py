@@ -105,10 +105,16 @@ def table(found: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+ONLY_IN_DOCS = ("thin-twins", "photos", "thumbnails")
+"""Rigs that show one part of Potluck. The README has those that people own."""
+
+
 def short_table(found: dict[str, dict[str, Any]]) -> str:
     """For the README: what each rig is, and the speed-ups."""
     lines = ["| fleet | DDP | DDP, balanced by hand | **Potluck** | possible |", "|---|---|---|---|---|"]
     for rig, results in found.items():
+        if rig in ONLY_IN_DOCS:
+            continue
         ddp = [number(row_of(results, s).get("speedup"), 2) or "—" for s in ("ddp", "ddp-balanced")]
         own = f"**{number(row_of(results, 'potluck').get('speedup'), 2)}**"
         cells = [f"*{rig}*: {rigs.load(rig).about}", *ddp, own, number(results["ideal_speedup"], 2)]

@@ -88,6 +88,16 @@ def _no_settings_from_outside() -> Iterator[None]:
     os.environ.update(own)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _environment_as_it_was() -> Iterator[None]:
+    """A Dask cluster sets PYTHONHASHSEED and others for good: after it nothing is forked (support/forks.py)."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
 @pytest.fixture(autouse=True)
 def _leaves_nothing_behind() -> Iterator[None]:
     """Fail a test that leaks a thread, a child process, a ZeroMQ context or an environment variable.

@@ -216,7 +216,7 @@ def test_closing_a_fleet_ends_its_guests(kind: str, tmp_path: Path, name: str, n
     fleet = FLEETS[kind](tmp_path)
     guest = fleet.start(fleet.machines()[0], nobody, GuestSettings(name=name), tmp_path / "guest.log")
     assert guest.wait(0.0) is None
-    assert processes_with(name)
+    wait_until(lambda: bool(processes_with(name)))
     fleet.close()
     assert guest.wait(0.0) is not None
     wait_until(lambda: not processes_with(name), 3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import runpy
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 import potluck
 from potluck.errors import ConfigError, LoopError, PotluckError
 from potluck.train.ending import GuestDone, Interrupted
-from support.fleet import TORCH_STARTS_S, Fleet
+from support.visitors import MOST_STEPS, visited
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 JOB = Path(__file__).parents[1] / "support" / "pl_job.py"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "with_lightning.py"
-INTERRUPTED = 130
 pytestmark = [
     pytest.mark.timeout(120),
     pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed"),
@@ -79,42 +78,22 @@ def test_alone_it_is_the_plain_trainer(plain: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(240)
-def test_a_guest_that_comes_and_goes_changes_nothing(tmp_path: Path) -> None:
-    """It joins while the training runs, and leaves while it runs on."""
-    plain = pl_job.fitted(tmp_path / "plain", strategy="auto", max_steps=30)
-    with Fleet(tmp_path / "fleet") as fleet:
-        run = potluck.start(
-            host=True,
-            bind="127.0.0.1",
-            codec="none",
-            runs=fleet.runs,
-            script=JOB,
-            view="quiet",
-            device="paced:0.03",
-            threads=1,
-            micro_batch=2,
-        )
-        ann = fleet.guest("ann", "--device", "paced:0.03", "--micro-batch", "3")
-        left_after = 0
+def test_guests_that_come_and_go_change_nothing(tmp_path: Path) -> None:
+    """Two at once. They join while the training runs, and leave while it runs on."""
 
-        class ComesAndGoes(pl.Callback):
+    def stopped(strategy: Any, out: Path, enough: Callable[[int], bool]) -> Any:
+        class Ends(pl.Callback):
             def on_train_batch_end(self, trainer: Any, *ignored: Any) -> None:
-                nonlocal left_after
-                if trainer.global_step == 3:
-                    ann.wait_until(lambda: "ready" in ann.stdout(), 2 * TORCH_STARTS_S, "its script")
-                if not left_after and len(fleet.steps_with("ann")) > 2:
-                    left_after = trainer.global_step
-                    ann.interrupt()
-                    ann.wait(20)
+                trainer.should_stop = enough(trainer.global_step)
 
-        ours = pl_job.fitted(tmp_path, strategy=PotluckStrategy(run=run), callbacks=[ComesAndGoes()], max_steps=30)
-        steps, helped = fleet.steps(), fleet.steps_with("ann")
-        assert ann.returncode == INTERRUPTED, ann.tails()
-        assert not list(fleet.folder.glob("checkpoints/*")), "the Trainer saves, Potluck does not"
+        return pl_job.fitted(out, strategy=strategy, callbacks=[Ends()], max_steps=MOST_STEPS)
+
+    with visited(tmp_path / "fleet", JOB) as visitors:
+        ours = stopped(PotluckStrategy(run=visitors.run), tmp_path, visitors.after_step)
+    plain = stopped("auto", tmp_path / "plain", lambda step: step == ours.global_step)
+    visitors.assert_came_and_went([8] * 5 + [4])
     assert_same(ours, plain)
     assert_same_figures(ours, plain)
-    assert [sum(e["samples"].values()) for e in steps] == ([8] * 5 + [4]) * 5
-    assert 3 < min(helped) <= max(helped) <= left_after < 30
 
 
 def test_it_resumes_from_its_own_checkpoint_and_from_the_plain_one(tmp_path: Path) -> None:

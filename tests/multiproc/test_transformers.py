@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import runpy
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import potluck
 from potluck.errors import ConfigError, LoopError
 from potluck.train.ending import GuestDone, Interrupted
-from support.fleet import TORCH_STARTS_S, Fleet
+from support.visitors import MOST_STEPS, visited
 
 if TYPE_CHECKING:
     import tokenizers
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 JOB = Path(__file__).parents[1] / "support" / "hf_job.py"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "finetune.py"
-INTERRUPTED = 130
 pytestmark = [
     pytest.mark.timeout(120),
     pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed"),
@@ -89,44 +88,23 @@ def test_alone_it_is_the_plain_trainer(plain: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(240)
-def test_a_guest_that_comes_and_goes_changes_nothing(tmp_path: Path) -> None:
-    """It joins while the training runs, and leaves while it runs on. Samples are of unequal length."""
-    plain = hf_job.trained(PlainTrainer, tmp_path / "plain", max_steps=30)
-    with Fleet(tmp_path / "fleet") as fleet:
-        run = potluck.start(
-            host=True,
-            bind="127.0.0.1",
-            codec="none",
-            runs=fleet.runs,
-            script=JOB,
-            view="quiet",
-            device="paced:0.03",
-            threads=1,
-            micro_batch=2,
-        )
-        ann = fleet.guest("ann", "--device", "paced:0.03", "--micro-batch", "3")
-        left_after = 0
+def test_guests_that_come_and_go_change_nothing(tmp_path: Path) -> None:
+    """Two at once. They join while the training runs, and leave while it runs on. Samples are of unequal length."""
 
-        def comes_and_goes(args: Any, state: Any, control: Any, **ignored: Any) -> None:
-            nonlocal left_after
-            if state.global_step == 3:
-                ann.wait_until(lambda: "ready" in ann.stdout(), 2 * TORCH_STARTS_S, "its script")
-            if not left_after and len(fleet.steps_with("ann")) > 2:
-                left_after = state.global_step
-                ann.interrupt()
-                ann.wait(20)
+    def stopped(kind: Any, out: Path, enough: Callable[[int], bool]) -> Any:
+        def ends(args: Any, state: Any, control: Any, **ignored: Any) -> None:
+            control.should_training_stop = enough(state.global_step)
 
-        def hosted(*given: Any, **keywords: Any) -> Any:
-            return Trainer(*given, run=run, callbacks=[callback(on_step_end=comes_and_goes)], **keywords)
+        made = functools.partial(kind, callbacks=[callback(on_step_end=ends)])
+        return hf_job.trained(made, out, max_steps=MOST_STEPS, learning_rate=0.005)
 
-        ours = hf_job.trained(hosted, tmp_path, max_steps=30)
-        steps, helped = fleet.steps(), fleet.steps_with("ann")
-        assert ann.returncode == INTERRUPTED, ann.tails()
-        assert not list(fleet.folder.glob("checkpoints/*")), "the Trainer saves, Potluck does not"
+    with visited(tmp_path / "fleet", JOB) as visitors:
+        hosted = functools.partial(Trainer, run=visitors.run)
+        ours = stopped(hosted, tmp_path, visitors.after_step)
+    plain = stopped(PlainTrainer, tmp_path / "plain", lambda step: step == ours.state.global_step)
+    visitors.assert_came_and_went([8] * 5 + [4])
     assert_same(hf_job.weights(ours), hf_job.weights(plain))
     assert_same_figures(ours, plain)
-    assert [sum(e["samples"].values()) for e in steps] == ([8] * 5 + [4]) * 5
-    assert 3 < min(helped) <= max(helped) <= left_after < 30
 
 
 def test_it_resumes_from_its_own_checkpoint(plain: Any, tmp_path: Path) -> None:

@@ -71,6 +71,7 @@ MESSAGES: list[tuple[int, str, str]] = [
         "mps-has-no-backend",
         "ValueError: We detected accelerator mps on your machine. But we don't know which communication backend to use for this accelerator.",
     ),
+    (3, "nccl-no-interface", "g5305cc:412:412 [0] bootstrap.cc:78 NCCL WARN Bootstrap : no socket interface found"),
     (
         3,
         "loopback-taken",

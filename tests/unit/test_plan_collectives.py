@@ -85,3 +85,20 @@ def test_a_shared_link_is_divided_unless_the_own_one_is_slower() -> None:
 def test_nonsense_is_an_error(wrong: tuple[float, int, float, float]) -> None:
     with pytest.raises(ConfigError):
         c.ring_all_reduce_s(*wrong)
+
+
+class TestTwoLevels:
+    def test_worked_by_hand(self) -> None:
+        # 2 nodes of 4, 400 bytes: inside 3 rounds of 100 bytes at 100/s, twice; between 2 rounds of 200 at 50/s.
+        assert c.two_level_all_reduce_s(400, [(4, 100, 0.0)] * 2, 50) == 2 * 3.0 + 8.0
+        assert c.two_level_all_reduce_s(400, [(4, 100, 0.5)] * 2, 50, 1.0) == 2 * 4.5 + 10.0
+
+    @given(st.floats(1, 1e12), st.integers(1, 64), st.floats(1, 1e12), st.floats(0, 1))
+    def test_one_device_a_node_is_the_plain_ring(self, size: float, nodes: int, rate: float, wait_s: float) -> None:
+        found = c.two_level_all_reduce_s(size, [(1, math.inf, 0.0)] * nodes, rate, wait_s)
+        assert found == c.ring_all_reduce_s(size, nodes, rate, wait_s)
+
+    def test_one_node_uses_no_link_and_the_slowest_node_sets_the_time(self) -> None:
+        assert c.two_level_all_reduce_s(400, [(4, 100, 0.0)], 1e-9) == c.ring_all_reduce_s(400, 4, 100)
+        slow = c.two_level_all_reduce_s(400, [(4, 100, 0.0), (4, 10, 0.0)], 50)
+        assert slow == 2 * 30.0 + 8.0

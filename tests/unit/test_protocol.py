@@ -589,6 +589,28 @@ def test_how_long_the_weights_took_to_arrive_is_learned() -> None:
         assert member.transfer.value == pytest.approx(0.02)
 
 
+def test_what_the_script_does_between_two_steps_is_not_the_links_time() -> None:
+    """A guest joins while the script of the host evaluates, twice for half a minute: its weights took 0.1 s."""
+    script_s, link_s = 30.0, 0.1
+    world = World(batch=12, samples=100)
+    world.hello("a")
+    world.begin()
+    world.finish()
+    world.ready("a")
+    world.take_all("a")
+    world.now += script_s
+    world.begin()
+    world.now += link_s
+    world.take_all("a")
+    world.finish()
+    member = world.members["a"]
+    assert member.sync_bytes
+    world.now += script_s
+    world.whole_step()
+    assert member.transfer.value is not None
+    assert member.transfer.value <= PIECES * GRADIENT_BYTES * link_s / member.sync_bytes + 1e-9
+
+
 def test_a_contribution_may_overtake_the_word_that_it_will_be_smaller() -> None:
     """They travel on two connections; what is not in it is computed by the host."""
     world = joined("a")

@@ -71,6 +71,11 @@ def _log(log: LogReading, width: int, utf8: bool) -> Iterator[Line]:
             yield from _way(way, "" if number else "  try", width)
     elif not count and not log.ended_well and not interrupted:
         yield from paragraph(_ALL_OF_IT, width, "dim", indent=2)
+    for number, fine in enumerate(log.network):
+        where = f"{clean(fine.machine, 40)}: " if fine.machine else ""
+        details = f" ({clean(fine.details)})" if fine.details else ""
+        text = f"{where}{clean(fine.what)}{details}"
+        yield from paragraph(text, width, "", label="" if number else "  network", indent=_INDENT)
     yield Line()
     for finding in log.findings:
         yield from _finding(finding, width, utf8, _LOG_LABELS.get(finding.severity, finding.severity))

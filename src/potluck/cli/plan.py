@@ -34,6 +34,8 @@ class PlanFlags(TypedDict):
     precision: str
     strategies: tuple[str, ...]
     save: Path | None
+    prices: tuple[str, ...]
+    electricity: str | None
     catalogue: bool
     as_json: bool
 
@@ -45,7 +47,8 @@ class PlanFlags(TypedDict):
     "machines",
     multiple=True,
     metavar="NAME=DEVICE[,link=LINK]",
-    help='A machine, such as "mac=M2,link=1GbE". DEVICE may be a speed: 0.6s/sample, 20TFLOPS. May be repeated.',
+    help='A machine, such as "mac=M2,link=1GbE" or "node=8xMI300X,intra=xGMI,link=400G RoCE". DEVICE may be a '
+    "speed: 0.6s/sample, 20TFLOPS. May be repeated.",
 )
 @click.option(
     "--facts",
@@ -94,6 +97,17 @@ class PlanFlags(TypedDict):
     type=click.Path(path_type=Path, dir_okay=False),
     help="Write the plan to FILE as JSON, for `potluck report RUN --plan FILE`.",
 )
+@click.option(
+    "--price",
+    "prices",
+    multiple=True,
+    metavar="[DEVICE=]AMOUNT/h",
+    help="Rent of an hour of all these machines (2.10/h) or of another device (H100=2.10/h): what a billion tokens "
+    "cost. May be repeated.",
+)
+@click.option(
+    "--electricity", metavar="AMOUNT/kWh", help="Price of your electricity (0.30/kWh): what a billion tokens cost."
+)
 @click.option("--catalogue", is_flag=True, help="List the devices, links and models known by name.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 def plan(
@@ -112,6 +126,8 @@ def plan(
       potluck plan my-rig.toml --strategy potluck --strategy ddp
       potluck plan desk-and-mac --sweep link_mbit=10:10000 --plot pays.png
       potluck plan --machine a=H100,link=10GbE --machine b=H100,link=10GbE --guests 1024
+      potluck plan --machine "a=8xMI300X,intra=xGMI" --machine "b=8xMI300X,intra=xGMI,link=400G RoCE"
+      potluck plan --machine "desk=RTX 4070" --electricity 0.30/kWh --price H100=2.10/h
       potluck plan --facts facts.json --json
       potluck plan --facts desk.json --machine "mac=M2,link=1GbE"     before the Mac is measured
     """
@@ -125,12 +141,14 @@ def plan(
     given, job = _given(rig, flags)
     if sweep is not None and guests is not None:
         raise ConfigError("--sweep cannot be combined with --guests", hint="use one of them")
+    if (sweep is not None or guests is not None) and (flags["prices"] or flags["electricity"]):
+        raise ConfigError("--price and --electricity need one plan", hint="leave out --sweep and --guests")
     if sweep is not None:
         table, lines = _sweep(given, job, sweep, flags["strategies"], plot)
     elif guests is not None:
         table, lines = _scale(given, job, guests)
     else:
-        table, lines = _plan(given, job, flags["strategies"])
+        table, lines = _plan(given, job, flags)
     if flags["save"] is not None:
         _save(flags["save"], table)
     if flags["as_json"]:
@@ -141,12 +159,21 @@ def plan(
         click.echo(f"wrote {plot}", err=True)
 
 
-def _plan(given: Given, job: Job, strategies: tuple[str, ...]) -> tuple[Struct, list[Any]]:
-    from potluck.plan import advice
+def _plan(given: Given, job: Job, flags: PlanFlags) -> tuple[Struct, list[Any]]:
+    from potluck.plan import advice, cost, models
     from potluck.report import screen
     from potluck.report.plan_table import plan_lines
 
-    found = advice.plan(job, given.fleet, strategies, given.assumptions)
+    prices = [cost.parse_price(word) for word in flags["prices"]]
+    per_kwh = cost.parse_electricity(flags["electricity"]) if flags["electricity"] else None
+    found = advice.plan(job, given.fleet, flags["strategies"], given.assumptions)
+    if prices or per_kwh is not None:
+        of_rig = not flags["machines"] and not flags["facts"]
+        model = None if of_rig else models.find(flags["model"] or _DEFAULT_MODEL, flags["sequence"])
+        paid = cost.costs(job, given.fleet, found.rows, prices, per_kwh, model=model, precision=flags["precision"])
+        found = replace(found, costs=paid)
+        if per_kwh is not None:
+            found = replace(found, assumptions=(*found.assumptions, *cost.power_notes(given.fleet)))
     return found, plan_lines(found, screen.columns(), whole=not sys.stdout.isatty())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from potluck.doctor import inferred, messages, own
+from potluck.doctor import inferred, messages, own, transport
 from potluck.doctor.log_text import MOST_LINE, LogText, Part, quoted
 from potluck.doctor.raised import BEGINS, Raised, all_raised
 from potluck.doctor.signatures import ASIDE, CAUSE, SIGNATURES
@@ -33,7 +33,8 @@ def read_log(parts: Sequence[Part], name: str, left_out_bytes: int = 0, cores: i
     failed = bool(others) or any(not hit.signature.only_beside_others for hit in found) or log.holds(_FAILED)
     told = [hit for hit in found if failed or messages.stands_alone(log, hit)]
     ranked = [(hit.signature.kind, hit.line, messages.finding_of(hit, name, cores)) for hit in told]
-    ranked += others
+    network, about_network = transport.network(log)
+    ranked += [*others, *about_network]
     if any(kind != ASIDE for kind, _, _ in ranked):
         ranked += inferred.of_script(log, raised, ranked, name)
     if all(kind > CAUSE for kind, _, _ in ranked):
@@ -52,6 +53,7 @@ def read_log(parts: Sequence[Part], name: str, left_out_bytes: int = 0, cores: i
         first_error=first_error,
         explained=inferred.explains(ranked),
         ended_well=finished > 0 and not told_of and not first_error,
+        network=network,
         left_out_bytes=left_out_bytes,
     )
 

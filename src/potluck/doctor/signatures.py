@@ -128,6 +128,16 @@ CONNECTING: tuple[Signature, ...] = (
         hides=("no-route",),
     ),
     Signature(
+        code="nccl-no-interface",
+        words=("no socket interface found",),
+        what="NCCL found no interface to use",
+        breaks="the start, on this machine: NCCL_SOCKET_IFNAME names no interface of it, or none has an address",
+        fix="grep -n 'NCCL_SOCKET_IFNAME set' {name}   (what was it? names are matched by their beginning)\n"
+        "export NCCL_SOCKET_IFNAME=eth0   (the one that potluck doctor marks as used, on each machine)",
+        potluck="does not read that variable: it takes the interface that the route to the other machine leaves by",
+        pains=(3, 4),
+    ),
+    Signature(
         code="local-network-privacy",
         words=("errno: 65", "Errno 65", "errno=65", "error 65"),
         pattern=_re(r"err(?:no|or)[:= ]{1,2}65\b"),

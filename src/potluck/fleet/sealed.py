@@ -41,7 +41,7 @@ class KeyPair:
         self._secret = X25519PrivateKey.generate()
         self.public: bytes = self._secret.public_key().public_bytes_raw()
 
-    def __reduce__(self) -> str:
+    def __getstate__(self) -> object:
         raise TypeError("a key pair does not leave its process")
 
     def open(self, sealed: bytes) -> str:

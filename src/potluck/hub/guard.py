@@ -80,7 +80,7 @@ class ReplicaGuard:
         member.hash_awaited = version
         return [Send(guest=member.id, message=HashMessage(version=version))]
 
-    def answered(self, member: Member, version: int, digests: bytes, now: float) -> list[Action]:
+    def answered(self, member: Member, version: int, digests: bytes) -> list[Action]:
         """A guest's hashes, one for each piece (none: it does not hold that version)."""
         if version != member.hash_awaited or len(digests) not in (0, DIGEST_BYTES * len(member.feed.have)):
             raise WireError(f"hashes of version {version} that nobody asked for")
@@ -91,9 +91,9 @@ class ReplicaGuard:
         if found.ours is None:
             found.theirs[member.id] = digests
             return []
-        return self._compare(member, version, differing(found.ours, digests), now)
+        return self._compare(member, version, differing(found.ours, digests))
 
-    def hashed(self, version: int, digests: bytes, now: float) -> list[Action]:
+    def hashed(self, version: int, digests: bytes) -> list[Action]:
         """The host's own hashes."""
         actions: list[Action] = []
         for found in self._versions:
@@ -103,13 +103,13 @@ class ReplicaGuard:
             for guest, theirs in found.theirs.items():
                 member = self._members.get(guest)
                 if member is not None and member.state in TRUSTED:
-                    actions += self._compare(member, version, differing(digests, theirs), now)
+                    actions += self._compare(member, version, differing(digests, theirs))
             found.theirs.clear()
         return actions
 
-    def _compare(self, member: Member, version: int, different: int, now: float) -> list[Action]:
+    def _compare(self, member: Member, version: int, different: int) -> list[Action]:
         if different:
-            return self._mismatch(member, version, different, now)
+            return self._mismatch(member, version, different)
         member.hashes_equal += 1
         if member.hashes_equal % self._parity_every(member) == 0 and member.state == COMPUTING:
             # The next step's common batch checks it like a newcomer. It keeps its lease of this step.
@@ -121,7 +121,7 @@ class ReplicaGuard:
         fits = step_s is not None and rate is not None and rate * step_s > PARITY_SAMPLES
         return PARITY_EVERY if fits else PARITY_SELDOM
 
-    def _mismatch(self, member: Member, version: int, different: int, now: float) -> list[Action]:
+    def _mismatch(self, member: Member, version: int, different: int) -> list[Action]:
         """What it computes does not count: send it everything again, then check its gradient."""
         member.mismatches += 1
         member.hashes_equal = 0
@@ -129,7 +129,6 @@ class ReplicaGuard:
         member.feed.forget()
         member.feed.open = True
         member.state, member.reason = SYNCING, "its weights differed"
-        member.sync_started, member.sync_bytes = now, 0
         reason = f"held weights that are not the host's ({different} of {len(member.feed.have)} pieces differ)"
         return [
             *actions,

@@ -125,8 +125,10 @@ class Member:
     """The most steps that it sits out."""
     rests_until_step: int = 0
     gains_s: deque[float] = field(default_factory=lambda: deque(maxlen=GAIN_WINDOW))
-    sync_started: float = 0.0
-    sync_ended: float = 0.0
+    sending_since: float | None = None
+    """Since when something of the replica is under way to it that it has not confirmed. None: nothing is."""
+    sync_s: float = 0.0
+    """Seconds in which its first weights were under way. Not counted: waiting for the script between two steps."""
     sync_bytes: int = 0
     samples: int = 0
     """Samples it has contributed to the run."""

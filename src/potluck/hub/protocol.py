@@ -108,7 +108,7 @@ class HostProtocol:
         )
         self.norms = Norms(terms.guest_bound)
         self._most_about_bytes = ABOUT_BYTES + 4 * len(dump_json(fingerprint_to_json(terms.fingerprint)))
-        self._last_alive = 0.0
+        self._now = self._last_alive = 0.0
         self._newcomers = Newcomers()
         self._weights_stay = True
         """Whether the model has the weights of a version: in a step, and before the first one."""
@@ -116,7 +116,7 @@ class HostProtocol:
 
     def handle(self, event: inputs.Input, now: float) -> list[Action]:
         """Take in what happened, and say what to do about it. `now` is by the host's monotonic clock."""
-        self._newcomers.now = now
+        self._now = self._newcomers.now = now
         return self._handlers[type(event)](event, now)
 
     def _table(self) -> dict[type[inputs.Input], Callable[[Any, float], list[Action]]]:
@@ -210,7 +210,7 @@ class HostProtocol:
                 case SketchMessage():
                     return self._sketch(member, message, frames[0])
                 case HashedMessage():
-                    return self.guard.answered(member, message.version, bytes(frames[0]), now)
+                    return self.guard.answered(member, message.version, bytes(frames[0]))
                 case LeaveMessage():
                     member.failed = message.failed
                     return self._remove(member, "guest_left", message.reason or "left")
@@ -293,7 +293,7 @@ class HostProtocol:
         member.computes(ready.micro_batch, ready.largest_micro_batch)
         member.ahead.most_bytes = 0 if self.terms.local_data else min(ready.ahead_bytes, MOST_BYTES)
         member.fixed_digests = model.hashes
-        member.state, member.sync_started = SYNCING, now
+        member.state = SYNCING
         return [HashFixed(guest=member.id), Wake()]
 
     def _taken(self, member: Member, taken: TakenMessage, now: float) -> list[Action]:
@@ -301,9 +301,11 @@ class HostProtocol:
             member.ahead.took(taken.bytes)
             return self.ahead.pump(member)
         member.feed.taken(taken.bytes)
+        since, member.sending_since = member.sending_since, now if member.feed.in_flight_bytes else None
         if member.state == SYNCING:
-            member.sync_bytes += taken.bytes
-            member.sync_ended = now
+            if since is not None:
+                member.sync_bytes += taken.bytes
+                member.sync_s += now - since
             return [*self._pump(member), Wake()]
         return self._pump(member)
 
@@ -463,7 +465,7 @@ class HostProtocol:
         return self.checks.compared(event.guest, event.check, event.verdict)
 
     def _replica_hashed(self, event: inputs.ReplicaHashed, now: float) -> list[Action]:
-        return self.guard.hashed(event.version, event.digests, now)
+        return self.guard.hashed(event.version, event.digests)
 
     def _step_filled(self, event: inputs.StepFilled, now: float) -> list[Action]:
         self._weights_stay = False
@@ -481,7 +483,10 @@ class HostProtocol:
     # -- what guests are sent -----------------------------------------------------------------------------
 
     def _pump(self, member: Member) -> list[Action]:
-        return [*self.feeding.pump(member), *self.guard.ask(member), *self.ahead.pump(member)]
+        actions = self.feeding.pump(member)
+        if member.sending_since is None and member.feed.in_flight_bytes:
+            member.sending_since = self._now
+        return [*actions, *self.guard.ask(member), *self.ahead.pump(member)]
 
     def _piece_coded(self, event: inputs.PieceCoded, now: float) -> list[Action]:
         self.feeding.pieces[event.index] = event.piece
@@ -532,9 +537,8 @@ class HostProtocol:
         # First guesses, until leases and changes measure it. A guest that is checked again has been measured.
         if answer.count > 0 and answer.compute_s > 0 and not member.joined:
             member.rate.add(answer.count / answer.compute_s)
-        synced_s = member.sync_ended - member.sync_started
         if member.sync_bytes and not member.joined:
-            member.transfer.add(self.codecs.part * self._change_bytes * synced_s / member.sync_bytes)
+            member.transfer.add(self.codecs.part * self._change_bytes * member.sync_s / member.sync_bytes)
         return actions
 
     # -- time -------------------------------------------------------------------------------------------

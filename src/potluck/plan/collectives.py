@@ -10,6 +10,12 @@ time, so the slowest link sets the pace:
     all-gather       (N−1)·(α + S/(N·bw))
     all-reduce     2·(N−1)·(α + S/(N·bw)) = 2(N−1)/N · S/bw + 2(N−1)·α
 
+    two-level all-reduce over M nodes of g devices: reduce-scatter inside + all-reduce between + all-gather inside
+                   (g−1)·(α' + S/(g·bw')) + 2·(M−1)·(α + S/(M·bw)) + (g−1)·(α' + S/(g·bw'))
+
+bw' and α' are those inside a node, bw is the rate of a node's own link, over which its g devices exchange a g-th of
+S each. Nothing of the three parts overlaps here; a library that overlaps them is faster.
+
 One rank, or nothing to send, takes no time. A link without a limit has `bytes_per_s = inf`.
 """
 
@@ -38,6 +44,22 @@ def ring_all_reduce_s(size_bytes: float, ranks: int, bytes_per_s: float, latency
     """2(N−1)/N · S/bw + 2(N−1)·α: a reduce-scatter, then an all-gather."""
     scatter_s = reduce_scatter_s(size_bytes, ranks, bytes_per_s, latency_s)
     return scatter_s + all_gather_s(size_bytes, ranks, bytes_per_s, latency_s)
+
+
+def two_level_all_reduce_s(
+    size_bytes: float,
+    nodes: Sequence[tuple[int, float, float]],
+    bytes_per_s: float,
+    latency_s: float = 0.0,
+) -> float:
+    """A ring inside each node and one between the nodes; `nodes`: devices, bytes/s and latency inside of each.
+
+    The slowest node sets the time of the parts inside. With one device a node it is the plain ring; with one node
+    nothing goes between.
+    """
+    inside_s = max((reduce_scatter_s(size_bytes, *node) for node in nodes), default=0.0)
+    between_s = ring_all_reduce_s(size_bytes, max(1, len(nodes)), bytes_per_s, latency_s)
+    return 2 * inside_s + between_s
 
 
 def shared_nic_bytes_per_s(own: float, shared: float, users: int) -> float:

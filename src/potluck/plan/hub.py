@@ -8,6 +8,8 @@ begins, the gradients arrive from all when it ends):
 
     W_i = b·P / min(link_i, link_host/k, hub/k) + α_i + α_host        k guests that help
 
+(devices of one node share its link; those beside the host use none)
+
     T = (B + Σ r_i·o_i) / (r_h + Σ r_i),  o_i = fixed + what of both ways no micro-batch hides
 
 and a step takes T + u: the host updates, the guests wait for that. A guest whose quota is under one sample sits
@@ -42,7 +44,10 @@ HUB_BYTES_PER_S = 0.55e9
 
 def way_s(job: Job, host: FleetMachine, guest: FleetMachine, users: int) -> float:
     """W: time of a coded message between a guest and the host, while this many guests use the host's link."""
-    rate = shared_nic_bytes_per_s(guest.bytes_per_s, min(host.bytes_per_s, HUB_BYTES_PER_S), users)
+    if guest.is_beside(host):
+        return about.codec_bytes(job.codec) * job.parameters * users / HUB_BYTES_PER_S
+    own = guest.bytes_per_s / guest.node_devices
+    rate = shared_nic_bytes_per_s(own, min(host.bytes_per_s, HUB_BYTES_PER_S), users)
     return about.codec_bytes(job.codec) * job.parameters / rate + host.latency_s + guest.latency_s
 
 

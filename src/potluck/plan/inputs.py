@@ -26,7 +26,9 @@ UPDATE_BYTES = 40
 """Bytes per parameter of an update: AdamW reads and writes 28, encoding the change some 12 more."""
 STATE_BYTES = 25
 USUAL_MICRO_BATCH = 8
-_KEYS = ["link", "latency_ms", "micro_batch", "host"]
+PCIE = "PCIe 4"
+"""Assumed between the devices of one machine whose maker has no link of its own."""
+_KEYS = ["link", "latency_ms", "micro_batch", "host", "intra", "watts"]
 _AGAIN = "make it with: potluck probe --save FILE, or potluck doctor --save FILE"
 _EXAMPLE = 'for example --machine "desk=RTX 4070" --machine "mac=M2,link=1GbE"'
 _SPEED = re.compile(r"^([0-9.]+(?:e-?[0-9]+)?)\s*(s/sample|[mgtp]flop/?s)$", re.IGNORECASE)
@@ -73,11 +75,12 @@ class _Named(Struct, frozen=True, kw_only=True):
 
 
 def from_words(words: Sequence[str], model: Model, precision: str = "bf16") -> Given:
-    """The fleet of several NAME=DEVICE[,link=LINK][,latency_ms=MS][,micro_batch=N][,host]."""
-    return _fleet([_from_word(word, model, precision) for word in words])
+    """The fleet of several NAME=[COUNTx]DEVICE[,KEY=VALUE]…; the keys are `_KEYS`."""
+    return _fleet([named for word in words for named in _from_word(word, model, precision)])
 
 
-def _from_word(word: str, model: Model, precision: str) -> _Named:
+def _from_word(word: str, model: Model, precision: str) -> list[_Named]:
+    """A machine, or every device of one that has several."""
     name, equals, rest = word.partition("=")
     name = name.strip()
     parts = [part.strip() for part in rest.split(",")]
@@ -90,7 +93,8 @@ def _from_word(word: str, model: Model, precision: str) -> _Named:
         if key not in _KEYS:
             raise ConfigError(f"machine {name!r}: there is no {key!r}", hint=nearest(key, _KEYS))
         values[key] = value.strip()
-    machine, assumed = _machine(name, parts[0], model, precision)
+    count, device = devices.counted(parts[0])
+    machine, assumed = _machine(name, device, model, precision)
     if "link" in values:
         sheet = links.find(values["link"])
         machine = replace(
@@ -102,7 +106,37 @@ def _from_word(word: str, model: Model, precision: str) -> _Named:
     if "micro_batch" in values:
         size = int(_number(name, "micro_batch", values, 1, 1e6))
         machine = replace(machine, micro_batch=size, largest_micro_batch=size)
-    return _Named(machine=machine, host="host" in values, assumed=assumed)
+    if "watts" in values:
+        machine = replace(machine, watts=_number(name, "watts", values, 0.1, 1e6) / count)
+    if "intra" in values and count == 1:
+        raise ConfigError(f"machine {name!r} has intra= but one device", hint=f'several are "{name}=8x{device}"')
+    if count == 1:
+        return [_Named(machine=machine, host="host" in values, assumed=assumed)]
+    sheet = _intra(machine, values.get("intra", ""))
+    said = "" if "intra" in values else f"{name}: no intra= given, so "
+    node = replace(
+        machine,
+        node=name,
+        node_devices=count,
+        intra=sheet.name,
+        intra_bytes_per_s=sheet.bytes_per_s,
+        intra_latency_s=sheet.latency_s,
+    )
+    assumed += (f"{said}{sheet.about()}",)
+    first = _Named(machine=replace(node, name=f"{name}/1"), host="host" in values, assumed=assumed)
+    others = (_Named(machine=replace(node, name=f"{name}/{i}"), host=False) for i in range(2, count + 1))
+    return [first, *others]
+
+
+def _intra(machine: FleetMachine, word: str) -> links.LinkSheet:
+    """The link between the devices of a node: as given ("NVLink": the device's version), or the maker's own."""
+    known = devices.DEVICES.get(machine.device)
+    fabric = known.fabric if known is not None else ""
+    plain = re.sub(r"[\s_-]", "", word.lower())
+    if plain == "nvlink" and not fabric.startswith("NVLink"):
+        what = machine.device or machine.name
+        raise ConfigError(f"the catalogue has no NVLink for {what}", hint="intra=PCIe 4, or a rate: intra=200Gbit")
+    return links.find(fabric if plain == "nvlink" else word or fabric or PCIE)
 
 
 def _number(name: str, key: str, values: Mapping[str, str], least: float, most: float) -> float:
@@ -122,7 +156,8 @@ def _machine(name: str, device: str, model: Model, precision: str) -> tuple[Flee
         sheet = devices.find(device)
         machine = of_flops(name, sheet.flops_per_s(precision), model, memory_bytes=sheet.memory_gb * 1e9)
         update_s = UPDATE_BYTES * model.parameters / (sheet.bandwidth_gb_per_s * 1e9)
-        return replace(machine, update_s=update_s, device=sheet.name), (sheet.about(precision),)
+        said = tuple(filter(None, (sheet.about(precision), devices.caution(device))))
+        return replace(machine, update_s=update_s, device=sheet.name, watts=sheet.watts), said
     try:
         value = float(speed[1])
     except ValueError:
@@ -165,7 +200,7 @@ def from_both(
     Both kinds of speed are effective FLOP/s while training; the assumed ones are listed as assumptions.
     """
     found = _found(tables, model, precision)
-    named = [_from_word(word, model, precision) for word in words]
+    named = [one for word in words for one in _from_word(word, model, precision)]
     if not any(one.host for one in (*found, *named)):
         host = max(found, key=lambda one: one.machine.samples_per_s)
         found = [replace(one, host=one is host) for one in found]
@@ -234,10 +269,18 @@ def _from_measured(measured: Measured, model: Model, where: str) -> _Named:
             micro_batch=machine.micro_batch if size is None else size,
             largest_micro_batch=max(machine.largest_micro_batch, size or 1),
             device=measured.device,
+            watts=_watts_of(measured.device),
             link="measured" if measured.link_bytes_per_s is not None else "",
         ),
         host=measured.host,
     )
+
+
+def _watts_of(device: str) -> float | None:
+    try:
+        return devices.find(device).watts
+    except ConfigError:
+        return None
 
 
 def _from_found(side: SeenMachine, model: Model, precision: str, where: str) -> _Named:
@@ -273,10 +316,13 @@ def _fleet(found: Sequence[_Named]) -> Given:
         if named is host:
             continue
         guest = named.machine
+        if guest.is_beside(host.machine):
+            machines.append(guest)
+            continue
         if guest.link_bytes_per_s is None and host.machine.link_bytes_per_s is None:
             guest = replace(
                 guest, link_bytes_per_s=sheet.bytes_per_s, latency_s=sheet.latency_s / 2, link=sheet.name
             )
-            assumed.append(f"{guest.name}: no link given, so {sheet.about()}")
+            assumed.append(f"{guest.node or guest.name}: no link given, so {sheet.about()}")
         machines.append(guest)
     return Given(fleet=Fleet(machines=tuple(machines)), assumptions=tuple(dict.fromkeys(assumed)))

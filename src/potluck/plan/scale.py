@@ -66,8 +66,7 @@ class Scale(Struct, frozen=True, kw_only=True):
 
 def scale(job: Job, fleet: Fleet, most: int) -> Scale:
     """Predictions for 1, 2, 4 … `most` guests, copies of the fleet's own in turn."""
-    if not fleet.guests:
-        raise ConfigError("there is no guest to multiply", hint="give at least two machines")
+    _check_guests(fleet)
     if not 1 <= most <= MOST_PLANNED:
         raise ConfigError(f"{most} guests", hint=f"from 1 to {MOST_PLANNED}")
     counts = sorted({*(2**i for i in range(most.bit_length()) if 2**i <= most), most})
@@ -76,10 +75,18 @@ def scale(job: Job, fleet: Fleet, most: int) -> Scale:
     return Scale(rows=rows, full_at=full, words=_words(job, fleet, rows, full))
 
 
-def many(fleet: Fleet, count: int) -> Fleet:
-    """The fleet with this many guests, copies of its own in turn."""
+def _check_guests(fleet: Fleet) -> None:
     if not fleet.guests:
         raise ConfigError("there is no guest to multiply", hint="give at least two machines")
+    if any(m.node for m in fleet.machines):
+        raise ConfigError(
+            "machines with several devices cannot be multiplied", hint="name each machine: --machine a=8xH100 …"
+        )
+
+
+def many(fleet: Fleet, count: int) -> Fleet:
+    """The fleet with this many guests, copies of its own in turn."""
+    _check_guests(fleet)
     names = (replace(fleet.guests[i % len(fleet.guests)], name=f"guest-{i + 1}") for i in range(count))
     return Fleet(machines=(replace(fleet.host, name="host"), *names))
 

@@ -175,10 +175,18 @@ def fsdp(job: Job, fleet: Fleet) -> Prediction:
 
 
 def ring_s(fleet: Fleet, size_bytes: float) -> float:
-    """An all-reduce over the fleet: its slowest link with both directions full, its longest way."""
+    """An all-reduce over the fleet: its slowest link with both directions full, its longest way.
+
+    Devices of one node exchange inside it first, so that only the nodes are in the ring over the links.
+    """
     rate = RING_PART * collectives.slowest_link(m.bytes_per_s for m in fleet.machines)
-    far = sorted((m.latency_s for m in fleet.machines), reverse=True)[:2]
-    return collectives.ring_all_reduce_s(size_bytes, len(fleet.machines), rate, math.fsum(far))
+    far = sorted((max(m.latency_s for m in node) for node in fleet.nodes), reverse=True)[:2]
+    nodes = [(len(node), _inside_bytes_per_s(node), max(m.intra_latency_s for m in node)) for node in fleet.nodes]
+    return collectives.two_level_all_reduce_s(size_bytes, nodes, rate, math.fsum(far))
+
+
+def _inside_bytes_per_s(node: Sequence[FleetMachine]) -> float:
+    return collectives.slowest_link(m.intra_bytes_per_s for m in node if m.intra_bytes_per_s is not None)
 
 
 def _ends_s(fleet: Fleet, shares: Mapping[str, int]) -> list[float]:

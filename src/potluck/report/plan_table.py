@@ -42,6 +42,8 @@ def plan_lines(plan: Plan, width: int, *, whole: bool = False) -> list[Line]:
         if words:
             lines += paragraph(words, width, label=row.strategy, indent=_INDENT + 2)
     lines += _levers(plan, width)
+    if plan.costs:
+        lines += [Line(), *_costs(plan), Line()]
     for number, text in enumerate(plan.assumptions):
         lines += paragraph(clean(text), width, _LABEL, label="" if number else "assumed", indent=_INDENT)
     return [line.trimmed() if whole else line.trimmed().cropped(most) for line in lines]
@@ -66,17 +68,32 @@ def _batch(plan: Plan) -> str:
 def _machines(plan: Plan, width: int | None) -> list[Line]:
     """A row for each machine, in shorter words where the long ones are too wide; None: as wide as it is."""
     right = {2, 4, 5}
-    rows = [_machine(plan, machine, short=False) for machine in plan.fleet.machines[:_MOST_MACHINES]]
+    rows = _machine_rows(plan, short=False)
     cells = [("machine", "device", "alone", "link", "share", "memory"), *rows]
     if width is not None and _grid_width(cells) > width:
-        rows = [_machine(plan, machine, short=True) for machine in plan.fleet.machines[:_MOST_MACHINES]]
+        rows = _machine_rows(plan, short=True)
         unit = "tokens/s" if plan.job.tokens_per_sample > 1 else "samples/s"
         cells = [("machine", "device", unit, "link", "share", "memory"), *rows]
         for column in (1, 0):  # a device's name says much with its beginning, and a machine's enough
             cells = _narrowed(cells, column, _grid_width(cells) - width)
-    lines = _grid(cells, right=right)
-    more = len(plan.fleet.machines) - _MOST_MACHINES
+    lines = _grid(cells[: _MOST_MACHINES + 1], right=right)
+    more = len(rows) - _MOST_MACHINES
     return [*lines, Line(f"and {more} more", _LABEL)] if more > 0 else lines
+
+
+def _machine_rows(plan: Plan, *, short: bool) -> list[tuple[str, ...]]:
+    """A row for each machine; one for devices of a node that follow each other and are alike."""
+    rows: list[tuple[str, ...]] = []
+    before: FleetMachine | None = None
+    for machine in plan.fleet.machines:
+        cells = _machine(plan, machine, short=short)
+        if before is not None and machine.is_beside(before) and cells[1:] == rows[-1][1:]:
+            first = rows[-1][0].split(" … ")[0]
+            rows[-1] = (f"{first} … {machine.name.rpartition('/')[2]}", *cells[1:])
+        else:
+            rows.append(cells)
+        before = machine
+    return rows
 
 
 def _machine(plan: Plan, machine: FleetMachine, *, short: bool) -> tuple[str, ...]:
@@ -88,7 +105,7 @@ def _machine(plan: Plan, machine: FleetMachine, *, short: bool) -> tuple[str, ..
         clean(machine.name, 24) + (" (host)" if machine is plan.fleet.host else ""),
         (_plain_device(device) if short else device) or UNKNOWN,
         rate.removesuffix(f"{unit}/s").strip() if short else rate,
-        clean(machine.link, 20) or _rate(machine.link_bytes_per_s),
+        _link(plan.fleet, machine),
         f"{ours.shares[machine.name]:,}" if ours.shares[machine.name] else "sits out",
         _memory(ours.memory_bytes[machine.name], machine.memory_bytes, short=short),
     )
@@ -118,6 +135,12 @@ def _narrowed(rows: Sequence[tuple[str, ...]], column: int, excess: int) -> list
 
 def _grid_width(rows: Sequence[Sequence[str]]) -> int:
     return sum(max(len(row[i]) for row in rows) for i in range(len(rows[0]))) + GAP * (len(rows[0]) - 1)
+
+
+def _link(fleet: Fleet, machine: FleetMachine) -> str:
+    if machine is not fleet.host and machine.is_beside(fleet.host):
+        return clean(machine.intra, 20)
+    return clean(machine.link, 20) or _rate(machine.link_bytes_per_s)
 
 
 def _rate(bytes_per_s: float | None) -> str:
@@ -152,6 +175,17 @@ def _levers(plan: Plan, width: int) -> list[Line]:
         text = f"{lever.what}: {lever.speedup:.2f}× ({lever.gain - 1:+.0%})"
         lines += paragraph(text, width, label="" if number else "levers", indent=_INDENT)
     return [*lines, Line()]
+
+
+def _costs(plan: Plan) -> list[Line]:
+    unit = "tokens" if plan.job.tokens_per_sample > 1 else "samples"
+    rows = [("cost", "strategy", f"{unit}/s", "watts", "an hour", f"10⁹ {unit}")]
+    for cost in plan.costs:
+        watts = UNKNOWN if cost.watts is None else f"{cost.watts:,.0f}"
+        rate = rate_text(cost.units_per_s, unit).removesuffix(f"{unit}/s").strip()
+        amounts = (f"{cost.per_hour:,.3f}", f"{cost.per_billion:,.2f}")
+        rows.append((clean(cost.what, 32), cost.strategy, rate, watts, *amounts))
+    return _grid(rows, right={2, 3, 4, 5})
 
 
 def _grid(rows: Sequence[Sequence[str]], *, right: Collection[int], best: int | None = None) -> list[Line]:
@@ -238,17 +272,22 @@ def scale_lines(scale: Scale, fleet: Fleet, width: int) -> list[Line]:
 
 def catalogue_lines() -> list[Line]:
     """What is known by name, with where each figure comes from."""
-    rows = [("device", "bf16 TFLOP/s", "fp32", "memory", "utilisation", "peak from")]
+    rows = [("device", "bf16 TFLOP/s", "fp32", "memory", "utilisation", "watts", "peak from", "watts from")]
     for sheet in DEVICES.values():
         bf16 = UNKNOWN if sheet.bf16_tflops is None else f"{sheet.bf16_tflops:g}"
         fp32, memory = f"{sheet.fp32_tflops:g}", f"{sheet.memory_gb:g} GB"
-        rows.append((sheet.name, bf16, fp32, memory, f"× {sheet.utilisation:.2f}", sheet.source))
-    wires = [("link", "Mbit/s", "payload", "latency")]
+        part, watts = f"× {sheet.utilisation:.2f}", f"{sheet.watts:g}"
+        rows.append((sheet.name, bf16, fp32, memory, part, watts, sheet.source, sheet.watts_source))
+    wires = [("link", "Mbit/s", "payload", "latency", "rate from")]
     for link in LINKS.values():
-        wires.append((link.name, f"{link.line_mbit:,.0f}", f"× {link.part:.2f}", seconds_text(link.latency_s)))
-    note = "Peaks are dense and from data sheets; utilisation and payload are assumed. Nothing here was measured."
+        rate, part = f"{link.line_mbit:,.0f}", f"× {link.part:.2f}"
+        wires.append((link.name, rate, part, seconds_text(link.latency_s), link.source))
+    note = (
+        "Peaks are dense. Memory, bandwidth and rates are the makers' or the standards'; utilisation, payload and "
+        "latency are assumed. Nothing here was measured."
+    )
     return [
-        *_grid(rows, right={1, 2, 3, 4}),
+        *_grid(rows, right={1, 2, 3, 4, 5}),
         Line(),
         *_grid(wires, right={1, 2, 3}),
         Line(),

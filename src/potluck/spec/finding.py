@@ -52,6 +52,8 @@ class LogReading(Struct, frozen=True, kw_only=True):
     """If no finding explains the failure: the first line that looks like one, quoted; empty if none does."""
     ended_well: bool = False
     """Whether it has Potluck's last message of a run, and no failure after it. Other tools have no such message."""
+    network: tuple[Fine, ...] = ()
+    """What it says of the interfaces, transports and variables of NCCL, RCCL and gloo."""
     left_out_bytes: int = 0
     """Bytes in the middle of a long log that were not read."""
 

@@ -40,6 +40,17 @@ class FleetMachine(Struct, frozen=True, kw_only=True):
     device: str = ""
     link: str = ""
     """Name of the link, if it has one."""
+    node: str = ""
+    """The machine that this device is in, if several of its devices are planned for: each is a rank."""
+    node_devices: int = 1
+    """How many devices share the node's link."""
+    intra: str = ""
+    """Name of the link between the devices of the node."""
+    intra_bytes_per_s: float | None = None
+    """Payload rate of each device to the others of its node, in each direction; None: no limit."""
+    intra_latency_s: float = 0.0
+    watts: float | None = None
+    """Power while it trains; None: not known."""
 
     @property
     def sample_s(self) -> float:
@@ -48,6 +59,10 @@ class FleetMachine(Struct, frozen=True, kw_only=True):
     @property
     def bytes_per_s(self) -> float:
         return math.inf if self.link_bytes_per_s is None else self.link_bytes_per_s
+
+    def is_beside(self, other: FleetMachine) -> bool:
+        """Whether both are devices of one node."""
+        return bool(self.node) and self.node == other.node
 
 
 class Job(Struct, frozen=True, kw_only=True):
@@ -93,6 +108,14 @@ class Fleet(Struct, frozen=True, kw_only=True):
     @property
     def guests(self) -> tuple[FleetMachine, ...]:
         return self.machines[1:]
+
+    @property
+    def nodes(self) -> tuple[tuple[FleetMachine, ...], ...]:
+        """The machines by node; one that is in none is its own."""
+        found: dict[str, list[FleetMachine]] = {}
+        for machine in self.machines:
+            found.setdefault(machine.node or f"={machine.name}", []).append(machine)
+        return tuple(tuple(group) for group in found.values())
 
     def machine(self, name: str) -> FleetMachine:
         for machine in self.machines:
@@ -151,6 +174,20 @@ class Lever(Struct, frozen=True, kw_only=True):
     """False if it changes the result of the training, not only its speed (another batch, a coarser codec)."""
 
 
+class Cost(Struct, frozen=True, kw_only=True):
+    """What a way to train costs."""
+
+    what: str
+    strategy: str
+    units_per_s: float
+    """Tokens per second; samples, where the model has no tokens."""
+    watts: float | None
+    """Power of all machines that compute; None: rented, so that it does not matter."""
+    per_hour: float
+    per_billion: float
+    """Of a billion tokens (samples)."""
+
+
 class Plan(Struct, frozen=True, kw_only=True):
     """The predictions of all strategies on one fleet, with a verdict and levers."""
 
@@ -161,6 +198,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     verdict: str
     levers: tuple[Lever, ...] = ()
     assumptions: tuple[str, ...] = ()
+    costs: tuple[Cost, ...] = ()
 
     def row(self, strategy: str) -> Prediction:
         for row in self.rows:
