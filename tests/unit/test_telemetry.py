@@ -97,6 +97,19 @@ def test_a_guest_on_the_hosts_own_machine_is_compared_with_the_speed_before_it(
     assert notes == ([shared] if address == "127.0.0.1" else [])
 
 
+def test_the_hub_is_told_what_a_step_took_and_who_shares_this_machine() -> None:
+    """So it sees whether the run is slower with a guest; what the script does between steps does not count."""
+    told: list[Any] = []
+    telemetry, guest, result = table([])
+    telemetry._hub.timed = lambda *step: told.append(step)  # type: ignore[method-assign]
+    guest.samples, guest.address = 3, "127.0.0.1"
+    start = time.monotonic()
+    telemetry.step_ended(1, 1.0, result, 0.0, start + 0.5, applied=True, outside=(start, start))
+    telemetry.step_ended(2, 1.0, result, 0.0, start + 9.9, applied=True, outside=(start + 0.5, start + 9.5))
+    (_, second) = told
+    assert second == (1, 8, pytest.approx(0.4, abs=0.001), ["g"])
+
+
 def test_the_runs_speed_and_speed_up_are_those_of_the_report() -> None:
     events: list[Any] = []
     telemetry, guest, result = table(events)
