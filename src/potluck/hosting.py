@@ -120,7 +120,7 @@ def start(
         raise ConfigError(
             f"start() takes {wrong[0]} only with host=True", hint=f"potluck.start(host=True, {wrong[0]}=…)"
         )
-    return run.start(to_stderr, build(RunConfig, given))
+    return run.start(to_stderr, build(RunConfig, given), shows_steps=False)
 
 
 def _hosted(

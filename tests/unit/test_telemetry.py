@@ -12,11 +12,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+import potluck
 from potluck.hub.actions import StepResult
 from potluck.hub.feed import Feed
 from potluck.hub.members import Member
 from potluck.report.summary import summarize
-from potluck.spec.events import RunNote, StepEnded
+from potluck.spec.events import RunNote, StepEnded, kind_of
 from potluck.train.context import HOST
 from potluck.train.gain import AloneRate
 from potluck.train.run import start
@@ -36,7 +37,7 @@ def table(events: list[Any]) -> tuple[Telemetry, Member, StepResult]:
         feed=Feed(pieces=1, window_bytes=1),
     )
     device = SimpleNamespace(peak_flops=None, label="cpu")
-    log = SimpleNamespace(emit=events.append)
+    log = SimpleNamespace(emit=events.append, takes_steps=True)
     context: Any = SimpleNamespace(role=HOST, name="tower", device=device, log=log, folder=None)
     options: Any = SimpleNamespace(usual_batch=8, tokens_per_sample=None)
     hub: Any = SimpleNamespace(
@@ -194,3 +195,24 @@ def test_what_a_step_takes_besides_computing_it_would_also_take_alone() -> None:
     steps = [event for event in events if isinstance(event, StepEnded)]
     assert {step.speedup for step in steps[:20]} == {None}
     assert steps[-1].speedup == pytest.approx(1.0, rel=0.02)
+
+
+@pytest.mark.parametrize("shows_steps", [True, False])
+def test_figures_of_steps_are_made_only_for_who_shows_them(shows_steps: bool) -> None:
+    """A plain script prints its own progress: making them for nobody was a part of what Potluck costs alone."""
+    events: list[Any] = []
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = start(events.append, shows_steps=shows_steps)
+    for step in run.steps(model, optimizer, DataLoader(list(torch.zeros(8, 2)), batch_size=4), epochs=1):
+        for batch in step:
+            step.backward(model(batch).mean())
+    kinds = [kind_of(event) for event in events]
+    assert kinds.count("step") == (2 if shows_steps else 0)
+    assert kinds[0] == "run_start"
+    assert kinds[-1] == "run_end"
+    assert events[-1].samples_per_s > 0
+
+
+def test_a_plain_scripts_run_takes_no_figures_of_steps() -> None:
+    assert not potluck.start()._context.log.takes_steps

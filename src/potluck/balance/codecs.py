@@ -89,4 +89,4 @@ def choose(
         return Choice(codec=INT4, reason=f"its link is too slow for thin, too ({link})")
     if gain < NO_GAIN:
         return Choice(codec=INT4, reason=f"its link is fast enough ({link}, while it computes)")
-    return Choice(codec=INT4, reason=f"thin would make steps less than {percent_text(least)} faster ({link})")
+    return Choice(codec=INT4, reason=f"thin would hardly make steps faster ({link})")

@@ -325,7 +325,12 @@ def machine_name(config: RunConfig, environment: Environment) -> str:
 
 
 def alone(
-    environment: Environment, show: Callable[[RunEvent], None] | None, what: str, config: RunConfig | None = None
+    environment: Environment,
+    show: Callable[[RunEvent], None] | None,
+    what: str,
+    config: RunConfig | None = None,
+    *,
+    shows_steps: bool = True,
 ) -> RunContext:
     """A run in this process only: no folder, no guests."""
     config = config or RunConfig()
@@ -336,7 +341,7 @@ def alone(
         device=device,
         ranks=group,
         name=machine_name(config, environment),
-        log=EventLog(None, show),
+        log=EventLog(None, show, shows_steps=shows_steps),
         what=what,
     )
 
