@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
@@ -31,6 +32,14 @@ class Trial(Struct, frozen=True, kw_only=True):
     parameters: dict[str, Value]
 
 
+class CheckpointOrigin(Struct, frozen=True, kw_only=True):
+    """What a checkpoint in the storage was made by. It lies beside the checkpoint as `trial.json`."""
+
+    sweep: str
+    arguments: tuple[str, ...]
+    """The script's arguments, the parameters among them."""
+
+
 class SweepWork(Struct, frozen=True, kw_only=True):
     """What all trials of a sweep have in common. It is sent to every machine."""
 
@@ -46,6 +55,14 @@ class SweepWork(Struct, frozen=True, kw_only=True):
     """Folder for checkpoints that all machines reach."""
     public: bytes
     """Key of the driver's, for which a trial seals its token."""
+
+    @property
+    def id(self) -> str:
+        """Another one for each sweep: every driver makes its own key."""
+        return hashlib.sha256(self.public).hexdigest()[:32]
+
+    def origin(self, trial: Trial) -> CheckpointOrigin:
+        return CheckpointOrigin(sweep=self.id, arguments=tuple(self.words(trial)))
 
     def words(self, trial: Trial) -> list[str]:
         """The script's arguments in this trial."""
