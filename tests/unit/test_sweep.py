@@ -18,6 +18,7 @@ from potluck.errors import ConfigError, MachineError, MissingModuleError
 from potluck.fleet.interface import GuestEnd, GuestSettings
 from potluck.fleet.script import Script
 from potluck.fleet.sealed import KeyPair, seal
+from potluck.spec.events import Logged, to_json
 from potluck.sweep import dask, outcome
 from potluck.sweep.helpers import Helpers
 from potluck.sweep.running import new_folder, own_storage
@@ -32,8 +33,9 @@ from potluck.sweep.spec import (
     parse_parameters,
     trials_of,
 )
-from potluck.sweep.trial import hand_over, handed_over
+from potluck.sweep.trial import TrialProcess, hand_over, handed_over
 from potluck.sweep.tune import TrialWatch, machine_shape
+from support import sample_events
 
 
 def test_parameters_are_read_as_what_they_spell() -> None:
@@ -103,6 +105,33 @@ def test_the_best_trial_and_a_metric_that_nobody_reports() -> None:
         best_of(results, "f1", "max")
     assert "acc, loss" in str(caught.value.hint)
     assert best_of(results[2:], "loss", "min") is None
+
+
+def test_a_metric_that_ended_as_nan_ranks_behind_all(tmp_path: Path) -> None:
+    trial = object.__new__(TrialProcess)
+    trial._news, trial._name = TrialNews(), "desk"
+    for value in (0.01, None):
+        trial._hear(to_json(Logged(step=1, values={"val": value})))
+    assert trial._news.metrics == {"val": None}
+    lost = result("a", metrics=trial._news.metrics)
+    for mode in ("min", "max"):
+        results = [lost, result("b", metrics={"val": 0.5}), result("c", metrics={"val": -0.5})]
+        best = best_of(results, "val", mode)
+        assert best is not None
+        assert best.trial == {"min": "c", "max": "b"}[mode]
+        lines = [line.plain for line in outcome.table(results, "val", mode)]
+        assert lines[-1].split()[:3] == ["a", "0.1", "nan"]
+    assert best_of([lost], "val", "min") is None
+    outcome.plot(tmp_path / "s.png", results, "val", "title")
+    assert msgspec.json.decode(msgspec.json.encode(trial._news), type=TrialNews) == trial._news
+
+
+def test_the_loss_of_the_last_step_counts_even_if_it_is_nan() -> None:
+    trial = object.__new__(TrialProcess)
+    trial._news, trial._name = TrialNews(), "desk"
+    for step, loss in ((1, 0.5), (2, None)):
+        trial._hear(to_json(sample_events.step(step, loss=loss)))
+    assert trial._news.metrics == {"loss": None}
 
 
 def test_the_table_has_the_best_first_and_the_failed_last() -> None:

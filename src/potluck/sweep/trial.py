@@ -183,13 +183,12 @@ class TrialProcess:
             case RunStarted(steps=steps, resumed_from=resumed):
                 self._tell(steps=steps, resumed_from=resumed)
             case StepEnded() as event:
-                metrics = self._news.metrics if event.loss is None else {**self._news.metrics, "loss": event.loss}
+                metrics = {**self._news.metrics, "loss": event.loss}
                 helped = {name for name, samples in event.samples.items() if samples and name != self._name}
                 guests = tuple(sorted(helped | set(self._news.guests)))
                 self._tell(step=event.step, metrics=metrics, remaining_s=event.eta_s, guests=guests)
             case Logged(values=values):
-                numbers = {name: value for name, value in values.items() if value is not None}
-                self._tell(metrics={**self._news.metrics, **numbers})
+                self._tell(metrics={**self._news.metrics, **values})
             case CheckpointSaved(step=step):
                 self._saved = step
             case _:
