@@ -18,8 +18,10 @@ from potluck.errors import ConfigError, MachineError, MissingModuleError
 from potluck.fleet.interface import GuestEnd, GuestSettings
 from potluck.fleet.script import Script
 from potluck.fleet.sealed import KeyPair, seal
-from potluck.sweep import outcome
+from potluck.spec.events import Logged, to_json
+from potluck.sweep import dask, outcome
 from potluck.sweep.helpers import Helpers
+from potluck.sweep.running import new_folder, own_storage
 from potluck.sweep.sharing import helping
 from potluck.sweep.spec import (
     SweepWork,
@@ -31,8 +33,9 @@ from potluck.sweep.spec import (
     parse_parameters,
     trials_of,
 )
-from potluck.sweep.trial import hand_over, handed_over
+from potluck.sweep.trial import TrialProcess, hand_over, handed_over
 from potluck.sweep.tune import TrialWatch, machine_shape
+from support import sample_events
 
 
 def test_parameters_are_read_as_what_they_spell() -> None:
@@ -102,6 +105,33 @@ def test_the_best_trial_and_a_metric_that_nobody_reports() -> None:
         best_of(results, "f1", "max")
     assert "acc, loss" in str(caught.value.hint)
     assert best_of(results[2:], "loss", "min") is None
+
+
+def test_a_metric_that_ended_as_nan_ranks_behind_all(tmp_path: Path) -> None:
+    trial = object.__new__(TrialProcess)
+    trial._news, trial._name = TrialNews(), "desk"
+    for value in (0.01, None):
+        trial._hear(to_json(Logged(step=1, values={"val": value})))
+    assert trial._news.metrics == {"val": None}
+    lost = result("a", metrics=trial._news.metrics)
+    for mode in ("min", "max"):
+        results = [lost, result("b", metrics={"val": 0.5}), result("c", metrics={"val": -0.5})]
+        best = best_of(results, "val", mode)
+        assert best is not None
+        assert best.trial == {"min": "c", "max": "b"}[mode]
+        lines = [line.plain for line in outcome.table(results, "val", mode)]
+        assert lines[-1].split()[:3] == ["a", "0.1", "nan"]
+    assert best_of([lost], "val", "min") is None
+    outcome.plot(tmp_path / "s.png", results, "val", "title")
+    assert msgspec.json.decode(msgspec.json.encode(trial._news), type=TrialNews) == trial._news
+
+
+def test_the_loss_of_the_last_step_counts_even_if_it_is_nan() -> None:
+    trial = object.__new__(TrialProcess)
+    trial._news, trial._name = TrialNews(), "desk"
+    for step, loss in ((1, 0.5), (2, None)):
+        trial._hear(to_json(sample_events.step(step, loss=loss)))
+    assert trial._news.metrics == {"loss": None}
 
 
 def test_the_table_has_the_best_first_and_the_failed_last() -> None:
@@ -301,15 +331,69 @@ def make_run(folder: Path, step: int) -> Path:
 def test_what_is_handed_over_is_whole_new_and_without_secrets(tmp_path: Path) -> None:
     run, storage = tmp_path / "run", tmp_path / "storage" / "trial-1"
     run.mkdir()
+    origin = work().origin(Trial(id="trial-1", parameters={"lr": 0.1}))
     assert handed_over(storage) is None
     for step in (5, 10):
-        hand_over(make_run(run, step), step, storage)
+        hand_over(make_run(run, step), step, storage, origin)
     found = handed_over(storage)
     assert found == storage / "step-00000010"
     assert [path.name for path in storage.iterdir()] == ["step-00000010"]
     names = {path.relative_to(found).as_posix() for path in found.rglob("*") if path.is_file()}
-    assert names == {"manifest.json", "events.jsonl", "checkpoints/step-00000010/weights"}
+    assert names == {"manifest.json", "events.jsonl", "trial.json", "checkpoints/step-00000010/weights"}
     # A checkpoint that has been removed meanwhile leaves the last one in place.
-    assert hand_over(run, 15, storage) is None
+    assert hand_over(run, 15, storage, origin) is None
     assert handed_over(storage) == found
     assert len(list(storage.iterdir())) == 1
+
+
+def test_a_trial_never_resumes_from_another_sweeps_checkpoint(tmp_path: Path) -> None:
+    run, storage = tmp_path / "run", tmp_path / "trial-1"
+    run.mkdir()
+    trial, other = Trial(id="trial-1", parameters={"lr": 0.1}), Trial(id="trial-1", parameters={"lr": 0.2})
+    ours = SweepWork(names=("t.py",), contents=(b"",), storage="", public=b"ours")
+    theirs = SweepWork(names=("t.py",), contents=(b"",), storage="", public=b"theirs")
+    handed = hand_over(make_run(run, 5), 5, storage, ours.origin(trial))
+    assert handed_over(storage, ours.origin(trial)) == handed == storage / "step-00000005"
+    assert handed_over(storage, theirs.origin(trial)) is None
+    assert handed_over(storage, ours.origin(other)) is None
+    (storage / "step-00000005" / "trial.json").write_text("{}")
+    assert handed_over(storage, ours.origin(trial)) is None
+
+
+def test_a_dask_trial_starts_anew_beside_a_foreign_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Path | None] = []
+
+    class Ended:
+        def __init__(self, *_: object, start_from: Path | None, **__: object) -> None:
+            given.append(start_from)
+
+        def news(self) -> TrialNews:
+            return TrialNews(status=0)
+
+        def checkpoint_to(self, storage: Path) -> None: ...
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(dask, "TrialProcess", Ended)
+    trial, checkpoint = Trial(id="trial-1", parameters={"lr": 0.1}), tmp_path / "trial-1" / "step-00000005"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").touch()
+    ours = SweepWork(names=("t.py",), contents=(b"",), storage=str(tmp_path), public=b"ours")
+    dask.host_trial(ours, trial, "key", "desk", None, 1)
+    (checkpoint / "trial.json").write_bytes(msgspec.json.encode(ours.origin(trial)))
+    dask.host_trial(ours, trial, "key", "desk", None, 1)
+    assert given == [None, checkpoint]
+
+
+def test_two_sweeps_of_the_same_second_have_a_folder_each(tmp_path: Path) -> None:
+    wanted = tmp_path / "runs" / "sweep-20260101-000000-train"
+    folders = [new_folder(wanted) for _ in range(3)]
+    assert [folder.name.removeprefix(wanted.name) for folder in folders] == ["", "-2", "-3"]
+    assert all(folder.is_dir() for folder in folders)
+    # Two drivers with the same storage may have runs folders of their own, and the same name in each.
+    shared = tmp_path / "shared"
+    stored = [own_storage(shared, wanted), own_storage(shared, wanted)]
+    assert len(set(stored)) == 2
+    assert all(folder.parent == shared for folder in stored)
+    assert own_storage(None, wanted) == wanted / "checkpoints"

@@ -89,7 +89,7 @@ def sweep(settings: Settings, /, script: Path, arguments: tuple[str, ...], **fla
     from potluck.fleet.script import read_script
     from potluck.report import plan_plot
     from potluck.report.screen import show
-    from potluck.sweep import outcome, spec
+    from potluck.sweep import outcome, running, spec
 
     parameters = spec.parse_parameters(flags["param"])
     found = read_script(script, flags["send"], arguments)
@@ -98,7 +98,9 @@ def sweep(settings: Settings, /, script: Path, arguments: tuple[str, ...], **fla
     trials = spec.trials_of(parameters, flags["trials"], flags["seed"])
     if flags["plot"] is not None:
         plan_plot.check(flags["plot"])
-    folder = runs_folder(settings, flags["runs"]) / time.strftime(f"sweep-%Y%m%d-%H%M%S-{script.stem}")
+    running.need_engine(flags["engine"])
+    name = f"{time.strftime('sweep-%Y%m%d-%H%M%S')}-{script.stem}"
+    folder = running.new_folder(runs_folder(settings, flags["runs"]) / name)
     began, results = time.monotonic(), list[spec.TrialResult]()
     for result in _results(found, trials, folder.absolute(), flags):
         results.append(result)
@@ -128,13 +130,13 @@ def _tell(line: str) -> None:
 
 
 def _results(script: Script, trials: list[Trial], folder: Path, flags: SweepFlags) -> Iterator[TrialResult]:
-    from potluck.sweep.running import SweepSettings, dask_results, tune_results
+    from potluck.sweep.running import SweepSettings, dask_results, own_storage, tune_results
 
     settings = SweepSettings(
         script=script,
         trials=trials,
         folder=folder,
-        storage=flags["storage"].absolute() if flags["storage"] else folder / "checkpoints",
+        storage=own_storage(flags["storage"], folder),
         address=flags["address"],
         json_option=flags["json_option"],
         checkpoint_every=flags["checkpoint_every"],

@@ -44,7 +44,8 @@ def host_trial(work: SweepWork, trial: Trial, key: str, name: str, bind: str | N
     """Runs as a Dask task, until the trial has ended."""
     storage = Path(work.storage) / trial.id
     _here[key] = [time.monotonic()]
-    process = TrialProcess(work, trial, name=name, start_from=handed_over(storage), bind=bind, threads=threads)
+    start_from = handed_over(storage, work.origin(trial))
+    process = TrialProcess(work, trial, name=name, start_from=start_from, bind=bind, threads=threads)
     try:
         while (news := process.news()).status is None:
             process.checkpoint_to(storage)
@@ -213,6 +214,6 @@ class DaskSweep:
             seconds=time.monotonic() - self._began[trial.id],
             machines=tuple(self._hosted[trial.id]),
             guests=tuple(sorted(self._helped[trial.id])),
-            checkpoint=str(handed_over(Path(self._work.storage) / trial.id) or ""),
+            checkpoint=str(handed_over(Path(self._work.storage) / trial.id, self._work.origin(trial)) or ""),
             error=news.why,
         )

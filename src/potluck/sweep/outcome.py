@@ -8,7 +8,7 @@ from pathlib import Path
 from potluck.report.line import Line
 from potluck.report.plot_style import COMPUTE, FAULT, GREY, INK, PALE, new_figure
 from potluck.report.table import table_lines
-from potluck.sweep.spec import TrialResult, text
+from potluck.sweep.spec import TrialResult, rank, text
 from potluck.units import seconds_text
 
 
@@ -19,7 +19,7 @@ def table(results: Sequence[TrialResult], metric: str, mode: str) -> list[Line]:
     rows = []
     for result in ranked(results, metric, mode):
         parameters = [text(result.parameters[name]) if name in result.parameters else "" for name in names]
-        value = f"{result.metrics[metric]:.6g}" if metric in result.metrics else "-"
+        value = _shown(result.metrics[metric]) if metric in result.metrics else "-"
         where = " → ".join(result.machines)
         error = f"failed: {result.error[:200]}" if result.error else ""
         duration = seconds_text(result.seconds)
@@ -30,16 +30,11 @@ def table(results: Sequence[TrialResult], metric: str, mode: str) -> list[Line]:
 
 
 def ranked(results: Sequence[TrialResult], metric: str, mode: str) -> list[TrialResult]:
-    sign = 1.0 if mode == "min" else -1.0
-    return sorted(
-        results,
-        key=lambda result: (
-            bool(result.error),
-            metric not in result.metrics,
-            sign * result.metrics.get(metric, 0.0),
-            result.trial,
-        ),
-    )
+    return sorted(results, key=lambda result: rank(result, metric, mode))
+
+
+def _shown(value: float | None) -> str:
+    return "nan" if value is None else f"{value:.6g}"
 
 
 def plot(path: Path, results: Sequence[TrialResult], metric: str, title: str) -> None:
@@ -48,7 +43,7 @@ def plot(path: Path, results: Sequence[TrialResult], metric: str, title: str) ->
     figure = new_figure(max(4.0, 3.2 * len(names)), 3.4)
     for number, name in enumerate(names):
         axes = figure.add_subplot(1, len(names), number + 1)
-        points = [r for r in results if metric in r.metrics and name in r.parameters]
+        points = [r for r in results if r.metrics.get(metric) is not None and name in r.parameters]
         values = [r.parameters[name] for r in points]
         numbers = [float(v) for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
         numeric = len(numbers) == len(values)

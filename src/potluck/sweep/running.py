@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +32,7 @@ class SweepSettings:
     folder: Path
     """For logs and the result."""
     storage: Path
+    """For the checkpoints of this sweep alone."""
     address: str | None
     """Of the cluster; None: the one that is there, else one that is started here."""
     json_option: str | None
@@ -49,8 +52,13 @@ class SweepSettings:
         )
 
 
-def dask_results(settings: SweepSettings) -> Iterator[TrialResult]:
-    """The results of a sweep on Dask, as they come."""
+def need_engine(engine: str) -> None:
+    """Raises MissingModuleError where what the engine needs is not installed."""
+    if engine == "tune":
+        from potluck.sweep.tune import need_tune
+
+        need_tune()
+        return
     try:
         import distributed  # noqa: F401
     except ImportError:
@@ -58,9 +66,30 @@ def dask_results(settings: SweepSettings) -> Iterator[TrialResult]:
             "--engine dask needs distributed, which is not installed", hint="pip install 'potluck[dask]'"
         ) from None
     need_library("dask")
+
+
+def new_folder(wanted: Path) -> Path:
+    """Make this folder, or one with a number behind its name where another sweep has it."""
+    wanted.parent.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count(1):
+        folder = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir()
+            return folder
+    raise AssertionError("itertools.count() ended")
+
+
+def own_storage(storage: Path | None, folder: Path) -> Path:
+    """The folder of one sweep's checkpoints: in a storage, which many sweeps use from many machines, a new one."""
+    if storage is None:
+        return folder / "checkpoints"
+    return storage.absolute() / f"{folder.name}-{secrets.token_hex(4)}"
+
+
+def dask_results(settings: SweepSettings) -> Iterator[TrialResult]:
+    """The results of a sweep on Dask, as they come."""
     from potluck.sweep.dask import DaskSweep
 
-    settings.folder.mkdir(parents=True, exist_ok=True)
     with _dask(settings) as client:
         keys = KeyPair()
         sweep = DaskSweep(
@@ -98,12 +127,10 @@ def _dask(settings: SweepSettings) -> Iterator[Client]:
 
 def tune_results(settings: SweepSettings) -> Iterator[TrialResult]:
     """The results of a sweep with Ray Tune, when all trials have ended."""
-    from potluck.sweep.tune import need_tune, sweep_results
-
-    need_tune()
     import ray
 
-    settings.folder.mkdir(parents=True, exist_ok=True)
+    from potluck.sweep.tune import sweep_results
+
     _connect_ray(settings)
     try:
         keys = KeyPair()

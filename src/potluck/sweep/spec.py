@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
@@ -31,6 +32,14 @@ class Trial(Struct, frozen=True, kw_only=True):
     parameters: dict[str, Value]
 
 
+class CheckpointOrigin(Struct, frozen=True, kw_only=True):
+    """What a checkpoint in the storage was made by. It lies beside the checkpoint as `trial.json`."""
+
+    sweep: str
+    arguments: tuple[str, ...]
+    """The script's arguments, the parameters among them."""
+
+
 class SweepWork(Struct, frozen=True, kw_only=True):
     """What all trials of a sweep have in common. It is sent to every machine."""
 
@@ -47,6 +56,14 @@ class SweepWork(Struct, frozen=True, kw_only=True):
     public: bytes
     """Key of the driver's, for which a trial seals its token."""
 
+    @property
+    def id(self) -> str:
+        """Another one for each sweep: every driver makes its own key."""
+        return hashlib.sha256(self.public).hexdigest()[:32]
+
+    def origin(self, trial: Trial) -> CheckpointOrigin:
+        return CheckpointOrigin(sweep=self.id, arguments=tuple(self.words(trial)))
+
     def words(self, trial: Trial) -> list[str]:
         """The script's arguments in this trial."""
         if self.json_option is not None:
@@ -59,8 +76,8 @@ class TrialNews(Struct, frozen=True, kw_only=True):
 
     step: int = 0
     steps: int | None = None
-    metrics: dict[str, float] = {}
-    """The last value of each: `loss`, and what the script gave to `run.log`."""
+    metrics: dict[str, float | None] = {}
+    """The last value of each: `loss`, and what the script gave to `run.log`. None if that is not finite."""
     remaining_s: float | None = None
     """Until its end, at its present speed; None before the first step."""
     checkpoint: int | None = None
@@ -79,7 +96,8 @@ class TrialResult(Struct, frozen=True, kw_only=True):
 
     trial: str
     parameters: dict[str, Value]
-    metrics: dict[str, float]
+    metrics: dict[str, float | None]
+    """As in `TrialNews`."""
     steps: int
     seconds: float
     """From the trial's first start to its end."""
@@ -157,7 +175,10 @@ def check_options(script: Script, names: Sequence[str]) -> None:
 
 
 def best_of(results: Sequence[TrialResult], metric: str, mode: str) -> TrialResult | None:
-    """The best trial by its last value; None if all failed. ConfigError where no trial has this metric."""
+    """The best trial by its last value; None if all failed or ended with a value that is not finite.
+
+    ConfigError where no trial has this metric.
+    """
     ended = [result for result in results if not result.error]
     having = [result for result in ended if metric in result.metrics]
     if ended and not having:
@@ -166,5 +187,12 @@ def best_of(results: Sequence[TrialResult], metric: str, mode: str) -> TrialResu
             f"no trial reported {metric!r}",
             hint=f"they reported: {', '.join(seen)}. run.log({metric}=...) in the script reports it",
         )
+    finite = [result for result in having if result.metrics[metric] is not None]
+    return min(finite, key=lambda result: rank(result, metric, mode), default=None)
+
+
+def rank(result: TrialResult, metric: str, mode: str) -> tuple[bool, bool, bool, float, str]:
+    """Sorts trials: the best first, then those whose metric is not finite or was not reported, then the failed."""
+    value = result.metrics.get(metric)
     sign = 1.0 if mode == "min" else -1.0
-    return min(having, key=lambda result: sign * result.metrics[metric], default=None)
+    return bool(result.error), metric not in result.metrics, value is None, sign * (value or 0.0), result.trial

@@ -21,7 +21,7 @@ from potluck.fleet.hostfiles import NamedMachine
 from potluck.fleet.remote import AgentLink, words_of
 from potluck.fleet.sealed import seal
 from potluck.spec.events import CheckpointSaved, Logged, RunStarted, StepEnded, from_json
-from potluck.sweep.spec import SweepWork, Trial, TrialNews
+from potluck.sweep.spec import CheckpointOrigin, SweepWork, Trial, TrialNews
 
 PATIENCE_S = 2.0
 GREET_S = 60.0
@@ -30,13 +30,28 @@ _HANDED = ("manifest.json", "events.jsonl")
 """What is handed over beside the checkpoint. Not the keys: a trial that moves has new ones."""
 
 
-def handed_over(storage: Path) -> Path | None:
-    """The newest checkpoint of a trial in the storage, with what is needed to resume from it."""
+_ORIGIN = "trial.json"
+
+
+def handed_over(storage: Path, origin: CheckpointOrigin | None = None) -> Path | None:
+    """The newest checkpoint of a trial in the storage, with what is needed to resume from it.
+
+    With `origin`, checkpoints of another sweep or of other arguments are left alone: the trial starts anew.
+    """
     found = [path for path in storage.glob("step-*") if (path / "manifest.json").exists()]
+    if origin is not None:
+        found = [path for path in found if _origin_of(path) == origin]
     return max(found, key=lambda path: path.name, default=None)
 
 
-def hand_over(run: Path, step: int, storage: Path) -> Path | None:
+def _origin_of(checkpoint: Path) -> CheckpointOrigin | None:
+    try:
+        return msgspec.json.decode((checkpoint / _ORIGIN).read_bytes(), type=CheckpointOrigin)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def hand_over(run: Path, step: int, storage: Path, origin: CheckpointOrigin) -> Path | None:
     """Copy a run's checkpoint to the storage, whole or not at all; None if it has been removed meanwhile."""
     name = f"step-{step:08d}"
     to, part = storage / name, storage / f".{name}-{os.getpid()}"
@@ -45,6 +60,7 @@ def hand_over(run: Path, step: int, storage: Path) -> Path | None:
         shutil.copytree(run / "checkpoints" / name, part / "checkpoints" / name)
         for file in _HANDED:
             shutil.copy(run / file, part / file)
+        (part / _ORIGIN).write_bytes(msgspec.json.encode(origin))
         shutil.rmtree(to, ignore_errors=True)
         part.rename(to)
     except OSError:
@@ -70,7 +86,7 @@ class TrialProcess:
         threads: int | None = None,
     ) -> None:
         """`name`: of this machine. `start_from`: what `hand_over` has made, to resume from."""
-        self._work, self._name = work, name
+        self._work, self._name, self._origin = work, name, work.origin(trial)
         self._folder = Path(tempfile.mkdtemp(prefix="potluck-trial-"))
         for file, content in zip(work.names, work.contents):
             path = self._folder / "script" / file
@@ -131,7 +147,7 @@ class TrialProcess:
         step = self._saved
         if self.run is None or not step or step == self._news.checkpoint:
             return None
-        handed = hand_over(self.run, step, storage)
+        handed = hand_over(self.run, step, storage, self._origin)
         if handed is not None:
             self._tell(checkpoint=step)
         return handed
@@ -167,13 +183,12 @@ class TrialProcess:
             case RunStarted(steps=steps, resumed_from=resumed):
                 self._tell(steps=steps, resumed_from=resumed)
             case StepEnded() as event:
-                metrics = self._news.metrics if event.loss is None else {**self._news.metrics, "loss": event.loss}
+                metrics = {**self._news.metrics, "loss": event.loss}
                 helped = {name for name, samples in event.samples.items() if samples and name != self._name}
                 guests = tuple(sorted(helped | set(self._news.guests)))
                 self._tell(step=event.step, metrics=metrics, remaining_s=event.eta_s, guests=guests)
             case Logged(values=values):
-                numbers = {name: value for name, value in values.items() if value is not None}
-                self._tell(metrics={**self._news.metrics, **numbers})
+                self._tell(metrics={**self._news.metrics, **values})
             case CheckpointSaved(step=step):
                 self._saved = step
             case _:

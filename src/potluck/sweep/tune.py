@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import sys
 import tempfile
@@ -127,7 +128,8 @@ def host_trial(work: SweepWork, config: dict[str, Any], *, raises: bool) -> None
 def _report(news: TrialNews, node: str, handed: Path | None) -> None:
     from ray import tune
 
-    results = {**news.metrics, "step": news.step, NODE: node, NEWS: msgspec.json.encode(news).decode()}
+    metrics = {name: math.nan if value is None else value for name, value in news.metrics.items()}
+    results = {**metrics, "step": news.step, NODE: node, NEWS: msgspec.json.encode(news).decode()}
     tune.report(results, checkpoint=tune.Checkpoint.from_directory(str(handed)) if handed else None)
 
 
