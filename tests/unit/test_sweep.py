@@ -14,14 +14,15 @@ from click.testing import CliRunner
 
 from potluck.cli._app import Settings
 from potluck.cli.sweep import sweep
-from potluck.errors import ConfigError, MachineError, MissingModuleError
+from potluck.errors import ConfigError, MachineError, MissingModuleError, NetworkError, PotluckError
+from potluck.fleet.dask import DaskFleet
 from potluck.fleet.interface import GuestEnd, GuestSettings
 from potluck.fleet.script import Script
 from potluck.fleet.sealed import KeyPair, seal
 from potluck.spec.events import Logged, to_json
-from potluck.sweep import dask, outcome
+from potluck.sweep import dask, outcome, running
 from potluck.sweep.helpers import Helpers
-from potluck.sweep.running import new_folder, own_storage
+from potluck.sweep.running import SweepSettings, new_folder, own_storage
 from potluck.sweep.sharing import helping
 from potluck.sweep.spec import (
     SweepWork,
@@ -315,6 +316,65 @@ def test_one_trial_a_node() -> None:
     assert not told
     assert shape({"CPU": 16}, {"CPU": 4, "potluck": 1}) == {"CPU": 4}
     assert "ray start" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("address", "failing", "kind"),
+    [
+        (None, {"local": Exception("The current node timed out\nmore")}, MachineError),
+        ("local", {"local": RuntimeError("")}, MachineError),
+        (None, {"auto": RuntimeError("Version mismatch\nmore")}, NetworkError),
+        ("desk:6379", {"desk:6379": ValueError("bad address\nmore")}, NetworkError),
+    ],
+)
+def test_a_ray_that_cannot_start_is_one_line(
+    address: str | None, failing: dict[str, Exception], kind: type[PotluckError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def init(address: str, **_: object) -> None:
+        raise failing.get(address) or ConnectionError("no cluster")
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=init))  # type: ignore[arg-type]
+    with pytest.raises(kind) as caught:
+        running._connect_ray(settings(address))
+    assert "more" not in caught.value.what
+    assert caught.value.hint
+
+
+# -- with Dask ------------------------------------------------------------------------------------------
+
+
+def settings(address: str | None) -> SweepSettings:
+    given = {"json_option": None, "checkpoint_every": 5, "share": True, "tell": lambda line: None, "trials": ()}
+    folders = {"folder": Path("none"), "storage": Path("none")}
+    return SweepSettings(script=Script(names=(), contents=()), address=address, **given, **folders)  # type: ignore[arg-type]
+
+
+def test_the_local_dask_cluster_takes_no_work_from_strangers() -> None:
+    distributed = pytest.importorskip("distributed")
+    with running._dask(settings("local")) as client:
+        place = client.scheduler.address
+        assert place.startswith("tls://127.0.0.1:")
+        assert all(worker.startswith("tls://") for worker in client.nthreads())
+        with pytest.raises((OSError, TimeoutError)):
+            distributed.Client(place.replace("tls:", "tcp:"), timeout=0.5)
+        with pytest.raises((OSError, TimeoutError)):
+            distributed.Client(place, security=distributed.Security.temporary(), timeout=0.5)
+
+
+def test_all_workers_of_a_large_cluster_are_found() -> None:
+    every = {f"tcp://10.0.0.{n}:1": {"name": f"m{n}"} for n in range(9)}
+
+    class Truncating:
+        def scheduler_info(self, n_workers: int = 5) -> dict[str, object]:
+            return {"workers": dict(list(every.items())[: None if n_workers == -1 else n_workers])}
+
+    class Older:
+        def scheduler_info(self, **kwargs: object) -> dict[str, object]:
+            assert not kwargs
+            return {"workers": every}
+
+    for client in (Truncating(), Older()):
+        assert len(DaskFleet(client).machines()) == 9  # type: ignore[arg-type]
 
 
 # -- checkpoints ----------------------------------------------------------------------------------------

@@ -50,7 +50,8 @@ def plot(path: Path, results: Sequence[TrialResult], metric: str, title: str) ->
         labels = sorted({text(v) for v in values})
         places = numbers if numeric else [float(labels.index(text(v))) for v in values]
         colours = [FAULT if r.error else COMPUTE for r in points]
-        axes.scatter(places, [r.metrics[metric] for r in points], c=colours, s=28, zorder=2)
+        heights = [float(r.metrics[metric] or 0.0) for r in points]
+        axes.scatter(places, heights, c=colours, s=28, zorder=2)
         if not numeric:
             axes.set_xticks(range(len(labels)), labels)
         elif numbers and min(numbers) > 0 and max(numbers) >= 10 * min(numbers):
