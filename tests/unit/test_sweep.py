@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -14,14 +15,15 @@ from click.testing import CliRunner
 
 from potluck.cli._app import Settings
 from potluck.cli.sweep import sweep
-from potluck.errors import ConfigError, MachineError, MissingModuleError
+from potluck.errors import ConfigError, MachineError, MissingModuleError, NetworkError, PotluckError
+from potluck.fleet.dask import DaskFleet
 from potluck.fleet.interface import GuestEnd, GuestSettings
 from potluck.fleet.script import Script
 from potluck.fleet.sealed import KeyPair, seal
 from potluck.spec.events import Logged, to_json
-from potluck.sweep import dask, outcome
+from potluck.sweep import dask, outcome, running
 from potluck.sweep.helpers import Helpers
-from potluck.sweep.running import new_folder, own_storage
+from potluck.sweep.running import SweepSettings, new_folder, own_storage
 from potluck.sweep.sharing import helping
 from potluck.sweep.spec import (
     SweepWork,
@@ -40,12 +42,36 @@ from support import sample_events
 
 def test_parameters_are_read_as_what_they_spell() -> None:
     found = parse_parameters(["lr=1e-4,3e-4", "width=64,128", "tied=true,false", "norm=layer,none"])
-    assert found == {
-        "lr": (1e-4, 3e-4),
-        "width": (64, 128),
-        "tied": (True, False),
-        "norm": ("layer", "none"),
-    }
+    trials = trials_of(found, None)
+    assert [trials[0].parameters, trials[-1].parameters] == [
+        {"lr": 1e-4, "width": 64, "tied": True, "norm": "layer"},
+        {"lr": 3e-4, "width": 128, "tied": False, "norm": "none"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("-1e-5", -1e-5),
+        ("007", "007"),
+        ("1.10", 1.1),
+        ("1_000", "1_000"),
+        ("1e3", 1000.0),
+        (".5", 0.5),
+        ("true", True),
+        ("nan", "nan"),
+        ("1e999", "1e999"),
+    ],
+)
+def test_a_script_gets_the_word_that_was_written(word: str, value: object) -> None:
+    (trial,) = trials_of(parse_parameters([f"shift={word}"]), None)
+    assert trial.parameters == {"shift": value}
+    (argument,) = work().words(trial)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--shift")
+    assert parser.parse_args([argument]).shift == word
+    shown = outcome.table([result("a", parameters=trial.parameters, given=trial.given)], "loss", "min")
+    assert word in shown[2].plain.split()
 
 
 @pytest.mark.parametrize("words", [["lr"], ["lr="], ["=3"], ["-x=3"], [], ["lr=1", "lr=2"]])
@@ -78,17 +104,51 @@ def work(**more: object) -> SweepWork:
 
 def test_a_trial_gets_its_parameters_as_options_or_as_json() -> None:
     trial = Trial(id="t", parameters={"lr": 0.1, "tied": True})
-    assert work(arguments=("--steps", "5")).words(trial) == ["--steps", "5", "--lr", "0.1", "--tied", "true"]
+    assert work(arguments=("--steps", "5")).words(trial) == ["--steps", "5", "--lr=0.1", "--tied=true"]
     assert work(json_option="config").words(trial) == ["--config", '{"lr": 0.1, "tied": true}']
 
 
 def test_an_option_that_the_script_lacks_is_named_before_anything_starts() -> None:
-    script = Script(names=("t.py",), contents=(b'p.add_argument("--lr"); p.add_argument("--batch-size")',))
-    check_options(script, ["lr", "batch-size"])
+    script = Script(
+        names=("t.py",), contents=(b'p = ArgumentParser(); p.add_argument("--lr"); p.add_argument("--batch-size")',)
+    )
+    told: list[str] = []
+    check_options(script, ["lr", "batch-size"], told.append)
     with pytest.raises(ConfigError, match="no option --batch-sise") as caught:
-        check_options(script, ["batch-sise"])
+        check_options(script, ["batch-sise"], told.append)
     assert caught.value.hint == "did you mean --batch-size?"
-    check_options(Script(names=("t.py",), contents=(b"config = read()",)), ["anything"])  # running it will tell
+    check_options(Script(names=("t.py",), contents=(b"config = read()",)), ["anything"], told.append)
+    assert not told  # running it will tell
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'parser = HfArgumentParser(Arguments)\nsubprocess.run(["git", "--version"])',
+        'parser = ArgumentParser()\nparser.add_argument("--steps")\nlibrary.add_options(parser)',
+        'p = ArgumentParser()\np.add_argument("--steps")\nfor name in names: p.add_argument(f"--{name}")',
+        'p = ArgumentParser()\np.add_argument("--steps")\np.parse_known_args()',
+        'p = library.parser()\np.add_argument("--steps")',
+    ],
+)
+def test_an_option_that_may_come_from_elsewhere_is_a_warning(source: str) -> None:
+    told: list[str] = []
+    check_options(Script(names=("t.py",), contents=(source.encode(),)), ["lr"], told.append)
+    assert len(told) == 1
+    assert "--lr" in told[0]
+
+
+@pytest.mark.parametrize(
+    "source",
+    ['@click.option("--amp/--no-amp")', 'p.add_argument("--amp", action=argparse.BooleanOptionalAction)'],
+)
+def test_a_switch_gets_no_value(source: str) -> None:
+    script, told = Script(names=("t.py",), contents=(source.encode(),)), list[str]()
+    check_options(script, ["amp"], told.append)
+    assert not told
+    switched = SweepWork(names=script.names, contents=script.contents, storage="", public=b"")
+    trials = trials_of(parse_parameters(["amp=true,false"]), None)
+    assert [switched.words(trial) for trial in trials] == [["--amp"], ["--no-amp"]]
 
 
 def result(trial: str, **more: object) -> TrialResult:
@@ -315,6 +375,65 @@ def test_one_trial_a_node() -> None:
     assert not told
     assert shape({"CPU": 16}, {"CPU": 4, "potluck": 1}) == {"CPU": 4}
     assert "ray start" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("address", "failing", "kind"),
+    [
+        (None, {"local": Exception("The current node timed out\nmore")}, MachineError),
+        ("local", {"local": RuntimeError("")}, MachineError),
+        (None, {"auto": RuntimeError("Version mismatch\nmore")}, NetworkError),
+        ("desk:6379", {"desk:6379": ValueError("bad address\nmore")}, NetworkError),
+    ],
+)
+def test_a_ray_that_cannot_start_is_one_line(
+    address: str | None, failing: dict[str, Exception], kind: type[PotluckError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def init(address: str, **_: object) -> None:
+        raise failing.get(address) or ConnectionError("no cluster")
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=init))  # type: ignore[arg-type]
+    with pytest.raises(kind) as caught:
+        running._connect_ray(settings(address))
+    assert "more" not in caught.value.what
+    assert caught.value.hint
+
+
+# -- with Dask ------------------------------------------------------------------------------------------
+
+
+def settings(address: str | None) -> SweepSettings:
+    given = {"json_option": None, "checkpoint_every": 5, "share": True, "tell": lambda line: None, "trials": ()}
+    folders = {"folder": Path("none"), "storage": Path("none")}
+    return SweepSettings(script=Script(names=(), contents=()), address=address, **given, **folders)  # type: ignore[arg-type]
+
+
+def test_the_local_dask_cluster_takes_no_work_from_strangers() -> None:
+    distributed = pytest.importorskip("distributed")
+    with running._dask(settings("local")) as client:
+        place = client.scheduler.address
+        assert place.startswith("tls://127.0.0.1:")
+        assert all(worker.startswith("tls://") for worker in client.nthreads())
+        with pytest.raises((OSError, TimeoutError)):
+            distributed.Client(place.replace("tls:", "tcp:"), timeout=0.5)
+        with pytest.raises((OSError, TimeoutError)):
+            distributed.Client(place, security=distributed.Security.temporary(), timeout=0.5)
+
+
+def test_all_workers_of_a_large_cluster_are_found() -> None:
+    every = {f"tcp://10.0.0.{n}:1": {"name": f"m{n}"} for n in range(9)}
+
+    class Truncating:
+        def scheduler_info(self, n_workers: int = 5) -> dict[str, object]:
+            return {"workers": dict(list(every.items())[: None if n_workers == -1 else n_workers])}
+
+    class Older:
+        def scheduler_info(self, **kwargs: object) -> dict[str, object]:
+            assert not kwargs
+            return {"workers": every}
+
+    for client in (Truncating(), Older()):
+        assert len(DaskFleet(client).machines()) == 9  # type: ignore[arg-type]
 
 
 # -- checkpoints ----------------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ def sweep(settings: Settings, /, script: Path, arguments: tuple[str, ...], **fla
     parameters = spec.parse_parameters(flags["param"])
     found = read_script(script, flags["send"], arguments)
     if flags["json_option"] is None:
-        spec.check_options(found, list(parameters))
+        spec.check_options(found, list(parameters), _tell)
     trials = spec.trials_of(parameters, flags["trials"], flags["seed"])
     if flags["plot"] is not None:
         plan_plot.check(flags["plot"])

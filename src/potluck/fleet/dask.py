@@ -6,6 +6,7 @@ threads from Dask. The driver polls each guest every second; see kept.py for wha
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 import uuid
@@ -43,7 +44,10 @@ class DaskFleet:
 
     def workers(self) -> dict[str, str]:
         """The workers' addresses by their names."""
-        found = self._client.scheduler_info()["workers"]
+        ask = self._client.scheduler_info
+        # Some versions tell of 5 workers unless asked for all.
+        every = {"n_workers": -1} if "n_workers" in inspect.signature(ask).parameters else {}
+        found = ask(**every)["workers"]
         return {str(worker["name"]): address for address, worker in found.items()}
 
     def ask(self, machine: str, function: Callable[..., Any], *arguments: Any, timeout_s: float = ANSWER_S) -> Any:

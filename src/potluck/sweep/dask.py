@@ -209,6 +209,7 @@ class DaskSweep:
         return TrialResult(
             trial=trial.id,
             parameters=trial.parameters,
+            given=trial.given,
             metrics=news.metrics,
             steps=news.step,
             seconds=time.monotonic() - self._began[trial.id],

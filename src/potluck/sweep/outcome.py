@@ -18,7 +18,7 @@ def table(results: Sequence[TrialResult], metric: str, mode: str) -> list[Line]:
     header = ["trial", *names, metric, "steps", "time", "host", "guests", ""]
     rows = []
     for result in ranked(results, metric, mode):
-        parameters = [text(result.parameters[name]) if name in result.parameters else "" for name in names]
+        parameters = [_word(result, name) if name in result.parameters else "" for name in names]
         value = _shown(result.metrics[metric]) if metric in result.metrics else "-"
         where = " → ".join(result.machines)
         error = f"failed: {result.error[:200]}" if result.error else ""
@@ -31,6 +31,11 @@ def table(results: Sequence[TrialResult], metric: str, mode: str) -> list[Line]:
 
 def ranked(results: Sequence[TrialResult], metric: str, mode: str) -> list[TrialResult]:
     return sorted(results, key=lambda result: rank(result, metric, mode))
+
+
+def _word(result: TrialResult, name: str) -> str:
+    """A parameter as the user wrote it."""
+    return result.given.get(name, text(result.parameters[name]))
 
 
 def _shown(value: float | None) -> str:
@@ -47,10 +52,11 @@ def plot(path: Path, results: Sequence[TrialResult], metric: str, title: str) ->
         values = [r.parameters[name] for r in points]
         numbers = [float(v) for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
         numeric = len(numbers) == len(values)
-        labels = sorted({text(v) for v in values})
-        places = numbers if numeric else [float(labels.index(text(v))) for v in values]
+        labels = sorted({_word(r, name) for r in points})
+        places = numbers if numeric else [float(labels.index(_word(r, name))) for r in points]
         colours = [FAULT if r.error else COMPUTE for r in points]
-        axes.scatter(places, [r.metrics[metric] for r in points], c=colours, s=28, zorder=2)
+        heights = [float(r.metrics[metric] or 0.0) for r in points]
+        axes.scatter(places, heights, c=colours, s=28, zorder=2)
         if not numeric:
             axes.set_xticks(range(len(labels)), labels)
         elif numbers and min(numbers) > 0 and max(numbers) >= 10 * min(numbers):

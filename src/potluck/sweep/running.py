@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from potluck.errors import MissingModuleError, NetworkError
+from potluck.errors import MachineError, MissingModuleError, NetworkError
 from potluck.fleet.script import Script
 from potluck.fleet.sealed import KeyPair, need_library
 from potluck.sweep.spec import MACHINE, SweepWork, Trial, TrialResult
@@ -112,7 +112,9 @@ def _dask(settings: SweepSettings) -> Iterator[Client]:
     address = settings.address or config.get("scheduler-address", None) or LOCAL
     if address == LOCAL:
         settings.tell("a local Dask cluster is started, of this machine alone")
-        with LocalCluster(n_workers=1, dashboard_address="127.0.0.1:0") as cluster, Client(cluster) as client:
+        # Without TLS every user of this machine could run code in the worker.
+        tls: dict[str, Any] = {"security": True, "protocol": "tls", "dashboard_address": "127.0.0.1:0"}
+        with LocalCluster(n_workers=1, **tls) as cluster, Client(cluster) as client:
             yield client
         return
     try:
@@ -147,9 +149,21 @@ def _connect_ray(settings: SweepSettings) -> None:
         try:
             ray.init(address=settings.address or "auto", **quiet)
             return
-        except ConnectionError as error:
-            if settings.address is not None:
-                words = f"no Ray cluster answers at {settings.address}: {error}"
-                raise NetworkError(words, hint="start one with: ray start --head") from None
+        except Exception as error:  # ConnectionError, RuntimeError, ValueError: each for several reasons
+            if settings.address is not None or not isinstance(error, ConnectionError):
+                raise NetworkError(
+                    f"no Ray cluster at {settings.address or 'auto'}: {_first_line(error)}",
+                    hint="start one with: ray start --head; --address local uses this machine alone",
+                ) from None
     settings.tell("a local Ray cluster is started, of this machine alone")
-    ray.init(address=LOCAL, resources={MACHINE: 1}, **quiet)
+    try:
+        ray.init(address=LOCAL, resources={MACHINE: 1}, **quiet)
+    except Exception as error:
+        raise MachineError(
+            f"Ray cannot start on this machine: {_first_line(error)}",
+            hint="look at the logs in /tmp/ray/session_latest/logs; --engine dask needs no Ray",
+        ) from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

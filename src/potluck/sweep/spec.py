@@ -8,7 +8,7 @@ import json
 import math
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 
 from msgspec import Struct
@@ -22,7 +22,16 @@ MACHINE = "potluck"
 Value = bool | int | float | str
 
 _NAME = re.compile(r"[A-Za-z][\w-]*")
-_OPTION = re.compile(r"[\"']--([A-Za-z][\w-]*)[\"']")
+_OPTION = re.compile(r"[\"']--([A-Za-z][\w-]*)(?:/--([A-Za-z][\w-]*))?[\"']")
+_SWITCH = re.compile(r"[\"']--([A-Za-z][\w-]*)[\"'][^()]*\bBooleanOptionalAction\b")
+_NUMBER = re.compile(r"-?(?:0|[1-9]\d*|(?=\.\d))(?:\.\d*)?(?:[eE][+-]?\d+)?")
+_PARSER = re.compile(r"\b(?:ArgumentParser|option)\(")
+_MORE_OPTIONS = re.compile(
+    r"\b(?:HfArgumentParser|TrlParser|parse_known_args|sys\.argv|typer|tyro|fire|hydra|simple_parsing|jsonargparse)\b"
+    r"|\bparents=|\badd_argument\(\s*[^\"'\s]"
+    r"|\b\w+\(\s*(?:arg_?)?parser\b"
+)
+"""Signs of options that the text of a script does not spell: a parser made of dataclasses, or filled elsewhere."""
 
 
 class Trial(Struct, frozen=True, kw_only=True):
@@ -30,6 +39,15 @@ class Trial(Struct, frozen=True, kw_only=True):
 
     id: str
     parameters: dict[str, Value]
+    """What the words spell: for the JSON option, sorting and plotting."""
+    given: dict[str, str] = {}
+    """The words as the user wrote them, which the script gets; one that lacks is made from the value."""
+
+    @classmethod
+    def of(cls, id: str, parameters: Mapping[str, Value]) -> Trial:
+        """A trial of words as a user writes them; values that are no words stay as they are."""
+        given = {name: value for name, value in parameters.items() if isinstance(value, str)}
+        return cls(id=id, parameters=dict(parameters) | {n: value_of(w) for n, w in given.items()}, given=given)
 
 
 class CheckpointOrigin(Struct, frozen=True, kw_only=True):
@@ -68,7 +86,14 @@ class SweepWork(Struct, frozen=True, kw_only=True):
         """The script's arguments in this trial."""
         if self.json_option is not None:
             return [*self.arguments, f"--{self.json_option}", json.dumps(trial.parameters)]
-        return [*self.arguments, *(w for key, value in trial.parameters.items() for w in (f"--{key}", text(value)))]
+        off = _switches(self.contents) if any(isinstance(v, bool) for v in trial.parameters.values()) else {}
+        words = list(self.arguments)
+        for name, value in trial.parameters.items():
+            if name in off and isinstance(value, bool):
+                words.append(f"--{name}" if value else f"--{off[name]}")
+            else:  # one word: argparse takes a value such as -1e-5 for an option
+                words.append(f"--{name}={trial.given.get(name, text(value))}")
+        return words
 
 
 class TrialNews(Struct, frozen=True, kw_only=True):
@@ -96,6 +121,8 @@ class TrialResult(Struct, frozen=True, kw_only=True):
 
     trial: str
     parameters: dict[str, Value]
+    given: dict[str, str] = {}
+    """As in `Trial`."""
     metrics: dict[str, float | None]
     """As in `TrialNews`."""
     steps: int
@@ -111,25 +138,27 @@ class TrialResult(Struct, frozen=True, kw_only=True):
     """Why it failed; empty if it did not."""
 
 
-def parse_parameters(words: Sequence[str]) -> dict[str, tuple[Value, ...]]:
-    """Names and values of `lr=1e-4,3e-4` words; ConfigError says what is wrong."""
-    found: dict[str, tuple[Value, ...]] = {}
+def parse_parameters(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Names and values, each as it was written, of `lr=1e-4,3e-4` words; ConfigError says what is wrong."""
+    found: dict[str, tuple[str, ...]] = {}
     for word in words:
         name, equals, values = word.partition("=")
         if not equals or not values or not _NAME.fullmatch(name):
             raise ConfigError(f"--param {word!r} is not NAME=VALUE,VALUE", hint="for example: --param lr=1e-4,3e-4")
         if name in found:
             raise ConfigError(f"--param {name} is given twice", hint=f"write all values at once: {name}=A,B,C")
-        found[name] = tuple(value_of(value) for value in values.split(","))
+        found[name] = tuple(values.split(","))
     if not found:
         raise ConfigError("no parameter to try", hint="for example: --param lr=1e-4,3e-4")
     return found
 
 
 def value_of(word: str) -> Value:
-    """The word as the number or truth value that it spells, else as it is."""
+    """The word as the number or truth value that it spells, else as it is: `007` and `1_000` may be names."""
     if word in ("true", "false"):
         return word == "true"
+    if not _NUMBER.fullmatch(word):
+        return word
     for kind in (int, float):
         try:
             number = kind(word)
@@ -156,16 +185,32 @@ def trials_of(parameters: Mapping[str, Sequence[Value]], count: int | None, seed
         chosen = sorted(random.Random(seed).sample(range(len(every)), count))
         every = [every[number] for number in chosen]
     width = len(str(count))
-    return [
-        Trial(id=f"trial-{number + 1:0{width}}", parameters=every[number % len(every)]) for number in range(count)
-    ]
+    return [Trial.of(f"trial-{number + 1:0{width}}", every[number % len(every)]) for number in range(count)]
 
 
-def check_options(script: Script, names: Sequence[str]) -> None:
-    """Refuse a parameter that a script with options does not have, before anything starts."""
-    known = set(_OPTION.findall("\n".join(content.decode(errors="replace") for content in script.contents)))
+def _switches(contents: Sequence[bytes]) -> dict[str, str]:
+    """Options without a value in a script's text, each with the one that turns it off: --amp/--no-amp."""
+    source = _source(contents)
+    made = {name: f"no-{name}" for name in _SWITCH.findall(source)}
+    return made | {name: off for name, off in _OPTION.findall(source) if off}
+
+
+def _source(contents: Sequence[bytes]) -> str:
+    return "\n".join(content.decode(errors="replace") for content in contents)
+
+
+def check_options(script: Script, names: Sequence[str], warn: Callable[[str], None]) -> None:
+    """Refuse a parameter that a script with options does not have, before anything starts.
+
+    Only warn where the script may have options that its text does not spell.
+    """
+    source = _source(script.contents)
+    known = {name for names in _OPTION.findall(source) for name in names if name}
     for name in names if known else ():
         if name not in known and name.replace("_", "-") not in known:
+            if _MORE_OPTIONS.search(source) or not _PARSER.search(source):
+                warn(f"warning: {script.names[0]} does not spell an option --{name}; its trials will tell")
+                continue
             near = get_close_matches(name, known, 1)
             has = ", ".join(f"--{option}" for option in sorted(known)[:12])
             raise ConfigError(

@@ -95,14 +95,15 @@ def trainable(
 
 
 def host_trial(work: SweepWork, config: dict[str, Any], *, raises: bool) -> None:
-    """Runs in an actor of Tune's, on the node that hosts the trial."""
+    """Runs in an actor of Tune's, on the node that hosts the trial. `raises`: not of `potluck sweep`."""
     import ray
     from ray import tune
 
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         del os.environ["CUDA_VISIBLE_DEVICES"]  # Ray hides GPUs from whoever has not asked for one
     node = ray.get_runtime_context().get_node_id()
-    trial = Trial(id=tune.get_context().get_trial_id() or "trial", parameters=config)
+    id = tune.get_context().get_trial_id() or "trial"
+    trial = Trial(id=id, parameters=config) if raises else Trial.of(id, config)
     given = tune.get_checkpoint()
     with tempfile.TemporaryDirectory(prefix="potluck-handed-") as folder:
         start_from = Path(given.to_directory(f"{folder}/given")) if given is not None else None
@@ -245,9 +246,9 @@ def sweep_results(
 
     watches[keys.public] = lambda: TrialWatch(_fleet(), keys, settings.folder, settings.tell, share=settings.share)
     callback = IdleMachinesHelp(keys.public)
-    space = {
-        name: tune.choice(sorted({t.parameters[name] for t in trials}, key=str)) for name in trials[0].parameters
-    }
+    # Tune is given the words: they go to the script as they were written.
+    points = [{**trial.parameters, **trial.given} for trial in trials]
+    space = {name: tune.choice(sorted({point[name] for point in points}, key=str)) for name in points[0]}
     train = tune.with_resources(
         functools.partial(host_trial, work, raises=False), machine_shape(ray.nodes(), settings.tell)
     )
@@ -256,7 +257,7 @@ def sweep_results(
         param_space=space,
         tune_config=tune.TuneConfig(
             num_samples=len(trials),
-            search_alg=BasicVariantGenerator(points_to_evaluate=[dict(trial.parameters) for trial in trials]),
+            search_alg=BasicVariantGenerator(points_to_evaluate=points),
         ),
         run_config=tune.RunConfig(
             name="tune",
@@ -281,6 +282,7 @@ def sweep_results(
         yield TrialResult(
             trial=trial.id,
             parameters=trial.parameters,
+            given=trial.given,
             metrics=news.metrics,
             steps=news.step,
             seconds=float(metrics.get("time_total_s", 0.0)),
