@@ -120,7 +120,7 @@ def start(
         raise ConfigError(
             f"start() takes {wrong[0]} only with host=True", hint=f"potluck.start(host=True, {wrong[0]}=…)"
         )
-    return run.start(to_stderr, build(RunConfig, given))
+    return run.start(to_stderr, build(RunConfig, given), shows_steps=False)
 
 
 def _hosted(
@@ -297,7 +297,7 @@ class HostedRun(Run):
             session.context.after_training(session.close)
             folder = session.folder.path if session.context.folder is not None else None
             if session.context.stop_requested() and folder is not None and folder.exists():
-                self._say(f"stopped; go on with: {session.context.again(folder)}")
+                self._say(session.stopped_line())
 
     def _say(self, line: str) -> None:
         print(line, file=sys.stderr, flush=True)

@@ -233,13 +233,13 @@ def test_a_run_whose_reader_goes_away_is_saved_and_stopped(tmp_path: Path) -> No
         env=environment(),
     )
     (folder,) = (tmp_path / "runs").iterdir()
+    end = json.loads((folder / "events.jsonl").read_text().splitlines()[-1])
+    again = f"potluck train --resume {shlex.quote(str(folder))}"
     assert [line for line in done.stderr.splitlines() if line] == [
         "nobody reads the output any more (a closed pipe): stopping, as with Ctrl-C",
-        f"stopped; go on with: potluck train --resume {shlex.quote(str(folder))}",
-        "interrupted",
+        f"stopped, saved in {folder} after step {end['step']}; go on with: {again}",
     ]
     assert (done.returncode, len(done.stdout.splitlines())) == (130, 3)
-    end = json.loads((folder / "events.jsonl").read_text().splitlines()[-1])
     assert (end["event"], end["reason"]) == ("run_end", "interrupted")
     assert (folder / "checkpoints" / f"step-{end['step']:08d}").is_dir()
 

@@ -133,31 +133,59 @@ def test_the_example_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert (tmp_path / "adapter_model.safetensors").exists()
 
 
-def test_the_sft_trainer_of_trl(tmp_path: Path) -> None:
+def sft(kind: Any, out: Path, *, data: Any = None, **keywords: Any) -> Any:
+    """A trainer of TRL on texts."""
     trl = pytest.importorskip("trl", reason="trl is not installed")
     words = {f"w{number}": number for number in range(hf_job.WORDS)}
     splitter = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
     splitter.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     texts = [{"text": " ".join(f"w{n}" for n in sample["input_ids"])} for sample in hf_job.data()]
+    own = {"max_length": 24, "bf16": False, "gradient_checkpointing": False}
+    given = hf_job.settings(out, max_steps=8, learning_rate=0.01, **own)
+    return kind(
+        model=hf_job.model(),
+        args=trl.SFTConfig(**given),
+        train_dataset=data or pytest.importorskip("datasets").Dataset.from_list(texts),
+        processing_class=transformers.PreTrainedTokenizerFast(
+            tokenizer_object=splitter, pad_token="w0", eos_token="w1", unk_token="w0"
+        ),
+        **keywords,
+    )
 
-    def trained(kind: Any, **keywords: Any) -> Any:
-        own = {"max_length": 24, "bf16": False, "gradient_checkpointing": False}
-        given = hf_job.settings(tmp_path, max_steps=8, learning_rate=0.01, **own)
-        trainer = kind(
-            model=hf_job.model(),
-            args=trl.SFTConfig(**given),
-            train_dataset=pytest.importorskip("datasets").Dataset.from_list(texts),
-            processing_class=transformers.PreTrainedTokenizerFast(
-                tokenizer_object=splitter, pad_token="w0", eos_token="w1", unk_token="w0"
-            ),
-            **keywords,
-        )
-        trainer.train()
-        return trainer
 
+def test_the_sft_trainer_of_trl(tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl", reason="trl is not installed")
     run = potluck.start(device="cpu", threads=1, micro_batch=3)
-    ours, plain = trained(potluck_trainer(trl.SFTTrainer), run=run), trained(trl.SFTTrainer)
+    ours, plain = sft(potluck_trainer(trl.SFTTrainer), tmp_path, run=run), sft(trl.SFTTrainer, tmp_path)
+    ours.train()
+    plain.train()
     assert_same(hf_job.weights(ours), hf_job.weights(plain))
+
+
+def test_the_sft_trainer_of_trl_on_a_guest(tmp_path: Path) -> None:
+    """It is made from its data set there too: a function that returns one is refused before it is called."""
+    kind = potluck_trainer(pytest.importorskip("trl", reason="trl is not installed").SFTTrainer)
+    batch = hf_job.padded(hf_job.data()[:2])
+
+    class Given(Step):
+        def __iter__(self) -> Iterator[Any]:
+            yield batch
+
+        def backward(self, loss: Tensor, items: Any = None) -> None:
+            loss.backward()
+
+    class OneStep(Guest):
+        def steps(self, model: Any, *given: Any, **keywords: Any) -> Iterator[Any]:
+            yield Given()
+            raise GuestDone("the run is over")
+
+    trainer = sft(kind, tmp_path, run=OneStep())
+    with pytest.raises(GuestDone):
+        trainer.train()
+    assert all(p.grad is not None for p in trainer.model.parameters())
+    with pytest.raises(ConfigError, match="looks at its data set when it is made") as refused:
+        sft(kind, tmp_path, run=OneStep(), data=lambda: pytest.fail("it was called"))
+    assert "the data set itself" in (refused.value.hint or "")
 
 
 # -- a model that takes no items --------------------------------------------------------------------------------

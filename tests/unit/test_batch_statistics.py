@@ -252,12 +252,13 @@ def test_it_is_told_once_with_the_numbers() -> None:
         assert words in message.text
 
 
-def test_it_is_told_again_where_there_are_half_as_many() -> None:
-    steps = [{"host": (64,)}, {"host": (64,)}, {"host": (40,), "ann": (24,)}, {"host": (16,) * 3, "ann": (8, 8)}]
+def test_it_is_told_again_with_the_first_guest_and_where_there_are_half_as_many() -> None:
+    alone, with_ann = {"host": (64,), "ann": ()}, {"host": (40,), "ann": (24,)}
+    steps = [alone, alone, with_ann, alone, with_ann, {"host": (16,) * 3, "ann": (8, 8)}]
     events = told(nn.BatchNorm1d(4), iter(steps))
-    assert [e.effective_batch for e in events] == [64, 12.8]
+    assert [(e.step, e.effective_batch) for e in events] == [(2, 64), (3, 32), (6, 12.8)]
     levels = [message.level for e in events if (message := describe(e)) is not None]
-    assert levels == ["info", "warn"]
+    assert levels == ["info", "info", "warn"]
 
 
 def test_nothing_is_told_of_other_models_or_frozen_layers() -> None:

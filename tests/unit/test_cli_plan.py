@@ -176,8 +176,20 @@ class TestReport:
 
     def test_the_hosts_own_prediction(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert _app.run(["report", str(run)]) == 0
-        said = "\npredicted   990 ms a step (median), from the speeds measured; it took 1.0% more\n"
-        assert said in capsys.readouterr().out
+        took = "the same steps took 1.00 s, 1.0% more (medians)"
+        assert f"\npredicted   990 ms a step from the speeds measured; {took}\n" in capsys.readouterr().out
+
+    def test_what_is_predicted_stands_beside_the_steps_it_was_predicted_of(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """The host alone predicts nothing: those steps say nothing of the prediction."""
+        alone = [sample.step(number, predicted_s=None, step_s=3.0) for number in range(1, 8)]
+        together = [sample.step(n, predicted_s=s, update_s=0.0) for n, s in ((8, 0.98), (9, 0.5), (10, 1.6))]
+        run = sample.write(tmp_path, [sample.run_start(), *alone, *together, sample.run_end()])
+        assert _app.run(["report", str(run)]) == 0
+        out = capsys.readouterr().out
+        assert "(median 3.00 s)" in out
+        assert "980 ms a step from the speeds measured; the same steps took 1.00 s, 2.0% more (medians)\n" in out
 
     def test_a_saved_plan_beside_what_came(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert _app.run(["plan", "home-pair", "--save", str(run / "plan.json")]) == 0

@@ -87,11 +87,11 @@ def test_a_link_that_hovers_where_both_are_as_good_does_not_flap() -> None:
 @pytest.mark.parametrize(
     ("transfer_s", "words"),
     [
-        (0.001, "the link is not the bottleneck"),
-        (0.3, r"the link is not the bottleneck: int4 takes 300 ms each way, in a step of \S+ s, hidden .*"),
-        (1.14, r"int4 takes 1\.14 s each way, in a step of \S+ s; thin would make steps less than 1 % faster"),
-        (2.0, r"the link is the bottleneck: int4 takes 2\.00 s each way, in a .*; thin makes steps \d+ % faster"),
-        (60.0, r"the link is too slow for thin, too: int4 takes 1 min 00 s each way, in a step of 5\.00 s"),
+        (0.001, "its link is fast enough"),
+        (0.3, r"its link is fast enough \(int4 takes 300 ms each way, in a step of \S+ s, while it computes\)"),
+        (1.14, r"thin would hardly make steps faster \(int4 takes 1\.14 s each way, in a step of \S+ s\)"),
+        (2.0, r"its link is slow, and steps are \d+ % faster with thin \(int4 takes 2\.00 s each way, in a .*\)"),
+        (60.0, r"its link is too slow for thin, too \(int4 takes 1 min 00 s each way, in a step of 5\.00 s\)"),
     ],
 )
 def test_the_reason_is_in_plain_words_wherever_it_is_shown(transfer_s: float, words: str) -> None:
@@ -101,7 +101,8 @@ def test_the_reason_is_in_plain_words_wherever_it_is_shown(transfer_s: float, wo
     event = GuestCodec(machine="laptop", step=3, codec=found.codec, reason=found.reason)
     shown = describe(event)  # in the view and the log
     assert shown is not None
-    assert shown.text == f"laptop uses codec {found.codec}: {found.reason}"
+    bits = {"int4": "4 bits", "thin": "about 2 bits"}[found.codec]
+    assert shown.text == f"laptop sends its gradients in {bits} a value (codec {found.codec}): {found.reason}"
 
 
 def test_thin_is_not_chosen_where_coding_it_takes_as_long_as_the_link() -> None:
@@ -252,6 +253,6 @@ def test_the_plan_predicts_the_choice(rig: str, thin: bool) -> None:
     assert job.codec == "auto"
     row = potluck(job, fleet)
     assert ("codec thin" in row.waits) == thin
-    assert ("the link is the bottleneck: int4 takes" in row.waits) == thin
+    assert ("its link is slow, and steps are" in row.waits) == thin
     best = min(potluck(changed(job, codec=codec), fleet).step_s for codec in ("int4", "thin"))
     assert row.step_s == pytest.approx(best, rel=0.03)

@@ -95,7 +95,7 @@ def test_a_script_that_goes_on_after_its_loop_has_left(monkeypatch: pytest.Monke
 class Opened:
     """A guest whose host wants a script that is here; keeps what is said to the host."""
 
-    def __init__(self, *, began: bool) -> None:
+    def __init__(self, *, began: bool, reached: bool = True) -> None:
         self.began, self.role = began, GUEST
         self.failure = ""
         self.said: list[tuple[str, bool]] = []
@@ -103,7 +103,7 @@ class Opened:
         self.welcome = SimpleNamespace(message=SimpleNamespace(source=Source(files=("job.py",), sha256="0")))
         self.discarded = 0
         recorder = SimpleNamespace(fault=self.faults.append, write=lambda now: None, discard=self.discard)
-        self.link = SimpleNamespace(recorder=recorder, close=self.close)
+        self.link = SimpleNamespace(recorder=recorder, close=self.close, reached=reached)
 
     def discard(self) -> None:
         self.discarded += 1
@@ -166,6 +166,20 @@ def test_a_guest_whose_run_failed_keeps_its_records(reason: str, tmp_path: Path)
     opened = Opened(began=True)
     assert serve(opened, tmp_path / "job.py", text) == reason
     assert opened.discarded == (reason != RUN_FAILED), "the records of a run that ended well help nobody"
+
+
+@pytest.mark.parametrize("reached", [True, False])
+def test_a_guest_that_leaves_keeps_its_records_only_where_its_host_is_missing(
+    reached: bool, tmp_path: Path
+) -> None:
+    """Of a loss long past nobody wants to read, and the file lies in the folder for temporary ones."""
+    stopped = Opened(began=True, reached=reached)
+    with pytest.raises(KeyboardInterrupt):
+        serve(stopped, tmp_path / "job.py", "raise KeyboardInterrupt")
+    assert stopped.discarded == reached
+    done = Opened(began=True, reached=reached)
+    serve(done, tmp_path / "job.py", "")
+    assert done.discarded
 
 
 @pytest.mark.parametrize(("reason", "status"), [("finished", 0), (RUN_FAILED, 1)])

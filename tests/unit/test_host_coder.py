@@ -380,6 +380,22 @@ def test_weights_that_are_not_finite_are_sent_whole_not_as_exact_changes() -> No
         assert pair.wholes > wholes
 
 
+def test_weights_that_bf16_could_round_to_infinity_are_not_sent_as_exact_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    followed: list[float] = []
+    monkeypatch.setattr(changes, "THIN_BITS", 99.0)  # these pieces are so small that no message pays
+    monkeypatch.setattr(changes, "follow", lambda target, replica: followed.append(float(target.abs().amax())))
+    with Pair("thin:1.25").running() as pair:
+        pair.sync()
+        with pair.coder.updating(), torch.no_grad():
+            pair.tensors.trained[0].view(-1)[0] = 3.4e38
+        pair.coder.code_change(BF16_CHANGES)
+        pair.until(pair.coded)
+    assert 0 < len(followed) < pair.pieces
+    assert max(followed) < 10
+
+
 def test_the_residual_outlives_a_change_of_the_codec() -> None:
     """What int4 and thin lost of the first contributions is in the last, which is exact: the sum is right."""
     with Pair("int4").running() as pair:

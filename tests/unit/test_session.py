@@ -25,7 +25,8 @@ from potluck.errors import LoopError, RunFolderError
 from potluck.fleet.local import LocalGuests
 from potluck.report.view import QuietView
 from potluck.spec.config import RunConfig
-from potluck.spec.events import RunEnded, RunEvent
+from potluck.spec.events import RunEnded, RunEvent, RunNote
+from potluck.spec.messages import Source
 from potluck.train.context import ALONE, HOST
 from potluck.train.ending import Interrupted
 from potluck.train.launch import current, launched
@@ -101,6 +102,24 @@ def test_a_run_is_opened_trained_and_closed(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("handlers")
+def test_a_resumed_run_says_where_the_scripts_arguments_differ(tmp_path: Path) -> None:
+    def said(*arguments: str, **more: Any) -> list[str]:
+        view, source = Seen(), Source(files=("job.py",), arguments=arguments, sha256="0")
+        with session(tmp_path, view, source=source, **more) as opened:
+            trained(opened)
+        folders.append(opened.folder.path)
+        return [event.text for event in view.events if isinstance(event, RunNote) and "argum" in event.text]
+
+    folders: list[Path] = []
+    first = ("--name", "two words")
+    assert said(*first) == []
+    assert said(*first, resume=folders[0]) == []
+    differ = "the script's arguments differ from those of the saved run: "
+    assert said(resume=folders[0]) == [f"{differ}--name 'two words' there, none now"]
+    assert said("--name", "b", resume=folders[0]) == [f"{differ}none there, --name b now"]
+
+
+@pytest.mark.usefixtures("handlers")
 def test_a_folder_in_which_nothing_happened_is_removed_on_an_error_only(tmp_path: Path) -> None:
     with pytest.raises(LoopError, match="without reaching"), session(tmp_path) as opened:
         opened.check_began()
@@ -131,6 +150,7 @@ def test_the_first_signal_stops_the_training_in_order(tmp_path: Path) -> None:
             trained(opened, at=lambda step: os.kill(os.getpid(), signal.SIGINT), steps=10)
     assert view.ends == [("interrupted", 1)]
     assert list(opened.folder.checkpoints.glob("step-00000001"))
+    assert opened.stopped_line().startswith(f"stopped, saved in {opened.folder.path} after step 1; go on with: ")
 
 
 class Stalling(IterableDataset[Any]):

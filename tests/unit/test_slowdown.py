@@ -8,9 +8,11 @@ from collections.abc import Callable
 
 import pytest
 
+from potluck.hub import inputs
 from potluck.hub.members import COMPUTING, SITTING_OUT
 from potluck.hub.slowdown import TRYING
 from potluck.spec.events import GuestSitsOut
+from support.protocol_world import new_protocol
 from support.stepping_table import Table, events
 
 BATCH = 20
@@ -168,3 +170,10 @@ def test_the_guest_on_this_machine_goes_first_then_who_joined_last() -> None:
     run.here = ("a",)
     run.steps(250)
     assert [event.machine for event in run.out[:3]] == ["a", "c", "b"]
+
+
+def test_the_protocol_passes_the_steps_times_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    protocol, told = new_protocol(4, 100), []
+    monkeypatch.setattr(protocol.stepping.slowdown, "timed", lambda *step, **known: told.append((step, known)))
+    protocol.handle(inputs.StepTimed(step=3, samples=4, seconds=0.5, here=("g",)), 1.0)
+    assert told == [((3, 4, 0.5), {"host_sample_s": None, "here": ("g",)})]

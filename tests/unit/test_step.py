@@ -127,6 +127,22 @@ def test_the_loss_can_be_of_low_precision_and_one_dimension(weight: nn.Parameter
     assert loop.step.loss_sum() == 0.0
 
 
+@pytest.mark.parametrize(
+    ("dtype", "means"), [(torch.float32, True), (torch.bfloat16, False), (torch.float16, False)]
+)
+def test_a_loss_of_low_precision_does_not_round_the_divisor(
+    dtype: torch.dtype, means: bool, weight: nn.Parameter
+) -> None:
+    """Seven samples one by one: 1/7 in bf16 is wrong by 0.2 %, and so would be the whole gradient."""
+    loop = Loop(*[1] * 7)
+    step = Step(7, StepRules(batches=loop.batches, after_backward=loop.samples.append, loss_is="mean"), whole=7)
+    for _ in step:
+        step.backward((weight * 1.0).to(dtype))
+    assert step.has_means == means
+    assert weight.grad is not None
+    assert float(weight.grad) == pytest.approx(1.0 if means else 7.0, rel=1e-6)
+
+
 def test_a_batch_without_backward_is_named(weight: nn.Parameter) -> None:
     loop = Loop(2, 2)
     with pytest.raises(LoopError, match=r"step\.backward") as caught:

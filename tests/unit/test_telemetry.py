@@ -12,11 +12,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+import potluck
 from potluck.hub.actions import StepResult
 from potluck.hub.feed import Feed
 from potluck.hub.members import Member
 from potluck.report.summary import summarize
-from potluck.spec.events import RunNote, StepEnded
+from potluck.spec.events import RunNote, StepEnded, kind_of
 from potluck.train.context import HOST
 from potluck.train.gain import AloneRate
 from potluck.train.run import start
@@ -36,7 +37,7 @@ def table(events: list[Any]) -> tuple[Telemetry, Member, StepResult]:
         feed=Feed(pieces=1, window_bytes=1),
     )
     device = SimpleNamespace(peak_flops=None, label="cpu")
-    log = SimpleNamespace(emit=events.append)
+    log = SimpleNamespace(emit=events.append, takes_steps=True)
     context: Any = SimpleNamespace(role=HOST, name="tower", device=device, log=log, folder=None)
     options: Any = SimpleNamespace(usual_batch=8, tokens_per_sample=None)
     hub: Any = SimpleNamespace(
@@ -94,6 +95,19 @@ def test_a_guest_on_the_hosts_own_machine_is_compared_with_the_speed_before_it(
     notes = [event.text for event in events if isinstance(event, RunNote)]
     shared = "laptop runs on this same machine: the two share its processor"
     assert notes == ([shared] if address == "127.0.0.1" else [])
+
+
+def test_the_hub_is_told_what_a_step_took_and_who_shares_this_machine() -> None:
+    """So it sees whether the run is slower with a guest; what the script does between steps does not count."""
+    told: list[Any] = []
+    telemetry, guest, result = table([])
+    telemetry._hub.timed = lambda *step: told.append(step)  # type: ignore[method-assign]
+    guest.samples, guest.address = 3, "127.0.0.1"
+    start = time.monotonic()
+    telemetry.step_ended(1, 1.0, result, 0.0, start + 0.5, applied=True, outside=(start, start))
+    telemetry.step_ended(2, 1.0, result, 0.0, start + 9.9, applied=True, outside=(start + 0.5, start + 9.5))
+    (_, second) = told
+    assert second == (1, 8, pytest.approx(0.4, abs=0.001), ["g"])
 
 
 def test_the_runs_speed_and_speed_up_are_those_of_the_report() -> None:
@@ -194,3 +208,24 @@ def test_what_a_step_takes_besides_computing_it_would_also_take_alone() -> None:
     steps = [event for event in events if isinstance(event, StepEnded)]
     assert {step.speedup for step in steps[:20]} == {None}
     assert steps[-1].speedup == pytest.approx(1.0, rel=0.02)
+
+
+@pytest.mark.parametrize("shows_steps", [True, False])
+def test_figures_of_steps_are_made_only_for_who_shows_them(shows_steps: bool) -> None:
+    """A plain script prints its own progress: making them for nobody was a part of what Potluck costs alone."""
+    events: list[Any] = []
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = start(events.append, shows_steps=shows_steps)
+    for step in run.steps(model, optimizer, DataLoader(list(torch.zeros(8, 2)), batch_size=4), epochs=1):
+        for batch in step:
+            step.backward(model(batch).mean())
+    kinds = [kind_of(event) for event in events]
+    assert kinds.count("step") == (2 if shows_steps else 0)
+    assert kinds[0] == "run_start"
+    assert kinds[-1] == "run_end"
+    assert events[-1].samples_per_s > 0
+
+
+def test_a_plain_scripts_run_takes_no_figures_of_steps() -> None:
+    assert not potluck.start()._context.log.takes_steps

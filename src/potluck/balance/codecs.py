@@ -72,7 +72,7 @@ def choose(
     speed = guests[guest]
     alone_s = batch / host_rate
     if 2 * speed.transfer_s + late_s < SHORT_PART * alone_s:
-        return Choice(codec=INT4, reason="the link is not the bottleneck")
+        return Choice(codec=INT4, reason="its link is fast enough")
     int4_s, _ = ideal(batch, host_rate, guests)
     saved_s = min((1 - THIN_PART) * late_s, speed.overhead_s)
     thin = replace(thinner(speed, coding_s), overhead_s=speed.overhead_s - saved_s)
@@ -83,10 +83,10 @@ def choose(
     up = f" and {seconds_text(speed.transfer_s + late_s)} back" if late_s else " each way"
     link = f"int4 takes {seconds_text(speed.transfer_s)}{up}, in a step of {seconds_text(int4_s)}"
     if gain >= least:
-        reason = f"the link is the bottleneck: {link}; thin makes steps {percent_text(gain)} faster"
+        reason = f"its link is slow, and steps are {percent_text(gain)} faster with thin ({link})"
         return Choice(codec=THIN, reason=reason)
     if not quotas.get(guest):
-        return Choice(codec=INT4, reason=f"the link is too slow for thin, too: {link}")
+        return Choice(codec=INT4, reason=f"its link is too slow for thin, too ({link})")
     if gain < NO_GAIN:
-        return Choice(codec=INT4, reason=f"the link is not the bottleneck: {link}, hidden behind computing")
-    return Choice(codec=INT4, reason=f"{link}; thin would make steps less than {percent_text(least)} faster")
+        return Choice(codec=INT4, reason=f"its link is fast enough ({link}, while it computes)")
+    return Choice(codec=INT4, reason=f"thin would hardly make steps faster ({link})")

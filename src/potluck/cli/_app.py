@@ -168,8 +168,10 @@ def run(args: Sequence[str] | None = None) -> int:
         if isinstance(error, click.NoSuchOption):
             _say_where_script_options_go(error, arguments)
         return error.exit_code
-    except (KeyboardInterrupt, click.Abort):
-        _say("interrupted")
+    except (KeyboardInterrupt, click.Abort) as stop:
+        # click raises an Abort from what interrupted it.
+        if not getattr(stop.__cause__ if isinstance(stop, click.Abort) else stop, "told", False):
+            _say("interrupted")
         return INTERRUPTED
     except (_ReaderLeft, BrokenPipeError):
         _drop_output()

@@ -20,6 +20,7 @@ from potluck.fleet.local import LocalGuests
 from potluck.loggers.writing import loggers
 from potluck.report.view import make_view
 from potluck.train.context import RANK
+from potluck.train.ending import Interrupted
 from potluck.train.launch import launched
 from potluck.train.session import RunSpec, Session
 from potluck.web.opening import open_page
@@ -65,10 +66,11 @@ def resumed_by(*words: str, arguments: Sequence[str] = ()) -> Callable[[Path], s
     return lambda folder: shlex.join(["potluck", *words, "--resume", str(folder), *end])
 
 
-def say_resume(opened: Session) -> None:
-    """How to resume; nothing where the run ended before there was anything to resume."""
+def say_resume(opened: Session, stop: Interrupted) -> None:
+    """Where it was saved and how to resume; nothing where the run ended before there was anything to resume."""
     if opened.folder.path.exists():
-        say(f"stopped; go on with: {opened.context.again(opened.folder.path)}")
+        say(opened.stopped_line())
+        stop.told = True
 
 
 def say(line: str) -> None:

@@ -124,6 +124,6 @@ def run_script(
                 if left.code not in (None, 0) or {"-h", "--help"} & set(arguments):
                     raise
             session.check_began()
-    except Interrupted:
-        _session.say_resume(session)
+    except Interrupted as stop:
+        _session.say_resume(session, stop)
         raise

@@ -142,8 +142,8 @@ def run_recipe(settings: Settings, spec: RunSpec, view: str, sharing: Sharing | 
     try:
         with _session.session(settings, spec, view, sharing) as session:
             model = train_recipe(recipe, config)
-    except Interrupted:
-        _session.say_resume(session)
+    except Interrupted as stop:
+        _session.say_resume(session, stop)
         raise
     folder, device = session.folder, session.context.device.torch_device
     steps, values = losses(read_events(folder.path))

@@ -171,12 +171,18 @@ def kind_of(name: str, address: str) -> str:
 
 
 _WHAT = {
-    "loopback": ("the loopback interface", "no other machine reaches this one there; ranks of one machine do"),
+    "loopback": (
+        "nccl-loopback",
+        "the loopback interface",
+        "no other machine reaches this one there; ranks of one machine do",
+    ),
     "container": (
+        "nccl-container",
         "an interface or an address of containers",
         "that network is usually inside one machine: ranks elsewhere hang until the timeout, or are refused",
     ),
     "VPN": (
+        "nccl-vpn",
         "an interface or an address of a VPN",
         "everything goes encrypted through that program: it may be reachable, and slower than the cable beside it",
     ),
@@ -190,10 +196,10 @@ def _suspects(chosen: list[ChosenInterface], hosts: int) -> Iterator[tuple[int, 
         if not kind or kind in told:
             continue
         told.add(kind)
-        what, breaks = _WHAT[kind]
+        code, what, breaks = _WHAT[kind]
         severity = WARNING if hosts > 1 or kind != "loopback" else NOTE
         finding = Finding(
-            code=f"nccl-{kind.lower()}",
+            code=code,
             severity=severity,
             machine=one.host,
             what=f"NCCL took {what}: {one.name} ({one.address}){' on ' + one.host if one.host else ''}",

@@ -37,6 +37,8 @@ def running(name: str, *, hint: Callable[[], str] = lambda: HINT, guest: bool = 
         sys.stderr.writelines(traceback.format_list(inner))
         sys.stderr.writelines(traceback.format_exception_only(error))
         advice = hint()
+        if guest and isinstance(error, TypeError) and "NoneType" in str(error):
+            advice += "; step.loss is None on a guest: use it only where run.is_host is true"
         if isinstance(error, ModuleNotFoundError) and error.name:
             module = error.name.partition(".")[0]
             advice = guest_hint({module: ""}) if guest else f"pip install {module}; or is it a file of yours?"

@@ -246,6 +246,11 @@ class GuestLink:
             self._told = now
             self.missing(now - self._missing_since)
 
+    @property
+    def reached(self) -> bool:
+        """Whether the host was there when it was last looked for."""
+        return self._lost_at is None and self._missing_since is None and self.failure is None
+
     def _heard(self) -> None:
         self._lost_at = None
         if self._missing_since is not None:

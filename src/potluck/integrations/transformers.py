@@ -61,6 +61,11 @@ class Trainer(PlainTrainer):  # type: ignore[misc]
         given = tuple(self._arguments(each) for each in given)
         keywords = {name: self._arguments(each) for name, each in keywords.items()}
         data = keywords.get("train_dataset")
+        if makes_data(data) and any(base.__module__.startswith("trl.") for base in type(self).__mro__):
+            raise ConfigError(
+                f"{type(self).__name__} looks at its data set when it is made, on guests too",
+                hint="give train_dataset= the data set itself, not a function that returns it",
+            )
         if self._run.is_guest:
             keywords |= {"callbacks": None, "train_dataset": None if makes_data(data) else data}
         elif makes_data(data):

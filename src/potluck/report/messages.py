@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from potluck.balance.codecs import INT4, THIN
 from potluck.report.text import clean
 from potluck.spec import events as ev
 from potluck.units import bytes_text, factor_text, rate_text, seconds_text
@@ -65,7 +66,7 @@ def _sentence(event: ev.RunEvent, with_step: bool) -> tuple[Level, str] | None:
         case ev.GuestSitsOut():
             return "warn", _with(f"{_name(event.machine)} sits out", event.reason)
         case ev.GuestCodec():
-            return "info", _with(f"{_name(event.machine)} uses codec {clean(event.codec)}", event.reason)
+            return "info", _with(f"{_name(event.machine)} sends its gradients {_coded(event.codec)}", event.reason)
         case ev.LeaseTakenBack():
             return "warn", _during(event, clean(event.reason) or "was late", with_step) + _given_back(event.samples)
         case ev.ContributionDropped():
@@ -220,6 +221,11 @@ def _loop_awaited(event: ev.LoopAwaited) -> str:
     wait = f"{guests} {'guest waits' if guests == 1 else 'guests wait'}" if guests else "guests will wait"
     after = seconds_text(event.seconds)
     return f"{clean(event.what)} has not reached run.steps() after {after}: {wait} until it does"
+
+
+def _coded(codec: str) -> str:
+    known = {INT4: "in 4 bits a value ", THIN: "in about 2 bits a value "}
+    return f"{known.get(codec, '')}(codec {clean(codec)})"
 
 
 def _statistics(event: ev.StatisticsMeasured) -> str:

@@ -83,7 +83,9 @@ class Summary(Struct, frozen=True, kw_only=True):
     predicted_s: float | None
     """Seconds that the host expected of a step, its update included: the median over the steps that had one."""
     off: float | None
-    """Measured ÷ predicted − 1 of those steps, the median."""
+    """`foreseen_s` ÷ `predicted_s` − 1."""
+    foreseen_s: float | None
+    """Seconds that the steps with a prediction took, the median. The others may have been faster or slower."""
     speedup: float | None
     """Over the host alone: the mean of the steps' speed-ups, weighted by their seconds."""
     speedup_margin: float | None
@@ -176,7 +178,7 @@ class Totals:
         self._first_loss: float | None = None
         self._sums = Counter[str]()
         self._seconds, self._waited, self._updated = Sum(), Sum(), Sum()
-        self._step_s, self._predicted_s, self._off = Median(), Median(), Median()
+        self._step_s, self._predicted_s, self._foreseen_s = Median(), Median(), Median()
         self._recovery, self._could_add, self._batch = Median(), Median(), Median()
         self._gain = Gain()
         self._done = self._possible = 0.0
@@ -239,8 +241,9 @@ class Totals:
         self._waited.add(step.wait_s)
         self._updated.add(step.update_s)
         self._step_s.add(step.step_s)
-        self._predicted_s.add(_predicted_s(step))
-        self._off.add(_off(step))
+        if (predicted_s := _predicted_s(step)) is not None:
+            self._predicted_s.add(predicted_s)
+            self._foreseen_s.add(step.step_s)
         self._recovery.add(_recovery(step))
         self._could_add.add(_could_add(step))
         self._batch.add(_effective_batch(step))
@@ -275,7 +278,8 @@ class Totals:
             mean_step_s=seconds / self._count if self._count else None,
             step_s=self._step_s.value,
             predicted_s=self._predicted_s.value,
-            off=self._off.value,
+            off=_off(self._foreseen_s.value, self._predicted_s.value),
+            foreseen_s=self._foreseen_s.value,
             speedup=self._gain.value,
             speedup_margin=self._gain.margin,
             efficiency=self._done / self._possible if self._possible else None,
@@ -357,9 +361,8 @@ def _predicted_s(step: StepEnded) -> float | None:
     return None if step.predicted_s is None else step.predicted_s + step.update_s
 
 
-def _off(step: StepEnded) -> float | None:
-    predicted_s = _predicted_s(step)
-    return step.step_s / predicted_s - 1 if predicted_s else None
+def _off(took_s: float | None, predicted_s: float | None) -> float | None:
+    return took_s / predicted_s - 1 if took_s is not None and predicted_s else None
 
 
 def _at_best(step: StepEnded) -> tuple[float, float] | None:

@@ -79,12 +79,9 @@ def _fleet_facts(s: Summary) -> list[tuple[str, str]]:
     if s.speedup is not None:
         facts.append(("gain", f"{gain_text(s.speedup, s.speedup_margin)} the host alone"))
     if s.predicted_s is not None and s.off is not None:
-        facts.append(
-            (
-                "predicted",
-                f"{seconds_text(s.predicted_s)} a step (median), from the speeds measured; {_came(s.off)}",
-            )
-        )
+        # Not beside the median of all steps: those without a prediction may have been faster or slower.
+        took = f"the same steps took {seconds_text(s.foreseen_s)}, {_off(s.off)} (medians)"
+        facts.append(("predicted", f"{seconds_text(s.predicted_s)} a step from the speeds measured; {took}"))
     if s.efficiency is not None:
         facts.append(("efficiency", f"{s.efficiency:.3f} of the machines' summed speed"))
     if s.recovery is not None and s.recovery < 0.005:
@@ -112,7 +109,11 @@ def gain_text(speedup: float | None, margin: float | None) -> str:
 
 def _came(off: float) -> str:
     """How far the measured time is off."""
-    return "as it came" if abs(off) < 0.0005 else f"it took {abs(off):.1%} {'more' if off > 0 else 'less'}"
+    return "as it came" if abs(off) < 0.0005 else f"it took {_off(off)}"
+
+
+def _off(off: float) -> str:
+    return "as predicted" if abs(off) < 0.0005 else f"{abs(off):.1%} {'more' if off > 0 else 'less'}"
 
 
 def _table(machines: Sequence[MachineSummary]) -> list[str]:

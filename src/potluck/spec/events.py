@@ -408,7 +408,8 @@ class LogFailed(_Event, frozen=True, kw_only=True, tag="log_failed"):
 
 
 class StatisticsMeasured(_Event, frozen=True, kw_only=True, tag="batch_statistics"):
-    """In models with BatchNorm, after the second step, and again when `effective_batch` has halved."""
+    """In models with BatchNorm: after the second step, after the first to which a guest contributed, and when
+    `effective_batch` has halved."""
 
     step: Positive
     """Steps finished."""

@@ -63,11 +63,13 @@ def least_samples(statistics: BatchStatistics | None, global_batch: int) -> Leas
 
 
 class StatisticsNotice:
-    """Says once over how many samples a run normalises, and again only where that has halved."""
+    """Says over how many samples a run normalises: once, when the first guest computes a part, and where that has
+    halved."""
 
     def __init__(self, statistics: BatchStatistics | None, global_batch: int) -> None:
         self._statistics, self._global_batch = statistics, global_batch
         self._told: float | None = None
+        self._told_shared = False
         self._steps = 0
 
     def after_step(self, step: int, sizes: Mapping[str, Sequence[int]]) -> StatisticsMeasured | None:
@@ -78,9 +80,11 @@ class StatisticsNotice:
         if self._statistics is None or self._steps < 2 or not count or not self._statistics.active:
             return None
         effective = self._global_batch / count
-        if self._told is not None and effective >= self._told / 2:
+        shared = sum(1 for s in sizes.values() if s) > 1
+        news = self._told is None or effective < self._told / 2 or (shared and not self._told_shared)
+        if not news:
             return None
-        self._told = effective
+        self._told, self._told_shared = effective, self._told_shared or shared
         layers = self._statistics.layers
         return StatisticsMeasured(
             step=step,

@@ -16,15 +16,14 @@ MOST_BUFFER_BYTES = 4 << 20
 
 
 class BufferPlaces:
-    """Where a model has buffers: looking through all its modules in every step takes longer than keeping them."""
+    """Where a model has buffers: finding all its modules in every step takes longer than keeping them."""
 
     def __init__(self, model: nn.Module) -> None:
-        found = ((module, name) for module in model.modules() for name in module._buffers)
-        self._places = list(found)
+        self._modules = list(model.modules())
 
     def buffers(self) -> list[Tensor]:
-        """Those of now: a module may put another tensor into the place of one."""
-        now = {id(b): b for module, name in self._places if (b := module._buffers.get(name)) is not None}
+        """Those of now: a module may put another tensor into the place of one, or register one in its forward."""
+        now = {id(b): b for module in self._modules for b in module._buffers.values() if b is not None}
         return list(now.values())
 
 

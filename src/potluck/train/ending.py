@@ -23,7 +23,10 @@ WHY_S = 1.0
 
 
 class Interrupted(KeyboardInterrupt):
-    """The person stopped the run; everything has been saved and told."""
+    """The person stopped the run; everything has been saved."""
+
+    told = False
+    """Whether the person was told where it was saved and how to go on."""
 
 
 class GuestDone(BaseException):

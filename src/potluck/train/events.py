@@ -36,7 +36,12 @@ class View(Protocol):
 class EventLog:
     """The log of one process. Any thread may emit; lines are written whole and in order."""
 
-    def __init__(self, path: Path | None, show: Callable[[RunEvent], None] | None = None) -> None:
+    def __init__(
+        self, path: Path | None, show: Callable[[RunEvent], None] | None = None, *, shows_steps: bool = True
+    ) -> None:
+        """`shows_steps`: False where `show` shows nothing of `step` events."""
+        self.takes_steps = path is not None or (show is not None and shows_steps)
+        """Whether the figures of steps are for anybody: a plain script's run has neither file nor view."""
         self._lock = threading.Lock()
         self._path = path
         self._file = _opened(path) if path is not None else None

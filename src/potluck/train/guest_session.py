@@ -112,6 +112,7 @@ def compute(context: RunContext, work: Callable[[], None], view: GuestObserver) 
             raise LoopError("the host's script ended without training", hint="does it reach run.steps()?")
         context.end_training(LEFT_ITS_LOOP)
         view.ended("the script left its loop")
+        link.recorder.discard()
         return LEFT_ITS_LOOP
     except GuestDone as done:
         view.ended(f"the run is over: {done}")
@@ -121,6 +122,8 @@ def compute(context: RunContext, work: Callable[[], None], view: GuestObserver) 
     except KeyboardInterrupt:
         context.end_training("stopped by the person there")
         view.ended("left the run")
+        if link.reached:  # else what was recorded of its loss is all that is known
+            link.recorder.discard()
         raise
     except SystemExit as left:
         if left.code not in (None, 0):

@@ -14,6 +14,7 @@ from collections.abc import Generator, Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from potluck.errors import DataError, LoopError, NonFiniteError, RunFolderError
@@ -436,10 +437,17 @@ class HostTrainer:
         result = self._hub.end_step()
         total = None if self._ranks is None else self._sum_of_ranks(step, result, whole)
         divisor = self._divisor.of(step, result.guests_items, whole, total)
-        norm = prepare_gradients(
+        norm: Tensor | float = prepare_gradients(
             step.number, self._trained, self._p.options, self._p.model, None if step.has_means else divisor
         )
-        finite = norm.isfinite() if self._ranks is None else self._ranks.agree(norm.isfinite())
+        finite: Tensor | bool
+        if self._ranks is not None:
+            finite = self._ranks.agree(torch.as_tensor(norm).isfinite())
+        elif self._device.ahead:
+            finite = torch.as_tensor(norm).isfinite()
+        else:  # nothing is waited for: a number costs less than tensors of one
+            norm = float(norm)
+            finite = math.isfinite(norm)
         if self._writer is not None:
             self._writer.before_update()
         return Collected(

@@ -229,8 +229,9 @@ class Run:
             if context.role != ALONE or context.folder is not None or context.ranks is not None:
                 raise LoopError(
                     "run.steps() was called twice in one run",
-                    hint="a run has one training loop; to train several times in one program, start it with plain "
-                    "python and host from it with run = potluck.start(host=True)",
+                    hint="for several epochs call it once, with epochs=N, and do what ends an epoch where "
+                    "step.ends_epoch is true; to train several models in one program, start it with plain python "
+                    "and host from it with run = potluck.start(host=True)",
                 )
             context.finish_training()  # a loop that was left by an error may still be open
         context.began = True
@@ -496,11 +497,16 @@ def down_codec(config: RunConfig) -> str:
     return config.codec_down or codecs.down_of(codecs.names.first_of(config.codec))
 
 
-def start(show: Callable[[RunEvent], None] | None = None, config: RunConfig | None = None) -> Run:
-    """The run that this process was started for. Without one, a run alone; `show` is told of its events."""
+def start(
+    show: Callable[[RunEvent], None] | None = None, config: RunConfig | None = None, *, shows_steps: bool = True
+) -> Run:
+    """The run that this process was started for. Without one, a run alone; `show` is told of its events.
+
+    `shows_steps`: False where it shows nothing of single steps. Then it is not told of them.
+    """
     launch = current()
     if launch is not None:
         return Run(launch.context)
     environment = env.read()
     failpoints.arm(environment.failpoint)
-    return Run(alone(environment, show, what=sys.argv[0], config=config))
+    return Run(alone(environment, show, what=sys.argv[0], config=config, shows_steps=shows_steps))

@@ -7,6 +7,7 @@ what lies above it: a view that shows events, and something that starts guests o
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -32,6 +33,7 @@ from potluck.spec.events import GuestJoined, RunEvent, RunNote, StrangerRefused
 from potluck.spec.manifest import MachineEntry, Manifest, RecipeEntry
 from potluck.spec.messages import Source
 from potluck.train import ranks
+from potluck.train.checkpoint_folder import newest_first
 from potluck.train.context import ALONE, HOST, RANK, Admission, RunContext
 from potluck.train.ending import Interrupted
 from potluck.train.events import EventLog, View
@@ -229,6 +231,8 @@ class Session:
             stack.push(lambda kind, error, trace: send_away(context, error))
             admission.waiting.start()
         manifest = _manifest(context, spec)
+        if spec.resume is not None and (changed := _changed_arguments(folder.read_manifest().source, spec.source)):
+            log.emit(RunNote(text=changed))
         folder.write_manifest(manifest)
         if self._open_listener is not None:
             opened = self._open_listener(folder.path, manifest, lambda text: log.emit(RunNote(text=text)))
@@ -253,6 +257,13 @@ class Session:
             self._listener.event(event)
 
     # -- while it runs ----------------------------------------------------------------------------------
+
+    def stopped_line(self) -> str:
+        """What the person who stopped the run is told: where it was saved, and how to go on."""
+        folder = self.folder
+        saved = newest_first(folder.checkpoints)
+        where = f", saved in {folder.path} after step {int(saved[0].name.rpartition('-')[2])}" if saved else ""
+        return f"stopped{where}; go on with: {self.context.again(folder.path)}"
 
     def send(self, source: Source, files: tuple[bytes, ...]) -> None:
         """What guests run, where that is not known before the training begins."""
@@ -314,7 +325,12 @@ def machine_name(config: RunConfig, environment: Environment) -> str:
 
 
 def alone(
-    environment: Environment, show: Callable[[RunEvent], None] | None, what: str, config: RunConfig | None = None
+    environment: Environment,
+    show: Callable[[RunEvent], None] | None,
+    what: str,
+    config: RunConfig | None = None,
+    *,
+    shows_steps: bool = True,
 ) -> RunContext:
     """A run in this process only: no folder, no guests."""
     config = config or RunConfig()
@@ -325,7 +341,7 @@ def alone(
         device=device,
         ranks=group,
         name=machine_name(config, environment),
-        log=EventLog(None, show),
+        log=EventLog(None, show, shows_steps=shows_steps),
         what=what,
     )
 
@@ -364,6 +380,14 @@ def _run_folder(spec: RunSpec) -> Iterator[RunFolder]:
         if not _has_anything(folder):
             shutil.rmtree(folder.path, ignore_errors=True)
         raise
+
+
+def _changed_arguments(before: Source | None, now: Source | None) -> str | None:
+    """A resumed script's own arguments are not taken from the saved run: say where they are others."""
+    if before is None or now is None or before.arguments == now.arguments:
+        return None
+    were, are = (shlex.join(source.arguments) or "none" for source in (before, now))
+    return f"the script's arguments differ from those of the saved run: {were} there, {are} now"
 
 
 def _has_anything(folder: RunFolder) -> bool:

@@ -18,6 +18,8 @@ from potluck.errors import LoopError
 from potluck.train.given import NO_SCALER
 
 FIRST_SCALE = 2.0**16
+HOLDS_MEANS = (torch.float32, torch.float64)
+"""Types of a loss whose gradient may be a fraction: bf16 rounds 1/7 by 0.2 %, and with it all gradients."""
 TOTALS = 4
 """How many figures `Step.totals` has."""
 
@@ -72,6 +74,7 @@ class Step:
         self._rules = rules
         self._mean = rules.loss_is == "mean"
         self._whole = whole
+        self._summed = False
         self._current: Current | None = None
         self._loss_sum: Tensor | float = 0.0
         self._items: Tensor | float = 0.0
@@ -127,6 +130,9 @@ class Step:
             self._add_loss(total.detach(), 1.0)
         elif not self._mean or weight:
             factor = float(weight) if self._mean else 1.0
+            if loss.dtype not in HOLDS_MEANS and not self._summed:
+                self._whole = None
+            self._summed = True
             # The gradient of `loss * factor`, without a product more in the graph.
             loss.backward(torch.full_like(loss.detach(), factor / (self._whole or 1) if self.has_means else factor))
             self._add_loss(loss.detach(), factor)

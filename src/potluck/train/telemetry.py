@@ -51,6 +51,8 @@ class Telemetry:
         """`total_steps`: how many there will be in all, if that is known."""
         self._context, self._options, self._hub = context, options, hub
         self._total_steps = total_steps
+        self._tells = context.role != ALONE or context.log.takes_steps
+        """Whether the figures of steps are emitted: making them takes a tenth of a millisecond a step."""
         self._statistics = StatisticsNotice(statistics, options.usual_batch)
         self._started = self._last_end = time.monotonic()
         self._first_step = 0
@@ -136,16 +138,31 @@ class Telemetry:
         self._samples += count
         self._recent.append((step_s, update_s, count))
         self._between_s += between_s
-        options = self._options
+        self._steps_s += step_s
         if not self._hub.members():
             self._beside_s.add(max(0.0, step_s - self._host_busy_s - update_s))
             self._before_s.append(step_s / max(1, count))
+        if self._tells:
+            self._tell(step, loss, result, (step_s, between_s, update_s), applied=applied)
+        here = [m.id for m in self._hub.members() if self._here.get(m.name)] if self._here else ()
+        self._hub.timed(step - 1, count, step_s, here)
+        self._host_busy_s = 0.0
+        self._alone.step_ended()
+        news = self._statistics.after_step(step, result.micro_batches)
+        if news is not None:
+            self._context.log.emit(news)
+
+    def _tell(
+        self, step: int, loss: float, result: StepResult, times: tuple[float, float, float], *, applied: bool
+    ) -> None:
+        """Emit a step's figures; `times` are its seconds, those of the script before it, and its update's."""
+        step_s, between_s, update_s = times
+        options = self._options
         mean_s = sum(s for s, _, _ in self._recent) / len(self._recent)
         rate = sum(n for _, _, n in self._recent) / len(self._recent) / mean_s
         sample_s = self._alone_sample_s()
         speedup = self._times_alone(mean_s, sample_s)
         self._gain.add(speedup, step_s)
-        self._steps_s += step_s
         up, down = self._hub.traffic()
         self._context.log.emit(
             StepEnded(
@@ -174,13 +191,6 @@ class Telemetry:
                 unneeded_bytes=result.unneeded_bytes,
             )
         )
-        here = [m.id for m in self._hub.members() if self._here.get(m.name)] if self._here else ()
-        self._hub.timed(step - 1, count, step_s, here)
-        self._host_busy_s = 0.0
-        self._alone.step_ended()
-        news = self._statistics.after_step(step, result.micro_batches)
-        if news is not None:
-            self._context.log.emit(news)
 
     def _eta_s(self, step: int, mean_s: float) -> float | None:
         """The steps left at the pace of the last ones, plus the script's mean time between steps."""

@@ -140,10 +140,10 @@ class Collected:
     """When this machine's own samples were computed (monotonic)."""
     divisor: float | Tensor
     """The samples or items that the gradient is the mean of."""
-    norm: Tensor
+    norm: Tensor | float
     own: Tensor | None
     """The norm of this machine's own part, where there are guests."""
-    finite: Tensor
+    finite: Tensor | bool
     total: Tensor | None
     """The summed loss of all ranks, where there are several."""
 
@@ -157,9 +157,9 @@ class Update:
         if queues:
             fuse(optimizer)
 
-    def make(self, finite: Tensor, buffers: Buffers) -> None:
+    def make(self, finite: Tensor | bool, buffers: Buffers) -> None:
         """Step the optimizer if `finite`, a bool on the device; else also the buffers are as the step began."""
-        if self._queues and self._can_be_told():
+        if isinstance(finite, Tensor) and self._queues and self._can_be_told():
             self._optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
             try:
                 self._optimizer.step()
