@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -38,6 +40,7 @@ from potluck.sweep.spec import (
 from potluck.sweep.trial import TrialProcess, hand_over, handed_over
 from potluck.sweep.tune import TrialWatch, machine_shape
 from support import sample_events
+from support.processes import SOURCE
 
 
 def test_parameters_are_read_as_what_they_spell() -> None:
@@ -300,7 +303,7 @@ class PretendFleet:
 
 def until(reached: Callable[[], object]) -> None:
     gone = threading.Event()
-    for _ in range(500):
+    for _ in range(2000):
         if reached():
             return
         gone.wait(0.01)
@@ -516,3 +519,27 @@ def test_two_sweeps_of_the_same_second_have_a_folder_each(tmp_path: Path) -> Non
     assert len(set(stored)) == 2
     assert all(folder.parent == shared for folder in stored)
     assert own_storage(None, wanted) == wanted / "checkpoints"
+
+
+HOSTING = """
+from potluck.sweep.spec import SweepWork, Trial
+from potluck.sweep.trial import TrialProcess
+
+work = SweepWork(names=("t.py",), contents=(b"import time; time.sleep(600)",), storage="", public=b"")
+process = TrialProcess(work, Trial(id="t", parameters={}), name="desk")
+print("hosting", flush=True)
+input()
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the agent is for POSIX")
+def test_a_killed_worker_leaves_no_folder_of_its_trial(tmp_path: Path) -> None:
+    variables = {**os.environ, "PYTHONPATH": str(SOURCE), "TMPDIR": str(tmp_path)}
+    pipes: dict[str, int] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", HOSTING], env=variables, **pipes) as worker:  # type: ignore[call-overload]
+        try:
+            assert worker.stdout.readline().strip() == b"hosting"
+            assert len(list(tmp_path.glob("potluck-trial-*"))) == 1
+        finally:
+            worker.kill()
+    until(lambda: not list(tmp_path.glob("potluck-trial-*")))

@@ -45,6 +45,8 @@ def main(wanted: dict[str, Any]) -> None:
                 task.ask()
             for task in sorted(tasks.values(), key=lambda task: task.patience_s):
                 task.end()
+            for task in tasks.values():
+                task.remove()
             os._exit(0)  # at once: a thread may be in the middle of a line that nobody reads
 
     def watch() -> None:
@@ -137,6 +139,7 @@ class _Task:
         self._number, self._output = request["id"], output
         self.patience_s: float = request.get("patience_s", PATIENCE_S)
         self._asked = self._killed = False
+        self._folder: str = request.get("remove", "")
         cwd = _place(request.get("cwd") or "~")
         os.makedirs(cwd, exist_ok=True)
         own = {name: value for name, value in os.environ.items() if name != "POTLUCK_TOKEN"}
@@ -210,6 +213,12 @@ class _Task:
         self._kill_group()
         if self._awake is not None:
             self._awake.kill()
+
+    def remove(self) -> None:
+        """Remove the folder that was made for it, which its launcher may not have lived to do."""
+        deadline = time.monotonic() + 1.0  # what has just been killed may still write
+        while self._folder and os.path.exists(_place(self._folder)) and time.monotonic() < deadline:
+            shutil.rmtree(_place(self._folder), ignore_errors=True)
 
     def _kill_group(self) -> None:
         """Once: later the number may be another's."""

@@ -113,6 +113,7 @@ class TrialProcess:
             cwd=str(self._folder / "script"),
             env=variables_here(),
             runs=str(runs),
+            remove=str(self._folder),  # by the agent, where this process is killed
             patience_s=PATIENCE_S,
             feed="\n",  # a launched host waits for its launcher's word
         )

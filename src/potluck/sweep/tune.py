@@ -73,7 +73,7 @@ def trainable(
         arguments: arguments that all trials get.
         send: files that go with the script, such as modules that it imports.
         json_option: give the parameters as one JSON object, as the value of this option. Without it each
-            parameter is an option of its own, `--lr 0.0003`.
+            parameter is an option of its own, `--lr=0.0003`.
         checkpoint_every: hand a checkpoint over to Tune every N steps. A trial that is restarted resumes there.
 
     The trial's metrics are `loss` and what the script gives to `run.log(name=value)`.
