@@ -41,7 +41,7 @@ PACKAGES := chromium fish iproute2 munge nftables openssh-client openssh-server 
 # interpreter is gone, or whose folder was moved is not taken for a sound one.
 SOUND := $(shell test "`cat $(STAMP) 2>/dev/null`" = "$(CURDIR)" && $(BIN)/python -c "" 2>/dev/null && echo yes)
 
-.PHONY: help setup train test test-ray quick docs lessons dist test-elsewhere bench stress pins system-packages clean remove-unsound-venv
+.PHONY: help setup train test test-clusters quick docs lessons dist test-elsewhere bench stress pins system-packages clean remove-unsound-venv
 
 help:
 	@echo "make train   train a small GPT here, with one local guest (ARGS=... is passed on)"
@@ -50,7 +50,7 @@ help:
 	@echo "make docs    build the documentation as a site: build/docs/index.html"
 	@echo "make lessons run every command of the lessons and compare what they show (ARGS=--write renews it; ARGS=2)"
 	@echo "make dist    build the wheel and the sdist into dist/"
-	@echo "make test-ray  the tests on a Ray cluster, which make test leaves out: 240 MB more to install"
+	@echo "make test-clusters  what make test leaves out: Ray (240 MB to install), Dask over a network, unequal machines"
 	@echo "make test-elsewhere  the same as others would run it: another processor, locale, user, folder, a busy"
 	@echo "             machine; two passes (ARGS=\"--pass busy\"; ARGS=--help)"
 	@echo "make bench   measure the claims that the docs make"
@@ -107,7 +107,7 @@ ALONE := $(shell grep -rl --include='*.py' 'pytest\.mark\.alone' tests 2>/dev/nu
 
 test: $(TOOLS)
 	$(CHECKS)
-	@$(ONE_THREAD) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not alone" $(ARGS); many=$$?; \
+	@$(ONE_THREAD) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not alone and not clusters" $(ARGS); many=$$?; \
 	$(BIN)/python -m pytest -m alone $(if $(ARGS),$(ARGS),$(ALONE)); lone=$$?; \
 	[ $$many = 0 ] || [ $$many = 5 ] || exit 1; \
 	[ $$lone = 0 ] || [ $$lone = 5 ] || exit 1; \
@@ -139,10 +139,11 @@ bench: $(TOOLS)
 	done; \
 	if [ -n "$$failed" ]; then echo "failed:$$failed" >&2; exit 1; fi
 
-test-ray: $(TOOLS)
+# What takes too long for every change, and Ray: 240 MB, and a cluster of it takes both cores while it starts.
+test-clusters: $(TOOLS)
 	$(INSTALL) --no-build-isolation -e ".[$(TESTING),ray-tests]"
-	$(ONE_THREAD) $(BIN)/python -m pytest -k ray tests/unit/test_fleet_ray.py tests/multiproc/test_fleets.py \
-	  tests/multiproc/test_dist_programs.py tests/lab/test_ray_cluster.py $(ARGS)
+	$(ONE_THREAD) $(BIN)/python -m pytest -m clusters $(ARGS)
+	$(ONE_THREAD) $(BIN)/python -m pytest -k ray tests/unit/test_fleet_ray.py tests/multiproc/test_fleets.py $(ARGS)
 
 test-elsewhere: $(TOOLS)
 	$(BIN)/python tests/support/elsewhere.py $(ARGS)

@@ -17,6 +17,7 @@ from potluck.lab.namespaces import NamespaceBox
 from support.rigs import SOURCE, rig
 
 pytestmark = [
+    pytest.mark.clusters,
     pytest.mark.root,
     pytest.mark.timeout(240),
     pytest.mark.slow,

@@ -23,6 +23,7 @@ from support.rigs import rig
 
 WHY_NOT = why_not() or ray_nodes.why_not()
 pytestmark = [
+    pytest.mark.clusters,
     pytest.mark.slow,
     pytest.mark.root,
     pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or ""),

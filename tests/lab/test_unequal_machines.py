@@ -33,6 +33,7 @@ def _why_not() -> str | None:
 
 
 pytestmark = [
+    pytest.mark.clusters,
     pytest.mark.root,
     pytest.mark.timeout(200),
     pytest.mark.skipif(_why_not() is not None, reason=_why_not() or ""),

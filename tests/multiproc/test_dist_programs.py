@@ -91,7 +91,7 @@ def test_deepspeed(ranks: Ranks) -> None:
 
 
 @needs("ray", "80 MB, and a cluster to start")
-@pytest.mark.slow
+@pytest.mark.clusters
 @pytest.mark.timeout(180)
 def test_ray_train(tmp_path: Path) -> None:
     import ray

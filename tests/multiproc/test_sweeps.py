@@ -79,6 +79,7 @@ def dask() -> Iterator[str]:
         yield cluster.scheduler_address
 
 
+@pytest.mark.clusters
 def test_a_lost_trial_goes_on_from_its_checkpoint_and_idle_machines_help(
     dask: str, script: Path, tmp_path: Path
 ) -> None:

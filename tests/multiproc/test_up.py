@@ -120,6 +120,7 @@ def test_the_status_is_the_runs_and_the_first_error_is_named(tmp_path: Path, mac
     wait_until(lambda: not ours(tmp_path), 5, f"left behind: {ours(tmp_path)}")
 
 
+@pytest.mark.clusters
 def test_check_measures_machines_links_and_the_scripts_own_model_and_starts_no_run(
     tmp_path: Path, machines: sshd.SshMachines
 ) -> None:

@@ -34,12 +34,10 @@ step = next(loop)
 if sys.argv[1] != "next":
     for batch in step:
         step.backward(model(batch).mean())
-if sys.argv[1] == "raise":
-    raise ValueError("mine")
 """
 
 
-@pytest.mark.parametrize(("how", "status"), [("next", 0), ("done", 0), ("raise", 1)])
+@pytest.mark.parametrize(("how", "status"), [("next", 0), ("done", 0)])
 def test_a_script_that_leaves_its_loop_open_ends(how: str, status: int, tmp_path: Path) -> None:
     """Closed while the interpreter shut down, the loop waited for ever for a thread that never ran."""
     script = tmp_path / "open.py"
