@@ -205,8 +205,14 @@ def test_a_guest_that_was_crowded_out_is_not_told_for_certain_that_its_token_is_
     """From the same address as the crowd it may be the oldest there; its link tries again after this error only."""
     with host_with(monkeypatch, most=8, batch=8, serves=False) as host:
         lobby = host.socket._door.watch._lobby
-        guest = GuestSocket(host.token, connect_timeout_s=10)
-        assert until(lambda: len(lobby) >= 2)
+        for _ in range(8):
+            # Where a new connection has the number of one that just ended, it is sometimes taken for that one.
+            guest = GuestSocket(host.token, connect_timeout_s=10)
+            if until(lambda: len(lobby) >= 2, 3):
+                break
+            guest.close()
+            until(lambda: not len(lobby), 3)
+        assert len(lobby) >= 2
         with crowd_at(host, 24, "greeting"), pytest.raises(HungUpError):
             guest.handshake(5)
         guest.close()
