@@ -93,7 +93,7 @@ class TorchLoader(StepLoader):
         self.global_batch = batch_of(loader)
         self._epochs, self._note = epochs, note
         self._recorded = Recorded(sampler)
-        pack = PackStep(self._collate)
+        pack = PackStep(self._collate, pinned=loader.pin_memory and torch.accelerator.is_available())
         if self._stream:
             sizes = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
             self._loader = rebuilt(loader, pack, **sizes)
