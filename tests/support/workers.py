@@ -41,7 +41,7 @@ def prepare(config: pytest.Config, folder: Path) -> None:
     can = hasattr(os, "pidfd_open") and not Path("/dev/nvidiactl").exists() and len(str(path).encode()) < 100
     if not can or len(config.option.tx) < FEWEST:
         return
-    words = ["-n0", "--collect-only", "-qq", "-p", "no:terminal", "-p", "no:faulthandler"]
+    words = ["-n0", "--collect-only", "-qq", "-p", "no:faulthandler"]
     arguments = [*map(str, config.invocation_params.args), *words]
     server = subprocess.Popen(
         [sys.executable, __file__, "serve", str(path), str(os.getpid()), *arguments],
