@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 import click
-import msgspec
 
+from potluck import checked
 from potluck.cli._options import given
 from potluck.cli.bench import (
     BackendFlags,
@@ -137,7 +137,7 @@ def _in_the_lab(names: list[str], mbit: float, job: dict[str, int], folder: Path
 def _read(out: Path) -> list[Trained]:
     from potluck.probe.ddp import Trained
 
-    return msgspec.json.decode(out.read_bytes(), type=list[Trained])
+    return checked.decode(out.read_bytes(), list[Trained])
 
 
 def _arguments(names: list[str], job: dict[str, int], out: Path) -> list[str]:
