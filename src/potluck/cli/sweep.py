@@ -104,7 +104,10 @@ def sweep(settings: Settings, /, script: Path, arguments: tuple[str, ...], **fla
     began, results = time.monotonic(), list[spec.TrialResult]()
     for result in _results(found, trials, folder.absolute(), flags):
         results.append(result)
-        _tell(f"{result.trial} {'failed' if result.error else 'ended'} ({len(results)} of {len(trials)})")
+        if flags["engine"] == "dask":  # Tune gives all results at its end, and tells of each before
+            how, value = "failed" if result.error else "ended", result.metrics.get(flags["metric"])
+            with_value = "" if value is None else f" with {flags['metric']} {value:.6g}"
+            _tell(f"{result.trial} {how}{with_value} ({len(results)} of {len(trials)})")
     seconds = time.monotonic() - began
     if all(result.error for result in results):
         raise ScriptError(f"all {len(results)} trials failed; the first: {results[0].error}")
