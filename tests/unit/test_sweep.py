@@ -247,7 +247,7 @@ def test_a_missing_engine_is_one_line_with_the_command(
         obj=Settings(),
     )
     assert isinstance(done.exception, MissingModuleError)
-    assert "pip install 'potluck[" in str(done.exception.hint)
+    assert "pip install -e '.[" in str(done.exception.hint)
     assert list(tmp_path.iterdir()) == [tmp_path / "t.py"]
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Unpack
 
 import click
 
+from potluck import checked
 from potluck.cli._options import given
 from potluck.cli.bench import (
     BackendFlags,
@@ -152,7 +153,6 @@ def _check_flags(flags: DdpFlags) -> None:
 
 
 def _merge(files: tuple[Path, ...], json_file: str | None, plot: Path | None) -> None:
-    from potluck import checked
     from potluck.report import ddp_table
     from potluck.spec.ddp import AGAIN, from_json, merged
 

@@ -61,7 +61,7 @@ def check_file(path: Path) -> None:
         import matplotlib  # noqa: F401
     except ImportError:
         raise UserError(
-            "a picture needs matplotlib, which is not installed", hint='pip install "potluck[plots]"'
+            "a picture needs matplotlib, which is not installed", hint="pip install -e '.[plots]'"
         ) from None
 
 

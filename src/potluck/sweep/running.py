@@ -65,7 +65,7 @@ def need_engine(engine: str) -> None:
         import distributed  # noqa: F401
     except ImportError:
         raise MissingModuleError(
-            "--engine dask needs distributed, which is not installed", hint="pip install 'potluck[dask]'"
+            "--engine dask needs distributed, which is not installed", hint="pip install -e '.[dask]'"
         ) from None
     need_library("dask")
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from potluck import checked
 from potluck.errors import MachineError
 from potluck.fleet import agent
 from potluck.fleet.bootstrap import FleetNeeds, variables_here
@@ -47,7 +48,7 @@ def handed_over(storage: Path, origin: CheckpointOrigin | None = None) -> Path |
 
 def _origin_of(checkpoint: Path) -> CheckpointOrigin | None:
     try:
-        return msgspec.json.decode((checkpoint / _ORIGIN).read_bytes(), type=CheckpointOrigin)
+        return checked.decode((checkpoint / _ORIGIN).read_bytes(), CheckpointOrigin)
     except (OSError, msgspec.MsgspecError):
         return None
 

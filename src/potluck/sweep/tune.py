@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from potluck import checked
 from potluck.errors import MissingModuleError, ScriptError
 from potluck.fleet import sealed
 from potluck.fleet.ray import RayFleet
@@ -53,7 +54,7 @@ def need_tune() -> None:
         import ray.tune  # noqa: F401
     except ImportError as error:
         raise MissingModuleError(
-            f"Ray Tune needs {error.name}, which is not installed", hint="pip install 'potluck[sweep]'"
+            f"Ray Tune needs {error.name}, which is not installed", hint="pip install -e '.[sweep]'"
         ) from None
     sealed.need_library("sweep")
 
@@ -197,7 +198,7 @@ class TrialWatch:
     def result(self, trial: str, result: Mapping[str, Any]) -> None:
         if NEWS not in result:
             return
-        news = msgspec.json.decode(result[NEWS], type=TrialNews)
+        news = checked.decode(result[NEWS], TrialNews)
         if result[NODE] not in self._names:  # asking Ray takes time, and Tune waits for this
             self._names |= _node_names(self._fleet)
         machine = self._names.get(result[NODE], result[NODE][:8])
@@ -302,7 +303,7 @@ def sweep_results(
     for trial, found in zip(trials, grid):
         metrics = found.metrics or {}
         name = str(metrics.get("trial_id", ""))
-        news = msgspec.json.decode(metrics[NEWS], type=TrialNews) if NEWS in metrics else TrialNews()
+        news = checked.decode(metrics[NEWS], TrialNews) if NEWS in metrics else TrialNews()
         yield TrialResult(
             trial=trial.id,
             parameters=trial.parameters,

@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from potluck import checked
 from potluck.web.follower import Follower
 from potluck.web.server import MOST_REQUEST_BYTES, PageServer
 from potluck.web.state import GuestAbout, PageState, Pulse
@@ -74,7 +75,7 @@ async def _run(serving: Serving) -> None:
         try:
             for line in sys.stdin.buffer:
                 with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):  # half a line: the pipe was full
-                    loop.call_soon_threadsafe(server.hear, msgspec.json.decode(line, type=Pulse))
+                    loop.call_soon_threadsafe(server.hear, checked.decode(line, Pulse))
         finally:
             loop.call_soon_threadsafe(server.stop)
 
@@ -87,7 +88,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which ends this process when it has ended
     with contextlib.suppress(OSError, AttributeError):
         os.nice(NICENESS)
-    serving = msgspec.json.decode(sys.stdin.buffer.readline(), type=Serving)
+    serving = checked.decode(sys.stdin.buffer.readline(), Serving)
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_run(serving))
     os._exit(0)  # connections that are still open are not waited for
