@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 ANSWER_S = 8.0
 """A worker that does not answer for so long is lost."""
-_INSTALL = "in the environment of every worker, the version that is here: pip install 'potluck[dask]'"
+_INSTALL = "in the environment of every worker, the version that is here: pip install -e '.[dask]'"
 
 
 class DaskFleet:

@@ -31,14 +31,14 @@ EVERY_NODE = "every node"
 ANSWER_S = 8.0
 """An actor that does not answer for so long is lost."""
 PLACED_S = 30.0
-_INSTALL = "on every node, the version that is here: pip install 'potluck[ray]'; or runtime_env={'pip': [...]}"
+_INSTALL = "on every node, the version that is here: pip install -e '.[ray]'; or runtime_env={'pip': [...]}"
 _OPTIONS = ("num_cpus", "num_gpus", "resources", "memory", "label_selector", "runtime_env")
 
 
 def need_ray() -> Any:
     """The module `ray`, imported now; MissingModuleError where it is not installed."""
     if importlib.util.find_spec("ray") is None:
-        raise MissingModuleError("Ray is not installed", hint="pip install 'potluck[ray]'")
+        raise MissingModuleError("Ray is not installed", hint="pip install -e '.[ray]'")
     sealed.need_library("ray")
     import ray
 

@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
@@ -71,6 +72,21 @@ def hand_over(run: Path, step: int, storage: Path, origin: CheckpointOrigin) -> 
         if old.name < name:
             shutil.rmtree(old, ignore_errors=True)
     return to
+
+
+def kept_files(storage: Path) -> Path:
+    """Where the files that a trial's script wrote are kept."""
+    return storage / "files"
+
+
+def keep_files(folder: Path, sent: Collection[str], storage: Path) -> None:
+    """Copy what a script wrote to its working folder to the storage; `sent`: the files that were there before."""
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and not path.is_symlink() and name not in sent and "__pycache__" not in path.parts:
+            to = kept_files(storage) / name
+            to.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, to)
 
 
 class TrialProcess:
@@ -153,6 +169,10 @@ class TrialProcess:
         if handed is not None:
             self._tell(checkpoint=step)
         return handed
+
+    def keep_files(self, storage: Path) -> None:
+        """Copy what the script wrote to its working folder to the storage; nothing where it wrote nothing."""
+        keep_files(self._folder / "script", self._work.names, storage)
 
     def close(self) -> None:
         """End it, if it runs; nothing of it stays on this machine."""
