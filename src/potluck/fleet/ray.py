@@ -24,7 +24,7 @@ from potluck.errors import ConfigError, MachineError, MissingModuleError
 from potluck.fleet import kept, sealed
 from potluck.fleet.cluster import ClusterRun, ClusterState, FleetRun
 from potluck.fleet.interface import GuestSettings
-from potluck.fleet.polled import PolledGuest
+from potluck.fleet.polled import PolledGuest, end_all
 from potluck.fleet.script import read_script
 
 EVERY_NODE = "every node"
@@ -185,15 +185,11 @@ class RayFleet:
         guest = PolledGuest(lambda what, *more: self.ask(machine, what.__name__, *more), machine, log)
         self.ask(machine, "start", guest.id, sealed.seal(token, public), settings)
         self._guests.append(guest)
-        threading.Thread(target=guest.follow, name=f"potluck-{settings.name}", daemon=True).start()
+        guest.follow_in_thread(settings.name)
         return guest
 
     def close(self) -> None:
-        ending = [threading.Thread(target=guest.end, name="potluck-end") for guest in self._guests]
-        for thread in ending:
-            thread.start()
-        for thread in ending:
-            thread.join()
+        end_all(self._guests)
         self._guests.clear()
         for node in list(self._actors):
             self._forget({"NodeID": node})
