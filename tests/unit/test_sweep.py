@@ -38,7 +38,7 @@ from potluck.sweep.spec import (
     parse_parameters,
     trials_of,
 )
-from potluck.sweep.trial import TrialProcess, hand_over, handed_over
+from potluck.sweep.trial import TrialProcess, hand_over, handed_over, keep_files
 from potluck.sweep.tune import TrialWatch, machine_shape
 from support import sample_events
 from support.processes import SOURCE
@@ -155,6 +155,21 @@ def test_a_switch_gets_no_value(source: str) -> None:
     assert [switched.words(trial) for trial in trials] == [["--amp"], ["--no-amp"]]
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        'p.add_argument("-a", "--amp", action="store_true", help="in bf16")',
+        "p.add_argument('--amp', default=True, action = 'store_false')",
+        '@click.option("--amp", is_flag=True)',
+    ],
+)
+def test_a_flag_is_given_or_left_out(source: str) -> None:
+    more = 'p.add_argument("--lr", type=float)\np.add_argument("--name", action="store")'
+    flagged = SweepWork(names=("t.py",), contents=(f"{more}\n{source}\n{more}".encode(),), storage="", public=b"")
+    trials = trials_of(parse_parameters(["amp=true,false", "name=true"]), None)
+    assert [flagged.words(trial) for trial in trials] == [["--amp", "--name=true"], ["--name=true"]]
+
+
 def result(trial: str, **more: object) -> TrialResult:
     given = {"parameters": {"lr": 0.1}, "metrics": {}, "steps": 5, "seconds": 61.0, "machines": ("desk",)} | more
     return TrialResult(trial=trial, **given)  # type: ignore[arg-type]
@@ -233,7 +248,7 @@ def test_a_missing_engine_is_one_line_with_the_command(
         obj=Settings(),
     )
     assert isinstance(done.exception, MissingModuleError)
-    assert "pip install 'potluck[" in str(done.exception.hint)
+    assert "pip install -e '.[" in str(done.exception.hint)
     assert list(tmp_path.iterdir()) == [tmp_path / "t.py"]
 
 
@@ -404,6 +419,19 @@ def test_an_idle_node_helps_what_tune_tells_of_and_goes_back(tmp_path: Path) -> 
     assert len(fleet.started) == 1
 
 
+def test_each_trial_of_tune_that_ends_is_told_of_at_once(tmp_path: Path) -> None:
+    keys, told = KeyPair(), list[str]()
+    watch = TrialWatch(PretendNodes(), keys, tmp_path, told.append, share=False, names=["trial-1", "trial-2"])  # type: ignore[arg-type]
+    try:
+        watch.result("b", news(keys, step=5, metrics={"loss": 0.25}))
+        watch.ended("b", 1)
+        watch.result("a", news(keys, step=1, why="ended with status 1"))
+        watch.ended("a", 0)
+    finally:
+        watch.close()
+    assert told == ["trial-2 ended with loss 0.25 (1 of 2)", "trial-1 failed (2 of 2)"]
+
+
 def test_one_trial_a_node() -> None:
     told: list[str] = []
 
@@ -505,6 +533,16 @@ def test_what_is_handed_over_is_whole_new_and_without_secrets(tmp_path: Path) ->
     assert len(list(storage.iterdir())) == 1
 
 
+def test_files_that_a_script_wrote_are_kept_and_those_that_were_sent_are_not(tmp_path: Path) -> None:
+    folder, storage = tmp_path / "script", tmp_path / "trial-1"
+    for name in ("t.py", "lib/m.py", "lib/__pycache__/m.pyc", "best.pt", "plots/loss.png"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    keep_files(folder, ("t.py", "lib/m.py"), storage)
+    kept = {path.relative_to(storage).as_posix() for path in storage.rglob("*") if path.is_file()}
+    assert kept == {"files/best.pt", "files/plots/loss.png"}
+
+
 def test_a_trial_never_resumes_from_another_sweeps_checkpoint(tmp_path: Path) -> None:
     run, storage = tmp_path / "run", tmp_path / "trial-1"
     run.mkdir()
@@ -532,6 +570,7 @@ def test_a_dask_trial_starts_anew_beside_a_foreign_checkpoint(
             return TrialNews(status=0)
 
         def checkpoint_to(self, storage: Path) -> None: ...
+        def keep_files(self, storage: Path) -> None: ...
         def close(self) -> None: ...
 
     monkeypatch.setattr(dask, "TrialProcess", Ended)

@@ -185,7 +185,11 @@ class Ledger:
     def take(self, count: int) -> tuple[int, ...]:
         """At most `count` positions for the host, out of the pool."""
         now = self._open()
-        taken = tuple([now.pool.popleft() for _ in range(min(count, len(now.pool)))])
+        if count >= len(now.pool):
+            taken = tuple(now.pool)
+            now.pool.clear()
+        else:
+            taken = tuple([now.pool.popleft() for _ in range(count)])
         now.with_host.update(taken)
         return taken
 

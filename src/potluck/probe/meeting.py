@@ -259,7 +259,7 @@ def _is_number(address: str) -> bool:
 
 def _facts_in(frames: Sequence[bytes | memoryview]) -> Facts | None:
     try:
-        return msgspec.json.decode(frames[0], type=Facts)
+        return checked.decode(frames[0], Facts)
     except (msgspec.DecodeError, RecursionError, IndexError):
         return None
 

@@ -24,7 +24,7 @@ from potluck.fleet.sealed import KeyPair
 from potluck.sweep.helpers import Helpers
 from potluck.sweep.sharing import helping, hosts_next
 from potluck.sweep.spec import SweepWork, Trial, TrialNews, TrialResult
-from potluck.sweep.trial import TrialProcess, handed_over
+from potluck.sweep.trial import TrialProcess, handed_over, kept_files
 
 if TYPE_CHECKING:
     from distributed import Client, Future
@@ -54,6 +54,7 @@ def host_trial(work: SweepWork, trial: Trial, key: str, name: str, bind: str | N
                 raise MachineError("nobody asks for this trial any more")
             time.sleep(0.2)
         process.checkpoint_to(storage)
+        process.keep_files(storage)
         return news
     finally:
         process.close()
@@ -233,5 +234,6 @@ class DaskSweep:
             machines=tuple(self._hosted[trial.id]),
             guests=tuple(sorted(self._helped[trial.id])),
             checkpoint=str(handed_over(Path(self._work.storage) / trial.id, self._work.origin(trial)) or ""),
+            files=str(files) if (files := kept_files(Path(self._work.storage) / trial.id)).is_dir() else "",
             error=news.why,
         )

@@ -160,8 +160,12 @@ class HostTrainer:
         if not (enough := options.steps is not None and ledger.step >= options.steps):
             if self._writer is not None and loader.waits:
                 self._beginning, self._place = Beginning(self._device), loader.state(ledger.step)
-            with self._waiting if loader.waits else contextlib.nullcontext(), self._unread_is_saved():
-                samples = ledger.prepare()
+            try:
+                with self._waiting if loader.waits else contextlib.nullcontext():
+                    samples = ledger.prepare()
+            except DataError:
+                self._save_before_unread()
+                raise
             self._place = None
         self._returned += time.monotonic() - before  # a stream may have to be waited for: not the script's time
         if samples is None:
@@ -252,8 +256,11 @@ class HostTrainer:
         self._buffers, self._own_samples = Buffers(self._buffer_places), 0
         if self._writer is not None:
             self._beginning = Beginning(self._device, self._buffers)
-        with self._unread_is_saved():
+        try:
             yield from self._share(step)
+        except DataError:
+            self._save_before_unread()
+            raise
         self._update(step)
         self._returned = time.monotonic()
 
@@ -577,15 +584,10 @@ class HostTrainer:
             self._beginning.undo()
         self._abandoned = True
 
-    @contextlib.contextmanager
-    def _unread_is_saved(self) -> Iterator[None]:
+    def _save_before_unread(self) -> None:
         """Where samples cannot be read, what was trained before is saved as it is when the run is stopped."""
-        try:
-            yield
-        except DataError:
-            if self._ranks is None:
-                self._abandon()
-            raise
+        if self._ranks is None:
+            self._abandon()
 
     @contextlib.contextmanager
     def _saving(self) -> Iterator[None]:

@@ -10,6 +10,7 @@ PURE apart from its measurements, which are handed in. It knows no device and no
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from statistics import fmean
 
@@ -58,6 +59,8 @@ class Review:
     _every: int = FIRST_REVIEW
     _since: int = 0
     _since_s: float = 0.0
+    _shortest_s: float = math.inf
+    """Of the micro-batches since the last review: on a busy machine one alone says little."""
     _computed_s: float = 0.0
     _cost_s: float = 0.0
     """Seconds that reviews have taken beyond the same samples at the size in use."""
@@ -77,12 +80,13 @@ class Review:
             return
         self._since += 1
         self._since_s += seconds
+        self._shortest_s = min(self._shortest_s, seconds)
         affordable = self._cost_s <= REVIEW_PART * self._computed_s
         if self._since >= self._every and self._since_s >= REVIEW_S and affordable:
-            self._begin(most, brief=seconds < 2 * SHORT_S)
+            self._begin(most, brief=self._shortest_s < 2 * SHORT_S)
 
     def _begin(self, most: int, *, brief: bool) -> None:
-        self._since, self._since_s, self._missed = 0, 0.0, 0
+        self._since, self._since_s, self._shortest_s, self._missed = 0, 0.0, math.inf, 0
         larger, smaller = min(2 * self.now, most), self.now // 2
         sizes = [larger] if larger > self.now else []
         sizes += [smaller] if smaller and not brief else []  # nothing is gained by cutting a brief one finer

@@ -151,7 +151,7 @@ class RankTrainer:
         total = self._ranks.sum_gradients(self._trained, step.totals(), finite)
         divisor = step.divisor(total, samples)
         norm = prepare_gradients(step.number, self._trained, options, self._p.model, divisor)
-        self._step_update.make(self._ranks.agree(norm.isfinite()), buffers)
+        self._step_update.make(self._ranks.agree(torch.as_tensor(norm).isfinite()), buffers)
         step.loss = mean_of(float(total[0]), divisor)
         self._scheduling.step(step.loss)
         if compare:

@@ -133,9 +133,10 @@ class Step:
             if loss.dtype not in HOLDS_MEANS and not self._summed:
                 self._whole = None
             self._summed = True
-            # The gradient of `loss * factor`, without a product more in the graph.
-            loss.backward(torch.full_like(loss.detach(), factor / (self._whole or 1) if self.has_means else factor))
-            self._add_loss(loss.detach(), factor)
+            # The gradient of `loss * factor`, without a product more in the graph; of 1, as torch makes it itself.
+            part = factor / (self._whole or 1) if self.has_means else factor
+            loss.backward(None if part == 1 else torch.full_like(loss.detach(), part))
+            self._add_loss(loss, factor)
         # else: a mean over nothing weighs nothing, and is NaN
         current.done = True
         self._rules.after_backward(current.samples)
@@ -143,7 +144,7 @@ class Step:
     def _add_loss(self, loss: Tensor, factor: float) -> None:
         """On a GPU it stays there; where it can be read at once, a number costs less than a tensor."""
         self._mark_gradients()
-        self._loss_sum = self._loss_sum + (loss.float() if loss.device.type != "cpu" else float(loss)) * factor
+        self._loss_sum = self._loss_sum + (loss.item() if loss.is_cpu else loss.detach().float()) * factor
 
     def _weight(self, items: float | Tensor | None, samples: int) -> float | Tensor:
         """What a mean is multiplied by: the samples, or the items, which are then counted."""
@@ -211,7 +212,8 @@ class Step:
 
     def hand_out(self, samples: int) -> None:
         self._current = Current(samples)
-        self._mark_gradients()
+        if self._rules.sends or not self._marks:  # otherwise `check_done` has just seen that they still hold
+            self._mark_gradients()
 
     def _mark_gradients(self) -> None:
         """Remember which tensors the gradients are, and how often each was written to; no device waits for that."""
@@ -283,6 +285,7 @@ class Step:
 
     def reset_loss(self) -> None:
         self._loss_sum = self._items = 0.0
+        self._marks = []
 
 
 def mean_of(total: float, count: float) -> float:

@@ -55,10 +55,12 @@ class StepLoader(ABC):
             now, held = self._now, self._held
             if now is None or not self._in_step(positions[0]):
                 return None
-            rows = [position - now.first for position in positions]
+            first = now.first
             if held is None:
-                assert now.keys is not None and self._reader is not None
-                return self._reader.fetch([now.keys[row] for row in rows])
+                keys = now.keys
+                assert keys is not None and self._reader is not None
+                return self._reader.fetch([keys[position - first] for position in positions])
+            rows = [position - first for position in positions]
             if not held.sliced:
                 return held.part(rows)
         return held.part(rows)

@@ -34,7 +34,17 @@ from potluck.train.data import Loader, length, opened
 from potluck.train.optimizer_state import RngState, Stateful
 from potluck.train.packing import Collate, HeldStep, PackStep, in_words
 from potluck.train.step_loader import DataSetLoader, StepLoader
-from potluck.train.workers import Echo, Recorded, WorkerLoader, is_stream, rebuilt, shut, unwatched, worker_errors
+from potluck.train.workers import (
+    Echo,
+    Recorded,
+    WorkerLoader,
+    drawn,
+    is_stream,
+    rebuilt,
+    shut,
+    unwatched,
+    worker_errors,
+)
 
 FORESEEN = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 """Samplers that draw all random numbers of an epoch at its beginning, or from a generator of their own. Any other
@@ -92,7 +102,7 @@ class TorchLoader(StepLoader):
         self.samples = None if self._stream else length_if_any(loader.dataset)
         self.global_batch = batch_of(loader)
         self._epochs, self._note = epochs, note
-        self._recorded = Recorded(sampler)
+        self._recorded = Recorded(sampler, remembers=self._whole)
         pack = PackStep(self._collate, pinned=loader.pin_memory and torch.accelerator.is_available())
         if self._stream:
             sizes = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
@@ -166,8 +176,10 @@ class TorchLoader(StepLoader):
         return self._now
 
     def ready(self) -> None:
+        if not self._whole:
+            return
         with self._taking, self._lock:
-            if self._now is None or self._held is not None or not self._whole:
+            if self._now is None or self._held is not None:
                 return
             packed, held = self._take_packed(), self._next_held
             self._aside = self._next_held = None
@@ -243,6 +255,8 @@ class TorchLoader(StepLoader):
             return self._ahead.pop(0)
         if self._whole and self._recorded.given:
             return self._recorded.given.popleft()
+        if not self._stream and not self._whole:
+            return next(self._coming)
         try:
             with worker_errors():
                 given = next(self._coming)
@@ -276,7 +290,8 @@ class TorchLoader(StepLoader):
             each.set_epoch(epoch)
         try:
             with worker_errors():
-                self._coming = unwatched(iter(self._loader))
+                coming = unwatched(iter(self._loader))
+                self._coming = coming if self._stream or self._whole else drawn(coming)
         except TypeError as error:
             raise DataError(
                 f"the loader's sampler cannot be iterated over: {error}", hint="give a sampler with __iter__"

@@ -9,6 +9,7 @@ queues its work decides by itself, and nobody waits for it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -33,13 +34,22 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
 
     Of float16 in float32: it ends at 65,504.
     """
-    plain = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-    wide = [g.float() if g.dtype == torch.float16 else g for g in plain]
+    wide = _wide(gradients)
     if len({(g.device, g.dtype) for g in wide}) > 1:
         return nn.utils.get_total_norm(wide)
     # What torch does where all are alike, without its sorting: that took a small model two thirds of the time.
     together: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(wide)))
     return together
+
+
+def norm_number(gradients: Sequence[Tensor]) -> float:
+    """The same, read from the CPU: without tensors of one value, which take as long as the norms themselves."""
+    return math.hypot(*[norm.item() for norm in torch._foreach_norm(_wide(gradients))])
+
+
+def _wide(gradients: Sequence[Tensor]) -> list[Tensor]:
+    plain = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+    return [g.float() if g.dtype == torch.float16 else g for g in plain]
 
 
 def own_norm(trained: Sequence[nn.Parameter]) -> Tensor:
@@ -74,12 +84,13 @@ class Divisor:
 
 def prepare_gradients(
     number: int, trained: list[nn.Parameter], options: Options, model: nn.Module, divisor: float | Tensor | None
-) -> Tensor:
+) -> Tensor | float:
     """From the sum over the step's samples or items to what the optimizer takes: the mean, as the user wants it,
     clipped.
 
-    The norm that it had before it was clipped, on the device; NaN where there was nothing to sum. `divisor`: how
-    many samples or items there were; None where the gradients are means already.
+    The norm that it had before it was clipped: on the device, or a number where the gradients are on the CPU. NaN
+    where there was nothing to sum. `divisor`: how many samples or items there were; None where the gradients are
+    means already.
     """
     if isinstance(divisor, int | float) and not divisor:
         return torch.full((), torch.nan, device=trained[0].device)
@@ -94,6 +105,8 @@ def prepare_gradients(
     if options.before_update is not None:
         options.before_update(model)
         gradients = [p.grad for p in trained if p.grad is not None]
+    if options.clip_norm is None and all(g.is_cpu for g in gradients):
+        return norm_number(gradients)
     norm = total_norm(gradients)
     if options.clip_norm is not None:
         nn.utils.clip_grads_with_norm_(trained, options.clip_norm, norm)
