@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -26,7 +27,7 @@ from potluck.spec.events import Logged, to_json
 from potluck.sweep import dask, outcome, running
 from potluck.sweep.helpers import Helpers
 from potluck.sweep.running import SweepSettings, new_folder, own_storage
-from potluck.sweep.sharing import helping
+from potluck.sweep.sharing import helping, hosts_next
 from potluck.sweep.spec import (
     SweepWork,
     Trial,
@@ -278,6 +279,42 @@ def test_newcomers_go_to_the_trials_with_the_most_left() -> None:
     assert helping(["a", "b", "c"], hosts, {"t1": 50.0, "t2": None}, {}, waiting=0) == {"c": "t2"}
     assert helping(["a", "b", "c"], hosts, {"t1": 50.0}, {}, waiting=0) == {"c": "t1"}
     assert helping(["a", "b", "c"], hosts, {}, {}, waiting=0) == {}
+
+
+FRIENDS_S = {"desk": 63.0, "ann": 126.0, "ben": 252.0, "cem": 504.0}
+"""Seconds of a trial on each machine."""
+
+
+def test_a_machine_that_would_be_the_last_with_its_trial_helps_instead() -> None:
+    # After 252 s three trials wait. Without ben, desk and ann are done with them after 189 s.
+    busy_s = {"desk": 63.0, "ann": 126.0, "cem": 252.0}
+    assert not hosts_next("ben", FRIENDS_S, busy_s, waiting=2)
+    assert hosts_next("ben", FRIENDS_S, busy_s, waiting=5)
+    assert hosts_next("ann", FRIENDS_S, {"desk": 63.0, "ben": 9.0, "cem": 9.0}, waiting=2)
+
+
+def test_every_trial_is_begun_whatever_is_known_of_the_machines() -> None:
+    assert all(hosts_next("desk", FRIENDS_S, {}, waiting=n) for n in (1, 2, 12))
+    assert hosts_next("new", FRIENDS_S, {}, waiting=1)
+    assert hosts_next("cem", {"cem": 504.0}, {}, waiting=1)
+    equal = {"a": 60.0, "b": 60.0}
+    assert all(hosts_next(name, equal, {}, waiting=1) for name in equal)
+
+
+def test_a_sweep_with_sharing_leaves_the_last_trials_to_the_fast_machines(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("cryptography")
+    monkeypatch.setattr(dask.threading.Thread, "start", lambda thread: None)
+    workers = {f"tcp://{name}": {"name": name} for name in ("desk", "cem")}
+    client: Any = SimpleNamespace(scheduler_info=lambda n_workers: {"workers": workers})
+    work: Any = SimpleNamespace()
+    for share, expected in ((True, {"t2": "desk"}), (False, {"t2": "desk", "t3": "cem"})):
+        trials = [Trial(id=f"t{n}", parameters={}) for n in (2, 3)]
+        sweep = dask.DaskSweep(client, work, trials, KeyPair(), logs=tmp_path, share=share)
+        sweep._took_s |= {"desk": 63.0, "cem": 504.0}
+        sweep._place()
+        assert sweep.hosts() == expected
 
 
 class PretendGuest:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -75,7 +76,7 @@ async def _run(serving: Serving) -> None:
         try:
             for line in sys.stdin.buffer:
                 with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):  # half a line: the pipe was full
-                    loop.call_soon_threadsafe(server.hear, checked.decode(line, Pulse))
+                    server.hear(checked.decode(line, Pulse))  # without waking the loop
         finally:
             loop.call_soon_threadsafe(server.stop)
 
@@ -89,6 +90,7 @@ def main() -> None:
     with contextlib.suppress(OSError, AttributeError):
         os.nice(NICENESS)
     serving = checked.decode(sys.stdin.buffer.readline(), Serving)
+    gc.freeze()  # the garbage collector need not look at what was imported
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_run(serving))
     os._exit(0)  # connections that are still open are not waited for
