@@ -19,9 +19,9 @@ ARGS ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 # Tests mostly wait for other processes: more of them at once than there are cores. 0: one after the other. Files go
-# to the workers in their order, the slow ones (faults, lab, multiproc) before the many quick ones. Those that judge
-# time follow by themselves. Status 5: none was chosen in this part, which is an error only where both say so.
-WORKERS ?= 6
+# to the workers in their order, the slow ones (faults, lab, multiproc) before the many quick ones. When all are done,
+# one worker runs those that judge time (tests/support/workers.py).
+WORKERS ?= 8
 ONE_THREAD := OMP_NUM_THREADS="$${OMP_NUM_THREADS:-1}"  # for torch in each worker: together they fill the cores
 
 # What is installed for training, and for the tests, benchmarks and checks as well. All of it is pinned in
@@ -80,12 +80,12 @@ $(STAMP): pyproject.toml constraints.txt $(if $(SOUND),,remove-unsound-venv)
 	fi
 	$(INSTALL) setuptools
 	$(INSTALL) --no-build-isolation -e ".[$(TRAINING)]"
-	@$(COMPILE)
+	@echo "compiling the installed packages, some seconds"; $(COMPILE)
 	@echo "$(CURDIR)" > $(STAMP)
 
 $(TOOLS): $(STAMP)
 	$(INSTALL) --no-build-isolation -e ".[$(TESTING)]"
-	@$(COMPILE)
+	@echo "compiling the installed packages, some seconds"; $(COMPILE)
 	@echo "$(CURDIR)" > $(TOOLS)
 
 remove-unsound-venv:
@@ -94,28 +94,19 @@ remove-unsound-venv:
 train: $(STAMP)
 	$(BIN)/potluck train $(ARGS)
 
-# ruff and mypy. Beside them, where the tests were never compiled, one process does it: each worker would do it again.
-COMPILED := $(wildcard tests/unit/__pycache__/*-pytest-*.pyc)
-define CHECKS
-$(BIN)/ruff check .
-@echo $(BIN)/mypy; $(if $(COMPILED),,$(BIN)/python -m pytest --collect-only -q >/dev/null 2>&1 &) \
-$(BIN)/mypy; found=$$?; wait; exit $$found
-endef
-
-# The files with tests that run alone, so that the second pytest need not read all.
-ALONE := $(shell grep -rl --include='*.py' 'pytest\.mark\.alone' tests 2>/dev/null)
-
+# mypy runs beside the first tests: these leave a core free while they are collected.
 test: $(TOOLS)
-	$(CHECKS)
-	@$(ONE_THREAD) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not alone and not clusters" $(ARGS); many=$$?; \
-	$(BIN)/python -m pytest -m alone $(if $(ARGS),$(ARGS),$(ALONE)); lone=$$?; \
-	[ $$many = 0 ] || [ $$many = 5 ] || exit 1; \
-	[ $$lone = 0 ] || [ $$lone = 5 ] || exit 1; \
-	[ $$many = 0 ] || [ $$lone = 0 ] || { echo "error: ARGS chose no test" >&2; exit 1; }
+	$(BIN)/ruff check .
+	@$(BIN)/mypy & types=$$!; \
+	$(ONE_THREAD) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not clusters" $(ARGS); tests=$$?; \
+	wait $$types || { echo "error: mypy found what it says above, or says again: $(BIN)/mypy" >&2; exit 1; }; \
+	[ $$tests != 5 ] || echo "error: ARGS chose no test" >&2; \
+	exit $$tests
 
 # The inner loop: what needs no second process and no network.
 quick: $(TOOLS)
-	$(CHECKS)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
 	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 -m "not slow and not alone" $(QUICK) $(ARGS)
 
 docs: $(TOOLS)

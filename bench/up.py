@@ -39,6 +39,8 @@ from support.broken_machines import FINDINGS, HEALTHY, broken_machines  # noqa: 
 from support.two_machines import ADDRESSES, TwoMachines, environment, why_not  # noqa: E402
 
 BARE_S, SECOND_S, ORPHAN_S = 60.0, 5.0, 10.0
+NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
+"""With it every start compiles Potluck again: 0.25 s of the host's, which people do not have."""
 BATCH = 20
 """Guests of one launcher."""
 SMALL = ["gpt", "--depth", "1", "--sequence", "32", "--batch-tokens", "256", "--steps", "40"]
@@ -185,9 +187,14 @@ def _clients(servers: sshd.SshMachines) -> list[int]:
 # -- potluck up ---------------------------------------------------------------------------------------------
 
 
+def environ() -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name != NO_BYTECODE}
+    return {**kept, "PYTHONPATH": str(ROOT / "src")}
+
+
 @contextmanager
 def up(folder: Path, servers: sshd.SshMachines, *words: str) -> Iterator[subprocess.Popen[str]]:
-    env = {**os.environ, **servers.variables, "PYTHONPATH": str(ROOT / "src")}
+    env = {**environ(), **servers.variables}
     command = [sys.executable, "-m", "potluck", "up", "--bind", "127.0.0.1", *words, "--", *SMALL]
     folder.mkdir(exist_ok=True)
     process = subprocess.Popen(
@@ -293,9 +300,7 @@ def phases(folder: Path, index: str) -> dict[str, float]:
 @contextmanager
 def alone(folder: Path) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "potluck", "host", "--bind", "127.0.0.1", "--view", "plain", *SMALL]
-    process = subprocess.Popen(
-        command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, stdout=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen(command, cwd=folder, env=environ(), stdout=subprocess.PIPE, text=True)
     try:
         yield process
     finally:

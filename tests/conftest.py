@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -18,7 +19,7 @@ import pytest
 import zmq
 from hypothesis import HealthCheck, settings
 
-from support import forks
+from support import forks, workers
 from support.processes import ids_below
 
 # How long an example takes is a matter of what else the machine does. The same examples in every run: a change that
@@ -34,16 +35,31 @@ GRACE_S = 3.0
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """One process imports torch for the forks of all workers, as soon as one of them asks for a fork."""
+    """One process imports torch for the forks of all workers, as soon as one of them asks for a fork. Another one
+    imports all tests for the workers."""
     if sys.platform == "linux" and config.getoption("numprocesses", None) and forks.SHARED not in os.environ:
         folder = forks.shared_folder()
         os.environ[forks.SHARED] = str(folder)
         config.add_cleanup(functools.partial(os.environ.pop, forks.SHARED, None))
         config.add_cleanup(functools.partial(shutil.rmtree, folder, ignore_errors=True))
+        workers.prepare(config, folder)
 
 
-def pytest_collection_finish() -> None:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    folder = os.environ.get(forks.SHARED)
+    if folder is None or config.getvalue("dist") != "loadfile":
+        return None
+    return workers.scheduler(config, log, Path(folder))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    workers.alone_last(items)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Have the fake device before any test: torch must know its devices when the first backward runs."""
+    if hasattr(session.config, "workerinput") and forks.SHARED in os.environ:
+        workers.list_alone(session.items, Path(os.environ[forks.SHARED]))
     fake_device = sys.modules.get("support.fake_device")
     if fake_device is not None and fake_device.available():
         fake_device.install()

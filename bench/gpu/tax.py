@@ -25,9 +25,10 @@ from _runs import HERE, SEQUENCE, Event, Run, say
 from potluck.train.recipes.gpt import GptConfig, GptRecipe
 
 GLOBAL_BATCH, MICRO_BATCH = 1024, 64
-WARM_UP, SETTLING = 3, 30
+WARM_UP, SETTLING = 3, 50
 """Steps that are not counted: alone, and after guests came, until the host knows them and cuDNN most sizes of
-micro-batches (a new one costs a tenth of a second, once)."""
+micro-batches. A new one costs up to 0.14 s, once, and each of 64 can come as the last of a step: after 30 steps
+every second step still had one, which was three quarters of what 8 guests seemed to cost."""
 MODEL = ["--depth", "12", "--sequence", str(SEQUENCE), "--batch-tokens", str(SEQUENCE * GLOBAL_BATCH)]
 GUEST_PART = 1 / 24
 """A puppet's speed as a part of the host's."""
@@ -102,7 +103,7 @@ class Table:
     def measured(self, skip: int = WARM_UP) -> list[Event]:
         """The next steps, but for the first few."""
         first = skip + len(self._run.events("step"))
-        self._run.wait(lambda: len(self._run.events("step")) >= first + self._steps, 120.0, "steps")
+        self._run.wait(lambda: len(self._run.events("step")) >= first + self._steps, 300.0, "steps")
         return self._run.events("step")[first:]
 
     def troubles(self) -> list[str]:

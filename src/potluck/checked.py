@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar, overload
 
 import msgspec
 from msgspec import Meta
@@ -39,7 +40,38 @@ _UNITS = {
 }
 
 
+_decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
+_making = threading.RLock()
+
 # -- in -------------------------------------------------------------------------------------------------
+
+
+@overload
+def decoder(kind: type[T]) -> msgspec.json.Decoder[T]: ...
+
+
+@overload
+def decoder(kind: Any) -> msgspec.json.Decoder[Any]: ...
+
+
+def decoder(kind: Any) -> msgspec.json.Decoder[Any]:
+    """The decoder of a type: one thread makes it. msgspec 0.22 crashes where two use a class for the first time."""
+    found = _decoders.get(kind)
+    if found is None:
+        with _making:
+            found = _decoders.setdefault(kind, msgspec.json.Decoder(kind))
+    return found
+
+
+def decode(text: bytes | bytearray | memoryview | str, kind: type[T]) -> T:
+    """The data in a JSON text; msgspec's own errors where it is wrong."""
+    return decoder(kind).decode(text)
+
+
+def as_kind(value: Any, kind: type[T], *, strict: bool = True) -> T:
+    """`value` as `kind`; msgspec's own errors where it is wrong."""
+    decoder(kind)
+    return msgspec.convert(value, kind, strict=strict, dec_hook=_decoded)
 
 
 def build(kind: type[T], values: Mapping[str, Any]) -> T:
@@ -87,7 +119,7 @@ def convert(
     line. `hint` follows each hint, for example how to make the file again.
     """
     try:
-        found = msgspec.convert(value, kind, strict=strict, dec_hook=_decoded)
+        found = as_kind(value, kind, strict=strict)
     except msgspec.ValidationError as invalid:
         wrong = _explained(invalid, value, kind)
     except RecursionError:

@@ -1,4 +1,4 @@
-"""Runs on a Dask cluster: `potluck.dask.Fleet`. Needs potluck[dask]; docs/guides/dask.md is the guide.
+"""Runs on a Dask cluster: `potluck.dask.Fleet`. Needs the extra `dask`; docs/guides/dask.md is the guide.
 
     fleet = potluck.dask.Fleet(distributed.Client("tcp://desk:8786"))
     with fleet.start("my_train.py", ["--steps", "1000"]) as run:

@@ -1,4 +1,4 @@
-"""Runs on a Ray cluster: `potluck.ray.Fleet`. Needs potluck[ray]; docs/guides/ray.md is the guide.
+"""Runs on a Ray cluster: `potluck.ray.Fleet`. Needs the extra `ray`; docs/guides/ray.md is the guide.
 
 `trainable` makes a trainable of Ray Tune's from a script; docs/guides/sweeps.md is the guide.
 

@@ -198,21 +198,38 @@ def test_a_guest_whose_connection_has_the_number_of_a_stranger_who_left_is_no_st
         assert watch._spoke == {}
 
 
+def test_a_guest_heard_before_its_number_was_seen_to_pass_to_it_is_no_stranger(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The stranger is noted when the number is the guest's already: the stranger's end is not the guest's."""
+    with host_with(monkeypatch, serves=False) as host:
+        watch = host.socket._door.watch
+        watch.close()  # its thread: what it would see is told by hand
+        peers = {50: ("10.0.0.2", 2000)}
+        monkeypatch.setattr(door, "_peer", peers.get)
+        watch._note([(door.ACCEPTED, 50)])  # of a stranger who has left
+        watch.heard(50, b"guest")
+        watch._note([(door.DISCONNECTED, 50), (door.ACCEPTED, 50)])
+        assert 50 not in watch._lobby
+        assert watch._names == {50: b"guest"}  # and it can be hung up on
+        watch._note([(door.DISCONNECTED, 50)])
+        assert watch._spoke == {}
+        # Another one at that number is a stranger again.
+        peers[50] = ("10.0.0.2", 2001)
+        watch._note([(door.ACCEPTED, 50)])
+        assert 50 in watch._lobby
+
+
 @pytest.mark.alone
 def test_a_guest_that_was_crowded_out_is_not_told_for_certain_that_its_token_is_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """From the same address as the crowd it may be the oldest there; its link tries again after this error only."""
-    with host_with(monkeypatch, most=8, batch=8, serves=False) as host:
+    # More than one batch: both of the guest's connections have room, however far apart they come.
+    with host_with(monkeypatch, most=10, batch=8, serves=False) as host:
         lobby = host.socket._door.watch._lobby
-        for _ in range(8):
-            # Where a new connection has the number of one that just ended, it is sometimes taken for that one.
-            guest = GuestSocket(host.token, connect_timeout_s=10)
-            if until(lambda: len(lobby) >= 2, 3):
-                break
-            guest.close()
-            until(lambda: not len(lobby), 3)
-        assert len(lobby) >= 2
+        guest = GuestSocket(host.token, connect_timeout_s=10)
+        assert until(lambda: len(lobby) >= 2)
         with crowd_at(host, 24, "greeting"), pytest.raises(HungUpError):
             guest.handshake(5)
         guest.close()

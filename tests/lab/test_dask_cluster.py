@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.timeout(240),
     pytest.mark.slow,
     pytest.mark.skipif(permission.why_not() is not None, reason=str(permission.why_not())),
-    pytest.mark.skipif(importlib.util.find_spec("distributed") is None, reason="needs potluck[dask]"),
+    pytest.mark.skipif(importlib.util.find_spec("distributed") is None, reason="needs the extra dask"),
 ]
 
 SCRIPT = """

@@ -15,6 +15,7 @@ import torch.distributed
 from potluck.cli._app import READER_GONE, run
 from potluck.dist.config import PREFIX
 from potluck.env import DIST_VARIABLES
+from potluck.spec.ddp import from_json
 from support.processes import Processes
 
 pytestmark = [
@@ -40,17 +41,22 @@ def test_collectives_are_timed_and_checked_on_both_backends(tmp_path: Path) -> N
     assert text.count("| potluck") == 2
 
 
-def test_ddp_learns_the_same_on_both_backends(tmp_path: Path) -> None:
+def test_ddp_learns_the_same_on_both_backends_and_with_any_number_of_processes(tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
     with Processes(tmp_path) as processes:
-        arguments = ["--against", "gloo", "--processes", "2", "--depth", "1", "--sequence", "16", "--steps", "2"]
-        processes.potluck("bench", "ddp", *arguments, "--json", str(out), children=2).succeeds(deadline_s=120)
-    rows = json.loads(out.read_text())
-    assert [(row["world"], row["backend"]) for row in rows] == [(2, "potluck"), (2, "gloo")]
-    assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-5)
-    assert all(row["tokens_per_s"] > 0 for row in rows)
-    assert rows[0]["all_reduce_s"] > 0
-    assert rows[0]["computed_s"] > 0
+        arguments = ["--against", "gloo", "--processes", "1,2", "--depth", "1", "--sequence", "16", "--steps", "2"]
+        arguments += ["--global-batch", "8", "--json", str(out)]
+        processes.potluck("bench", "ddp", *arguments, children=2).succeeds(deadline_s=120)
+    rows = from_json(out.read_text(), str(out))
+    assert [(row.label, row.backend) for row in rows] == [
+        ("1 process", "none"),
+        ("2 processes", "potluck"),
+        ("2 processes", "gloo"),
+    ]
+    assert [row.loss for row in rows] == pytest.approx([rows[0].loss] * 3, rel=1e-5)
+    for row in rows[1:]:
+        assert row.all_reduce_s
+        assert row.computed_s
 
 
 def test_a_collective_that_torch_has_renamed_is_measured_without_a_warning(tmp_path: Path) -> None:
@@ -182,4 +188,4 @@ def test_a_backend_that_takes_no_tensors_of_the_cpu_is_refused(
     assert run(["bench", "collectives", "--against", "nccl"]) == 2
     told = capsys.readouterr().err
     assert "--against nccl: it does not take CPU tensors" in told
-    assert "the backends here are potluck, gloo" in told
+    assert "the backends here are potluck, gloo; or add --device cuda" in told

@@ -178,12 +178,12 @@ def test_a_person_is_asked_again_and_can_always_give_the_token(
     assert "no run was seen within 5 s" in capsys.readouterr().err
 
     def missing(what: str) -> None:
-        raise MissingModuleError("x", hint="pip install 'potluck[lan]'")
+        raise MissingModuleError("x", hint="pip install -e '.[lan]'")
 
     monkeypatch.setattr(_by_code, "need_libraries", missing)
     Person(monkeypatch, "potluck2-jkl")
     assert _by_code.asked() == "potluck2-jkl"
-    assert "pip install 'potluck[lan]'" in capsys.readouterr().err
+    assert "pip install -e '.[lan]'" in capsys.readouterr().err
 
 
 class Announced:

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-pytest.importorskip("sphinx", reason='needs pip install "potluck[docs]"')
-pytest.importorskip("furo", reason='needs pip install "potluck[docs]"')
+pytest.importorskip("sphinx", reason='needs pip install -e ".[docs]"')
+pytest.importorskip("furo", reason='needs pip install -e ".[docs]"')
 LIMIT_S = 400
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT_S + 20)]
 

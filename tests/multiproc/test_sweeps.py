@@ -161,3 +161,29 @@ def _wait(reached: Callable[[], Any], seconds: float) -> Any:
         assert time.monotonic() < deadline, "not reached"
         time.sleep(0.05)
     return found
+
+
+def test_ctrl_c_ends_a_local_dask_sweep_cleanly_and_files_of_what_ended_are_there(tmp_path: Path) -> None:
+    """A terminal sends Ctrl-C to all processes: Dask's worker must not answer with a traceback."""
+    text = SCRIPT.replace("steps=100_000)", "steps=3 if options.lr < 0.15 else 100_000)")
+    (tmp_path / "train.py").write_text(f"{text}\nopen('note.txt', 'w').write(str(options.lr))\n")
+    words = ["sweep", "train.py", "--param", "lr=0.1,0.2", "--engine", "dask", "--address", "local"]
+    command = [sys.executable, "-m", "potluck", *words, "--runs", "runs", "--", "--until", "never"]
+    environment = {**os.environ, "PYTHONPATH": SOURCE}
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, start_new_session=True, stderr=subprocess.PIPE, text=True
+    ) as sweep:
+        assert sweep.stderr is not None
+        told = []
+        for line in sweep.stderr:
+            told.append(line)
+            if line.startswith("trial-2 starts"):
+                os.killpg(sweep.pid, signal.SIGINT)
+        assert sweep.wait(60) == 130
+    said = "".join(told)
+    assert "trial-1 ended with loss" in said
+    assert "(1 of 2)" in said
+    assert said.rstrip().endswith("interrupted")
+    assert "Traceback" not in said
+    (note,) = tmp_path.glob("runs/*/checkpoints/trial-1/files/*")
+    assert (note.name, note.read_text()) == ("note.txt", "0.1")

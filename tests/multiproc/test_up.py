@@ -23,6 +23,7 @@ pytestmark = [
     pytest.mark.skipif(sshd.why_not() is not None, reason=sshd.why_not() or ""),
 ]
 
+PACED = ("--device", "paced:0.01")  # without it the run takes a core while the test waits
 SMALL = ("gpt", "--depth", "1", "--sequence", "32", "--batch-tokens", "256")
 
 
@@ -64,7 +65,8 @@ def test_a_run_with_a_flapping_guest_and_a_broken_machine_is_stopped_by_ctrl_c(
     machines.add("laptop")
     attic = machines.add("attic", authorized=False)
     with Processes(tmp_path / "up") as processes:
-        up = started(processes, machines, "laptop", "attic", "--keep-trying", "--", *SMALL, "--steps", "1000000")
+        words = ("laptop", "attic", "--keep-trying", *PACED, "--", *SMALL, "--steps", "1000000")
+        up = started(processes, machines, *words)
         up.wait_for_text(r"here +│ \* laptop .*joined", 150)
         assert "[attic]" in up.stdout()
         assert "it takes none of your keys" in up.stdout()
@@ -147,7 +149,7 @@ def test_a_host_elsewhere_that_is_killed_goes_on_with_the_command_that_is_told(
     desk = machines.add("desk")
     machines.add("laptop")
     with Processes(tmp_path / "up") as processes:
-        words = ("desk", "laptop", "--host", "desk", "--checkpoint-every", "5")
+        words = (*PACED, "desk", "laptop", "--host", "desk", "--checkpoint-every", "5")
         up = started(processes, machines, *words, "--", str(JOB), "--steps", "1000000")
         up.wait_for_text(r"desk +│ \* laptop .*joined", 150)
         up.wait_for_text(r"desk +│ \* saved", 60)

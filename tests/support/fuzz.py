@@ -11,7 +11,6 @@ import json
 import math
 import random
 import time
-import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ import numpy as np
 import torch
 
 from potluck import codec as codecs
-from potluck.codec import changes
+from potluck.codec import changes, coder
 from potluck.errors import TokenError, WireError
 from potluck.hub.parity import Reference, Sketch, judge
 from potluck.hub.tensors import from_bytes
@@ -387,10 +386,8 @@ class Streams:
             raw = self._mutator.bytes(bytes(payload.numpy()))[: payload.numel()].ljust(payload.numel(), b"\x7f")
             message = bytes(codecs.to_wire(codec, from_bytes(raw)))
         elif what < 0.4:
-            expanding = zlib.compress(
-                bytes([chance.randrange(256)]) * (codec.nbytes(count) + chance.randint(-1, 1)), 9, -15
-            )
-            message = b"\x01" + expanding
+            same = np.full(codec.nbytes(count) + chance.randint(-1, 1), chance.randrange(256), dtype=np.uint8)
+            message = b"".join((b"\x01", *coder.coded(same)))
         elif what < 0.95:
             message = message[:1] + self._mutator.bytes(message[1:])
         else:
@@ -417,7 +414,8 @@ class Changes:
         chance = self._mutator.chance
         count, message = chance.choice(self._honest)
         if chance.random() < 0.1:
-            message = zlib.compress(bytes([chance.choice((0, 1, 128, 255))]) * chance.randrange(4 * count), 9, -15)
+            same = np.full(chance.randrange(4 * count), chance.choice((0, 1, 128, 255)), dtype=np.uint8)
+            message = b"".join(coder.coded(same))
         else:
             message = self._mutator.bytes(message)
         values = torch.ones(count)

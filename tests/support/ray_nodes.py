@@ -48,7 +48,7 @@ def why_not() -> str | None:
     if sys.platform != "linux":
         return "needs Linux"
     if importlib.util.find_spec("ray") is None:
-        return "needs Ray: pip install 'potluck[ray]'"
+        return "needs Ray: pip install -e '.[ray]'"
     return None
 
 

@@ -321,5 +321,5 @@ def test_without_the_extra_one_line_says_what_to_install(monkeypatch: pytest.Mon
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "spake2" else object())
     with pytest.raises(MissingModuleError, match="--lan needs spake2") as missing:
         need_libraries("--lan")
-    assert missing.value.hint == "pip install 'potluck[lan]'"
+    assert missing.value.hint == "pip install -e '.[lan]'"
     need_libraries("--qr", "segno")

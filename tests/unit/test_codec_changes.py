@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-import zlib
 
+import numpy as np
 import pytest
 import torch
+import zstandard
 from torch import Tensor
 
-from potluck.codec import changes, get
+from potluck.codec import changes, coder, get
 from potluck.codec import to_wire as coded
 from potluck.errors import WireError
 
@@ -74,21 +75,25 @@ def test_small_changes_take_a_fraction_of_thins_bytes_and_large_ones_are_not_sen
 
 
 def stream(*parts: bytes) -> bytes:
-    made = zlib.compressobj(1, zlib.DEFLATED, -zlib.MAX_WBITS)
-    return b"".join(map(made.compress, parts)) + made.flush()
+    return b"".join(coder.coded(*(np.frombuffer(part, dtype=np.uint8) for part in parts)))
+
+
+def unsized(content: bytes) -> bytes:
+    return zstandard.ZstdCompressor(write_content_size=False).compress(content)
 
 
 @pytest.mark.parametrize(
     ("message", "words"),
     [
-        (b"", "ends before"),
+        (b"", "no bf16-changes message"),
         (b"\xff" * 20, "no bf16-changes message"),
         (stream(b"\x01"), "ends before"),
         (stream(b"\x01\x00", b"\x05", b"\x00"), "more than"),
-        (stream(b"\x00\x00") + b"\x00", "more than"),
+        (stream(b"\x00\x00") + b"\x00", "no bf16-changes message"),
         (stream(b"\x00\xff", b"\x01" * 4), "more than"),  # of 12 values, 16 bits
         (stream(b"\x01\x00", b"\x80", b"\x01"), "ends before"),  # half of a wide difference
-        (stream(b"\x00" * 8_000), "more than"),  # expands a thousandfold: stopped at its 12 values
+        (stream(b"\x00" * 8_000), "message of 8000 bytes"),  # expands beyond what 12 values can take
+        (unsized(b"\x00\x00"), "message of -1 bytes"),
         (b"\x00" * 300, "bytes for 12 values"),
     ],
 )

@@ -25,7 +25,7 @@ def test_a_missing_extra_is_one_line_with_the_command(monkeypatch: pytest.Monkey
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingModuleError) as caught:
         RayFleet()
-    assert caught.value.hint == "pip install 'potluck[ray]'"
+    assert caught.value.hint == "pip install -e '.[ray]'"
     assert "\n" not in str(caught.value.what)
 
 

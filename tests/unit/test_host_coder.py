@@ -14,7 +14,7 @@ from torch import Tensor
 from potluck.codec import Codecs, changes, from_wire, get, to_wire
 from potluck.codec.names import BF16_CHANGES, DOWN_THIN
 from potluck.hub import host_coder
-from potluck.hub.actions import Decode
+from potluck.hub.actions import Decode, ReadPiece
 from potluck.hub.feed import NOTHING, Item, TensorPart
 from potluck.hub.guest import Work
 from potluck.hub.host_coder import Failed
@@ -231,6 +231,11 @@ def decode(pair: Pair, lease: int, pieces: dict[int, Any], codec: str = "") -> s
     return done.why_not
 
 
+def read_ahead(pair: Pair, lease: int, pieces: dict[int, Any]) -> None:
+    for index, payload in pieces.items():
+        pair.coder.read(ReadPiece(guest="guest", lease=lease, index=index, payload=payload))
+
+
 def summed(pair: Pair) -> Tensor:
     pair.coder.collect()
     return torch.cat([p.grad.reshape(-1).float().cpu() for p in pair.tensors.trained if p.grad is not None])
@@ -268,12 +273,25 @@ def test_a_host_with_cores_to_spare_reads_pieces_side_by_side(monkeypatch: pytes
     with Pair("thin").running() as pair:
         given = gradients(pair, 1)
         pieces = contribute(pair, 1, given)  # type: ignore[arg-type]
+        read_ahead(pair, 7, {0: b"of a lease that was taken back"})
+        read_ahead(pair, 1, pieces)
         assert decode(pair, 1, pieces) is None
         expected = torch.cat([g.reshape(-1) for g in given])
         assert (summed(pair) - expected).abs().amax() <= TOLERANCE["thin"]
+        read_ahead(pair, 2, {**pieces, 0: b""})
         assert decode(pair, 2, {**pieces, 0: b""}) is not None, "of a faulty contribution nothing counts"
     assert threads
     assert threads <= {f"potluck-coder_{n}" for n in range(4)}
+
+
+def test_a_piece_that_was_replaced_after_it_was_read_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_coder, "usable_cores", lambda: 16)
+    with Pair("thin").running() as pair:
+        old, new = (contribute(pair, 1, gradients(pair, seed)) for seed in (1, 2))  # type: ignore[arg-type]
+        read_ahead(pair, 1, old)
+        assert decode(pair, 1, new) is None
+        expected = torch.cat([g.reshape(-1) for g in gradients(pair, 2)])
+        assert (summed(pair) - expected).abs().amax() <= 2 * TOLERANCE["thin"]
 
 
 def test_messages_that_are_made_side_by_side_are_sent_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:

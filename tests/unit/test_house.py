@@ -244,6 +244,17 @@ def test_no_pickle_and_nothing_evaluated() -> None:
     assert_none(forbidden)
 
 
+def test_one_module_makes_decoders() -> None:
+    """Two threads that use a class of msgspec's for the first time crash Python. `checked` has a lock for it."""
+    made = re.compile(r"msgspec\.(?:convert\(|json\.Decoder\(|\w+\.decode\(.*\btype=)")
+
+    def making(path: Path) -> list[str]:
+        lines = enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        return [f"{path}:{number} {line.strip()}" for number, line in lines if made.search(line)]
+
+    assert_none(making, [path for path in FILES if path != SOURCE / "checked.py"])
+
+
 def test_files_functions_and_parameters_stay_small() -> None:
     """Something beyond these has usually two jobs. The functions that users call write out all their keywords."""
 

@@ -364,4 +364,4 @@ def test_without_matplotlib(
     monkeypatch.setattr(builtins, "__import__", no_matplotlib)
     with pytest.raises(UserError, match="matplotlib") as caught:
         lab_plots.write(tmp_path, *pair)
-    assert "potluck[plots]" in caught.value.hint
+    assert ".[plots]" in caught.value.hint

@@ -157,7 +157,7 @@ def test_tensorboard_reads_the_run_and_its_resumption(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
 def test_the_other_libraries_read_the_run_too(tmp_path: Path, name: str) -> None:
     if importlib.util.find_spec(name) is None:
-        pytest.skip(f"{name} is not installed: pip install 'potluck[{name}]'")
+        pytest.skip(f"{name} is not installed: pip install -e '.[{name}]'")
     with Processes(tmp_path / "out") as processes:
         job = processes.python(str(JOB), name, str(tmp_path / "a run"))
         out = json.loads(job.succeeds(deadline_s=100))
@@ -182,10 +182,10 @@ def test_a_missing_library_is_an_error_before_the_run_starts(
     monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
     with pytest.raises(MissingModuleError, match="--log wandb") as caught:
         potluck.start(host=True, log=("tensorboard", "wandb"), script=JOB, runs=tmp_path / "runs", view="quiet")
-    assert caught.value.hint == "pip install 'potluck[wandb]'"
+    assert caught.value.hint == "pip install -e '.[wandb]'"
     with pytest.raises(SystemExit, match="2"):
         main(["train", "--log", "wandb", "--runs", str(tmp_path / "runs")])
-    assert "pip install 'potluck[wandb]'" in capsys.readouterr().err
+    assert "pip install -e '.[wandb]'" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
 
 

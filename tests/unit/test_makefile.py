@@ -15,14 +15,6 @@ from support import pins
 
 ROOT = Path(__file__).resolve().parents[2]
 
-PYTHON = """#!/bin/sh
-case "$*" in
-  *"-m alone"*) exit {alone} ;;
-  *"not alone"*) exit {many} ;;
-esac
-"""
-
-
 def script(file: Path, text: str) -> None:
     file.write_text(text)
     file.chmod(0o755)
@@ -68,21 +60,26 @@ def test_training_installs_no_tools_and_tests_add_them(
 
 @needs_make
 @pytest.mark.parametrize(
-    ("many", "alone", "good"),
-    [(0, 0, True), (0, 5, True), (5, 0, True), (5, 5, False), (1, 0, False), (0, 1, False)],
+    ("ruff", "mypy", "tests", "said"),
+    [
+        (0, 0, 0, ""),
+        (1, 0, 0, ""),
+        (0, 1, 0, "mypy found"),
+        (0, 0, 1, ""),
+        (0, 1, 1, "mypy found"),
+        (0, 0, 5, "chose no test"),
+    ],
 )
-def test_no_chosen_test_is_an_error_unless_the_other_part_had_some(
-    many: int, alone: int, good: bool, tmp_path: Path
-) -> None:
+def test_any_part_that_fails_fails_make_test(ruff: int, mypy: int, tests: int, said: str, tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
-    for name in ("ruff", "mypy"):
-        script(tmp_path / "bin" / name, "#!/bin/sh\n")
-    script(tmp_path / "bin" / "python", PYTHON.format(many=many, alone=alone))
+    script(tmp_path / "bin" / "ruff", f"#!/bin/sh\nexit {ruff}\n")
+    script(tmp_path / "bin" / "mypy", f"#!/bin/sh\nsleep 0.1\nexit {mypy}\n")
+    script(tmp_path / "bin" / "python", f'#!/bin/sh\ncase "$*" in *" pytest "*) exit {tests};; esac\n')
     for name in ("stamp", "tools"):
         (tmp_path / name).touch()
     done = make(tmp_path, "test", "BIN=bin", "STAMP=stamp", "TOOLS=tools", "SOUND=yes")
-    assert (done.returncode == 0) == good, done.stdout + done.stderr
-    assert ("chose no test" in done.stderr) == (many == alone == 5)
+    assert (done.returncode == 0) == (ruff == mypy == tests == 0), done.stdout + done.stderr
+    assert said in done.stderr
 
 
 @pytest.mark.skipif(os.name != "posix" or shutil.which("bash") is None, reason="a script of bash")

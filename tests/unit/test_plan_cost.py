@@ -156,7 +156,7 @@ class TestCosts:
         out = capsys.readouterr().out
         assert "\nown electricity  solo" in out
         assert "\nH100 rented " in out
-        assert "RTX 4070: 200 W (the maker's data sheet, the card alone)" in out
+        assert "RTX 4070: 200 W (club386.com, the card alone)" in out
         assert max(map(len, out.splitlines())) <= 80
         assert _app.run([*words, "--json"]) == 0
         assert [row["what"] for row in json.loads(capsys.readouterr().out)["costs"]] == [

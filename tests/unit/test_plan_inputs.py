@@ -8,7 +8,7 @@ import pytest
 
 from potluck.checked import convert
 from potluck.errors import ConfigError, UserError
-from potluck.plan import devices, inputs, links, models
+from potluck.plan import devices, inputs, links, models, sources
 from potluck.spec.measured import Measured
 
 GPT2 = models.find("gpt2-124m")
@@ -32,10 +32,20 @@ def test_devices_by_name(name: str) -> None:
 def test_the_effective_speed_is_peak_times_utilisation_and_says_so() -> None:
     card = devices.find("RTX 4070")
     assert card.flops_per_s() == pytest.approx(58.3e12 * 0.5)
-    assert card.about() == "RTX 4070: 58.3 TFLOP/s bf16 (the maker's data sheet) × 0.5 assumed, not measured"
+    assert card.about() == "RTX 4070: 58.3 TFLOP/s bf16 (club386.com) × 0.5 assumed, not measured"
     chip = devices.find("M4 Max")
     assert chip.flops_per_s("bf16") == chip.flops_per_s("fp32")  # it has no faster format
     assert "derived" in chip.about()
+
+
+def test_each_figure_has_a_page_or_is_called_what_it_is() -> None:
+    assert {*sources.PEAKS, *sources.WATTS} <= set(devices.DEVICES)
+    for sheet in devices.DEVICES.values():
+        read = sources.site(sheet.page)
+        assert sheet.source == read if read else sheet.source in (devices.ESTIMATE, devices.DERIVED), sheet.name
+        assert sheet.watts_source.split(", ")[0] == (sources.site(sheet.watts_page) or devices.ESTIMATE)
+    assert devices.find("GTX 1080 Ti").source == devices.ESTIMATE
+    assert devices.find("M2 Ultra").watts_source == "support.apple.com, at the wall"
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -26,7 +27,7 @@ from potluck.spec.events import Logged, to_json
 from potluck.sweep import dask, outcome, running
 from potluck.sweep.helpers import Helpers
 from potluck.sweep.running import SweepSettings, new_folder, own_storage
-from potluck.sweep.sharing import helping
+from potluck.sweep.sharing import helping, hosts_next
 from potluck.sweep.spec import (
     SweepWork,
     Trial,
@@ -37,7 +38,7 @@ from potluck.sweep.spec import (
     parse_parameters,
     trials_of,
 )
-from potluck.sweep.trial import TrialProcess, hand_over, handed_over
+from potluck.sweep.trial import TrialProcess, hand_over, handed_over, keep_files
 from potluck.sweep.tune import TrialWatch, machine_shape
 from support import sample_events
 from support.processes import SOURCE
@@ -154,6 +155,21 @@ def test_a_switch_gets_no_value(source: str) -> None:
     assert [switched.words(trial) for trial in trials] == [["--amp"], ["--no-amp"]]
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        'p.add_argument("-a", "--amp", action="store_true", help="in bf16")',
+        "p.add_argument('--amp', default=True, action = 'store_false')",
+        '@click.option("--amp", is_flag=True)',
+    ],
+)
+def test_a_flag_is_given_or_left_out(source: str) -> None:
+    more = 'p.add_argument("--lr", type=float)\np.add_argument("--name", action="store")'
+    flagged = SweepWork(names=("t.py",), contents=(f"{more}\n{source}\n{more}".encode(),), storage="", public=b"")
+    trials = trials_of(parse_parameters(["amp=true,false", "name=true"]), None)
+    assert [flagged.words(trial) for trial in trials] == [["--amp", "--name=true"], ["--name=true"]]
+
+
 def result(trial: str, **more: object) -> TrialResult:
     given = {"parameters": {"lr": 0.1}, "metrics": {}, "steps": 5, "seconds": 61.0, "machines": ("desk",)} | more
     return TrialResult(trial=trial, **given)  # type: ignore[arg-type]
@@ -232,7 +248,7 @@ def test_a_missing_engine_is_one_line_with_the_command(
         obj=Settings(),
     )
     assert isinstance(done.exception, MissingModuleError)
-    assert "pip install 'potluck[" in str(done.exception.hint)
+    assert "pip install -e '.[" in str(done.exception.hint)
     assert list(tmp_path.iterdir()) == [tmp_path / "t.py"]
 
 
@@ -263,6 +279,42 @@ def test_newcomers_go_to_the_trials_with_the_most_left() -> None:
     assert helping(["a", "b", "c"], hosts, {"t1": 50.0, "t2": None}, {}, waiting=0) == {"c": "t2"}
     assert helping(["a", "b", "c"], hosts, {"t1": 50.0}, {}, waiting=0) == {"c": "t1"}
     assert helping(["a", "b", "c"], hosts, {}, {}, waiting=0) == {}
+
+
+FRIENDS_S = {"desk": 63.0, "ann": 126.0, "ben": 252.0, "cem": 504.0}
+"""Seconds of a trial on each machine."""
+
+
+def test_a_machine_that_would_be_the_last_with_its_trial_helps_instead() -> None:
+    # After 252 s three trials wait. Without ben, desk and ann are done with them after 189 s.
+    busy_s = {"desk": 63.0, "ann": 126.0, "cem": 252.0}
+    assert not hosts_next("ben", FRIENDS_S, busy_s, waiting=2)
+    assert hosts_next("ben", FRIENDS_S, busy_s, waiting=5)
+    assert hosts_next("ann", FRIENDS_S, {"desk": 63.0, "ben": 9.0, "cem": 9.0}, waiting=2)
+
+
+def test_every_trial_is_begun_whatever_is_known_of_the_machines() -> None:
+    assert all(hosts_next("desk", FRIENDS_S, {}, waiting=n) for n in (1, 2, 12))
+    assert hosts_next("new", FRIENDS_S, {}, waiting=1)
+    assert hosts_next("cem", {"cem": 504.0}, {}, waiting=1)
+    equal = {"a": 60.0, "b": 60.0}
+    assert all(hosts_next(name, equal, {}, waiting=1) for name in equal)
+
+
+def test_a_sweep_with_sharing_leaves_the_last_trials_to_the_fast_machines(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("cryptography")
+    monkeypatch.setattr(dask.threading.Thread, "start", lambda thread: None)
+    workers = {f"tcp://{name}": {"name": name} for name in ("desk", "cem")}
+    client: Any = SimpleNamespace(scheduler_info=lambda n_workers: {"workers": workers})
+    work: Any = SimpleNamespace()
+    for share, expected in ((True, {"t2": "desk"}), (False, {"t2": "desk", "t3": "cem"})):
+        trials = [Trial(id=f"t{n}", parameters={}) for n in (2, 3)]
+        sweep = dask.DaskSweep(client, work, trials, KeyPair(), logs=tmp_path, share=share)
+        sweep._took_s |= {"desk": 63.0, "cem": 504.0}
+        sweep._place()
+        assert sweep.hosts() == expected
 
 
 class PretendGuest:
@@ -367,6 +419,19 @@ def test_an_idle_node_helps_what_tune_tells_of_and_goes_back(tmp_path: Path) -> 
     assert len(fleet.started) == 1
 
 
+def test_each_trial_of_tune_that_ends_is_told_of_at_once(tmp_path: Path) -> None:
+    keys, told = KeyPair(), list[str]()
+    watch = TrialWatch(PretendNodes(), keys, tmp_path, told.append, share=False, names=["trial-1", "trial-2"])  # type: ignore[arg-type]
+    try:
+        watch.result("b", news(keys, step=5, metrics={"loss": 0.25}))
+        watch.ended("b", 1)
+        watch.result("a", news(keys, step=1, why="ended with status 1"))
+        watch.ended("a", 0)
+    finally:
+        watch.close()
+    assert told == ["trial-2 ended with loss 0.25 (1 of 2)", "trial-1 failed (2 of 2)"]
+
+
 def test_one_trial_a_node() -> None:
     told: list[str] = []
 
@@ -468,6 +533,16 @@ def test_what_is_handed_over_is_whole_new_and_without_secrets(tmp_path: Path) ->
     assert len(list(storage.iterdir())) == 1
 
 
+def test_files_that_a_script_wrote_are_kept_and_those_that_were_sent_are_not(tmp_path: Path) -> None:
+    folder, storage = tmp_path / "script", tmp_path / "trial-1"
+    for name in ("t.py", "lib/m.py", "lib/__pycache__/m.pyc", "best.pt", "plots/loss.png"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    keep_files(folder, ("t.py", "lib/m.py"), storage)
+    kept = {path.relative_to(storage).as_posix() for path in storage.rglob("*") if path.is_file()}
+    assert kept == {"files/best.pt", "files/plots/loss.png"}
+
+
 def test_a_trial_never_resumes_from_another_sweeps_checkpoint(tmp_path: Path) -> None:
     run, storage = tmp_path / "run", tmp_path / "trial-1"
     run.mkdir()
@@ -495,6 +570,7 @@ def test_a_dask_trial_starts_anew_beside_a_foreign_checkpoint(
             return TrialNews(status=0)
 
         def checkpoint_to(self, storage: Path) -> None: ...
+        def keep_files(self, storage: Path) -> None: ...
         def close(self) -> None: ...
 
     monkeypatch.setattr(dask, "TrialProcess", Ended)

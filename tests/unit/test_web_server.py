@@ -269,7 +269,7 @@ def test_the_port_of_somebody_else_is_an_error_that_says_so(folder: Path) -> Non
 def test_a_reader_that_does_not_read_is_dropped_and_others_are_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in (("POLL_S", 0.005), ("UPDATE_S", 0.005), ("REQUEST_S", 0.3)):
+    for name, value in (("UPDATE_S", 0.005), ("REQUEST_S", 0.3)):
         monkeypatch.setattr(server, name, value)
     folder = sample.write(tmp_path, [sample.run_start()])
     path = folder / "events.jsonl"

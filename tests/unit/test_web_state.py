@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from potluck.balance import leases
 from potluck.lab import rigs
 from potluck.report.lab_table import cells_of
 from potluck.report.rows import lab_row, run_row
@@ -152,6 +153,22 @@ def test_what_would_help_is_the_plan_of_what_was_measured() -> None:
     assert not any("changes the training" in text for text in texts[:1])
     # A factor would be another one than the page's speed-up: the plan's is against its own prediction.
     assert not any("×" in text for text in texts)
+
+
+def test_what_would_help_is_found_with_little_computing(monkeypatch: pytest.MonkeyPatch) -> None:
+    solve, solved = leases._step_s, 0
+
+    def counted(*given: Any) -> float:
+        nonlocal solved
+        solved += 1
+        return solve(*given)
+
+    monkeypatch.setattr(leases, "_step_s", counted)
+    guests = [sample.machine(f"g{n}", 2, rate=8.0, link_bytes_per_s=5e7 if n else 2e6) for n in range(8)]
+    start = msgspec.structs.replace(sample.run_start(), codec="auto", trained_parameters=10**6, global_batch=96)
+    texts = state_of([start, sample.step(1, machines=[sample.host(80), *guests])]).page().advice or ()
+    assert texts
+    assert 0 < solved < 80  # each takes the serving process 0.1 ms and more
 
 
 def test_a_guests_own_page() -> None:

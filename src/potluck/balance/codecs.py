@@ -20,8 +20,8 @@ from potluck.units import percent_text, seconds_text
 AUTO, INT4, THIN = "auto", "int4", "thin"
 THIN_PART = codec_bytes(THIN) / codec_bytes(INT4)
 """thin's bytes ÷ int4's, the mean of both ways: 0.50 (2.19 and 1.90 bits of 4.13; `bench/gpu/thin_loss.py`)."""
-CODING_S_PER_PARAMETER = 4 / 421e6
-"""A gradient in thin, coded with feedback at 421 MB of float32 a second (`bench/codec.py`, pieces of 1 Mi values).
+CODING_S_PER_PARAMETER = 4 / 1612e6
+"""A gradient in thin, coded with feedback at 1,612 MB of float32 a second (`bench/codec.py`, pieces of 1 Mi).
 The other end decodes three times as fast, beside it."""
 
 LOSS_OF_ONE_PERCENT = 0.0046

@@ -29,7 +29,7 @@ and no micro-batch is cut to a single sample.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 HALVINGS = 100
@@ -97,21 +97,32 @@ class Speed:
 
     def quota(self, step_s: float) -> float:
         """The largest (real) number of samples that can be delivered within a step of this duration."""
-        left_s, way_s, sample_s = step_s - self.overhead_s, self.transfer_s, self.sample_s
-        if left_s < 2 * way_s:
-            return 0.0  # a single sample would take this long, however fast it is computed
+        return self.quota_by_step()(step_s)
+
+    def quota_by_step(self) -> Callable[[float], float]:
+        """`quota` as a function. What does not depend on the step is computed once: a search calls it 40 times."""
+        overhead_s, way_s, sample_s, most = self.overhead_s, self.transfer_s, self.sample_s, self.most
         first, last = self.first, self.last
-        # As many as hide what can be hidden, or more: what is not hidden is the same for every count.
+        down_s = max(0.0, way_s - first * sample_s / 3)
         up_s = max(0.0, way_s - 2 * last * sample_s / 3)
-        long = (left_s - up_s - max(0.0, way_s - first * sample_s / 3)) / sample_s
-        if long >= first + last:
-            return long
-        # Two micro-batches: the last hides what it can, each sample of the first hides a third of itself.
-        two = min(left_s - up_s, 1.5 * (left_s - up_s - way_s - last * sample_s / 3)) / sample_s
-        if two >= self.most + 1:
-            return two
-        # One: bound by its own length, or by the way in and its backward.
-        return min(min(left_s, 1.5 * (left_s - way_s)) / sample_s, self.most)
+        backward_s, both = last * sample_s / 3, first + last
+
+        def quota(step_s: float) -> float:
+            left_s = step_s - overhead_s
+            if left_s < 2 * way_s:
+                return 0.0  # a single sample would take this long, however fast it is computed
+            # As many as hide what can be hidden, or more: what is not hidden is the same for every count.
+            long = (left_s - up_s - down_s) / sample_s
+            if long >= both:
+                return long
+            # Two micro-batches: the last hides what it can, each sample of the first hides a third of itself.
+            two = min(left_s - up_s, 1.5 * (left_s - up_s - way_s - backward_s)) / sample_s
+            if two >= most + 1:
+                return two
+            # One: bound by its own length, or by the way in and its backward.
+            return min(min(left_s, 1.5 * (left_s - way_s)) / sample_s, most)
+
+        return quota
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,9 +163,10 @@ def _step_s(batch: int, host_rate: float, guests: Sequence[Speed]) -> float:
             return step_s
     # The host alone, or any guest alone, would be done by then.
     least_s, most_s = 0.0, min([batch / host_rate, *(2 * s.lease_s(batch) for s in guests)])
+    quotas_by_step = [s.quota_by_step() for s in guests]
     for _ in range(HALVINGS):
         step_s = (least_s + most_s) / 2
-        if host_rate * step_s + sum(s.quota(step_s) for s in guests) < batch:
+        if host_rate * step_s + sum([quota(step_s) for quota in quotas_by_step]) < batch:
             least_s = step_s
         else:
             most_s = step_s
@@ -178,13 +190,18 @@ def quotas(batch: int, host_rate: float, guests: Mapping[str, Speed], host_keeps
         return max([host_s, *(guests[name].lease_s(count) for name, count in trial.items())])
 
     best = span(shares)
-    while shares and sum(shares.values()) < batch - host_keeps:
+    dealt = sum(shares.values())
+    longest_s = max((guests[name].lease_s(count) for name, count in shares.items()), default=0.0)
+    with_one_more_s = {name: guests[name].lease_s(count + 1) for name, count in shares.items()}
+    while shares and dealt < batch - host_keeps:
         # The next sample goes to whoever would be done with it first: then no other order ends sooner.
-        name = min(shares, key=lambda n: guests[n].lease_s(shares[n] + 1))
-        trial = {**shares, name: shares[name] + 1}
-        if span(trial) >= best:
+        name = min(with_one_more_s, key=with_one_more_s.__getitem__)
+        longest_s = max(longest_s, with_one_more_s[name])
+        now = max((batch - dealt - 1) / host_rate, longest_s)
+        if now >= best:
             break
-        shares, best = trial, span(trial)
+        shares[name], dealt, best = shares[name] + 1, dealt + 1, now
+        with_one_more_s[name] = guests[name].lease_s(shares[name] + 1)
     # On a thin link a guest needs as long for a few samples as for many: it gets no more than make a difference.
     if shares and math.isfinite(best):
         name = max(shares, key=lambda n: guests[n].lease_s(shares[n]))

@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from potluck import checked
 from potluck.errors import MachineError
 from potluck.fleet.bootstrap import FleetNeeds
 from potluck.fleet.hostfiles import FleetFile, NamedMachine
@@ -39,10 +40,6 @@ ANSWER_S = 180.0
 LISTEN_S = 600
 ENOUGH_STEPS, ENOUGH_S = 8, 6.0
 """Steps of the script, and seconds of them, after which its speed is known."""
-
-
-# Made here: msgspec 0.22 crashes if two threads decode a class for the first time together.
-_DIAGNOSIS, _PROBED = msgspec.json.Decoder(Diagnosis), msgspec.json.Decoder(Probed)
 
 
 class _TriedWork(Struct, frozen=True, kw_only=True):
@@ -116,7 +113,7 @@ class _Checking:
         def one_by_one(names: list[str]) -> None:
             for name in names:
                 with self._told(name):
-                    diagnosis = _DIAGNOSIS.decode(self._answer(name, ["doctor", "--json"]))
+                    diagnosis = checked.decode(self._answer(name, ["doctor", "--json"]), Diagnosis)
                     self.findings += [replace(finding, machine=name) for finding in diagnosis.findings]
                     machine = self._fleet.machine(name)
                     given = {
@@ -126,7 +123,7 @@ class _Checking:
                     }
                     words = ["probe", "--json", "--seconds", str(PROBE_S), "--name", name]
                     words += [word for key, value in given.items() if value for word in (f"--{key}", str(value))]
-                    probed = _PROBED.decode(self._answer(name, words))
+                    probed = checked.decode(self._answer(name, words), Probed)
                     self.measured[name] = replace(probed.measured[0], host=name == self._host)
 
         with ThreadPoolExecutor(max(1, len(boxes)), thread_name_prefix="potluck-measure") as pool:
@@ -152,7 +149,7 @@ class _Checking:
                     if not text:
                         self.findings.append(self._no_way(name, _tail(self._folder / f"{name}-probe.log")))
                         continue
-                    link = _PROBED.decode(text).link
+                    link = checked.decode(text, Probed).link
                     if link is not None and link.idle is not None:
                         self.measured[name] = replace(
                             self.measured[name],

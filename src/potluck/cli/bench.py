@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.distributed_c10d import Store
 
+    from potluck.device.base import Device
+
 VERBS: dict[str, Verb] = {
     "collectives": Verb(
         "potluck.cli.bench:collectives", "Time a collective over many sizes and check every result."
@@ -46,6 +48,7 @@ class BackendFlags(TypedDict):
 
     backend: str
     against: str | None
+    device: str
     parent: int | None
     json_file: str | None
 
@@ -60,6 +63,14 @@ class CollectiveFlags(BackendFlags):
     tolerance: float
 
 
+device_option = click.option(
+    "--device",
+    default="cpu",
+    show_default=True,
+    help="Where the tensors are: cpu, cuda (a GPU for each rank), cuda:0.",
+)
+
+
 @click.group(cls=LazyGroup, verbs=VERBS)
 def bench() -> None:
     """Measure Potluck's torch.distributed backend against other backends.
@@ -69,6 +80,7 @@ def bench() -> None:
       potluck bench collectives --against gloo          both backends in turn, on this machine
       torchrun --nproc-per-node 4 -m potluck bench collectives
       potluck bench ddp                                 tokens/s of a small GPT
+      potluck bench collectives --device cuda --backend nccl    between the GPUs of this machine
     """
 
 
@@ -99,6 +111,7 @@ def bench() -> None:
     show_default=True,
     help="Type of the tensors.",
 )
+@device_option
 @click.option(
     "--repeats", type=click.IntRange(1), help="Repetitions of each size (default: 5 to 200, fewer for large sizes)."
 )
@@ -134,21 +147,25 @@ def collectives(**flags: Unpack[CollectiveFlags]) -> None:
     from potluck.spec.collectives import parse_sizes
 
     wanted, json_file = parse_sizes(flags["sizes"]), flags["json_file"]
-    check_backends(flags)
+    check_backends(flags["backend"], flags["against"], flags["device"])
     check_settings(flags, flags["processes"])
     writable(json_file)
+    names = list(dict.fromkeys(name for name in (flags["backend"], flags["against"]) if name))
     if not is_rank():
-        passed = given(flags, ("backend", "against", "sizes", "op", "dtype", "repeats", "tolerance"))
+        check_device(flags["device"], flags["processes"], names)
+        passed = given(flags, ("backend", "against", "device", "sizes", "op", "dtype", "repeats", "tolerance"))
         own = [word for name, value in passed.items() for word in (f"--{name}", str(value))]
         own += ["--json", json_file] if json_file else []
         start_ranks(["collectives", *own], flags["processes"], flags["threads"])
         return
-    names = list(dict.fromkeys(name for name in (flags["backend"], flags["against"]) if name))
-    with joined(names, flags["parent"]) as (groups, store):
-        _measure(groups, store, wanted, flags)
+    device = rank_device(flags["device"])
+    with joined(names, flags["parent"], device) as (groups, store):
+        _measure(groups, store, wanted, flags, device)
 
 
-def _measure(groups: dict[str, ProcessGroup], store: Store, sizes: list[int], flags: CollectiveFlags) -> None:
+def _measure(
+    groups: dict[str, ProcessGroup], store: Store, sizes: list[int], flags: CollectiveFlags, device: Device
+) -> None:
     import torch
     import torch.distributed as dist
 
@@ -165,8 +182,12 @@ def _measure(groups: dict[str, ProcessGroup], store: Store, sizes: list[int], fl
         if speaks:
             click.echo(fitted(line, sys.stdout))
 
-    rate, kind = link.slowest(store, dist.get_rank(), dist.get_world_size())
-    say(f"# {op}, {dist.get_world_size()} ranks; link: {kind}, {(rate or 0) / 1e9:.2f} GB/s measured")
+    found = link.slowest(store, dist.get_rank(), dist.get_world_size())
+    rates = [found.bytes_per_s_of(name) for name in groups]
+    rate = None if None in rates else found.bytes_per_s
+    known = f"{found.kind}, {rate / 1e9:.2f} GB/s measured" if rate else "not measured"
+    on = "" if device.kind == "cpu" else f" on {device.label}"
+    say(f"# {op}, {dist.get_world_size()} ranks{on}; link: {known}")
     for line in table.header():
         say(line)
     rows = []
@@ -178,6 +199,7 @@ def _measure(groups: dict[str, ProcessGroup], store: Store, sizes: list[int], fl
         repeats=flags["repeats"],
         tolerance=flags["tolerance"],
         link_bytes_per_s=rate,
+        device=device,
     ):
         rows.append(row)
         say(table.line(row))
@@ -194,23 +216,27 @@ def _measure(groups: dict[str, ProcessGroup], store: Store, sizes: list[int], fl
 # -- backends -------------------------------------------------------------------------------------------
 
 
-def check_backends(flags: BackendFlags) -> None:
+def check_backends(backend: str, against: str | None, device: str) -> None:
     """Refuse an unknown --backend or --against once, before any rank is started."""
-    named = {"backend": flags["backend"], "against": flags["against"] or "potluck"}
+    named = {"backend": backend, "against": against or "potluck"}
+    kind = device.partition(":")[0].strip().lower()
     if set(named.values()) <= {"potluck"}:
         return  # what is always there needs no torch to be imported in this process
     import torch.distributed as dist
 
     known = dist.Backend.backend_list
-    here = [name for name in known if name not in _OF_TORCH_ITSELF and not _unfit(name)]
+    here = [name for name in known if name not in _OF_TORCH_ITSELF and not _unfit(name, kind)]
     here.sort(key=lambda name: name != "potluck")
     for flag, name in named.items():
         lower = name.lower()
-        what = _unfit(lower) if lower in known else f"torch.distributed knows no backend {name!r}"
+        what = _unfit(lower, kind) if lower in known else f"torch.distributed knows no backend {name!r}"
         if what:
             near = difflib.get_close_matches(lower, here, n=1)
             meant = f"did you mean {near[0]}? " if near else ""
-            raise UserError(f"--{flag} {name}: {what}", hint=f"{meant}the backends here are {', '.join(here)}")
+            hint = f"{meant}the backends here are {', '.join(here)}"
+            if kind == "cpu" and lower in known and not _unfit(lower, "cuda"):
+                hint += "; or add --device cuda"
+            raise UserError(f"--{flag} {name}: {what}", hint=hint)
 
 
 def check_settings(flags: BackendFlags, processes: int) -> None:
@@ -226,15 +252,42 @@ def check_settings(flags: BackendFlags, processes: int) -> None:
     resolve(None, os.environ, gather(processes - 1, processes, "127.0.0.1"))
 
 
-def _unfit(name: str) -> str:
-    """Why a backend known to torch cannot be measured here; empty if it can."""
+def _unfit(name: str, kind: str) -> str:
+    """Why a backend known to torch cannot be measured here with tensors on such a device; empty if it can."""
     import torch.distributed as dist
 
     if not dist.is_backend_available(name):
         return "the installed torch was built without it"
-    if "cpu" not in dist.Backend.backend_capability.get(name, ["cpu"]):
-        return "it does not take CPU tensors, which are what is measured"
+    if kind not in dist.Backend.backend_capability.get(name, [kind]):
+        return f"it does not take {kind.upper()} tensors, which are what is measured"
     return "" if name != "undefined" else "it is not a backend"
+
+
+# -- devices --------------------------------------------------------------------------------------------
+
+
+def check_device(name: str, processes: int, backends: list[str]) -> None:
+    """Refuse a --device that this machine does not have for so many ranks once, before any rank is started."""
+    kind = name.partition(":")[0].strip().lower()
+    if kind not in ("cpu", "cuda", "mps"):
+        raise UserError(f"--device {name}: there is no such device to measure", hint="cpu, cuda or cuda:0")
+    if kind == "cpu":
+        return  # needs no torch in this process
+    from potluck.device.pick import pick_for_rank
+
+    _, own = pick_for_rank(name, processes - 1, processes, threads=1)
+    if processes > 1 and not own and "nccl" in map(str.lower, backends):
+        raise UserError(f"NCCL needs a GPU for each rank, not --device {name} for all", hint="--device cuda")
+
+
+def rank_device(name: str) -> Device:
+    """The device of this process, which is one of the ranks of its machine."""
+    from potluck.device.pick import pick_for_rank
+
+    local = [
+        int(os.environ.get(key, fallback)) for key, fallback in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
+    ]
+    return pick_for_rank(name, *local, threads=int(os.environ.get("OMP_NUM_THREADS", "1")))[0]
 
 
 # -- ranks ----------------------------------------------------------------------------------------------
@@ -266,7 +319,9 @@ def start_ranks(arguments: list[str], processes: int, threads: int) -> None:
 
 
 @contextmanager
-def joined(names: list[str], parent: int | None) -> Iterator[tuple[dict[str, ProcessGroup], Store]]:
+def joined(
+    names: list[str], parent: int | None, device: Device | None = None
+) -> Iterator[tuple[dict[str, ProcessGroup], Store]]:
     """The process groups by backend, the first of them the default group, and their store."""
     import torch
     import torch.distributed as dist
@@ -280,7 +335,7 @@ def joined(names: list[str], parent: int | None) -> Iterator[tuple[dict[str, Pro
         with leased(parent, reader=parent is None):
             groups: dict[str, ProcessGroup] = {}
             for name in names:
-                groups[name] = _joined_by(name, first=not groups)
+                groups[name] = _joined_by(name, device, first=not groups)
             try:
                 yield groups, _get_default_store()
             except BrokenPipeError:
@@ -300,15 +355,16 @@ def joined(names: list[str], parent: int | None) -> Iterator[tuple[dict[str, Pro
         raise click.exceptions.Exit(INTERRUPTED) from None  # whoever started this rank says so, once
 
 
-def _joined_by(name: str, *, first: bool) -> Any:
-    """The group of all ranks on this backend."""
+def _joined_by(name: str, device: Device | None, *, first: bool) -> Any:
+    """The group of all ranks on this backend. NCCL must know the GPU of this rank."""
     import torch.distributed as dist
 
     from potluck.errors import PotluckError
 
     try:
         if first:
-            dist.init_process_group(name)
+            bound = device.torch_device if device is not None and name.lower() == "nccl" else None
+            dist.init_process_group(name, device_id=bound)
             return dist.group.WORLD
         return _bounded_gloo() if name == "gloo" else dist.new_group(backend=name)
     except PotluckError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import sys
 import time
 from collections.abc import Callable
@@ -111,7 +112,8 @@ def join(
     # Before anything slow: whatever this process waits for, it must not outlive who started it.
     with leased(parent):
         if from_stdin and posix:
-            import potluck.fleet.received  # noqa: F401  torch takes seconds, and the token may come only then
+            if not select.select([0], [], [], 0)[0]:
+                import potluck.fleet.received  # noqa: F401  torch takes seconds, and the token may come only then
 
             token = _line_of_stdin()  # empty if whoever started this dies first
         began = time.monotonic()

@@ -213,11 +213,11 @@ def _scale(given: Given, job: Job, guests: int) -> tuple[Struct, list[Any]]:
 
 
 def _check_plot(plot: Path, sweep: str | None) -> None:
-    from potluck.report import plan_plot
+    from potluck.report import plot_style
 
     if sweep is None:
         raise ConfigError("--plot needs --sweep", hint="for example --sweep link_mbit=10:10000")
-    plan_plot.check(plot)
+    plot_style.check_file(plot)
 
 
 # -- what is planned for --------------------------------------------------------------------------------

@@ -45,6 +45,7 @@ class ProbeFlags(options.ListenFlags):
     no_iperf3: bool
     save: Path | None
     as_json: bool
+    backend: str
 
 
 @click.command()
@@ -66,6 +67,12 @@ class ProbeFlags(options.ListenFlags):
     help="Write the figures to FILE, for `potluck plan --facts FILE`.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
+@click.option(
+    "--backend",
+    default="potluck",
+    show_default=True,
+    help="Under torchrun: torch.distributed backend to measure; nccl takes the GPUs.",
+)
 @click.pass_obj
 def probe(settings: Settings, /, target: str | None, **flags: Unpack[ProbeFlags]) -> None:
     """Measure this device and the link to another machine in ten seconds.
@@ -74,7 +81,8 @@ def probe(settings: Settings, /, target: str | None, **flags: Unpack[ProbeFlags]
     copies. With the TOKEN of `potluck probe --listen`, also measure the link to that machine, encrypted as in a
     run: round trips, jitter, and the rate in each direction and in both at once, next to a plain TCP connection.
     Each address of that machine that answers is measured. With an ADDRESS, measure only the round trip: the rest
-    needs potluck on the other machine. Under torchrun, measure collectives between the ranks.
+    needs potluck on the other machine. Under torchrun, measure collectives between the ranks, with tensors on the
+    CPU, or on the device that --device names.
 
     \b
     Examples:
@@ -243,29 +251,33 @@ def _in_group(work: _Work, flags: ProbeFlags) -> None:
     """Measure as one of several ranks: rank 0 its device while the others wait, then all of them collectives."""
     import os
 
-    from potluck.cli.bench import joined
+    from potluck.cli.bench import check_backends, joined, rank_device
 
-    first, seconds = os.environ["RANK"] == "0", flags["seconds"]
+    first, seconds, backend = os.environ["RANK"] == "0", flags["seconds"], flags["backend"]
+    on = "cuda" if backend.lower() == "nccl" and work.run.device is None else work.run.device or "cpu"
+    check_backends(backend, None, on)
+    device = rank_device(on)
     device_s = 0.0 if flags["no_device"] else seconds * DEVICE_PART
     with contextlib.ExitStack() as stack:
         say = stack.enter_context(_progress(seconds)) if first else _quiet
         here = work.device(device_s if first else 0.0, say)
         say("starting the group")
-        with joined(["potluck"], None) as (_, store):
+        with joined([backend], None, device) as (_, store):
             import torch.distributed as dist
 
             from potluck.probe import link
             from potluck.probe.collectives import short
 
             say("what the link between the ranks carries")
-            rate, kind = link.slowest(store, dist.get_rank(), dist.get_world_size(), seconds=LINK_S)
+            found = link.slowest(store, dist.get_rank(), dist.get_world_size(), seconds=LINK_S)
             say("collectives")
-            rows = short(seconds=max(1.0, seconds - device_s - LINK_S), link_bytes_per_s=rate)
+            rate, left_s = found.bytes_per_s_of(backend), max(1.0, seconds - device_s - LINK_S)
+            rows = short(seconds=left_s, link_bytes_per_s=rate, device=device)
     if not first:
         return
     from potluck.spec.probed import Probed
 
-    _finish(Probed(here=here, collectives=tuple(rows), link_kind=kind), flags)
+    _finish(Probed(here=here, collectives=tuple(rows), link_kind=found.kind), flags)
     if wrong := sum(row.wrong for row in rows):
         raise PotluckError(f"{wrong} elements of the results are wrong", hint="please report it, with the table")
 

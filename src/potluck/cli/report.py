@@ -106,5 +106,5 @@ def _write_png(path: Path, steps: list[int], values: list[float], title: str) ->
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}", hint="choose another file") from error
     if not written:
-        raise UserError("a PNG needs matplotlib, which is not installed", hint='pip install "potluck[plots]"')
+        raise UserError("a PNG needs matplotlib, which is not installed", hint="pip install -e '.[plots]'")
     click.echo(f"wrote {path}", err=True)

@@ -87,7 +87,7 @@ def sweep(settings: Settings, /, script: Path, arguments: tuple[str, ...], **fla
       potluck sweep train.py --param lr=1e-4,3e-4 --plot sweep.png --json
     """
     from potluck.fleet.script import read_script
-    from potluck.report import plan_plot
+    from potluck.report import plot_style
     from potluck.report.screen import show
     from potluck.sweep import outcome, running, spec
 
@@ -97,14 +97,17 @@ def sweep(settings: Settings, /, script: Path, arguments: tuple[str, ...], **fla
         spec.check_options(found, list(parameters), _tell)
     trials = spec.trials_of(parameters, flags["trials"], flags["seed"])
     if flags["plot"] is not None:
-        plan_plot.check(flags["plot"])
+        plot_style.check_file(flags["plot"])
     running.need_engine(flags["engine"])
     name = f"{time.strftime('sweep-%Y%m%d-%H%M%S')}-{script.stem}"
     folder = running.new_folder(runs_folder(settings, flags["runs"]) / name)
     began, results = time.monotonic(), list[spec.TrialResult]()
     for result in _results(found, trials, folder.absolute(), flags):
         results.append(result)
-        _tell(f"{result.trial} {'failed' if result.error else 'ended'} ({len(results)} of {len(trials)})")
+        if flags["engine"] == "dask":  # Tune gives all results at its end, and tells of each before
+            how, value = "failed" if result.error else "ended", result.metrics.get(flags["metric"])
+            with_value = "" if value is None else f" with {flags['metric']} {value:.6g}"
+            _tell(f"{result.trial} {how}{with_value} ({len(results)} of {len(trials)})")
     seconds = time.monotonic() - began
     if all(result.error for result in results):
         raise ScriptError(f"all {len(results)} trials failed; the first: {results[0].error}")

@@ -77,7 +77,7 @@ def up(ctx: click.Context, /, machines: tuple[str, ...], **flags: Unpack[UpFlags
     """Start a run here and a guest on each of the machines, over ssh; show all of their output; end all with it.
 
     MACHINES are names as for `ssh`, or files: fleet.toml, a host file of mlx.launch, DeepSpeed, MPI or accelerate;
-    and ray://auto, or ray://HOST:PORT: the nodes of the Ray cluster that this machine is part of (potluck[ray]).
+    and ray://auto, or ray://HOST:PORT: the nodes of the Ray cluster that this machine is part of (extra `ray`).
     Each must let you in without a password and have Python 3.11; the rest is installed there, without root, into
     ~/.cache/potluck. Other options are the host's. The script is sent to the guests by the host.
 

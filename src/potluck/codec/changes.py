@@ -1,7 +1,7 @@
 """Exact changes of weights for guests that compute in bf16: which values changed, and by how many steps of bf16.
 
 Both ends round the weights that they hold to bf16. Numbered in their order, two bf16 values differ by a whole
-number: mostly 0 where the learning rate is small. The message is a raw deflate stream, Huffman coded only, of
+number: mostly 0 where the learning rate is small. The message is, as `coder.py` codes them,
 
     a bit for each value that changed, the lowest bit first
     for each of these, its difference in one byte; -128: it is among the next ones
@@ -13,12 +13,11 @@ never longer than thin's (`worth_sending`), and nothing is decoded beyond what i
 
 from __future__ import annotations
 
-import zlib
-
 import numpy as np
 import torch
 from torch import Tensor
 
+from potluck.codec import coder
 from potluck.codec.names import BF16_CHANGES
 from potluck.codec.tensors import spans
 from potluck.errors import WireError
@@ -67,13 +66,7 @@ def to_wire(found: Tensor) -> bytes:
     wide = (some > 127) | (some < -127)
     small = some.astype(np.int8)
     small[wide] = _WIDE
-    stream = zlib.compressobj(1, zlib.DEFLATED, -zlib.MAX_WBITS, 9, zlib.Z_HUFFMAN_ONLY)
-    parts = []
-    # A flush ends a block, and so each of the three has codes of its own.
-    for part in (np.packbits(changed, bitorder="little"), small):
-        parts += [stream.compress(part.tobytes()), stream.flush(zlib.Z_SYNC_FLUSH)]
-    parts += [stream.compress(some[wide].tobytes()), stream.flush()]
-    return b"".join(parts)
+    return b"".join(coder.coded(np.packbits(changed, bitorder="little"), small, some[wide]))
 
 
 def from_wire(message: Buffer, count: int) -> Tensor:
@@ -84,27 +77,23 @@ def from_wire(message: Buffer, count: int) -> Tensor:
     """
     if 8 * len(message) >= max(THIN_BITS * count, 512):
         raise WireError(f"{len(message)} bytes for {count} values in {BF16_CHANGES}")
-    stream, rest = zlib.decompressobj(-zlib.MAX_WBITS), bytes(message)
+    flags = -(-count // 8)
+    rest = coder.decoded(message, flags + 3 * count, BF16_CHANGES)
 
     def take(nbytes: int) -> np.ndarray:
         nonlocal rest
-        part = stream.decompress(rest, nbytes) if nbytes else b""
-        rest = stream.unconsumed_tail if nbytes else rest
+        part, rest = rest[:nbytes], rest[nbytes:]
         if len(part) != nbytes:
             raise WireError(f"a {BF16_CHANGES} message that ends before all of its {count} values")
-        return np.frombuffer(part, dtype=np.uint8)
+        return part
 
-    try:
-        bits = np.unpackbits(take(-(-count // 8)), bitorder="little")
-        changed = bits[:count].astype(bool)
-        small = take(int(changed.sum())).view(np.int8)
-        some = small.astype(np.int16)
-        wide = small == _WIDE
-        some[wide] = take(2 * int(wide.sum())).view("<i2")
-        over = stream.decompress(rest, 1)
-    except zlib.error as error:
-        raise WireError(f"{len(message)} bytes that are no {BF16_CHANGES} message: {error}") from None
-    if over or not stream.eof or stream.unused_data or bits[count:].any():
+    bits = np.unpackbits(take(flags), bitorder="little")
+    changed = bits[:count].astype(bool)
+    small = take(int(changed.sum())).view(np.int8)
+    some = small.astype(np.int16)
+    wide = small == _WIDE
+    some[wide] = take(2 * int(wide.sum())).copy().view("<i2")
+    if len(rest) or bits[count:].any():
         raise WireError(f"a {BF16_CHANGES} message that holds more than its {count} values")
     found = np.zeros(count, dtype=np.int16)
     found[changed] = some

@@ -3,7 +3,7 @@
 The message of a thin payload is one byte that says how the rest is coded:
 
     0   the payload as it is
-    1   a raw deflate stream of the scales' upper bytes, their lower bytes and the codes, Huffman coded only
+    1   the scales' upper bytes, their lower bytes and the codes, as `coder.py` codes them
 
 Other codecs' payloads are sent as they are. No message is longer than its payload and one byte, and nothing is
 decoded beyond the payload's length, which is known: what arrives is not trusted.
@@ -11,17 +11,16 @@ decoded beyond the payload's length, which is known: what arrives is not trusted
 
 from __future__ import annotations
 
-import zlib
-
 import numpy as np
 import torch
 from torch import Tensor
 
+from potluck.codec import coder
 from potluck.codec.interface import Codec
 from potluck.codec.thin import ThinCodec
 from potluck.errors import WireError
 
-PLAIN, DEFLATED = 0, 1
+PLAIN, CODED = 0, 1
 
 Buffer = bytes | memoryview
 
@@ -43,12 +42,8 @@ def to_wire(codec: Codec, payload: Tensor) -> Buffer:
     if not isinstance(codec, ThinCodec):
         return whole
     scales = _scale_bytes(codec, flat.size)
-    stream = zlib.compressobj(1, zlib.DEFLATED, -zlib.MAX_WBITS, 9, zlib.Z_HUFFMAN_ONLY)
-    parts = [bytes((DEFLATED,))]
-    # A flush ends a block, and so each of the three has codes of its own.
-    for some in (flat[1:scales:2], flat[0:scales:2]):
-        parts += [stream.compress(some.tobytes()), stream.flush(zlib.Z_SYNC_FLUSH)]
-    parts += [stream.compress(whole[scales:]), stream.flush()]
+    upper, lower = (np.ascontiguousarray(flat[at:scales:2]) for at in (1, 0))
+    parts = [bytes((CODED,)), *coder.coded(upper, lower, flat[scales:])]
     if sum(map(len, parts)) > flat.size:
         return b"".join((bytes((PLAIN,)), whole))
     return b"".join(parts)
@@ -69,18 +64,12 @@ def from_wire(codec: Codec, message: Buffer, count: int) -> Tensor:
     kind, rest = message[0], memoryview(message)[1:]
     if kind == PLAIN and len(rest) == nbytes:
         return _tensor(rest)
-    if kind != DEFLATED:
+    if kind != CODED:
         raise WireError(f"a {codec.name} message of kind {kind} and {len(rest)} bytes for a payload of {nbytes}")
-    stream = zlib.decompressobj(-zlib.MAX_WBITS)
-    try:
-        # One more byte, so that a stream which goes on is seen, and one that ends is read to its end.
-        found = stream.decompress(rest, nbytes + 1)
-    except zlib.error as error:
-        raise WireError(f"{len(rest)} bytes that are no {codec.name} message: {error}") from None
-    if len(found) != nbytes or not stream.eof or stream.unused_data:
-        raise WireError(f"a {codec.name} message that does not hold exactly the {nbytes} bytes of its payload")
+    flat = coder.decoded(rest, nbytes, codec.name)
+    if len(flat) != nbytes:
+        raise WireError(f"a {codec.name} message of {len(flat)} bytes for a payload of {nbytes}")
     scales = _scale_bytes(codec, nbytes)
-    flat = np.frombuffer(found, dtype=np.uint8)
     payload = np.empty(nbytes, dtype=np.uint8)
     payload[1:scales:2], payload[0:scales:2] = flat[: scales // 2], flat[scales // 2 : scales]
     payload[scales:] = flat[scales:]

@@ -100,11 +100,16 @@ class CudaDevice(Device):
         pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor.detach())
         return pinned.to(self.torch_device, non_blocking=True)
 
+    def staged(self, tensor: Tensor) -> Tensor:
+        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        pinned.numpy()[...] = tensor.numpy()  # by this thread alone: torch would call on other cores
+        return pinned
+
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
         total = torch.empty(sum(part.numel() for part in parts), dtype=parts[0].dtype, device=self.torch_device)
         at = 0
         for part in parts:
-            pinned = torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part)
+            pinned = part if part.is_pinned() else self.staged(part)
             total[at : at + part.numel()].copy_(pinned, non_blocking=True)
             at += part.numel()
         return total

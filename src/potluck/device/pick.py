@@ -56,6 +56,11 @@ def pick(name: str | None = None, *, threads: int | None = None) -> Device:
     return device
 
 
+def gpus() -> int:
+    """Number of GPUs of this machine that ranks can have, one each."""
+    return torch.cuda.device_count() if cuda.why_not() is None else 0
+
+
 def pick_for_rank(
     name: str | None, local_rank: int, world: int, *, threads: int | None = None
 ) -> tuple[Device, bool]:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from potluck import env
+from potluck import checked, env
 from potluck.checked import did_you_mean
 from potluck.codec.names import parse_collective
 from potluck.errors import CollectiveError, ConfigError
@@ -263,10 +263,10 @@ def _checked(name: str, value: Any, shown: str) -> Any:
     rule = _RULES[name]
     try:
         if not isinstance(value, str):
-            return msgspec.convert(value, rule.type)
+            return checked.as_kind(value, rule.type)
         if rule.type is not _NAME:
             value = _plain_text(value.strip().lower(), rule.type)
-        value = msgspec.convert(value, rule.type, strict=False)
+        value = checked.as_kind(value, rule.type, strict=False)
         if name == "compression":
             parse_collective(value)
         return value

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from potluck import checked
 from potluck.dist.config import Resolved
 from potluck.dist.connections import Connections, Endpoint
 from potluck.errors import PotluckError, RankGoneError
@@ -296,7 +297,7 @@ class MessageQueues:
                     self.send(known, (Kind.TELL, group, 0), about=told)
         elif kind == Kind.TELL:
             with contextlib.suppress(ValueError), self.lock:
-                self._told[group, source] = msgspec.json.decode(about, type=RankState)
+                self._told[group, source] = checked.decode(about, RankState)
         elif kind == Kind.CLOSE_ACK:
             with self.lock:
                 self._acknowledged.add(source)

@@ -23,6 +23,7 @@ import psutil
 import torch
 from torch._C._distributed_c10d import PrefixStore
 
+from potluck import checked
 from potluck._version import __version__
 from potluck.dist import shm
 from potluck.dist.config import SharedSettings, disagreement, ranks_text
@@ -77,9 +78,9 @@ class RankInfo(_Version, frozen=True, kw_only=True):
     def from_json(cls, text: str | bytes, rank: int) -> RankInfo:
         """What the store holds for a rank."""
         try:
-            theirs = msgspec.json.decode(text, type=_Version)
+            theirs = checked.decode(text, _Version)
             if theirs.protocol == PROTOCOL:
-                return msgspec.json.decode(text, type=cls)
+                return checked.decode(text, cls)
         except (msgspec.DecodeError, ValueError, RecursionError):
             raise WireError(
                 f"the store holds something else than the address of rank {rank}",

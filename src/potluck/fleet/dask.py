@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import threading
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,14 +19,14 @@ from potluck.errors import MachineError
 from potluck.fleet import kept, sealed
 from potluck.fleet.cluster import ClusterRun, FleetRun
 from potluck.fleet.interface import GuestSettings
-from potluck.fleet.polled import PolledGuest
+from potluck.fleet.polled import PolledGuest, end_all
 
 if TYPE_CHECKING:
     from distributed import Client
 
 ANSWER_S = 8.0
 """A worker that does not answer for so long is lost."""
-_INSTALL = "in the environment of every worker, the version that is here: pip install 'potluck[dask]'"
+_INSTALL = "in the environment of every worker, the version that is here: pip install -e '.[dask]'"
 
 
 class DaskFleet:
@@ -75,15 +74,11 @@ class DaskFleet:
         guest = PolledGuest(lambda what, *more: self.ask(machine, what, self._id, *more), machine, log)
         self.ask(machine, kept.start, self._id, guest.id, sealed.seal(token, public), settings)
         self._guests.append(guest)
-        threading.Thread(target=guest.follow, name=f"potluck-{settings.name}", daemon=True).start()
+        guest.follow_in_thread(settings.name)
         return guest
 
     def close(self) -> None:
-        ending = [threading.Thread(target=guest.end, name="potluck-end") for guest in self._guests]
-        for thread in ending:
-            thread.start()
-        for thread in ending:
-            thread.join()
+        end_all(self._guests)
         self._guests.clear()
 
 

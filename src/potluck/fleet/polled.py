@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,9 @@ class PolledGuest:
         while not self._over.wait(POLL_S):
             self._poll()
 
+    def follow_in_thread(self, name: str) -> None:
+        threading.Thread(target=self.follow, name=f"potluck-{name}", daemon=True).start()
+
     def _poll(self) -> None:
         with self._lock:
             if self._over.is_set():
@@ -64,3 +67,12 @@ class PolledGuest:
     def _ended(self, end: GuestEnd) -> None:
         self._end = end
         self._over.set()
+
+
+def end_all(guests: Iterable[PolledGuest]) -> None:
+    """End them at the same time."""
+    ending = [threading.Thread(target=guest.end, name="potluck-end") for guest in guests]
+    for thread in ending:
+        thread.start()
+    for thread in ending:
+        thread.join()

@@ -24,21 +24,21 @@ from potluck.errors import ConfigError, MachineError, MissingModuleError
 from potluck.fleet import kept, sealed
 from potluck.fleet.cluster import ClusterRun, ClusterState, FleetRun
 from potluck.fleet.interface import GuestSettings
-from potluck.fleet.polled import PolledGuest
+from potluck.fleet.polled import PolledGuest, end_all
 from potluck.fleet.script import read_script
 
 EVERY_NODE = "every node"
 ANSWER_S = 8.0
 """An actor that does not answer for so long is lost."""
 PLACED_S = 30.0
-_INSTALL = "on every node, the version that is here: pip install 'potluck[ray]'; or runtime_env={'pip': [...]}"
+_INSTALL = "on every node, the version that is here: pip install -e '.[ray]'; or runtime_env={'pip': [...]}"
 _OPTIONS = ("num_cpus", "num_gpus", "resources", "memory", "label_selector", "runtime_env")
 
 
 def need_ray() -> Any:
     """The module `ray`, imported now; MissingModuleError where it is not installed."""
     if importlib.util.find_spec("ray") is None:
-        raise MissingModuleError("Ray is not installed", hint="pip install 'potluck[ray]'")
+        raise MissingModuleError("Ray is not installed", hint="pip install -e '.[ray]'")
     sealed.need_library("ray")
     import ray
 
@@ -185,15 +185,11 @@ class RayFleet:
         guest = PolledGuest(lambda what, *more: self.ask(machine, what.__name__, *more), machine, log)
         self.ask(machine, "start", guest.id, sealed.seal(token, public), settings)
         self._guests.append(guest)
-        threading.Thread(target=guest.follow, name=f"potluck-{settings.name}", daemon=True).start()
+        guest.follow_in_thread(settings.name)
         return guest
 
     def close(self) -> None:
-        ending = [threading.Thread(target=guest.end, name="potluck-end") for guest in self._guests]
-        for thread in ending:
-            thread.start()
-        for thread in ending:
-            thread.join()
+        end_all(self._guests)
         self._guests.clear()
         for node in list(self._actors):
             self._forget({"NodeID": node})

@@ -18,7 +18,7 @@ def need_library(extra: str) -> None:
     """Raises MissingModuleError where this machine cannot seal; `extra` is the one that brings the library."""
     if importlib.util.find_spec("cryptography") is None:
         raise MissingModuleError(
-            "sealing a token needs cryptography, which is not installed", hint=f"pip install 'potluck[{extra}]'"
+            "sealing a token needs cryptography, which is not installed", hint=f"pip install -e '.[{extra}]'"
         )
 
 

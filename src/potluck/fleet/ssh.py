@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from potluck import checked
 from potluck.doctor import remote as checks
 from potluck.errors import MachineError
 from potluck.fleet import agent, bootstrap
@@ -39,8 +40,6 @@ OPTIONS = (
     *("-o", "ForwardX11=no", "-o", "ForwardAgent=no", "-o", "ClearAllForwardings=yes"),
 )
 _PLACES = ("$HOME/.local/bin/python3", "/opt/homebrew/bin/python3", "/usr/local/bin/python3")
-# Machines are looked at in threads; msgspec 0.22 may crash if two decode a class for the first time together.
-msgspec.json.Decoder(RemoteFacts)
 _NEW_ENOUGH = "import sys;sys.exit(sys.version_info<(3,11))"
 
 
@@ -172,7 +171,7 @@ class SshFleet:
             finding = msgspec.structs.replace(checks.unreached(host, tuple(link.noise)), machine=machine.name)
             link.close()
             raise _unusable(machine.name, [finding])
-        facts = msgspec.convert(answer, RemoteFacts)
+        facts = checked.as_kind(answer, RemoteFacts)
         own = bool(machine.python or not machine.ssh)
         findings = tuple(
             checks.unfit(machine.name, machine.ssh, facts, tuple(link.noise), own=own, clock_s=time.time())

@@ -70,6 +70,17 @@ class CodeChange(Struct, frozen=True, kw_only=True):
     """Empty: as it is at first."""
 
 
+class ReadPiece(Struct, frozen=True, kw_only=True):
+    """A piece of a contribution has arrived: make it ready to be added while the others arrive."""
+
+    guest: str
+    lease: int
+    index: int
+    payload: Any
+    codec: str = ""
+    """Empty: as it is at first."""
+
+
 class Decode(Struct, frozen=True, kw_only=True):
     """Check a complete contribution, add it to the step's sum and report `ContributionDecoded`."""
 
@@ -200,6 +211,7 @@ Action = (
     | HashFixed
     | ReadPart
     | CodeChange
+    | ReadPiece
     | Decode
     | CompareSketch
     | HashReplica

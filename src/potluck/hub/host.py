@@ -348,6 +348,8 @@ class HostHub:
             case act.Emit():
                 self._parts.recorder.event(action.event)
                 self._parts.emit(action.event)
+            case act.ReadPiece():
+                self._coder.read(action)
             case act.Decode():
                 self._coder.decode(action)
             case act.CodeChange():

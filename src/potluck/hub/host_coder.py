@@ -32,7 +32,7 @@ from potluck.codec.names import BF16_CHANGES, DOWN_THIN
 from potluck.device import Device, Mark
 from potluck.errors import WireError
 from potluck.failpoints import hit
-from potluck.hub.actions import Decode
+from potluck.hub.actions import Decode, ReadPiece
 from potluck.hub.feed import NOTHING, Item, PieceState, TensorPart
 from potluck.hub.hashes import PieceHashes
 from potluck.hub.inputs import ContributionDecoded, Input, PartRead, PieceCoded, ReplicaHashed
@@ -44,6 +44,8 @@ NO_EXACT_STEPS = 16
 MOST_EXACT = 6e4
 """Up to this weight, rounding to bf16 never gives an infinite one, in fp16 either."""
 MOST_READERS, CORES_A_READER = 4, 4
+MOST_STAGED_BYTES = 256 << 20
+"""A contribution up to this size is kept in the memory that the device reads fastest until it is complete."""
 NOT_FINITE = "its gradient is not finite"
 MOST_UNSENT = 8
 """Pieces whose messages may be in the making; a piece is 4 MiB at most."""
@@ -68,6 +70,22 @@ class _Unsent:
     whole_bytes: int
     change: Message | Future[Message] | None
     codec: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A piece of a contribution, ready to be added."""
+
+    payload: Tensor
+    most_norm: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Arriving:
+    """The pieces of a contribution that are being made ready, each with the message that it is of."""
+
+    lease: int
+    pieces: dict[int, tuple[object, Future[_Ready]]]
 
 
 class HostCoder:
@@ -112,13 +130,15 @@ class HostCoder:
         self._weights_there = self._sum_there = self._sum_read = Mark()
         self._changed = threading.Condition()
         self._contributions: deque[Decode] = deque()
+        self._arriving: dict[str, _Arriving] = {}
+        """For each guest; the I/O thread fills it."""
         self._requests: deque[tuple[str, Item, TensorPart | None]] = deque()
         self._to_code: deque[int] = deque()
         self._hashing: PieceHashes | None = None
         self._weights = threading.Lock()
         self._update_wanted = False
         self._stop = False
-        # Entropy decoding: 0.2 s of a core for 124 M parameters, and each guest delivers as much every step.
+        # A contribution of 124 M parameters takes 0.1 s of a core, and each guest delivers one every step.
         readers = min(MOST_READERS, usable_cores() // CORES_A_READER)
         self._readers = ThreadPoolExecutor(readers, "potluck-coder") if readers > 1 else None
         self._unsent: deque[_Unsent] = deque()
@@ -181,6 +201,17 @@ class HostCoder:
             self._requests.append((guest, item, part))
             self._changed.notify()
 
+    def read(self, piece: ReadPiece) -> None:
+        """Make a piece ready on another thread; where there are no cores to spare, `decode` will do it."""
+        if self._readers is None:
+            return
+        arriving = self._arriving.get(piece.guest)
+        if arriving is None or arriving.lease != piece.lease:
+            arriving = self._arriving[piece.guest] = _Arriving(piece.lease, {})
+        if piece.index not in arriving.pieces:
+            ready = self._readers.submit(self._ready, piece.codec, piece.index, piece.payload)
+            arriving.pieces[piece.index] = piece.payload, ready
+
     def decode(self, contribution: Decode) -> None:
         with self._changed:
             self._contributions.append(contribution)
@@ -189,6 +220,7 @@ class HostCoder:
     def forget(self, guest: str) -> None:
         with self._changed:
             self._requests = deque(r for r in self._requests if r[0] != guest)
+        self._arriving.pop(guest, None)
 
     # -- the thread -------------------------------------------------------------------------------------
 
@@ -372,15 +404,14 @@ class HostCoder:
         why_not = wrong = None
         hit("host.before-decode")
         try:
-            up = self._up.called(given.codec)
-            each = self._readers.map if self._readers is not None else map
-            payloads = list(each(lambda p: from_wire(up, given.pieces[p.index], p.count), self._layout.pieces))
-            wrong = self._wrong_norm(up, payloads, given.count)
-            if wrong is not None:
+            pieces = self._all_ready(given)
+            norm = math.hypot(*(piece.most_norm for piece in pieces))
+            if math.isinf(norm) or norm > given.count * self.most_a_sample:
+                wrong = norm
                 raise WireError(NOT_FINITE if math.isinf(wrong) else self._too_large(wrong, given.count))
             if self._sum is None:
                 self._sum = torch.empty(self._layout.count, device=self._device.torch_device)
-            self._sum_up(up, payloads, self._sum)
+            self._sum_up(self._up.called(given.codec), [piece.payload for piece in pieces], self._sum)
             self._sum_used = True
         except WireError as error:
             why_not = str(error)
@@ -396,11 +427,25 @@ class HostCoder:
             )
         )
 
-    def _wrong_norm(self, up: Codec, payloads: list[Tensor], count: int) -> float | None:
-        """The contribution's norm if it is not finite, or larger than the host's own gradient allows."""
-        pieces = list(zip(payloads, (piece.count for piece in self._layout.pieces)))
-        norm = math.hypot(*(up.most_norm(payload, values) for payload, values in pieces))
-        return norm if math.isinf(norm) or norm > count * self.most_a_sample else None
+    def _all_ready(self, given: Decode) -> list[_Ready]:
+        arriving = self._arriving.pop(given.guest, None)
+        early = {} if arriving is None or arriving.lease != given.lease else arriving.pieces
+
+        def ready(index: int) -> _Ready:
+            message, future = early.get(index, (None, None))
+            if future is not None and message is given.pieces[index]:
+                return future.result()
+            return self._ready(given.codec, index, given.pieces[index])
+
+        return [ready(piece.index) for piece in self._layout.pieces]
+
+    def _ready(self, codec: str, index: int, message: Message) -> _Ready:
+        """Called by the readers and by the coder's thread."""
+        up, count = self._up.called(codec), self._layout.pieces[index].count
+        payload = from_wire(up, message, count)
+        if self._readers is not None and up.nbytes(self._layout.count) <= MOST_STAGED_BYTES:
+            payload = self._device.staged(payload)
+        return _Ready(payload, up.most_norm(payload, count))
 
     def _too_large(self, norm: float, count: int) -> str:
         return (

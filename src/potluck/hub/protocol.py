@@ -23,6 +23,7 @@ from potluck.hub.actions import (
     Forget,
     HashFixed,
     LimitNorm,
+    ReadPiece,
     Reply,
     Send,
     SendWelcome,
@@ -318,8 +319,11 @@ class HostProtocol:
         most, size = self.terms.piece_bytes[index], len(payload)
         if size > most or (size < most and self.terms.coded_bytes is None):
             raise WireError(f"{size} bytes for piece {index}, not {most}")
-        self.stepping.piece(member, lease=grad.lease, index=index, payload=payload)
-        return []
+        if not self.stepping.piece(member, lease=grad.lease, index=index, payload=payload):
+            return []
+        assert member.lease is not None
+        codec = member.lease.codec
+        return [ReadPiece(guest=member.id, lease=grad.lease, index=index, payload=payload, codec=codec)]
 
     def _done(self, member: Member, done: DoneMessage, now: float) -> list[Action]:
         lease, count = done.lease, done.count

@@ -449,10 +449,13 @@ class Stepping:
         own.count -= back
         return [Wake()] if back else []
 
-    def piece(self, member: Member, *, lease: int, index: int, payload: object) -> None:
+    def piece(self, member: Member, *, lease: int, index: int, payload: object) -> bool:
+        """Keep a piece of a contribution; whether it belongs to one that may count."""
         own = member.lease
-        if own is not None and own.id == lease and not own.revoked and not own.arrived:
-            own.pieces[index] = payload
+        if own is None or own.id != lease or own.revoked or own.arrived:
+            return False
+        own.pieces[index] = payload
+        return True
 
     def complete(self, member: Member, *, lease: int, count: int, pieces: int) -> str | None:
         """Why the contribution that just ended cannot be used, or None if it can."""

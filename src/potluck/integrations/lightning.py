@@ -243,5 +243,5 @@ def _registered(tree: str) -> type[Any]:
 
 _made = [_registered(tree) for tree in TREES if find_spec(tree.partition(".")[0]) is not None]
 if not _made:
-    raise MissingModuleError("Lightning is not installed", hint="pip install 'potluck[lightning]'")
+    raise MissingModuleError("Lightning is not installed", hint="pip install -e '.[lightning]'")
 PotluckStrategy = _made[0]

@@ -32,7 +32,7 @@ try:
     from transformers.trainer_utils import get_last_checkpoint
 except ImportError as missing:
     raise MissingModuleError(
-        f"the Hugging Face Trainer cannot be imported: {missing}", hint="pip install 'potluck[transformers]'"
+        f"the Hugging Face Trainer cannot be imported: {missing}", hint="pip install -e '.[transformers]'"
     ) from missing
 
 ONE_PROCESS = "start it with potluck host, one process a machine; each machine that helps joins as a guest"

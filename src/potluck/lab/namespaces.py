@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
+from potluck import checked
 from potluck.errors import UserError
 from potluck.lab import enter, permission, state
 from potluck.lab.box import Box
@@ -282,7 +283,7 @@ def _ask(supervisor: subprocess.Popen[bytes], request: Request) -> state.State:
         text += part
     supervisor.stdout.close()
     try:
-        answer = msgspec.json.decode(text, type=SupervisorAnswer)
+        answer = checked.decode(text, SupervisorAnswer)
     except msgspec.DecodeError:
         words = " ".join(text.decode(errors="replace").split())[-500:]
         raise UserError(

@@ -47,7 +47,7 @@ def command(strategy: str, spec: Path, rank: int) -> list[str]:
 
 
 def install(strategy: str) -> str:
-    return f"pip install 'potluck[{_MODULES[strategy][1]}]'"
+    return f"pip install -e '.[{_MODULES[strategy][1]}]'"
 
 
 def note(strategy: str) -> str:

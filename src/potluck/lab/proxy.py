@@ -25,6 +25,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from potluck import checked
 from potluck.errors import ConfigError, NetworkError, PotluckError
 from potluck.lab.flow import Connection, Flow, hang_up, prepare
 from potluck.lab.shaping import Bucket, Direction, Fault, Link, LinkSpec
@@ -318,7 +319,7 @@ class ProxyProcess:
             self._lines.put(line)
             said = self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-1:]
             raise NetworkError("the proxy has ended: " + ("".join(said) or "it said nothing"))
-        return msgspec.json.decode(line, type=_Answer)
+        return checked.decode(line, _Answer)
 
     def _listen(self) -> None:
         assert self._process.stdout is not None
@@ -332,7 +333,7 @@ class ProxyProcess:
 
 def main(arguments: Sequence[str]) -> None:
     """Run what SPEC.json says until stdin ends."""
-    spec = msgspec.json.decode(Path(arguments[0]).read_bytes(), type=_Spec)
+    spec = checked.decode(Path(arguments[0]).read_bytes(), _Spec)
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(open(spec.counters, "r+b"))
         mapped = stack.enter_context(mmap.mmap(file.fileno(), 0))
@@ -352,7 +353,7 @@ def _say(answer: _Answer) -> None:
 def _obey(proxy: Proxy) -> None:
     for line in sys.stdin:
         try:
-            _say(_do(proxy, msgspec.json.decode(line, type=_Order)))
+            _say(_do(proxy, checked.decoder(_Order).decode(line)))
         except PotluckError as error:
             _say(_Answer(error=error.what, hint=error.hint))
         except msgspec.DecodeError as error:

@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from potluck import checked
 from potluck.errors import UserError
 from potluck.lab import cgroup
 
@@ -116,7 +117,7 @@ def state_path(folder: Path, rig: str) -> Path:
 
 def read(folder: Path, rig: str) -> State | None:
     try:
-        return msgspec.json.decode(state_path(folder, rig).read_bytes(), type=State)
+        return checked.decode(state_path(folder, rig).read_bytes(), State)
     except (OSError, msgspec.DecodeError):
         return None
 

@@ -21,6 +21,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from potluck import checked
 from potluck.errors import UserError
 from potluck.lab import cgroup, state
 from potluck.lab.enter import CLONE_NEWNET, call, die_with
@@ -257,7 +258,7 @@ def main() -> int:
         text = sys.stdin.read()
         if not text.endswith("}"):
             return 1  # who wanted the rig was interrupted while asking for it
-        supervisor = Supervisor(msgspec.json.decode(text, type=Request))
+        supervisor = Supervisor(checked.decode(text, Request))
         _answer(SupervisorAnswer(state=supervisor.bring_up()))
         supervisor.watch()
     except UserError as error:

@@ -39,7 +39,7 @@ def loggers(names: Sequence[LoggerName]) -> Open | None:
             client.import_library()
         except Exception as error:  # a broken installation raises anything
             raise MissingModuleError(
-                f"--log {name} cannot be used: {error}", hint=f"pip install 'potluck[{name}]'"
+                f"--log {name} cannot be used: {error}", hint=f"pip install -e '.[{name}]'"
             ) from error
     if not classes:
         return None

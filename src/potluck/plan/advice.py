@@ -67,14 +67,17 @@ def plan(job: Job, fleet: Fleet, strategies: Sequence[str] = (), assumptions: Se
 # -- levers ---------------------------------------------------------------------------------------------
 
 
-def levers(job: Job, fleet: Fleet, now: Prediction) -> tuple[Lever, ...]:
-    """Changes that make a step shorter, the best first; those that gain less than half a percent are left out."""
+def levers(job: Job, fleet: Fleet, now: Prediction, tried: int = MOST_TRIED) -> tuple[Lever, ...]:
+    """Changes that make a step shorter, the best first; those that gain less than half a percent are left out.
+
+    `tried`: how many machines are tried one by one.
+    """
     if not fleet.guests:
         return ()
     base_s = fastest_alone_s(job, fleet)
     found = []
-    for what, other_job, other_fleet in _changes(job, fleet):
-        row = potluck(other_job, other_fleet)
+    for what, other_job, other_fleet in _changes(job, fleet, tried):
+        row = potluck(other_job, other_fleet, in_words=False)
         # Against the same fastest machine: leaving it out would otherwise look like a gain.
         alone_s = base_s if other_job.batch == job.batch else fastest_alone_s(other_job, fleet)
         speedup = alone_s / row.step_s
@@ -85,9 +88,9 @@ def levers(job: Job, fleet: Fleet, now: Prediction) -> tuple[Lever, ...]:
     return tuple(sorted(found, key=lambda lever: -round(lever.gain, 2))[:MOST_LEVERS])
 
 
-def _changes(job: Job, fleet: Fleet) -> Iterator[tuple[str, Job, Fleet]]:
+def _changes(job: Job, fleet: Fleet, tried: int) -> Iterator[tuple[str, Job, Fleet]]:
     host = fleet.host
-    for name in (g.name for g in fleet.guests[:MOST_TRIED]):
+    for name in (g.name for g in fleet.guests[:tried]):
         if len(fleet.guests) > 1:
             yield f"leave {name} out", job, fleet.without(name)
     by_speed = sorted(fleet.guests, key=lambda g: -g.samples_per_s)
@@ -96,7 +99,7 @@ def _changes(job: Job, fleet: Fleet) -> Iterator[tuple[str, Job, Fleet]]:
     fastest = max(fleet.machines, key=lambda m: m.samples_per_s)
     if fastest is not host:
         yield f"make {fastest.name} the host", job, fleet.hosted_by(fastest.name)
-    yield from _links(job, fleet)
+    yield from _links(job, fleet, tried)
     for codec in CODECS:
         left_open = job.codec == AUTO and not codec.startswith("topk")
         if about.codec_bytes(codec) < about.codec_bytes(job.codec) and not left_open:
@@ -106,9 +109,9 @@ def _changes(job: Job, fleet: Fleet) -> Iterator[tuple[str, Job, Fleet]]:
         yield f"a batch {times} times as large ({_batch(job, times)})", job.with_batch(times * job.batch), fleet
 
 
-def _links(job: Job, fleet: Fleet) -> Iterator[tuple[str, Job, Fleet]]:
+def _links(job: Job, fleet: Fleet, tried: int) -> Iterator[tuple[str, Job, Fleet]]:
     """The next faster links of each guest, with the host's where that is slower; the next one for all at once."""
-    for guest in fleet.guests[:MOST_TRIED]:
+    for guest in fleet.guests[:tried]:
         link = links.faster(min(guest.bytes_per_s, fleet.host.bytes_per_s))
         for _ in range(RUNGS):
             if link is not None:

@@ -1,14 +1,15 @@
-"""Known devices by name, and how fast each should train: a peak from its data sheet × an assumed utilisation.
+"""Known devices by name, and how fast each should train: a published peak × an assumed utilisation.
 
 PURE data. Nothing here was measured, and nothing may be shown as if it were: `potluck probe` measures.
 
 Peaks are dense (no sparsity), in TFLOP/s: `bf16` of the matrix units with fp32 sums, `fp32` of the plain units.
-Where a maker publishes no figure it is `derived`: units × lanes × 2 × clock. A device without bf16 units trains at
-its fp32 rate. The utilisation is what common training loops reach of the peak on GPT-like models; it is one number
-for a kind of device, and your model may reach half or twice of it.
+The bf16 rate of a GeForce card is twice its fp32 rate. Where a maker publishes no figure it is derived: units ×
+lanes × 2 × clock. What was read nowhere (plan/sources.py has the pages) is an estimate, and says so. A device
+without bf16 units trains at its fp32 rate. The utilisation is what common training loops reach of the peak on
+GPT-like models; it is one number for a kind of device, and your model may reach half or twice of it.
 
 Watts are the most that the maker states: of the card alone, of the processor alone, or (Apple) of a desktop with
-the chip, at the wall. Where a maker states none, it is an estimate, and says so.
+the chip, at the wall.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from msgspec import Struct
 
 from potluck.checked import did_you_mean
 from potluck.errors import ConfigError
+from potluck.plan.sources import PEAKS, WATTS, site
 
-SHEET = "the maker's data sheet"
+PUBLISHED = "published"
 DERIVED = "derived: units × lanes × 2 × clock"
-CARD_W, CHIP_W = "the maker's data sheet, the card alone", "the maker's data sheet, the processor alone"
-WALL_W, GUESS_W = "the maker, at the wall", "estimate"
+ESTIMATE = "estimate"
+CARD_W, CHIP_W, WALL_W = "the card alone", "the processor alone", "at the wall"
 DATA_CENTRE, CONSUMER, APPLE, CPU = 0.40, 0.50, 0.50, 0.50
 """Assumed utilisation by kind of device."""
 
@@ -38,9 +40,13 @@ class DeviceSheet(Struct, frozen=True, kw_only=True):
     """Memory of the usual model; for a CPU or an Apple chip, the assumed memory of the machine."""
     bandwidth_gb_per_s: float
     utilisation: float
-    source: str = SHEET
+    source: str
+    """The site where peak, memory and bandwidth were read; or that they are derived, or an estimate."""
+    page: str = ""
     watts: float
-    watts_source: str
+    watts_of: str
+    """What the watts are of: the card alone, or the computer at the wall."""
+    watts_page: str = ""
     fabric: str = ""
     """The link to other devices of the same machine, if the maker has one of its own."""
 
@@ -58,11 +64,15 @@ class DeviceSheet(Struct, frozen=True, kw_only=True):
     def about_watts(self) -> str:
         return f"{self.name}: {self.watts:g} W ({self.watts_source})"
 
+    @property
+    def watts_source(self) -> str:
+        return f"{site(self.watts_page) or ESTIMATE}, {self.watts_of}"
+
 
 def _rows(
     utilisation: float,
     source: str,
-    watts_source: str,
+    watts_of: str,
     *rows: tuple[str, float | None, float, float, float, float],
     fabric: str = "",
 ) -> list[DeviceSheet]:
@@ -74,9 +84,11 @@ def _rows(
             memory_gb=memory,
             bandwidth_gb_per_s=bandwidth,
             utilisation=utilisation,
-            source=source,
+            source=site(PEAKS.get(name, "")) or (ESTIMATE if source == PUBLISHED else source),
+            page=PEAKS.get(name, ""),
             watts=watts,
-            watts_source=watts_source,
+            watts_of=watts_of,
+            watts_page=WATTS.get(name, ""),
             fabric=fabric,
         )
         for name, bf16, fp32, memory, bandwidth, watts in rows
@@ -87,7 +99,7 @@ def _rows(
 _ALL = [
     *_rows(
         CONSUMER,
-        SHEET,
+        PUBLISHED,
         CARD_W,
         ("GTX 1080 Ti", None, 11.3, 11, 484, 250),
         ("RTX 2080 Ti", None, 13.4, 11, 616, 250),
@@ -110,30 +122,30 @@ _ALL = [
         ("RTX 5080", 112.6, 56.3, 16, 960, 360),
         ("RTX 5090", 209.5, 104.8, 32, 1792, 575),
     ),
-    *_rows(CONSUMER, SHEET, CARD_W, ("RTX 3090", 71.0, 35.6, 24, 936, 350), fabric="NVLink bridge"),
+    *_rows(CONSUMER, PUBLISHED, CARD_W, ("RTX 3090", 71.0, 35.6, 24, 936, 350), fabric="NVLink bridge"),
     *_rows(
         DATA_CENTRE,
-        SHEET,
+        PUBLISHED,
         CARD_W,
         ("T4", None, 8.1, 16, 320, 70),
         ("L4", 121, 30.3, 24, 300, 72),
         ("A10", 125, 31.2, 24, 600, 150),
         ("L40S", 362, 91.6, 48, 864, 350),
     ),
-    *_rows(DATA_CENTRE, SHEET, CARD_W, ("V100", None, 15.7, 32, 900, 300), fabric="NVLink 2"),
-    *_rows(DATA_CENTRE, SHEET, CARD_W, ("A100", 312, 19.5, 80, 2039, 400), fabric="NVLink 3"),
+    *_rows(DATA_CENTRE, PUBLISHED, CARD_W, ("V100", None, 15.7, 32, 900, 300), fabric="NVLink 2"),
+    *_rows(DATA_CENTRE, PUBLISHED, CARD_W, ("A100", 312, 19.5, 80, 2039, 400), fabric="NVLink 3"),
     *_rows(
         DATA_CENTRE,
-        SHEET,
+        PUBLISHED,
         CARD_W,
         ("H100", 989, 67, 80, 3350, 700),
         ("H200", 989, 67, 141, 4800, 700),
         fabric="NVLink 4",
     ),
-    *_rows(DATA_CENTRE, SHEET, CARD_W, ("B200", 2250, 75, 180, 7700, 1000), fabric="NVLink 5"),
+    *_rows(DATA_CENTRE, PUBLISHED, CARD_W, ("B200", 2250, 80, 180, 8000, 1000), fabric="NVLink 5"),
     *_rows(
         DATA_CENTRE,
-        SHEET,
+        PUBLISHED,
         CARD_W,
         ("MI300X", 1307, 163.4, 192, 5300, 750),
         ("MI325X", 1307, 163.4, 256, 6000, 1000),
@@ -141,7 +153,7 @@ _ALL = [
     ),
     *_rows(
         APPLE,
-        SHEET,
+        PUBLISHED,
         WALL_W,
         ("M1", None, 2.6, 16, 68, 39),
         ("M1 Max", None, 10.4, 32, 400, 115),
@@ -151,11 +163,11 @@ _ALL = [
         ("M2 Max", None, 13.6, 32, 400, 145),
         ("M2 Ultra", None, 27.2, 64, 800, 295),
     ),
-    *_rows(APPLE, SHEET, GUESS_W, ("M1 Pro", None, 5.2, 16, 200, 70)),
+    *_rows(APPLE, PUBLISHED, WALL_W, ("M1 Pro", None, 5.2, 16, 200, 70)),
     *_rows(
         APPLE,
         DERIVED,
-        GUESS_W,
+        WALL_W,
         ("M3", None, 3.6, 16, 100, 50),
         ("M3 Pro", None, 6.4, 18, 150, 80),
         ("M3 Max", None, 14.3, 36, 400, 120),
@@ -176,7 +188,7 @@ _ALL = [
         ("i5-12450H", None, 0.77, 16, 76.8, 95),
         ("Ryzen 9 7950X", None, 2.6, 32, 83, 170),
     ),
-    *_rows(CPU, DERIVED, GUESS_W, ("Raspberry Pi 5", None, 0.154, 8, 17, 12)),
+    *_rows(CPU, DERIVED, WALL_W, ("Raspberry Pi 5", None, 0.154, 8, 17, 12)),
 ]
 DEVICES: dict[str, DeviceSheet] = {sheet.name: sheet for sheet in _ALL}
 

@@ -99,8 +99,8 @@ def shares_of(job: Job, fleet: Fleet) -> tuple[Quotas, dict[str, Speed]]:
         helping = [g for g in helping if g.name not in gone]
 
 
-def potluck(job: Job, fleet: Fleet) -> Prediction:
-    """The prediction for a host and its guests."""
+def potluck(job: Job, fleet: Fleet, *, in_words: bool = True) -> Prediction:
+    """The prediction for a host and its guests; not `in_words`: without `waits`, in half of the time."""
     found, speeds = shares_of(job, fleet)
     shares = {fleet.host.name: found.host, **{g.name: found.guests.get(g.name, 0) for g in fleet.guests}}
     unhidden_s = max((speeds[name].unhidden_s(count) for name, count in found.guests.items()), default=0.0)
@@ -112,6 +112,8 @@ def potluck(job: Job, fleet: Fleet) -> Prediction:
         wire=(2 * max((s.transfer_s for s in speeds.values()), default=0.0), unhidden_s),
         shares=shares,
     )
+    if not in_words:
+        return row
     plain = {g.name: speed_of(job, fleet.host, g, max(1, len(found.guests))) for g in fleet.guests}
     chosen = codecs_of(job, fleet, {name: plain[name] for name in found.guests})
     return _with_words(fleet, row, {name: choice for name, choice in chosen.items() if choice.codec == THIN})

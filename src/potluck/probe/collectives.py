@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from potluck.device.base import Device
+from potluck.device.cpu import CpuDevice
 from potluck.errors import UserError
 from potluck.spec.collectives import CollectiveRow
 
@@ -30,23 +32,25 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 Group = Any
+CPU = torch.device("cpu")
 
 
 class CollectiveCase:
     """One collective at one size on this rank: its tensors, how it is called, and what must come out."""
 
-    def __init__(self, op: str, size_bytes: int, dtype: torch.dtype, rank: int, world: int) -> None:
+    def __init__(
+        self, op: str, size_bytes: int, dtype: torch.dtype, rank: int, world: int, device: torch.device = CPU
+    ) -> None:
         self.op, self.world, self.rank = op, world, rank
         parts = world if op in ("all_gather", "reduce_scatter") else 1
         each = max(1, size_bytes // dtype.itemsize // parts)
         self.count = each * parts
         """Elements of the long side, which is what the size says."""
-        self._pattern = (torch.arange(self.count) % _PERIOD).to(dtype)
+        self._pattern = (torch.arange(self.count, device=device) % _PERIOD).to(dtype)
         self._each = each
         self._input = self._pattern.clone()
-        self._output = torch.empty(
-            each if op == "reduce_scatter" else self.count if op == "all_gather" else 0, dtype=dtype
-        )
+        out = each if op == "reduce_scatter" else self.count if op == "all_gather" else 0
+        self._output = torch.empty(out, dtype=dtype, device=device)
 
     def reset(self) -> None:
         """Element i of rank r is i modulo 13, plus r."""
@@ -94,26 +98,30 @@ def measure(
     repeats: int | None = None,
     tolerance: float = 0.0,
     link_bytes_per_s: float | None = None,
+    device: Device | None = None,
 ) -> Iterator[CollectiveRow]:
     """Rows for each size and each group, by name; the same on every rank. The first group also aligns the ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
     common = next(iter(groups.values()))
+    device = device or CpuDevice()
     for size_bytes in sizes:
-        case = CollectiveCase(op, size_bytes, dtype, rank, world)
+        case = CollectiveCase(op, size_bytes, dtype, rank, world, device.torch_device)
         times: dict[str, list[float]] = {name: [] for name in groups}
         wrong = dict.fromkeys(groups, 0)
         for repeat in range(_WARM_UP + (repeats or repeats_for(size_bytes))):
             for name, group in groups.items():
                 case.reset()
                 dist.barrier(group=common)
+                device.synchronize()
                 began = time.perf_counter()
                 case.call(group)
+                device.synchronize()  # a collective returns before a GPU has done it
                 took_s = time.perf_counter() - began
                 if repeat >= _WARM_UP:
                     times[name].append(took_s)
                 wrong[name] = max(wrong[name], case.wrong(tolerance))
         for name in groups:
-            time_s = _agreed(statistics.median(times[name]), dist.ReduceOp.MAX, common)
+            time_s = _agreed(statistics.median(times[name]), dist.ReduceOp.MAX, common, device.torch_device)
             yield CollectiveRow(
                 backend=name,
                 op=op,
@@ -123,29 +131,33 @@ def measure(
                 redop="sum" if op in ("all_reduce", "reduce", "reduce_scatter") else "",
                 world=world,
                 time_s=time_s,
-                wrong=int(_agreed(float(wrong[name]), dist.ReduceOp.SUM, common)),
+                wrong=int(_agreed(float(wrong[name]), dist.ReduceOp.SUM, common, device.torch_device)),
                 link_bytes_per_s=link_bytes_per_s,
             )
 
 
-def short(*, seconds: float = 5.0, link_bytes_per_s: float | None = None) -> list[CollectiveRow]:
+def short(
+    *, seconds: float = 5.0, link_bytes_per_s: float | None = None, device: Device | None = None
+) -> list[CollectiveRow]:
     """A short table of all-reduces in the default group, which is up: call it on every rank, print it on one.
 
         for line in potluck.spec.collectives.table(potluck.probe.collectives.short()):
             print(line)
 
-    Sizes grow from 4 KiB while the next is likely to be over in time, so a thin link gets the small ones only. The
-    tensors are on the CPU. All ranks decide by the same figures, so none is left behind.
+    Sizes grow from 4 KiB while the next is likely to be over in time, so a thin link gets the small ones only.
+    `device`: where the tensors are (`potluck.device.pick("cuda")`); the CPU if not given. All ranks decide by the
+    same figures, so none is left behind.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise UserError(
             "there is no process group", hint="call torch.distributed.init_process_group('potluck') before"
         )
     name = dist.get_backend()
-    if "cpu" not in dist.get_backend_config():
+    device = device or CpuDevice()
+    if device.kind not in dist.get_backend_config():
         raise UserError(
-            f"the backend {name} takes no CPU tensors",
-            hint="init_process_group('cpu:gloo,cuda:nccl'), or 'potluck'",
+            f"the backend {name} takes no {device.kind.upper()} tensors",
+            hint="init_process_group('cpu:gloo,cuda:nccl'), or 'potluck', or short(device=...)",
         )
     rows: list[CollectiveRow] = []
     left_s = seconds
@@ -156,7 +168,9 @@ def short(*, seconds: float = 5.0, link_bytes_per_s: float | None = None) -> lis
             break
         repeats = int(min(_MOST_SHORT, max(_LEAST_SHORT, share_s / guessed_s))) if guessed_s > 0 else _LEAST_SHORT
         groups = {str(name): dist.group.WORLD}
-        rows += measure(groups, "all_reduce", [size], repeats=repeats, link_bytes_per_s=link_bytes_per_s)
+        rows += measure(
+            groups, "all_reduce", [size], repeats=repeats, link_bytes_per_s=link_bytes_per_s, device=device
+        )
         # Two barriers and the check of every element come on top: some such time again.
         left_s -= 2 * rows[-1].time_s * (_WARM_UP + repeats)
     return rows
@@ -174,7 +188,7 @@ def _differ(found: Tensor, wanted: Tensor, tolerance: float) -> int:
     return int((~((found - wanted).abs() <= near)).sum())  # so that what is no number counts as wrong
 
 
-def _agreed(value: float, op: Any, group: Group) -> float:
-    held = torch.tensor([value], dtype=torch.float64)
+def _agreed(value: float, op: Any, group: Group, device: torch.device) -> float:
+    held = torch.tensor([value], dtype=torch.float64, device=device)
     dist.all_reduce(held, op, group=group)
     return float(held.item())

@@ -16,57 +16,62 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from potluck.device.base import Device
+from potluck.probe.link import SlowestLink
 from potluck.spec.collectives import bus_factor
+from potluck.spec.ddp import DdpRow, share
 from potluck.train.recipes.gpt import BYTES, GptConfig, GptRecipe
 
 _WARM_UP = 2
+ALONE = SlowestLink(None, "", 1)
 
 
 class DdpJob(Struct, frozen=True, kw_only=True):
-    """What is trained; every process has its own samples."""
+    """What is trained."""
 
     depth: int = 4
     sequence: int = 128
     batch: int = 4
-    """Samples that each process computes in a step."""
+    """Samples that each process computes in a step, of its own."""
+    global_batch: int | None = None
+    """Samples of a step over all processes, the same for any number of them. Replaces `batch`."""
     steps: int = 8
     seed: int = 1
 
-
-class Trained(Struct, frozen=True, kw_only=True):
-    """What was measured, the same on every rank."""
-
-    backend: str
-    world: int
-    where: str
-    """What is between the ranks: memory or tcp; nothing where there is one process."""
-    tokens_per_s: float
-    step_s: float
-    gradient_bytes: int
-    all_reduce_s: float | None
-    """Reducing as many bytes as there are gradients, alone: as long as one step needs on the network."""
-    computed_s: float | None
-    """2(N-1)/N times the gradients' bytes, over the link's measured rate."""
-    exposed_s: float | None
-    """What a step takes longer than one without any exchange: the part that is not hidden behind backward."""
-    loss: float
-    """Loss of the last step, averaged over the ranks."""
+    def samples_for(self, world: int) -> int:
+        """Samples of each process in a step."""
+        return self.batch if self.global_batch is None else share(self.global_batch, world)
 
 
-def train(job: DdpJob, backend: str, link_bytes_per_s: float | None, where: str, group: Any = None) -> Trained:
+class _Samples:
+    """The samples of one rank, step by step: its own, or its part of those of all."""
+
+    def __init__(self, job: DdpJob, rank: int, world: int) -> None:
+        each = job.samples_for(world)
+        common = job.global_batch is not None
+        self._chance = torch.Generator().manual_seed(1000 + (0 if common else rank))
+        self._shape = (each * world if common else each, job.sequence + 1)
+        self._own = slice(rank * each, (rank + 1) * each) if common else slice(each)
+
+    def draw(self) -> Tensor:
+        return torch.randint(0, BYTES, self._shape, generator=self._chance)[self._own]
+
+
+def train(job: DdpJob, backend: str, device: Device, link: SlowestLink = ALONE, group: Any = None) -> DdpRow:
     """Train some steps on a group, or on the default one, or alone where there is none."""
     world = dist.get_world_size(group) if dist.is_initialized() else 1
     rank = dist.get_rank() if world > 1 else 0
     config = GptConfig(depth=job.depth, sequence=job.sequence, seed=job.seed)
-    plain = GptRecipe().model(config)
+    plain = GptRecipe().model(config).to(device.torch_device)
     model: nn.Module = DistributedDataParallel(plain, process_group=group) if world > 1 else plain
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
-    chance = torch.Generator().manual_seed(1000 + rank)
+    own = _Samples(job, rank, world)
 
     def step(exchange: bool = True) -> tuple[float, Tensor]:
-        samples = torch.randint(0, BYTES, (job.batch, job.sequence + 1), generator=chance)
+        samples = own.draw().to(device.torch_device)
         if world > 1:
             dist.barrier(group)
+        device.synchronize()
         began = time.perf_counter()
         if exchange or not isinstance(model, DistributedDataParallel):
             loss = _backward(model, samples)
@@ -76,6 +81,7 @@ def train(job: DdpJob, backend: str, link_bytes_per_s: float | None, where: str,
                 loss = _backward(model, samples)
             optimizer.step()
         optimizer.zero_grad()
+        device.synchronize()
         return time.perf_counter() - began, loss
 
     times, losses = [], []
@@ -83,23 +89,33 @@ def train(job: DdpJob, backend: str, link_bytes_per_s: float | None, where: str,
         took_s, loss = step()
         times.append(took_s)
         losses.append(loss)
-    step_s = _largest(statistics.median(times[_WARM_UP:]), world, group)
+    step_s = _largest(statistics.median(times[_WARM_UP:]), world, device, group)
     nbytes = sum(p.numel() * p.element_size() for p in plain.parameters())
     alone_s = all_reduce_s = None
     if world > 1:
         # From here on every rank goes its own way; the loss has been taken before.
         alone = [step(exchange=False)[0] for _ in range(max(3, job.steps // 2))]
-        alone_s = _largest(statistics.median(alone), world, group)
-        all_reduce_s = _largest(_reduce_alone(nbytes, group), world, group)
-    return Trained(
+        alone_s = _largest(statistics.median(alone), world, device, group)
+        all_reduce_s = _largest(_reduce_alone(nbytes, device, group), world, device, group)
+    rate = link.bytes_per_s_of(backend)
+    global_batch = world * job.samples_for(world)
+    return DdpRow(
         backend=backend if world > 1 else "none",
         world=world,
-        where=where,
-        tokens_per_s=world * job.batch * job.sequence / step_s,
+        machines=link.machines,
+        kind=device.kind,  # type: ignore[arg-type]  # one of these three, as the command line checks
+        gpus=_gpus(device, world, group),
+        device=device.label,
+        where=link.kind,
+        depth=job.depth,
+        sequence=job.sequence,
+        steps=job.steps,
+        global_batch=global_batch,
+        tokens_per_s=global_batch * job.sequence / step_s,
         step_s=step_s,
         gradient_bytes=nbytes,
         all_reduce_s=all_reduce_s,
-        computed_s=bus_factor("all_reduce", world) * nbytes / link_bytes_per_s if link_bytes_per_s else None,
+        computed_s=bus_factor("all_reduce", world) * nbytes / rate if rate else None,
         exposed_s=None if alone_s is None else max(0.0, step_s - alone_s),
         loss=_mean(losses[-1], world, group),
     )
@@ -111,27 +127,39 @@ def _backward(model: nn.Module, samples: Tensor) -> Tensor:
     return loss.detach()
 
 
-def _reduce_alone(nbytes: int, group: Any) -> float:
-    values = torch.zeros(nbytes // 4)
+def _reduce_alone(nbytes: int, device: Device, group: Any) -> float:
+    values = torch.zeros(nbytes // 4, device=device.torch_device)
     times = []
     for _ in range(6):
         dist.barrier(group)
+        device.synchronize()
         began = time.perf_counter()
         dist.all_reduce(values, group=group)
+        device.synchronize()
         times.append(time.perf_counter() - began)
     return statistics.median(times[1:])
 
 
-def _largest(value: float, world: int, group: Any) -> float:
+def _gpus(device: Device, world: int, group: Any) -> int:
+    """How many GPUs compute: one for each rank, or the same one for all of them."""
+    if device.kind == "cpu":
+        return 0
+    index = device.torch_device.index or 0
+    apart = _largest(index, world, device, group) + _largest(-index, world, device, group)
+    return world if apart else 1
+
+
+def _largest(value: float, world: int, device: Device, group: Any) -> float:
     if world == 1:
         return value
-    held = torch.tensor([value], dtype=torch.float64)
+    held = torch.tensor([value], dtype=torch.float64, device=device.torch_device)
     dist.all_reduce(held, dist.ReduceOp.MAX, group=group)
     return float(held.item())
 
 
 def _mean(value: Tensor, world: int, group: Any) -> float:
+    if world == 1:
+        return float(value.item())
     held = value.to(torch.float64).reshape(1).clone()
-    if world > 1:
-        dist.all_reduce(held, group=group)
+    dist.all_reduce(held, group=group)
     return float(held.item()) / world

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,14 +14,31 @@ from potluck.probe import tcp
 MEMORY, TCP = "memory", "tcp"
 
 
-def slowest(store: Any, rank: int, world: int, *, seconds: float = 1.0) -> tuple[float | None, str]:
-    """Bytes per second of the slowest kind of link between ranks, and its kind; the same on all ranks.
+class SlowestLink(NamedTuple):
+    """The slowest kind of link between ranks."""
+
+    bytes_per_s: float | None
+    kind: str
+    """memory, tcp, or nothing where there is one rank."""
+    machines: int
+    """Number of machines that the ranks are on."""
+
+    def bytes_per_s_of(self, backend: str) -> float | None:
+        """The rate that bounds a collective of this backend; None for NCCL within a machine.
+
+        There it goes from GPU to GPU, which is not measured here.
+        """
+        return None if backend.lower() == "nccl" and self.kind == MEMORY else self.bytes_per_s
+
+
+def slowest(store: Any, rank: int, world: int, *, seconds: float = 1.0) -> SlowestLink:
+    """Measure the slowest kind of link between ranks; the same on all ranks.
 
     Within a machine that is how fast processes copy memory, all of them at once; between machines a bare TCP
     connection from the first rank to the first that is on another machine.
     """
     if world < 2:
-        return None, ""
+        return SlowestLink(None, "", 1)
     store.set(f"bench/where/{rank}", neighbourhood())
     where = [store.get(f"bench/where/{other}").decode() for other in range(world)]
     away = next((other for other, place in enumerate(where) if place != where[0]), None)
@@ -30,13 +47,14 @@ def slowest(store: Any, rank: int, world: int, *, seconds: float = 1.0) -> tuple
         for other in range(world):
             store.get(f"bench/ready/{other}")
         store.set(f"bench/memory/{rank}", repr(memory_bytes_per_s()))
-        return min(float(store.get(f"bench/memory/{other}")) for other in range(world)), MEMORY
+        rate = min(float(store.get(f"bench/memory/{other}")) for other in range(world))
+        return SlowestLink(rate, MEMORY, 1)
     if rank in (0, away):
         towards = (os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "1")))
         rate = tcp.bytes_per_s(store, "bench/tcp", rank == 0, towards=towards, seconds=seconds)
         if rank == 0:
             store.set("bench/tcp/agreed", repr(rate))
-    return float(store.get("bench/tcp/agreed")), TCP
+    return SlowestLink(float(store.get("bench/tcp/agreed")), TCP, len(set(where)))
 
 
 def memory_bytes_per_s(nbytes: int = 32 << 20, repeats: int = 5) -> float:

@@ -34,7 +34,7 @@ def write(out_dir: Path, results: Results, outcomes: Sequence[Outcome]) -> list[
         import matplotlib
     except ImportError as error:
         raise UserError(
-            "plots need matplotlib, which is not installed", hint='pip install "potluck[plots]"'
+            "plots need matplotlib, which is not installed", hint="pip install -e '.[plots]'"
         ) from error
     pictures = {
         "speedup": draw_speedup(results),

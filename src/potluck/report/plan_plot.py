@@ -5,16 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from potluck.errors import UserError
 from potluck.plan.sweep import PAYS, Sweep
 from potluck.report.plan_table import UNITS, strategies_of, value_text
-from potluck.report.plot_style import GREY, INK, PALE, colour_of, new_figure
+from potluck.report.plot_style import GREY, INK, PALE, check_file, colour_of, new_figure, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
-SUFFIXES = (".png", ".svg")
 _LABELS = {
     "link_mbit": "every machine's link, Mbit/s of payload",
     "guests": "guests",
@@ -23,23 +20,9 @@ _LABELS = {
 }
 
 
-def check(path: Path) -> None:
-    """Raise before the work, not after it, if the picture cannot be drawn or written."""
-    if path.suffix.lower() not in SUFFIXES:
-        raise UserError(f"cannot draw {path}", hint="give a name that ends in .png or .svg")
-    if not path.parent.is_dir():
-        raise UserError(f"there is no folder {path.parent}", hint="make it first, or choose another")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise UserError(
-            "a picture needs matplotlib, which is not installed", hint='pip install "potluck[plots]"'
-        ) from None
-
-
 def write(path: Path, sweep: Sweep, title: str) -> None:
     """Draw to a file, which is replaced only when the picture is complete."""
-    check(path)
+    check_file(path)
     figure = new_figure(7.2, 4.2)
     axes = figure.add_axes((0.09, 0.14, 0.72, 0.70))
     values = [point.value for point in sweep.points]
@@ -66,7 +49,7 @@ def write(path: Path, sweep: Sweep, title: str) -> None:
     nowhere = "" if sweep.pays_from is not None else "; it pays nowhere in between"
     subtitle = f"speed-up against the fastest machine alone, predicted{nowhere}"
     figure.text(0.09, 0.885, subtitle, color=GREY, fontsize=8.5)
-    _save(figure, path)
+    save(figure, path)
 
 
 def _mark(axes: Axes, sweep: Sweep) -> None:
@@ -92,14 +75,3 @@ def _label_ends(axes: Axes, x: float, ends: list[tuple[float, str, str]]) -> Non
             f"{name} {y:.2f}×", (x, below), xytext=(6, 0), textcoords="offset points", color=colour,
             fontsize=8.5, va="center", annotation_clip=False,
         )  # fmt: skip
-
-
-def _save(figure: Figure, path: Path) -> None:
-    part = path.with_name(f".{path.name}.part")
-    try:
-        figure.savefig(part, dpi=150, format=path.suffix[1:].lower())
-        part.replace(path)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}", hint="choose another file") from error
-    finally:
-        part.unlink(missing_ok=True)

@@ -283,9 +283,10 @@ def catalogue_lines() -> list[Line]:
         rate, part = f"{link.line_mbit:,.0f}", f"× {link.part:.2f}"
         wires.append((link.name, rate, part, seconds_text(link.latency_s), link.source))
     note = (
-        "Peaks are dense. Memory, bandwidth and rates are the makers' or the standards'; utilisation, payload and "
-        "latency are assumed. Nothing here was measured."
+        "Peaks are dense. An estimate was read nowhere: it is from memory. Utilisation, payload and latency are "
+        "assumed. Nothing here was measured."
     )
+    pages = {page for sheet in DEVICES.values() for page in (sheet.page, sheet.watts_page) if page}
     return [
         *_grid(rows, right={1, 2, 3, 4, 5}),
         Line(),
@@ -293,4 +294,7 @@ def catalogue_lines() -> list[Line]:
         Line(),
         Line(f"models: {', '.join(NAMES)}; gpt:12 is the recipe gpt of depth 12; 350M is a number of parameters"),
         Line(note, _LABEL),
+        Line(),
+        Line("read at:"),
+        *(Line(f"  {page}") for page in sorted(pages)),
     ]

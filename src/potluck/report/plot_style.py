@@ -1,11 +1,16 @@
-"""How the lab's pictures look: colours that people with colour-blindness can tell apart, and empty figures."""
+"""How pictures look and are saved: colours that people with colour-blindness can tell apart, files."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from potluck.errors import UserError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+SUFFIXES = (".png", ".svg")
 
 INK = "#1f2430"
 GREY = "#6b7280"
@@ -44,3 +49,29 @@ def new_figure(width_in: float, height_in: float) -> Figure:
     figure = Figure(figsize=(width_in, height_in), facecolor="white")
     FigureCanvasAgg(figure)
     return figure
+
+
+def check_file(path: Path) -> None:
+    """Raise before the work, not after it, if the picture cannot be drawn or written."""
+    if path.suffix.lower() not in SUFFIXES:
+        raise UserError(f"cannot draw {path}", hint="give a name that ends in .png or .svg")
+    if not path.parent.is_dir():
+        raise UserError(f"there is no folder {path.parent}", hint="make it first, or choose another")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise UserError(
+            "a picture needs matplotlib, which is not installed", hint="pip install -e '.[plots]'"
+        ) from None
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a picture to a file, which is replaced only when the picture is complete."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        figure.savefig(part, dpi=150, format=path.suffix[1:].lower())
+        part.replace(path)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}", hint="choose another file") from error
+    finally:
+        part.unlink(missing_ok=True)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
+from potluck import checked
 from potluck.checked import Natural, Positive
 
 
@@ -538,7 +539,7 @@ RunEvent = (
 )
 
 _encode = msgspec.json.Encoder().encode
-_decode: msgspec.json.Decoder[RunEvent] = msgspec.json.Decoder(RunEvent)
+_decode: msgspec.json.Decoder[RunEvent] = checked.decoder(RunEvent)
 
 
 class _AnyKind(Struct):
@@ -579,6 +580,6 @@ def from_json(line: bytes | str) -> RunEvent | None:
     try:
         return _decode.decode(line)
     except msgspec.ValidationError:
-        if msgspec.json.decode(line, type=_AnyKind).event in KINDS:
+        if checked.decode(line, _AnyKind).event in KINDS:
             raise
         return None

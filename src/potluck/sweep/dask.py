@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -22,9 +22,9 @@ from potluck.fleet.dask import DaskFleet
 from potluck.fleet.kept import SILENT_S
 from potluck.fleet.sealed import KeyPair
 from potluck.sweep.helpers import Helpers
-from potluck.sweep.sharing import helping
+from potluck.sweep.sharing import helping, hosts_next
 from potluck.sweep.spec import SweepWork, Trial, TrialNews, TrialResult
-from potluck.sweep.trial import TrialProcess, handed_over
+from potluck.sweep.trial import TrialProcess, handed_over, kept_files
 
 if TYPE_CHECKING:
     from distributed import Client, Future
@@ -54,6 +54,7 @@ def host_trial(work: SweepWork, trial: Trial, key: str, name: str, bind: str | N
                 raise MachineError("nobody asks for this trial any more")
             time.sleep(0.2)
         process.checkpoint_to(storage)
+        process.keep_files(storage)
         return news
     finally:
         process.close()
@@ -80,6 +81,7 @@ class RunningTrial:
     def __init__(self, sweep: DaskSweep, trial: Trial, machine: str, address: str) -> None:
         self.trial, self.machine, self.key = trial, machine, f"{trial.id}-{uuid.uuid4().hex[:8]}"
         self.news = TrialNews()
+        self.began = time.monotonic()
         self._sweep, self._address = sweep, address
         self.thread = threading.Thread(target=self._follow, name=f"potluck-{trial.id}", daemon=True)
         self.thread.start()
@@ -136,6 +138,8 @@ class DaskSweep:
         self._hosted: dict[str, list[str]] = {trial.id: [] for trial in trials}
         self._helped: dict[str, set[str]] = {trial.id: set() for trial in trials}
         self._helpers = Helpers(self.fleet, logs, tell)
+        self._took_s: dict[str, float] = {}
+        """Seconds of the last trial that each machine hosted alone."""
 
     def run(self) -> Iterator[TrialResult]:
         """The results as they come, each once."""
@@ -172,16 +176,28 @@ class DaskSweep:
         return self._client.submit(host_trial, *arguments, key=key, workers=[address], pure=False, retries=0)
 
     def _place(self) -> None:
-        """Give each machine without a trial the next one."""
+        """Give each machine without a trial the next one, but for those that should rather help."""
+        workers = self.fleet.workers()
         busy = {running.machine for running in self._running.values()}
-        for machine, address in self.fleet.workers().items():
-            if self._waiting and machine not in busy:
+        for machine, address in workers.items():
+            if self._waiting and machine not in busy and self._should_host(machine, workers):
                 trial = self._waiting.pop(0)
                 self._began.setdefault(trial.id, time.monotonic())
                 again = " again, from its checkpoint" if self._hosted[trial.id] else ""
                 self._hosted[trial.id].append(machine)
                 self._tell(f"{trial.id} starts on {machine}{again}")
                 self._running[trial.id] = RunningTrial(self, trial, machine, address)
+
+    def _should_host(self, machine: str, there: Collection[str]) -> bool:
+        if not self._share:
+            return True
+        takes_s, busy_s = dict(self._took_s), dict[str, float]()
+        for running in self._running.values():
+            if (left_s := running.news.remaining_s) is not None:
+                takes_s.setdefault(running.machine, time.monotonic() - running.began + left_s)
+            busy_s[running.machine] = takes_s.get(running.machine, 0.0) if left_s is None else left_s
+        known = {name: s for name, s in takes_s.items() if name in there}
+        return hosts_next(machine, known, busy_s, waiting=len(self._waiting))
 
     def _look_after_helpers(self) -> None:
         joinable = {name: r.news for name, r in self._running.items() if r.news.token and r.news.status is None}
@@ -190,7 +206,7 @@ class DaskSweep:
             self.hosts(),
             {name: news.remaining_s for name, news in joinable.items()},
             dict(self._helpers.busy),
-            waiting=len(self._waiting),
+            waiting=0,  # a machine that `_place` has left idle should help
         )
         if self._share:
             self._helpers.assign(wanted, {name: self._keys.open(news.token) for name, news in joinable.items()})
@@ -206,6 +222,8 @@ class DaskSweep:
                 self._waiting.insert(0, trial)
                 return None
             news = msgspec.structs.replace(running.news, why=error)
+        elif not news.why and (running.machine not in self._took_s or not news.guests):
+            self._took_s[running.machine] = time.monotonic() - running.began
         return TrialResult(
             trial=trial.id,
             parameters=trial.parameters,
@@ -216,5 +234,6 @@ class DaskSweep:
             machines=tuple(self._hosted[trial.id]),
             guests=tuple(sorted(self._helped[trial.id])),
             checkpoint=str(handed_over(Path(self._work.storage) / trial.id, self._work.origin(trial)) or ""),
+            files=str(files) if (files := kept_files(Path(self._work.storage) / trial.id)).is_dir() else "",
             error=news.why,
         )

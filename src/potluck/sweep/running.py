@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import secrets
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +65,7 @@ def need_engine(engine: str) -> None:
         import distributed  # noqa: F401
     except ImportError:
         raise MissingModuleError(
-            "--engine dask needs distributed, which is not installed", hint="pip install 'potluck[dask]'"
+            "--engine dask needs distributed, which is not installed", hint="pip install -e '.[dask]'"
         ) from None
     need_library("dask")
 
@@ -114,7 +116,9 @@ def _dask(settings: SweepSettings) -> Iterator[Client]:
         settings.tell("a local Dask cluster is started, of this machine alone")
         # Without TLS every user of this machine could run code in the worker.
         tls: dict[str, Any] = {"security": True, "protocol": "tls", "dashboard_address": "127.0.0.1:0"}
-        with LocalCluster(n_workers=1, **tls) as cluster, Client(cluster) as client:
+        with _no_interrupt():
+            cluster = LocalCluster(n_workers=1, **tls)
+        with cluster, Client(cluster) as client:
             yield client
         return
     try:
@@ -125,6 +129,19 @@ def _dask(settings: SweepSettings) -> Iterator[Client]:
         ) from None
     with client:
         yield client
+
+
+@contextlib.contextmanager
+def _no_interrupt() -> Iterator[None]:
+    """Processes that are started meanwhile ignore Ctrl-C, which a terminal sends to them too."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def tune_results(settings: SweepSettings) -> Iterator[TrialResult]:

@@ -24,6 +24,9 @@ Value = bool | int | float | str
 _NAME = re.compile(r"[A-Za-z][\w-]*")
 _OPTION = re.compile(r"[\"']--([A-Za-z][\w-]*)(?:/--([A-Za-z][\w-]*))?[\"']")
 _SWITCH = re.compile(r"[\"']--([A-Za-z][\w-]*)[\"'][^()]*\bBooleanOptionalAction\b")
+_FLAG = re.compile(
+    r"[\"']--([A-Za-z][\w-]*)[\"'][^()]*\b(?:action\s*=\s*[\"']store_(?:true|false)[\"']|is_flag\s*=\s*True)"
+)
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*|(?=\.\d))(?:\.\d*)?(?:[eE][+-]?\d+)?")
 _PARSER = re.compile(r"\b(?:ArgumentParser|option)\(")
 _MORE_OPTIONS = re.compile(
@@ -90,7 +93,7 @@ class SweepWork(Struct, frozen=True, kw_only=True):
         words = list(self.arguments)
         for name, value in trial.parameters.items():
             if name in off and isinstance(value, bool):
-                words.append(f"--{name}" if value else f"--{off[name]}")
+                words += [f"--{name}"] if value else [f"--{off[name]}"] if off[name] else []
             else:  # one word: argparse takes a value such as -1e-5 for an option
                 words.append(f"--{name}={trial.given.get(name, text(value))}")
         return words
@@ -134,6 +137,8 @@ class TrialResult(Struct, frozen=True, kw_only=True):
     """That helped."""
     checkpoint: str = ""
     """Folder in the storage with its last checkpoint; `potluck host SCRIPT --resume` takes a copy of it."""
+    files: str = ""
+    """Folder in the storage with the files that its script wrote to its working folder; empty if there are none."""
     error: str = ""
     """Why it failed; empty if it did not."""
 
@@ -189,9 +194,10 @@ def trials_of(parameters: Mapping[str, Sequence[Value]], count: int | None, seed
 
 
 def _switches(contents: Sequence[bytes]) -> dict[str, str]:
-    """Options without a value in a script's text, each with the one that turns it off: --amp/--no-amp."""
+    """Options without a value in a script's text, each with the one that turns it off, if any: --amp/--no-amp."""
     source = _source(contents)
-    made = {name: f"no-{name}" for name in _SWITCH.findall(source)}
+    made = dict.fromkeys(_FLAG.findall(source), "")
+    made |= {name: f"no-{name}" for name in _SWITCH.findall(source)}
     return made | {name: off for name, off in _OPTION.findall(source) if off}
 
 

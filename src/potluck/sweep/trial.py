@@ -10,10 +10,12 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
 
+from potluck import checked
 from potluck.errors import MachineError
 from potluck.fleet import agent
 from potluck.fleet.bootstrap import FleetNeeds, variables_here
@@ -46,7 +48,7 @@ def handed_over(storage: Path, origin: CheckpointOrigin | None = None) -> Path |
 
 def _origin_of(checkpoint: Path) -> CheckpointOrigin | None:
     try:
-        return msgspec.json.decode((checkpoint / _ORIGIN).read_bytes(), type=CheckpointOrigin)
+        return checked.decode((checkpoint / _ORIGIN).read_bytes(), CheckpointOrigin)
     except (OSError, msgspec.MsgspecError):
         return None
 
@@ -70,6 +72,21 @@ def hand_over(run: Path, step: int, storage: Path, origin: CheckpointOrigin) -> 
         if old.name < name:
             shutil.rmtree(old, ignore_errors=True)
     return to
+
+
+def kept_files(storage: Path) -> Path:
+    """Where the files that a trial's script wrote are kept."""
+    return storage / "files"
+
+
+def keep_files(folder: Path, sent: Collection[str], storage: Path) -> None:
+    """Copy what a script wrote to its working folder to the storage; `sent`: the files that were there before."""
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and not path.is_symlink() and name not in sent and "__pycache__" not in path.parts:
+            to = kept_files(storage) / name
+            to.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, to)
 
 
 class TrialProcess:
@@ -152,6 +169,10 @@ class TrialProcess:
         if handed is not None:
             self._tell(checkpoint=step)
         return handed
+
+    def keep_files(self, storage: Path) -> None:
+        """Copy what the script wrote to its working folder to the storage; nothing where it wrote nothing."""
+        keep_files(self._folder / "script", self._work.names, storage)
 
     def close(self) -> None:
         """End it, if it runs; nothing of it stays on this machine."""

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from potluck import checked
 from potluck.errors import MissingModuleError, ScriptError
 from potluck.fleet import sealed
 from potluck.fleet.ray import RayFleet
@@ -27,7 +28,7 @@ from potluck.fleet.script import read_script
 from potluck.sweep.helpers import Helpers
 from potluck.sweep.sharing import helping
 from potluck.sweep.spec import MACHINE, SweepWork, Trial, TrialNews, TrialResult
-from potluck.sweep.trial import TrialProcess
+from potluck.sweep.trial import TrialProcess, kept_files
 
 if TYPE_CHECKING:
     from ray.tune import Callback
@@ -53,7 +54,7 @@ def need_tune() -> None:
         import ray.tune  # noqa: F401
     except ImportError as error:
         raise MissingModuleError(
-            f"Ray Tune needs {error.name}, which is not installed", hint="pip install 'potluck[sweep]'"
+            f"Ray Tune needs {error.name}, which is not installed", hint="pip install -e '.[sweep]'"
         ) from None
     sealed.need_library("sweep")
 
@@ -119,6 +120,8 @@ def host_trial(work: SweepWork, config: dict[str, Any], *, raises: bool) -> None
                     told, before = time.monotonic(), news
                 time.sleep(0.2)
             handed = process.checkpoint_to(Path(folder) / "handed")
+            if work.storage:
+                process.keep_files(Path(work.storage) / id)
             if news.why and raises:
                 raise ScriptError(f"{work.names[0]} failed: {news.why}")
             _report(process.news(), node, handed)
@@ -162,10 +165,19 @@ class TrialWatch:
     """What the driver knows of the trials, from Tune's callbacks, and the guests that help them."""
 
     def __init__(
-        self, fleet: RayFleet, keys: sealed.KeyPair, logs: Path, tell: Tell, *, share: bool = True
+        self,
+        fleet: RayFleet,
+        keys: sealed.KeyPair,
+        logs: Path,
+        tell: Tell,
+        *,
+        share: bool = True,
+        names: Sequence[str] = (),
     ) -> None:
+        """`names`: the sweep's own names of its trials, in Tune's order."""
         self._fleet = fleet
-        self._keys, self._share = keys, share
+        self._keys, self._share, self._tell, self._trial_names = keys, share, tell, names
+        self._ended: set[str] = set()
         self.news: dict[str, TrialNews] = {}
         self.hosted: dict[str, list[str]] = {}
         """Machines that have hosted each trial, by its id, in this order."""
@@ -186,7 +198,7 @@ class TrialWatch:
     def result(self, trial: str, result: Mapping[str, Any]) -> None:
         if NEWS not in result:
             return
-        news = msgspec.json.decode(result[NEWS], type=TrialNews)
+        news = checked.decode(result[NEWS], TrialNews)
         if result[NODE] not in self._names:  # asking Ray takes time, and Tune waits for this
             self._names |= _node_names(self._fleet)
         machine = self._names.get(result[NODE], result[NODE][:8])
@@ -195,6 +207,16 @@ class TrialWatch:
             hosted.append(machine)
         self.guests[trial] = self.guests.get(trial, set()) | set(news.guests)
         self.news[trial] = news
+
+    def ended(self, trial: str, number: int) -> None:
+        """Tune says that a trial is over; `number`: its place among all."""
+        self._ended.add(trial)
+        news = self.news.get(trial, TrialNews())
+        loss = news.metrics.get("loss")
+        how = ("failed" if news.why else "ended") + ("" if loss is None else f" with loss {loss:.6g}")
+        name = self._trial_names[number] if number < len(self._trial_names) else trial
+        of = f" of {len(self._trial_names)}" if self._trial_names else ""
+        self._tell(f"{name} {how} ({len(self._ended)}{of})")
 
     def close(self) -> None:
         """End all guests. Harmless when called twice."""
@@ -244,7 +266,10 @@ def sweep_results(
 
     from potluck.sweep.tune_callback import IdleMachinesHelp
 
-    watches[keys.public] = lambda: TrialWatch(_fleet(), keys, settings.folder, settings.tell, share=settings.share)
+    names = [trial.id for trial in trials]
+    watches[keys.public] = lambda: TrialWatch(
+        _fleet(), keys, settings.folder, settings.tell, share=settings.share, names=names
+    )
     callback = IdleMachinesHelp(keys.public)
     # Tune is given the words: they go to the script as they were written.
     points = [{**trial.parameters, **trial.given} for trial in trials]
@@ -278,7 +303,7 @@ def sweep_results(
     for trial, found in zip(trials, grid):
         metrics = found.metrics or {}
         name = str(metrics.get("trial_id", ""))
-        news = msgspec.json.decode(metrics[NEWS], type=TrialNews) if NEWS in metrics else TrialNews()
+        news = checked.decode(metrics[NEWS], TrialNews) if NEWS in metrics else TrialNews()
         yield TrialResult(
             trial=trial.id,
             parameters=trial.parameters,
@@ -289,5 +314,6 @@ def sweep_results(
             machines=tuple(watch.hosted.get(name, ())),
             guests=tuple(sorted(watch.guests.get(name, ()))),
             checkpoint=found.checkpoint.path if found.checkpoint else "",
+            files=str(files) if (files := kept_files(settings.storage / name)).is_dir() else "",
             error=news.why or (str(found.error) if found.error else ""),
         )

@@ -31,6 +31,10 @@ class IdleMachinesHelp(Callback):  # type: ignore[misc]
         if self.watch is not None:
             self.watch.result(trial.trial_id, result)
 
+    def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        if self.watch is not None:
+            self.watch.ended(trial.trial_id, trials.index(trial))
+
     def on_experiment_end(self, trials: list[Any], **info: Any) -> None:
         if self.watch is not None:
             self.watch.close()

@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
-import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from potluck import checked
 from potluck.codec.tensors import all_finite
 from potluck.durable import sync
 from potluck.errors import CheckpointError, NonFiniteError, RunFolderError
@@ -350,7 +350,7 @@ def load_latest(folder: Path) -> Loaded | None:
 def _loaded(path: Path, raw: dict[str, Any], skipped: tuple[tuple[Path, str], ...]) -> Loaded:
     """The checkpoint of this manifest, which somebody else may have written."""
     try:
-        manifest = msgspec.convert(raw, CheckpointManifest)
+        manifest = checked.as_kind(raw, CheckpointManifest)
         return Loaded(
             step=manifest["step"],
             extra=dict(optimizer_state.unflatten(manifest["extra"], {})),

@@ -87,7 +87,7 @@ class RunFolder:
     def read_manifest(self) -> Manifest:
         path = self.path / MANIFEST
         try:
-            return msgspec.json.decode(path.read_bytes(), type=Manifest)
+            return checked.decode(path.read_bytes(), Manifest)
         except FileNotFoundError as error:
             raise RunFolderError(
                 f"{self.path} is not a run: it has no {MANIFEST}",
@@ -113,7 +113,7 @@ class RunFolder:
 def _other_version(path: Path) -> str | None:
     """The version of Potluck that wrote a manifest which this one cannot read, if it says another."""
     with suppress(OSError, msgspec.DecodeError, RecursionError):
-        theirs = msgspec.json.decode(path.read_bytes(), type=_Versions).versions.get("potluck", "")
+        theirs = checked.decode(path.read_bytes(), _Versions).versions.get("potluck", "")
         return theirs if theirs not in ("", __version__) else None
     return None
 

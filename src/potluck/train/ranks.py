@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from potluck import checked
 from potluck.device import Mark
 from potluck.errors import ConfigError, LoopError, RankGoneError
 from potluck.train import gradient_sum
@@ -319,7 +320,7 @@ class Ranks:
     def _receive_words(self, rank: int, kind: type[T]) -> T:
         size = int(self._receive(torch.empty(1, dtype=torch.int64), rank))
         words = bytes(self._receive(torch.empty(size, dtype=torch.uint8), rank).tolist())
-        return msgspec.json.decode(words, type=kind)
+        return checked.decode(words, kind)
 
     @contextlib.contextmanager
     def _together(self, rank: int | None = None) -> Iterator[None]:

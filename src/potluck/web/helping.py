@@ -13,6 +13,8 @@ from potluck.spec.fleet import Fleet, FleetMachine, Job
 from potluck.units import percent_text
 
 MOST = 3
+MOST_TRIED = 4
+"""Guests that are tried one by one, those with the slowest links: the page may cost next to nothing."""
 
 
 def helping(start: RunStarted, step: StepEnded, links: Mapping[str, float]) -> list[str]:
@@ -33,7 +35,8 @@ def helping(start: RunStarted, step: StepEnded, links: Mapping[str, float]) -> l
             )
         )
     try:
-        fleet = Fleet(machines=tuple(machines))
+        host, *guests = machines
+        fleet = Fleet(machines=(host, *sorted(guests, key=lambda guest: guest.bytes_per_s)))
         job = Job(
             name=clean(start.recipe),
             parameters=start.trained_parameters,
@@ -41,8 +44,7 @@ def helping(start: RunStarted, step: StepEnded, links: Mapping[str, float]) -> l
             tokens_per_sample=max(1, round(start.tokens_per_sample or 1)),
             codec=start.codec,
         )
-        now = potluck(job, fleet)
-        found = levers(job, fleet, now)
+        found = levers(job, fleet, potluck(job, fleet, in_words=False), MOST_TRIED)
     except (PotluckError, ValueError, ZeroDivisionError):
         return []  # a codec that the plan does not know, or two machines of one name
     best: dict[str, str] = {}  # of changes that bring the same, the first is the simplest

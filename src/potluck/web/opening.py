@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from potluck import durable
+from potluck import checked, durable
 from potluck.errors import ConfigError, NetworkError, PortTakenError, UserError
 from potluck.hub.members import COMPUTING, Member
 from potluck.report.planned import planned_step_s
@@ -73,7 +73,7 @@ class WebPage:
         where = f"{serving.address}:{serving.port}" if serving.port else serving.address
         if not line:
             raise NetworkError(f"the page's process ended before it listened on {where}", hint="try without --web")
-        opened = msgspec.json.decode(line, type=Opened)
+        opened = checked.decode(line, Opened)
         if not opened.error:
             return opened.port
         kind = PortTakenError if opened.taken else UserError

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from potluck import checked
 from potluck.web.follower import Follower
 from potluck.web.server import MOST_REQUEST_BYTES, PageServer
 from potluck.web.state import GuestAbout, PageState, Pulse
@@ -74,7 +76,7 @@ async def _run(serving: Serving) -> None:
         try:
             for line in sys.stdin.buffer:
                 with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):  # half a line: the pipe was full
-                    loop.call_soon_threadsafe(server.hear, msgspec.json.decode(line, type=Pulse))
+                    server.hear(checked.decode(line, Pulse))  # without waking the loop
         finally:
             loop.call_soon_threadsafe(server.stop)
 
@@ -87,7 +89,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which ends this process when it has ended
     with contextlib.suppress(OSError, AttributeError):
         os.nice(NICENESS)
-    serving = msgspec.json.decode(sys.stdin.buffer.readline(), type=Serving)
+    serving = checked.decode(sys.stdin.buffer.readline(), Serving)
+    gc.freeze()  # the garbage collector need not look at what was imported
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_run(serving))
     os._exit(0)  # connections that are still open are not waited for

@@ -90,8 +90,8 @@ class PageState:
         self.last_steps: deque[StepEnded] = deque(maxlen=LAST_STEPS)
         self.links: dict[str, float] = {}
         """Bytes per second to each guest, where known."""
-        self._pulse = Pulse()
-        self._pulse_at = clock()
+        self._pulse = Pulse(), clock()
+        """What the host last said of its guests, and when."""
         self._step_at: float | None = None
         """When the last step ended, if a run that is alive made it."""
         self._guest, self._planned_s, self._planned_alone_s = guest, planned_s, planned_alone_s
@@ -104,8 +104,8 @@ class PageState:
         self._stopped = False
 
     def hear(self, pulse: Pulse) -> None:
-        """What the host knows of its guests right now."""
-        self._pulse, self._pulse_at = pulse, self._clock()
+        """What the host knows of its guests right now. From any thread."""
+        self._pulse = pulse, self._clock()
 
     def stop(self) -> None:
         """The process that told this is gone: no event will come."""
@@ -118,15 +118,17 @@ class PageState:
             return clean(self.run.end.reason) or "ended"
         return HOST_GONE if self._stopped and self.run.start is not None else ""
 
-    def _now(self, row: MachineRow) -> GuestNow | None:
-        """What the host last said of a guest that is there."""
+    def _now(self, row: MachineRow) -> tuple[GuestNow, float] | None:
+        """What the host last said of a guest that is there, and when."""
+        pulse, at = self._pulse
         there = row.role != "host" and row.state != "gone" and not self.ended
-        return self._pulse.guests.get(row.name) if there else None
+        now = pulse.guests.get(row.name) if there else None
+        return None if now is None else (now, at)
 
     def heard(self, row: MachineRow) -> float | None:
         """Seconds since the host last heard from a guest, if it is there."""
-        now = self._now(row)
-        return None if now is None else round(now.heard_s + self._clock() - self._pulse_at, 1)
+        found = self._now(row)
+        return None if found is None else round(found[0].heard_s + self._clock() - found[1], 1)
 
     def undone_after(self, event: RunEvent) -> int | None:
         """Where a resumed run repeats steps that are counted here: the last step that stays. Then fold all anew."""
@@ -330,9 +332,9 @@ class PageState:
         return [*there, *(row for row in self._gone.values() if row.name not in names)]
 
     def _as_of_now(self, row: MachineRow, live: bool) -> MachineRow:
-        now = self._now(row)
-        if now is not None:
-            return replace(row, state=now.state, reason=now.doing)
+        found = self._now(row)
+        if found is not None:
+            return replace(row, state=found[0].state, reason=found[0].doing)
         unknown = row.state != "gone" and self.run.end is None and (self._stopped or not live)
         return replace(row, state=f"was {row.state}") if unknown else row
 

@@ -322,5 +322,5 @@ def need_libraries(what: str, *names: str) -> None:
     for name in names or ("zeroconf", "spake2", "cryptography"):
         if importlib.util.find_spec(name) is None:
             raise MissingModuleError(
-                f"{what} needs {name}, which is not installed", hint="pip install 'potluck[lan]'"
+                f"{what} needs {name}, which is not installed", hint="pip install -e '.[lan]'"
             )

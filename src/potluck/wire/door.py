@@ -137,6 +137,8 @@ class Watch:
         stranger to a guest before this thread has seen the stranger leave."""
         self._names: dict[int, bytes] = {}
         """The routing ids of guests that sent a message."""
+        self._gone: dict[int, tuple[Peer, bytes]] = {}
+        """The last guest that left each descriptor, and its routing id: see `_came`."""
         self._successes = 0
         self._failure: int | None = None
         self._turned_away: deque[str] = deque(maxlen=_MOST_UNREPORTED)
@@ -270,6 +272,11 @@ class Watch:
         if peer is not None:
             visitor = Visitor(descriptor=descriptor, address=peer[0], port=peer[1], since=time.monotonic())
             with self._lock:
+                # A stranger may be noted only when its descriptor is a guest's already. Then the stranger's end was
+                # taken for the guest's, and this is the guest that was heard before.
+                gone = self._gone.pop(descriptor, None)
+                if gone is not None and gone[0] == peer:
+                    self._spoke[descriptor], self._names[descriptor] = gone
                 self._inside.came(visitor)
                 if self._spoke.get(descriptor) != peer:  # it may have been heard before it was seen
                     self._lobby.came(visitor)
@@ -286,7 +293,7 @@ class Watch:
         with self._lock:
             if peer is not None and self._spoke.get(descriptor) == peer:
                 del self._spoke[descriptor]
-                self._names.pop(descriptor, None)
+                self._gone[descriptor] = peer, self._names.pop(descriptor, b"")
             self._lobby.left(descriptor)
             self._inside.left(descriptor)
         failure, self._failure = self._failure, None

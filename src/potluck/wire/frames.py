@@ -18,6 +18,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, get_args
 import msgspec
 import numpy as np
 
+from potluck import checked
 from potluck.errors import WireError
 from potluck.spec.messages import FromGuest, FromHost, Message, ModelDescription
 from potluck.units import printable
@@ -45,8 +46,8 @@ _KIND = re.compile(r"[a-z][a-z0-9_.-]{0,31}", re.ASCII)
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
 _WRONG = re.compile(r"(.{1,200}) - at `\$(?:\[1\])?\.(\w+).{0,60}`", re.DOTALL)
 _ENCODER = msgspec.json.Encoder()
-_MODEL = msgspec.json.Decoder(ModelDescription)
-_PAIR = msgspec.json.Decoder(tuple[str, msgspec.Raw])
+_MODEL = checked.decoder(ModelDescription)
+_PAIR = checked.decoder(tuple[str, msgspec.Raw])
 
 M = TypeVar("M", bound=Message)
 
@@ -107,7 +108,7 @@ class Reader(Generic[M]):
     """Decodes and checks messages of some kinds: nothing that comes out of `read` has to be checked again."""
 
     def __init__(self, kinds: Iterable[type[M]]) -> None:
-        self._decoders = {kind.kind: msgspec.json.Decoder(kind) for kind in kinds}
+        self._decoders = {kind.kind: checked.decoder(kind) for kind in kinds}
 
     def read(self, frames: Sequence[bytes | memoryview]) -> Received[M]:
         """The message in these frames. Raises WireError whatever they hold: VersionError for another protocol,
@@ -145,7 +146,7 @@ FROM_HOST: Reader[FromHost] = Reader(get_args(FromHost))
 def _check_null(message: Message, header: bytes) -> None:
     """Refuse to send a number that is not finite: msgspec writes null for it."""
     try:
-        msgspec.json.decode(header[len(_PREFIX) :], type=tuple[str, type(message)])  # type: ignore[misc]
+        checked.decoder(tuple[str, type(message)]).decode(header[len(_PREFIX) :])  # type: ignore[misc]
     except msgspec.ValidationError as error:
         raise WireError(f"a {message.kind!r} that cannot be sent: {_why(error)}") from None
 

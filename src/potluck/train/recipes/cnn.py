@@ -217,7 +217,7 @@ def _sklearn_digits() -> tuple[np.ndarray, np.ndarray]:
     except ImportError as error:
         raise ConfigError(
             "the recipe cnn takes its digits from scikit-learn, which is not installed",
-            hint="pip install 'potluck[digits]', or give a folder with MNIST's files: --data DIR",
+            hint="pip install -e '.[digits]', or give a folder with MNIST's files: --data DIR",
         ) from error
     digits = load_digits()
     return np.round(digits.images * (255 / 16)).astype(np.uint8), digits.target

@@ -1,0 +1,61 @@
+"""The entropy coder of thin and of exact changes: Huffman codes, by zstandard told to look for hardly any matches.
+
+zlib's Huffman codes take as many bits and seven times as long (docs/log.md). What arrives is not trusted: nothing
+is decoded beyond a length that is known, and no window larger than the sender's is made.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import zstandard
+
+from potluck.errors import WireError
+
+WINDOW_LOG = 17
+_HUFFMAN = zstandard.ZstdCompressionParameters(
+    strategy=zstandard.STRATEGY_FAST,
+    min_match=7,
+    hash_log=6,
+    chain_log=6,
+    search_log=1,
+    window_log=WINDOW_LOG,
+    target_length=0,
+)
+
+
+class _Coders(threading.local):
+    """Each thread has its own: one may not be used by two at once."""
+
+    def __init__(self) -> None:
+        self.encoder = zstandard.ZstdCompressor(compression_params=_HUFFMAN)
+        self.decoder = zstandard.ZstdDecompressor(max_window_size=1 << WINDOW_LOG)
+
+
+_coders = _Coders()
+
+
+def coded(*parts: np.ndarray) -> list[bytes]:
+    """The bytes of contiguous arrays one after the other, each with codes of its own; to be joined."""
+    stream = _coders.encoder.compressobj(size=sum(part.nbytes for part in parts))
+    found = []
+    for part in parts[:-1]:
+        found += [stream.compress(part.data), stream.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)]
+    return [*found, stream.compress(parts[-1].data), stream.flush()]
+
+
+def decoded(message: bytes | memoryview, most: int, codec: str) -> np.ndarray:
+    """What was coded, [at most `most`] uint8.
+
+    Raises:
+        WireError: nothing was coded so, or more than `most` bytes.
+    """
+    try:
+        says = zstandard.frame_content_size(message)  # that much memory will be taken
+        if not 0 <= says <= most:
+            raise WireError(f"a {codec} message of {says} bytes where there may be {most}")
+        found = _coders.decoder.decompress(message, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise WireError(f"{len(message)} bytes that are no {codec} message: {error}") from None
+    return np.frombuffer(found, dtype=np.uint8)
