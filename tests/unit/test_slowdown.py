@@ -177,3 +177,15 @@ def test_the_protocol_passes_the_steps_times_on(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(protocol.stepping.slowdown, "timed", lambda *step, **known: told.append((step, known)))
     protocol.handle(inputs.StepTimed(step=3, samples=4, seconds=0.5, here=("g",)), 1.0)
     assert told == [((3, 4, 0.5), {"host_sample_s": None, "here": ("g",)})]
+
+
+@pytest.mark.parametrize(("gain", "most"), [(1.45, 5), (1.03, 12)])
+def test_a_trial_ends_as_soon_as_it_is_clear_that_a_guest_on_this_machine_helps(gain: float, most: int) -> None:
+    """With a guest from the first step on, nobody knows how fast the host would be alone."""
+    table = Table(batch=BATCH)
+    table.join("laptop")
+    run = Run(table, lambda step, helped: (2.0 if helped else 2.0 * gain) * (1 + 0.004 * (step % 3)), ("laptop",))
+    run.steps(40)
+    assert 0 < run.tried <= most
+    assert not run.out
+    assert run.share(10) == 1.0

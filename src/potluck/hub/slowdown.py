@@ -25,6 +25,8 @@ WITH_STEPS, WITH_S = 16, 2.0
 """Steps with guests are judged from so many on, which took so long."""
 TRIAL_STEPS, TRIAL_S = 8, 0.5
 """A trial without guests has at least so many steps and takes at least so long."""
+CLEAR_STEPS, CLEAR_PART = 3, 0.1
+"""A trial ends after so many steps where they are slower by more than this part: then the guests help, clearly."""
 SETTLING = 2
 """Steps after a change that do not count: what was under way before still takes time."""
 MOST_LOST = 16
@@ -60,6 +62,10 @@ class StepTimes:
     @property
     def known(self) -> bool:
         return self.count >= self._least[0] and self.seconds >= self._least[1]
+
+    def suffice(self) -> None:
+        """Count as known from now on."""
+        self._least = self.count, 0.0
 
     @property
     def sample_s(self) -> float:
@@ -216,6 +222,8 @@ class Slowdown:
         assert self._tried is not None
         if kind == ALONE:
             self._tried.add(samples, seconds)
+            if self._clear(self._tried):
+                self._tried.suffice()
         else:
             self._lost_steps += 1
         if self._tried.known:
@@ -227,3 +235,8 @@ class Slowdown:
         elif self._lost_steps <= MOST_LOST and self._members:
             return
         self.trying, self._tried, self._with = False, None, _with()
+
+    def _clear(self, tried: StepTimes) -> bool:
+        """Whether the few steps of a trial tell enough: guests help."""
+        much = tried.sample_s > (1 + CLEAR_PART) * self._with.sample_s
+        return tried.count >= CLEAR_STEPS and self._with.known and much and tried.slower_than(self._with)
