@@ -80,12 +80,12 @@ $(STAMP): pyproject.toml constraints.txt $(if $(SOUND),,remove-unsound-venv)
 	fi
 	$(INSTALL) setuptools
 	$(INSTALL) --no-build-isolation -e ".[$(TRAINING)]"
-	@$(COMPILE)
+	@echo "compiling the installed packages, some seconds"; $(COMPILE)
 	@echo "$(CURDIR)" > $(STAMP)
 
 $(TOOLS): $(STAMP)
 	$(INSTALL) --no-build-isolation -e ".[$(TESTING)]"
-	@$(COMPILE)
+	@echo "compiling the installed packages, some seconds"; $(COMPILE)
 	@echo "$(CURDIR)" > $(TOOLS)
 
 remove-unsound-venv:

@@ -199,7 +199,8 @@ def test_a_day_of_events_is_painted_at_once_and_updates_come_within_a_second(bro
 def test_the_report_opens_from_disk_and_is_small(browser: Browser, day: Path, tmp_path: Path) -> None:
     file = tmp_path / "run.html"
     command = [sys.executable, "-m", "potluck", "report", str(day), "--html", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    subprocess.run(command, capture_output=True, timeout=60, check=True)
+    done = subprocess.run(command[:-2], capture_output=True, text=True, timeout=60, check=True)
     assert file.stat().st_size < 300_000
     browser.open(file.as_uri())
     assert_quiet(browser, file.as_uri())

@@ -303,7 +303,8 @@ class TestReport:
         assert _app.run(["report", str(run), "--html", str(tmp_path)]) == 2
         capsys.readouterr()
         assert _app.run(["report", str(run), "--html"]) == 0  # named after the run, here
-        assert f"wrote {run.name}.html" in capsys.readouterr().err
+        said = capsys.readouterr()
+        assert (said.out, f"wrote {run.name}.html" in said.err) == ("", True)  # the report is in the file
         assert "tower" in Path(f"{run.name}.html").read_text(encoding="utf-8")
         capsys.readouterr()
         (run / "manifest.json").write_text(to_json(sample.manifest(versions={"potluck": "9.9"})))

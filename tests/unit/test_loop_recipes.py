@@ -6,6 +6,7 @@ Alone on the CPU: what guests change is tested elsewhere.
 from __future__ import annotations
 
 import copy
+import difflib
 import functools
 import math
 import re
@@ -298,3 +299,26 @@ def test_a_step_that_is_not_applied_leaves_no_trace_in_them(here: Bits) -> None:
             step.backward(F.cross_entropy(here.model(x), y) * (math.nan if step.index == 1 else 1.0))
         counts.append(int(here.model[1].num_batches_tracked))
     assert counts == [1, 1, 2, 3]
+
+
+def test_the_epoch_loop_that_people_write_changes_few_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both loops of the guide as they stand there: the same weights, the same best ones."""
+    title = "From epochs, validation and best weights"
+    _, section = GUIDE.read_text("utf-8").split(f"### {title}\n")
+    before, after = re.findall(r"```python\n(.*?)```", section.split("\n### ")[0], re.S)
+    changed = [line for line in difflib.ndiff(before.splitlines(), after.splitlines()) if line[0] in "+-"]
+    new = sum(line[0] == "+" for line in changed) + 1  # and the line that makes `run`
+    assert max(new, sum(line[0] == "-" for line in changed)) <= 10
+    kept, models = [], []
+    for name, code in (("plain", before), ("ours", after)):
+        bits = Bits(tmp_path / name)
+        monkeypatch.chdir(bits.folder if bits.folder.exists() else tmp_path)
+        names = bits.follow(title, code=code)
+        names["run"].close()
+        kept.append((names["best"], safetensors.torch.load_file("best.safetensors")))
+        models.append(bits.model)
+    assert kept[0][0] == pytest.approx(kept[1][0], rel=1e-5)
+    assert all(torch.allclose(kept[0][1][name], tensor, atol=1e-6) for name, tensor in kept[1][1].items())
+    assert_same(models[1], models[0])

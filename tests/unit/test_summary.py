@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.cells import cell_len
 
@@ -245,3 +246,30 @@ def test_samples_sent_ahead_and_those_not_needed_are_counted() -> None:
     assert (summary.ahead_samples, summary.unneeded_samples, summary.unneeded_bytes) == (16, 3, 450_000)
     assert "16 samples before their lease; 3 (450 kB) were not needed" in summary_text(summary)
     assert "sent ahead" not in summary_text(summarize([sample.step(1)]))
+
+
+@pytest.mark.parametrize(
+    ("workers", "waits", "told"),
+    [
+        (2, {"data_s": 0.6}, "60 % of the time; give the DataLoader more than num_workers=2, for example 4"),
+        (0, {"read_s": 0.6}, "60 % of the time; give the DataLoader num_workers=4"),
+        (None, {"read_s": 0.6}, "60 % of the time; give run.steps() a DataLoader with num_workers=4"),
+        (2, {"data_s": 0.6, "restart_s": 0.6}, "the 2 worker processes start again in each epoch"),
+        (2, {"data_s": 0.1}, None),
+    ],
+)
+def test_a_run_that_waits_for_its_data_says_so_and_what_helps(
+    workers: int | None, waits: dict[str, float], told: str | None
+) -> None:
+    start = msgspec.structs.replace(sample.run_start(), workers=workers)
+    summary = summarize([start, *(sample.step(n, **waits) for n in range(1, 5))])
+    text = summary_text(summary)
+    assert (told or "waiting for data") in text if told else "waiting for data" not in text
+    assert summary.data_s == pytest.approx(4 * waits.get("data_s", 0.0))
+
+
+def test_the_wait_for_data_is_no_fault_of_the_sharing() -> None:
+    """Efficiency compares with what the machines reach with the data there is."""
+    machines = [sample.host(24), sample.machine("laptop", 8, rate=16.0)]
+    steps = [sample.step(n, machines=machines, step_s=2.0, data_s=1.0) for n in range(1, 5)]
+    assert summarize([sample.run_start(), *steps]).efficiency == pytest.approx(0.8)

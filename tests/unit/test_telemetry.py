@@ -9,19 +9,21 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import potluck
 from potluck.hub.actions import StepResult
 from potluck.hub.feed import Feed
-from potluck.hub.members import Member
+from potluck.hub.members import SITTING_OUT, Member
+from potluck.report.data_wait import data_share, data_text
 from potluck.report.summary import summarize
 from potluck.spec.events import RunNote, StepEnded, kind_of
 from potluck.train.context import HOST
 from potluck.train.gain import AloneRate
 from potluck.train.run import start
-from potluck.train.telemetry import Telemetry
+from potluck.train.telemetry import DataTimes, Telemetry
 
 
 def table(events: list[Any]) -> tuple[Telemetry, Member, StepResult]:
@@ -43,7 +45,9 @@ def table(events: list[Any]) -> tuple[Telemetry, Member, StepResult]:
     hub: Any = SimpleNamespace(
         members=lambda: [guest], host_sample_s=lambda: 0.1, traffic=lambda: (0, 0), timed=lambda *_: None
     )
-    result = StepResult(samples={"tower": 8}, predicted_s=None, wait_s=0.0, dropped_samples=0, taken_back_samples=0)
+    result = StepResult(
+        samples={"tower": 5, "laptop": 3}, predicted_s=None, wait_s=0.0, dropped_samples=0, taken_back_samples=0
+    )
     return Telemetry(context, options, hub, total_steps=9), guest, result
 
 
@@ -229,3 +233,88 @@ def test_figures_of_steps_are_made_only_for_who_shows_them(shows_steps: bool) ->
 
 def test_a_plain_scripts_run_takes_no_figures_of_steps() -> None:
     assert not potluck.start()._context.log.takes_steps
+
+
+def test_alone_counts_what_a_step_takes_besides_also_where_guests_were_there_from_the_start() -> None:
+    """The host computes 5 of 8 samples in 0.625 ms and spends 0.5 ms besides: alone it would take 1.5 ms."""
+    events: list[Any] = []
+    telemetry, guest, result = table(events)
+    guest.samples = 3
+    at = telemetry._last_end = time.monotonic()
+    for step in range(1, 21):
+        telemetry.computed(5, 0.000625)
+        at += 0.001125
+        telemetry.step_ended(step, 1.0, result, 0.0, at, applied=True, outside=(0.0, 0.0))
+    assert events[-1].speedup == pytest.approx(1.5 / 1.125, rel=0.02)
+
+
+def test_while_guests_sit_out_the_run_is_as_fast_as_alone() -> None:
+    """Whatever the host's micro-batches say of its speed: 0.05 s a sample in steps of 0.3 s."""
+    events: list[Any] = []
+    telemetry, guest, result = table(events)
+    guest.samples, guest.state = 3, SITTING_OUT
+    at = telemetry._last_end = time.monotonic()
+    for step in range(1, 11):
+        telemetry.computed(8, 0.4)
+        at += 0.3
+        alone = structs.replace(result, samples={"tower": 8})
+        telemetry.step_ended(step, 1.0, alone, 0.0, at, applied=True, outside=(0.0, 0.0))
+    assert {event.speedup for event in events} == {1.0}
+
+
+@pytest.mark.parametrize(("workers", "claimed"), [(2, 1.0), (0, (0.08 + 0.1) / 0.15)])
+def test_time_that_the_host_waits_for_data_is_told_and_predicted(workers: int, claimed: float) -> None:
+    """Half of its 80 ms computed by a guest, 100 ms waited. Workers read on while the host computes."""
+    events: list[Any] = []
+    telemetry, guest, result = table(events)
+    telemetry._workers, guest.samples = workers, 4
+    made = structs.replace(result, samples={"tower": 4, "laptop": 4}, predicted_s=0.05)
+    at = telemetry._last_end = time.monotonic()
+    for step in range(1, 9):
+        telemetry.computed(4, 0.04)
+        at += 0.15
+        data = DataTimes(before_s=0.1, restarted=step == 5)
+        telemetry.step_ended(step, 1.0, made, 0.01, at, applied=True, outside=(0.0, 0.0), data=data)
+    assert events[-1].data_s == pytest.approx(0.1)
+    assert [event.restart_s > 0 for event in events] == [step == 5 for step in range(1, 9)]
+    assert events[-1].predicted_s == pytest.approx(0.15)
+    assert events[-1].speedup == pytest.approx(claimed, rel=0.07)
+
+
+def test_a_wait_behind_which_the_device_computes_is_no_wait() -> None:
+    events: list[Any] = []
+    telemetry, _, result = table(events)
+    at = telemetry._last_end = time.monotonic()
+    telemetry.computed(5, 0.095)
+    telemetry.step_ended(1, 1.0, result, 0.0, at + 0.1, applied=True, outside=(0.0, 0.0), data=DataTimes(0.09))
+    assert events[0].data_s == pytest.approx(0.005, abs=1e-4)
+
+
+class SlowSamples:
+    """A data set of which every sample takes 5 ms."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(0.005)
+        return torch.zeros(2)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loop_that_waits_for_its_loader_says_so(workers: int) -> None:
+    events: list[Any] = []
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = start(events.append, shows_steps=True)
+    loader = DataLoader(SlowSamples(), batch_size=4, num_workers=workers)  # type: ignore[arg-type]
+    for step in run.steps(model, optimizer, loader, epochs=2):
+        for batch in step:
+            step.backward(model(batch).mean())
+    steps = [event for event in events if isinstance(event, StepEnded)]
+    assert [step.restart_s > 0 for step in steps] == [bool(workers) and at == 4 for at in range(8)]
+    assert events[0].workers == workers
+    assert sum(step.data_s if workers else step.read_s for step in steps) > 0.02
+    summary = summarize(events)
+    assert data_share(summary) > 0.5
+    assert ("num_workers=4" if not workers else "DataLoader") in (data_text(summary) or "")

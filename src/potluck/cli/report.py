@@ -75,7 +75,7 @@ def report(
         click.echo(run_row(summary, events, manifest.versions))
     elif as_json:
         click.echo(checked.to_json(summary, indent=2))
-    else:
+    elif html is None:
         click.echo(fitted(summary_text(summary), sys.stdout))
         width = min(shutil.get_terminal_size((80, 24)).columns, 100)
         curve = loss_curve_text(steps, values, width - 1, 16, ascii_only=not writes_utf8(sys.stdout))

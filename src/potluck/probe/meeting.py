@@ -212,8 +212,7 @@ class _Visit:
                 return
             answer = self._ask(DoctorBack(port=listening.getsockname()[1]), timeout_s=BACK_S + ANSWER_S)
         if answer is not None and isinstance(answer.message, DoctorBackOutcome):
-            with contextlib.suppress(PotluckError):
-                self._back = (checked.convert(answer.message.reach, Reach),)
+            self._back = (answer.message.reach,)
 
     def _exchange_facts(self) -> Facts | None:
         self._progress("exchanging facts")
@@ -295,7 +294,7 @@ class Listener:
         for entry in [entry for entry in self._tries if entry[2].done()]:
             self._tries.remove(entry)
             peer, number, future = entry
-            self._send(peer, DoctorBackOutcome(id=number, reach=msgspec.to_builtins(future.result())))
+            self._send(peer, DoctorBackOutcome(id=number, reach=future.result()))
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rich.cells import cell_len
 
 from potluck.report.curve import sparkline
+from potluck.report.data_wait import LEAST_S, MUCH
 from potluck.report.line import Line
 from potluck.report.machine_table import machine_table
 from potluck.report.messages import eta_text, loss_text, values_text, wire_text
@@ -131,6 +132,9 @@ def _speed_line(step: StepEnded, end: RunEnded | None, width: int) -> Line:
     if step.tokens_per_s is not None:
         facts.append((rate_text(step.tokens_per_s, "tokens"), ""))
     facts.append((f"{seconds_text(step.step_s)} a step", ""))
+    waited_s = step.data_s + step.read_s
+    if waited_s >= max(LEAST_S, MUCH * step.step_s) and step.step_s:
+        facts.append((f"waiting for data {min(1.0, waited_s / step.step_s):.0%}", "yellow"))
     if step.mfu is not None:
         facts.append((f"MFU {step.mfu:.0%}", ""))
     return _fitting(_labelled("speed"), facts, width)

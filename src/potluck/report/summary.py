@@ -91,13 +91,22 @@ class Summary(Struct, frozen=True, kw_only=True):
     speedup_margin: float | None
     """Half of the speed-up's 95 % interval, from its scatter over the run; None if there are too few steps."""
     efficiency: float | None
-    """Samples per second ÷ the sum of what each machine reaches alone."""
+    """Samples per second ÷ the sum of what each machine reaches alone, without the time in which the host waited
+    for its data."""
     recovery: float | None
     """(speed-up − 1) ÷ Σ(guest rate ÷ host rate): how much of what the guests could bring arrived. None where they
     could bring less than a fiftieth of the host's speed: the ratio would be noise."""
     could_add: float | None
     """Σ(guest rate ÷ host rate), the median over the steps."""
     wait_s: float
+    data_s: float
+    """Seconds that the host waited for samples before its steps could begin."""
+    read_s: float
+    """Seconds in which the host's loop read its own samples."""
+    restart_s: float
+    """Of `data_s`, what passed while worker processes were started again for a new epoch."""
+    workers: int | None
+    """Worker processes of the script's DataLoader; None without one."""
     update_s: float
     bytes_up: int
     bytes_down: int
@@ -178,6 +187,7 @@ class Totals:
         self._first_loss: float | None = None
         self._sums = Counter[str]()
         self._seconds, self._waited, self._updated = Sum(), Sum(), Sum()
+        self._data, self._read, self._restarted = Sum(), Sum(), Sum()
         self._step_s, self._predicted_s, self._foreseen_s = Median(), Median(), Median()
         self._recovery, self._could_add, self._batch = Median(), Median(), Median()
         self._gain = Gain()
@@ -240,6 +250,9 @@ class Totals:
         self._seconds.add(step.step_s)
         self._waited.add(step.wait_s)
         self._updated.add(step.update_s)
+        self._data.add(step.data_s)
+        self._read.add(step.read_s)
+        self._restarted.add(step.restart_s)
         self._step_s.add(step.step_s)
         if (predicted_s := _predicted_s(step)) is not None:
             self._predicted_s.add(predicted_s)
@@ -286,6 +299,10 @@ class Totals:
             recovery=self._recovery.value,
             could_add=self._could_add.value,
             wait_s=self._waited.value,
+            data_s=self._data.value,
+            read_s=self._read.value,
+            restart_s=self._restarted.value,
+            workers=start.workers if start is not None else None,
             update_s=self._updated.value,
             bytes_up=sums["bytes_up"],
             bytes_down=sums["bytes_down"],
@@ -371,7 +388,7 @@ def _at_best(step: StepEnded) -> tuple[float, float] | None:
     known = [rate for rate in rates if rate is not None]
     if not step.step_s or not known or len(known) != len(rates):
         return None
-    return sum(m.samples for m in _present(step)), step.step_s * sum(known)
+    return sum(m.samples for m in _present(step)), max(0.0, step.step_s - step.data_s) * sum(known)
 
 
 def _could_add(step: StepEnded) -> float | None:

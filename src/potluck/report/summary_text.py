@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from potluck.report.data_wait import data_text
 from potluck.report.messages import loss_text, wire_text
 from potluck.report.summary import MachineSummary, Summary
 from potluck.report.table import table_lines
@@ -52,6 +53,8 @@ def _facts(s: Summary) -> list[tuple[str, str]]:
     if s.tokens_per_s is not None:
         speed.append(rate_text(s.tokens_per_s, "tokens"))
     facts.append(("speed", ", ".join(speed) + f" ({count_text(s.samples)} samples)"))
+    if (waiting := data_text(s)) is not None:
+        facts.append(("data", waiting))
     if len(s.machines) > 1:
         facts += _fleet_facts(s)
     if s.effective_batch is not None:

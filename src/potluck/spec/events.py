@@ -60,6 +60,8 @@ class RunStarted(_Event, frozen=True, kw_only=True, tag="run_start"):
     """Whether guests can join."""
     epochs: Positive | None = None
     """Epochs in total; absent without `epochs=`."""
+    workers: Natural | None = None
+    """Worker processes of the script's DataLoader; absent without a loader."""
 
 
 class MachineFigures(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -124,7 +126,9 @@ class StepEnded(_Event, frozen=True, kw_only=True, tag="step"):
     speedup: float | None
     """Speed-up over the host alone: `(global_batch · host's seconds per sample + update + rest) ÷ step`, over the
     last 8 steps. The seconds per sample are those of the host's micro-batches of the fastest size; the rest is what
-    steps without guests took besides. Null without guests, and until a guest has contributed."""
+    steps without guests took besides, or, where guests were there from the first step on, what theirs took the host
+    besides. It waits for its data as it would alone. 1 while no guest computes. Null without guests, and until a
+    guest has contributed."""
     predicted_s: float | None
     """Compute time of this step that the quotas expected."""
     eta_s: float | None
@@ -143,6 +147,13 @@ class StepEnded(_Event, frozen=True, kw_only=True, tag="step"):
     """Leased samples that the host took back."""
     machines: tuple[MachineFigures, ...]
     """The host first, then the guests that are present."""
+    data_s: float = 0.0
+    """Seconds that the host waited for the step's samples before it could begin, with nothing to compute: for the
+    loader's worker processes, or for a stream. `predicted_s` includes them. Absent if none."""
+    read_s: float = 0.0
+    """Seconds in which the host's loop read its own samples itself. They count as its computing. Absent if none."""
+    restart_s: float = 0.0
+    """Of `data_s`, what passed while worker processes were started again for a new epoch. Absent if none."""
     ahead: Natural = 0
     """Leased samples that had been sent before their lease; absent if none."""
     unneeded: Natural = 0

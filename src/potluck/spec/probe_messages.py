@@ -23,10 +23,11 @@ Whoever asks while another measures gets probe.busy, whoever asks for what canno
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from msgspec import Meta
 
+from potluck.spec.facts import Reach
 from potluck.spec.messages import Count, Frames, HelloMessage, Message, RefuseMessage, Short, UnknownMessage, Whole
 
 MOST_FLOW_S = 60.0
@@ -184,8 +185,7 @@ class DoctorBack(Question, frozen=True, kw_only=True):
 
 class DoctorBackOutcome(Question, frozen=True, kw_only=True):
     kind = "doctor.back"
-    reach: dict[str, Any]
-    """A `Reach` of the facts."""
+    reach: Reach
 
 
 class DoctorFacts(Question, frozen=True, kw_only=True):

@@ -36,7 +36,7 @@ from potluck.train.randomness import RandomState, digests, seed
 from potluck.train.ranks import RoundMark, shares
 from potluck.train.scheduling import Scheduling
 from potluck.train.step import TOTALS, SavedBytes, Step, StepRules, mean_of
-from potluck.train.telemetry import Telemetry
+from potluck.train.telemetry import DataTimes, Telemetry
 from potluck.train.update import Collected, Divisor, Update, later, own_norm, prepare_gradients
 from potluck.train.update_hooks import UpdateHooks
 
@@ -71,7 +71,10 @@ class HostTrainer:
             else None
         )
         total = parts.loader.total_steps(parts.options.steps)
-        self._telemetry = Telemetry(parts.context, parts.options, hub, parts.statistics, total_steps=total)
+        self._telemetry = Telemetry(
+            parts.context, parts.options, hub, parts.statistics, total_steps=total, workers=parts.loader.workers
+        )
+        self._data = DataTimes()
         self._saved_bytes: SavedBytes | None = None
         self._ranks = ranks = parts.context.ranks
         self._width = 1 if ranks is None else ranks.world
@@ -164,10 +167,12 @@ class HostTrainer:
                 with self._waiting if loader.waits else contextlib.nullcontext():
                     samples = ledger.prepare()
             except DataError:
-                self._save_before_unread()
+                if self._ranks is None:  # what was trained before is saved as when the run is stopped
+                    self._abandon()
                 raise
             self._place = None
-        self._returned += time.monotonic() - before  # a stream may have to be waited for: not the script's time
+        self._data.before_s = waited_s = time.monotonic() - before
+        self._returned += waited_s  # a stream may have to be waited for: not the script's time
         if samples is None:
             if ledger.step == self._first:
                 limit = f"steps is {options.steps}" if enough else f"epochs is {options.epochs}"
@@ -259,15 +264,19 @@ class HostTrainer:
         try:
             yield from self._share(step)
         except DataError:
-            self._save_before_unread()
+            if self._ranks is None:  # what was trained before is saved as when the run is stopped
+                self._abandon()
             raise
         self._update(step)
         self._returned = time.monotonic()
 
     def _share(self, step: Step) -> Iterator[Any]:
         """What this machine computes of the step."""
+        before = time.monotonic()
         with self._waiting:
             self._p.loader.ready()
+        self._data.before_s += time.monotonic() - before
+        self._data.restarted = self._p.loader.restarted
         self._device.at_step(step.index + 1)
         if self._ranks is not None:
             self._ranks.begin_step(step.index, step.epoch or 0, ends_epoch=step.ends_epoch)
@@ -294,8 +303,11 @@ class HostTrainer:
                 self._finish()
 
     def _fetch(self, positions: tuple[int, ...]) -> Any:
+        before = time.monotonic()
         with self._waiting:  # a data set may hang
-            return self._p.loader.fetch(positions)
+            batch = self._p.loader.fetch(positions)
+        self._data.read_s += time.monotonic() - before
+        return batch
 
     def _head_start_s(self) -> float:
         """What guests have beyond the time of this machine's own samples: see `Stepping.begin`.
@@ -494,6 +506,7 @@ class HostTrainer:
         if self._writer is not None and every > 0 and self._p.ledger.step % every == 0:
             self._checkpoint_due = True
         number, outside = self._p.ledger.step, self._outside
+        data, self._data = self._data, DataTimes()
 
         def updated(now: float, update_s: float) -> None:
             own_loss, *of_ranks = losses()
@@ -513,7 +526,7 @@ class HostTrainer:
             )
             self._judge(facts, samples, applied=bool(applied))
             self._telemetry.step_ended(
-                number, self._loss, result, update_s, now, applied=bool(applied), outside=outside
+                number, self._loss, result, update_s, now, applied=bool(applied), outside=outside, data=data
             )
 
         step.loss_when_known(self._flight.finish)
@@ -583,11 +596,6 @@ class HostTrainer:
         if self._beginning is not None:
             self._beginning.undo()
         self._abandoned = True
-
-    def _save_before_unread(self) -> None:
-        """Where samples cannot be read, what was trained before is saved as it is when the run is stopped."""
-        if self._ranks is None:
-            self._abandon()
 
     @contextlib.contextmanager
     def _saving(self) -> Iterator[None]:

@@ -29,6 +29,10 @@ class StepLoader(ABC):
     """Samples in the data set, if it says."""
     global_batch: int | None
     """Samples in a step; the last one of an epoch may have fewer, and a batch sampler decides for itself."""
+    workers: int | None = None
+    """Worker processes of the user's DataLoader; None without one."""
+    restarted = False
+    """Whether worker processes were started again for this step, which begins an epoch."""
     waits = True
     """Whether somebody else's code is waited for in `next_step` and `ready`."""
 

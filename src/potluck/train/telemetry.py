@@ -6,7 +6,9 @@ import math
 import platform
 import time
 from collections import deque
-from statistics import median
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -17,7 +19,7 @@ from potluck.balance.quota import Estimate
 from potluck.hub.actions import StepResult
 from potluck.hub.alone import AloneHub
 from potluck.hub.host import HostHub
-from potluck.hub.members import Member
+from potluck.hub.members import SITTING_OUT, Member
 from potluck.hub.tensors import ModelTensors
 from potluck.spec.events import MachineFigures, RunEnded, RunNote, RunStarted, StepEnded
 from potluck.train.batch_statistics import BatchStatistics, StatisticsNotice
@@ -32,8 +34,32 @@ LEAST_WAY_S = 0.005
 """A change that arrives faster was in some buffer: that time says nothing of the link."""
 
 
+@dataclass(slots=True)
+class DataTimes:
+    """What a step's samples took the host's loop."""
+
+    before_s: float = 0.0
+    """Seconds until the step could begin: it waited for worker processes, or for a stream."""
+    read_s: float = 0.0
+    """Seconds in which it read its own samples."""
+    restarted: bool = False
+    """Whether worker processes were started again for a new epoch."""
+
+
 def versions() -> dict[str, str]:
     return {"potluck": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
+
+
+class RecentStep(NamedTuple):
+    """One of the last steps."""
+
+    step_s: float
+    update_s: float
+    samples: int
+    by_guests: int
+    """Those of its samples that guests computed."""
+    data_s: float
+    """Seconds that the host waited for its samples."""
 
 
 class Telemetry:
@@ -47,8 +73,10 @@ class Telemetry:
         statistics: BatchStatistics | None = None,
         *,
         total_steps: int | None = None,
+        workers: int | None = None,
     ) -> None:
-        """`total_steps`: how many there will be in all, if that is known."""
+        """`total_steps`: how many there will be in all, if known. `workers`: those of the loader, if any."""
+        self._workers = workers
         self._context, self._options, self._hub = context, options, hub
         self._total_steps = total_steps
         self._tells = context.role != ALONE or context.log.takes_steps
@@ -57,17 +85,19 @@ class Telemetry:
         self._started = self._last_end = time.monotonic()
         self._first_step = 0
         self._host_busy_s = 0.0
-        self._recent: deque[tuple[float, float, int]] = deque(maxlen=RECENT_STEPS)
-        """(step's seconds, the update's part of it, its samples)"""
+        self._recent: deque[RecentStep] = deque(maxlen=RECENT_STEPS)
         self._samples = 0
         self._between_s = 0.0
         """Seconds that the script spent between steps, in total."""
         self._gain = Gain()
         self._alone = AloneRate()
         self._beside_s = Estimate(weight=0.1)
-        """Seconds of a step that are neither computing nor the update, of steps without any guest."""
+        """Seconds of a step that are neither computing, nor the update, nor waiting for data, of steps without any
+        guest at work."""
+        self._beside_guests_s = Estimate(weight=0.1)
+        """The same of steps with guests, without the wait for them: where there was no step before they came."""
         self._before_s: deque[float] = deque(maxlen=BEFORE_STEPS)
-        """Seconds a sample of the last steps without any guest."""
+        """Seconds a sample of the last steps without any guest at work."""
         self._here: dict[str, bool] = {}
         """The guests that have contributed: whether each runs on this machine."""
         self._steps_s = 0.0
@@ -108,6 +138,7 @@ class Telemetry:
                 resumed_from=step or None,
                 join=context.role != ALONE,
                 epochs=options.epochs,
+                workers=self._workers,
             )
         )
 
@@ -125,6 +156,7 @@ class Telemetry:
         *,
         applied: bool,
         outside: tuple[float, float],
+        data: DataTimes | None = None,
     ) -> None:
         """`now`: when the device had made the update, by the monotonic clock; it may have continued since.
 
@@ -136,14 +168,23 @@ class Telemetry:
         step_s, self._last_end = now - self._last_end - between_s, now
         count = sum(result.samples.values())
         self._samples += count
-        self._recent.append((step_s, update_s, count))
+        data = data or DataTimes()
+        # What passed while the device computed was not lost.
+        idle_s = max(0.0, step_s - self._host_busy_s - update_s - result.wait_s)
+        data.before_s = min(data.before_s, idle_s)
+        rest_s = idle_s - data.before_s
+        own = result.samples.get(self._context.name, 0)
+        self._recent.append(RecentStep(step_s, update_s, count, count - own, data.before_s))
         self._between_s += between_s
         self._steps_s += step_s
-        if not self._hub.members():
-            self._beside_s.add(max(0.0, step_s - self._host_busy_s - update_s))
+        members = self._hub.members()
+        if not members or (own == count and all(m.state == SITTING_OUT for m in members)):
+            self._beside_s.add(rest_s)
             self._before_s.append(step_s / max(1, count))
+        else:
+            self._beside_guests_s.add(rest_s)
         if self._tells:
-            self._tell(step, loss, result, (step_s, between_s, update_s), applied=applied)
+            self._tell(step, loss, result, (step_s, between_s, update_s), data, applied=applied)
         here = [m.id for m in self._hub.members() if self._here.get(m.name)] if self._here else ()
         self._hub.timed(step - 1, count, step_s, here)
         self._host_busy_s = 0.0
@@ -153,13 +194,20 @@ class Telemetry:
             self._context.log.emit(news)
 
     def _tell(
-        self, step: int, loss: float, result: StepResult, times: tuple[float, float, float], *, applied: bool
+        self,
+        step: int,
+        loss: float,
+        result: StepResult,
+        times: tuple[float, float, float],
+        data: DataTimes,
+        *,
+        applied: bool,
     ) -> None:
         """Emit a step's figures; `times` are its seconds, those of the script before it, and its update's."""
         step_s, between_s, update_s = times
         options = self._options
-        mean_s = sum(s for s, _, _ in self._recent) / len(self._recent)
-        rate = sum(n for _, _, n in self._recent) / len(self._recent) / mean_s
+        mean_s = fmean(each.step_s for each in self._recent)
+        rate = fmean(each.samples for each in self._recent) / mean_s
         sample_s = self._alone_sample_s()
         speedup = self._times_alone(mean_s, sample_s)
         self._gain.add(speedup, step_s)
@@ -177,7 +225,7 @@ class Telemetry:
                 tokens_per_s=rate * options.tokens_per_sample if options.tokens_per_sample else None,
                 mfu=self._mfu(result, step_s),
                 speedup=speedup,
-                predicted_s=result.predicted_s,
+                predicted_s=None if result.predicted_s is None else result.predicted_s + data.before_s,
                 eta_s=self._eta_s(step, mean_s),
                 wait_s=round(result.wait_s, 5),
                 update_s=round(update_s, 5),
@@ -186,6 +234,9 @@ class Telemetry:
                 dropped=result.dropped_samples,
                 taken_back=result.taken_back_samples,
                 machines=self._machines(result, step_s, sample_s),
+                data_s=round(data.before_s, 5),
+                read_s=round(data.read_s, 5),
+                restart_s=round(data.before_s, 5) if data.restarted else 0.0,
                 ahead=result.ahead_samples,
                 unneeded=result.unneeded_samples,
                 unneeded_bytes=result.unneeded_bytes,
@@ -224,14 +275,22 @@ class Telemetry:
         """Speed-up over this machine alone: by its measured rate, and by what a step takes it besides.
 
         Of a step of 1.5 ms that is a third: without it, a guest that cost nothing seemed to slow the host down.
+        Where guests were there from the first step on, it is what their steps take the host besides. Alone it would
+        wait for its data too: worker processes read while it computes, so then a step takes the longer of the two.
+        A step to which nobody else brought anything is this machine alone.
         """
         # Before a guest has contributed, the figure would only show noise in this machine's own speed.
         helping = [m for m in self._hub.members() if m.samples]
         if self._context.role == ALONE or not sample_s or not helping:
             return None
-        update_s = sum(u for _, u, _ in self._recent) / len(self._recent)
-        samples = sum(n for _, _, n in self._recent) / len(self._recent)
-        alone_s = samples * sample_s + update_s + (self._beside_s.value or 0.0)
+        if not any(each.by_guests for each in self._recent):
+            return 1.0
+        update_s, samples, data_s = (
+            fmean(getattr(each, name) for each in self._recent) for name in ("update_s", "samples", "data_s")
+        )
+        beside_s = self._beside_s.value if self._beside_s.value is not None else self._beside_guests_s.value
+        alone_s = samples * sample_s + update_s + (beside_s or 0.0)
+        alone_s = max(alone_s, min(mean_s, alone_s + data_s)) if self._workers else alone_s + data_s
         if self._any_here(helping) and len(self._before_s) >= FEWEST_BEFORE:
             # Its processes take this machine's time: what is measured beside them is not the speed alone.
             alone_s = min(alone_s, samples * median(self._before_s))

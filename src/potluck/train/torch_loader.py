@@ -99,6 +99,9 @@ class TorchLoader(StepLoader):
             else Loader(loader.dataset, loader.collate_fn, sized=False)
         )
         sampler = loader.batch_sampler
+        self.workers = loader.num_workers
+        self._restarts = loader.num_workers > 0 and not by_index and not loader.persistent_workers
+        self._began = False
         self.samples = None if self._stream else length_if_any(loader.dataset)
         self.global_batch = batch_of(loader)
         self._epochs, self._note = epochs, note
@@ -136,7 +139,7 @@ class TorchLoader(StepLoader):
 
     def next_step(self) -> StepSamples | None:
         with self._taking, self._lock:
-            self._now = self._held = None
+            self._now, self._held, self.restarted = None, None, False
             while True:
                 if self._coming is None:
                     if self._epochs is not None and self._place.epoch >= self._epochs:
@@ -284,6 +287,7 @@ class TorchLoader(StepLoader):
     def _begin_epoch(self) -> None:
         epoch = self._place.epoch
         fresh = not self._loader.persistent_workers or self._loader._iterator is None
+        self.restarted, self._began = self._restarts and self._began, True
         self._place = replace(self._place, generators=self._generator_states(), fresh=fresh)
         self._hash = hashlib.blake2b(digest_size=16)
         for each in self._told_epochs():

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from msgspec import Struct, structs
 
+from potluck.report.data_wait import data_text
 from potluck.report.messages import eta_text, loss_text
 from potluck.report.state import MachineRow, RunState
 from potluck.report.summary import NO_END, Summary, Totals
@@ -340,6 +341,8 @@ class PageState:
     def helping(self) -> list[str]:
         """What would help most. Takes about 0.1 s with several guests."""
         start, step = self.run.start, self.run.step
+        if (waiting := data_text(self._totals.summary())) is not None:
+            return [waiting]
         return helping(start, step, self.links) if start is not None and step is not None else []
 
     # -- on a guest -------------------------------------------------------------------------------------
