@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
-from potluck.lab import rigs
 from potluck.lab.permission import why_not
 from potluck.spec.rig import Rig, to_toml
 from support.processes import Processes, TestProcess
+from support.rigs import short
 
 REASON = why_not()
 pytestmark = [
@@ -41,20 +40,6 @@ ROW = {
     "loss",
     "samples_per_step",
 }
-
-
-def short(name: str, steps: int, faster: float = 5) -> Rig:
-    """A built-in rig with a model a seventh as large, `faster` times the speed, and a link that fits both."""
-    rig = rigs.load(name)
-    machines = tuple(
-        replace(
-            m,
-            seconds_per_sample=(m.seconds_per_sample or 1.0) / faster,
-            link_mbit=None if m.link_mbit is None else m.link_mbit * faster * 0.48 / 3.3,
-        )
-        for m in rig.machines
-    )
-    return replace(rig, workload=replace(rig.workload, depth=2, sequence=32, steps=steps), machines=machines)
 
 
 def started(processes: Processes, folder: Path, rig: Rig, *options: str) -> TestProcess:

@@ -72,7 +72,7 @@ def make_ray(folder: Path) -> GuestFleet:
     """A fleet of the cluster whose address lies in this folder."""
     from potluck.fleet.ray import RayFleet
 
-    return RayFleet((folder / "scheduler").read_text())
+    return RayFleet((folder / "scheduler").read_text(), {"num_cpus": 0.5})  # two fleets share its CPU
 
 
 FLEETS: dict[str, Callable[[Path], GuestFleet]] = {

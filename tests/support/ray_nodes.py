@@ -23,7 +23,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import psutil
 
@@ -34,11 +34,12 @@ QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DISABLE_DOCKER_CPU_WARNING": "1",
     "RAY_enable_worker_prestart": "0",
+    "RAY_enable_metrics_collection": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     # Ray starts its workers with nice 15: beside other programs they would get no time at all.
     "RAY_worker_niceness": "0",
     # On a busy machine.
-    "RAY_raylet_start_wait_time_s": "120",
+    "RAY_raylet_start_wait_time_s": "200",
     "PYTHONPATH": str(SOURCE),
 }
 
@@ -93,7 +94,7 @@ class RayNodes:
         words += [f"--node-ip-address={ip}", f"--num-cpus={cpus}", "--num-gpus=0", f"--node-name={name}"]
         words += [f"--labels={','.join(f'{k}={v}' for k, v in (labels or {}).items())}"] if labels else []
         words += [f"--resources={json.dumps(dict(resources))}"] if resources else []
-        words += ["--object-store-memory=80000000"]
+        words += ["--object-store-memory=80000000", f"--include-log-monitor={str(self._dashboard).lower()}"]
         if not self.address:
             port = 6379 if self._box else free_port(ip)
             self.address = f"{ip}:{port}"
@@ -114,7 +115,7 @@ class RayNodes:
                     start_new_session=True,
                 )  # fmt: skip
         self.processes[name] = process
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 240
         while b"Ray runtime started" not in log.read_bytes():
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()
@@ -142,12 +143,3 @@ class RayNodes:
                 each.kill()
         process.wait()
         self.folder.with_name(f"{self.folder.name}-{name}.log").unlink(missing_ok=True)
-
-
-def states(nodes: RayNodes, path: str) -> Any:
-    """What the dashboard's API says, from within this machine's network."""
-    import urllib.request
-
-    host = nodes.address.partition(":")[0]
-    with urllib.request.urlopen(f"http://{host}:{nodes.dashboard_port}{path}", timeout=10) as answer:
-        return answer.read()

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
-from potluck.lab import cgroup, state
+from potluck.lab import cgroup, rigs, state
 from potluck.spec.rig import Rig, parse
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
@@ -20,6 +21,20 @@ GONE_S = 5.0
 
 def rig(*machines: Mapping[str, Any], name: str = "test") -> Rig:
     return parse({"name": name, "machine": list(machines)})
+
+
+def short(name: str, steps: int, faster: float = 5) -> Rig:
+    """A built-in rig with a model a seventh as large, `faster` times the speed, and a link that fits both."""
+    rig = rigs.load(name)
+    machines = tuple(
+        replace(
+            m,
+            seconds_per_sample=(m.seconds_per_sample or 1.0) / faster,
+            link_mbit=None if m.link_mbit is None else m.link_mbit * faster * 0.48 / 3.3,
+        )
+        for m in rig.machines
+    )
+    return replace(rig, workload=replace(rig.workload, depth=2, sequence=32, steps=steps), machines=machines)
 
 
 def processes(runtime: Path) -> list[str]:

@@ -20,6 +20,7 @@ from potluck.cli._runs import runs_folder
 from potluck.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
+    from potluck.cli._up_ray import ThereRun
     from potluck.fleet.bootstrap import FleetNeeds
     from potluck.fleet.hostfiles import FleetFile
     from potluck.fleet.launching import HostWork, Launcher
@@ -39,6 +40,7 @@ class UpFlags(TypedDict):
     """Beside these there are _FOR_HOST, which only become words of the host's command."""
 
     host: str | None
+    engine: str | None
     check: bool
     only: tuple[str, ...]
     extra: str | None
@@ -58,8 +60,14 @@ class _WithRest(click.Command):
 
 
 @click.command(cls=_WithRest, options_metavar="[OPTIONS]")
-@click.argument("machines", nargs=-1, required=True, metavar="MACHINES... -- SCRIPT [ARGUMENTS]")
-@click.option("--host", "host", metavar="NAME", help="The machine that hosts (default: this one).")
+@click.argument("machines", nargs=-1, metavar="MACHINES... -- SCRIPT [ARGUMENTS]")
+@click.option(
+    "--host",
+    "host",
+    metavar="NAME",
+    help="The machine that hosts (default: this one). For Ray nodes also LABEL=VALUE.",
+)
+@click.option("--fleet", "engine", type=click.Choice(["ray"]), help="Same as ray://auto among the machines.")
 @click.option("--check", is_flag=True, help="Look at all machines, measure them and predict; start nothing.")
 @click.option("--only", multiple=True, metavar="NAME", help="Show only this machine's lines. May be repeated.")
 @click.option("--with", "extra", metavar="A,B", help="Packages that the script needs on every machine.")
@@ -88,10 +96,14 @@ def up(ctx: click.Context, /, machines: tuple[str, ...], **flags: Unpack[UpFlags
       potluck up fleet.toml --host desk --with transformers,peft -- my_train.py
       potluck up desk mac.local --resume runs/ID -- my_train.py
       potluck up ray://auto mac.local -- my_train.py
+      potluck up --fleet ray --host kind=h100 -- my_train.py
     """
     from potluck.fleet.hostfiles import read_fleet
     from potluck.fleet.launching import RAY
 
+    machines += ("ray://auto",) if flags["engine"] and not any(word.startswith(RAY) for word in machines) else ()
+    if not machines:
+        raise click.MissingParameter(param_hint="MACHINES", param_type="argument")
     if os.name != "posix":
         raise UserError("potluck up runs on Linux and macOS", hint="on Windows, run it in WSL2")
     settings: Settings = ctx.obj
@@ -99,7 +111,13 @@ def up(ctx: click.Context, /, machines: tuple[str, ...], **flags: Unpack[UpFlags
     clusters = [word.removeprefix(RAY) or "auto" for word in machines if word.startswith(RAY)]
     fleet = _changed(read_fleet([word for word in machines if not word.startswith(RAY)]), flags)
     host = flags["host"] or fleet.host
-    if host and host not in [m.name for m in fleet.machine]:
+    there = bool(clusters and host and host not in [m.name for m in fleet.machine])
+    if there and fleet.machine:
+        raise UserError(
+            "a node of the Ray cluster hosts only for other nodes",
+            hint="leave out machines by ssh, or --host",
+        )
+    if host and not there and host not in [m.name for m in fleet.machine]:
         known = ", ".join(m.name for m in fleet.machine)
         raise ConfigError(f"there is no machine {host!r} to be the host", hint=f"the machines are: {known}")
     for name in flags["only"] if not clusters else ():
@@ -120,7 +138,19 @@ def up(ctx: click.Context, /, machines: tuple[str, ...], **flags: Unpack[UpFlags
             "no script was given", hint="after --, for example: potluck up desk mac.local -- my_train.py"
         )
     again = _resumed_by(ctx.meta[_BEFORE], after)
+    if there:
+        return _launch_there(clusters[0], host, after, again, flags)
     return _launch(settings, fleet, host, after, again, flags, next(iter(clusters), ""))
+
+
+def _launch_there(address: str, host: str, after: tuple[str, ...], again: str, flags: UpFlags) -> int:
+    from potluck.cli._up_ray import ThereRun, start_there
+    from potluck.fleet.life import reader_watched
+
+    words = ["--launched", again, *_passed_on(flags, _FOR_HOST)]
+    run = ThereRun(start_there(address, host, after, words, runs=flags["runs"], send=flags["send"]))
+    with _signals(run), reader_watched(run.interrupt):
+        return run.show()
 
 
 def _resumed_by(before: Sequence[str], after: Sequence[str]) -> str:
@@ -219,10 +249,7 @@ def _work(fleet: SshFleet, host: str, runs: Path, after: tuple[str, ...], again:
 
     what, arguments = after[0], list(after[1:])
     words = ["-m", "potluck", "host", *(["--view", "plain", "--launched", again] if again else ["--view", "json"])]
-    for name, value in options.given(flags, _FOR_HOST if again else _FOR_CHECK).items():
-        for each in value if isinstance(value, tuple) else (value,):
-            option = "web-address" if name == "web" else name.replace("_", "-")
-            words += [f"--{option}", str(each)]
+    words += _passed_on(flags, _FOR_HOST if again else _FOR_CHECK)
     machine = fleet.machine(host)
     files: dict[str, bytes] = {}
     if not machine.ssh:
@@ -240,6 +267,16 @@ def _work(fleet: SshFleet, host: str, runs: Path, after: tuple[str, ...], again:
             words += [word for name in script.names[1:] for word in ("--send", name)]
     tail = [what, "--", *arguments] if _is_script(what) and arguments else [what, *arguments]
     return HostWork(machine=host, words=[*words, *tail], cwd=cwd, runs=there, files=files)
+
+
+def _passed_on(flags: UpFlags, names: Sequence[str]) -> list[str]:
+    """The flags of these names that were given, as words of `potluck host`."""
+    words = []
+    for name, value in options.given(flags, names).items():
+        for each in value if isinstance(value, tuple) else (value,):
+            option = "web-address" if name == "web" else name.replace("_", "-")
+            words += [f"--{option}", str(each)]
+    return words
 
 
 class _Observer:
@@ -271,7 +308,7 @@ def show_findings(findings: Sequence[Finding]) -> None:
 
 
 @contextmanager
-def _signals(launcher: Launcher) -> Iterator[None]:
+def _signals(launcher: Launcher | ThereRun) -> Iterator[None]:
     """Inside, Ctrl-C, SIGTERM and the end of the terminal stop the run in order; a second one stops it at once."""
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:

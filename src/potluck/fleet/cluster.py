@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import msgspec
 
@@ -143,13 +143,14 @@ class ClusterRun:
         gpus: Callable[[str], int] = lambda name: 0,
     ) -> None:
         """`options`: as for `potluck host`."""
-        logs = runs.absolute() / f".fleet-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        runs = runs.expanduser().absolute()
+        logs = runs / f".fleet-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         logs.mkdir(parents=True, exist_ok=True)
         reached = SshFleet([NamedMachine(name=HERE)], FleetNeeds(imports={}), logs=logs)
         words = ["-m", "potluck", "host", "--view", "plain", "--launched", _AGAIN]
-        words += ["--runs", str(runs.absolute())]
+        words += ["--runs", str(runs)]
         tail = [script, "--", *arguments] if arguments and script.endswith(".py") else [script, *arguments]
-        work = HostWork(machine=HERE, words=[*words, *options, *tail], cwd=os.getcwd(), runs=str(runs.absolute()))
+        work = HostWork(machine=HERE, words=[*words, *options, *tail], cwd=os.getcwd(), runs=str(runs))
         self._engine, self._log = engine, reached.log(HERE)
         self._observer = _Keeper()
         self._launcher = Launcher(ClusterFleet(engine, reached, gpus), (), work, self._observer, keep_trying=True)
@@ -183,14 +184,12 @@ class ClusterRun:
 
     def read(self, offset: int) -> bytes:
         """What events.jsonl has from `offset` on; at most MOST_READ bytes."""
-        if not self._observer.run:
-            return b""
-        try:
-            with open(Path(self._observer.run) / "events.jsonl", "rb") as file:
-                file.seek(offset)
-                return file.read(MOST_READ)
-        except FileNotFoundError:
-            return b""
+        return _read(Path(self._observer.run) / "events.jsonl", offset) if self._observer.run else b""
+
+    def output(self, offset: int) -> bytes:
+        """What the host has printed from `offset` on; at most MOST_READ bytes."""
+        moved = Path(self._observer.run) / "logs" / self._log.name
+        return _read(self._log, offset) or (_read(moved, offset) if self._status is not None else b"")
 
     def stop(self) -> None:
         """The host saves and ends, and all guests with it. Harmless when called twice."""
@@ -223,18 +222,17 @@ class FleetRun:
     print(run.result().checkpoint)
     """
 
-    def __init__(
-        self, state: Callable[[], ClusterState], read: Callable[[int], bytes], stop: Callable[[], object]
-    ) -> None:
-        self._state, self._read, self._stop = state, read, stop
+    def __init__(self, ask: Callable[..., Any]) -> None:
+        """`ask` calls a method of the `ClusterRun` by its name, wherever that is."""
+        self._ask = ask
 
     def events(self) -> Iterator[RunEvent]:
         """The run's events as they come, those of the past first, until the run has ended."""
         offset, half = 0, b""
         try:
             while True:
-                state = self._state()
-                data = self._read(offset)
+                state = self._ask("state")
+                data = self._ask("read", offset)
                 offset += len(data)
                 *lines, half = (half + data).split(b"\n")
                 yield from filter(None, map(_event, lines))
@@ -261,7 +259,7 @@ class FleetRun:
                 summary = event
             elif isinstance(event, CheckpointSaved):
                 saved = event.path
-        state = self._state()
+        state = self._ask("state")
         if state.status:
             kind = ScriptError if state.status == 1 else MachineError
             raise kind(f"the run failed: {state.why}", hint=f"see the logs in {state.folder or 'runs'}")
@@ -270,7 +268,21 @@ class FleetRun:
 
     def stop(self) -> None:
         """Have the host save and end, and all guests with it."""
-        self._stop()
+        self._ask("stop")
+
+    def follow(self, stream: BinaryIO) -> ClusterState:
+        """Copy what the host prints to a stream, until the run has ended; how it ended."""
+        offset = 0
+        while True:
+            state: ClusterState = self._ask("state")
+            data = self._ask("output", offset)
+            offset += len(data)
+            stream.write(data)
+            stream.flush()
+            if not data:
+                if state.status is not None:
+                    return state
+                time.sleep(0.2)
 
     def __enter__(self) -> Self:
         return self
@@ -280,6 +292,15 @@ class FleetRun:
     ) -> None:
         if kind is not None:
             self.stop()
+
+
+def _read(path: Path, offset: int) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            file.seek(offset)
+            return file.read(MOST_READ)
+    except FileNotFoundError:
+        return b""
 
 
 def _event(line: bytes) -> RunEvent | None:

@@ -14,12 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from potluck._version import __version__
 from potluck.errors import MachineError
-from potluck.fleet import kept, sealed
+from potluck.fleet import sealed
 from potluck.fleet.cluster import ClusterRun, FleetRun
 from potluck.fleet.interface import GuestSettings
-from potluck.fleet.polled import PolledGuest, end_all
+from potluck.fleet.polled import PolledGuest, PolledGuests
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -36,7 +35,7 @@ class DaskFleet:
         """`client`: a synchronous one. Each machine should have one worker."""
         sealed.need_library("dask")
         self._client, self._id = client, uuid.uuid4().hex
-        self._guests: list[PolledGuest] = []
+        self._guests = PolledGuests()
 
     def machines(self) -> Sequence[str]:
         return tuple(self.workers())
@@ -65,21 +64,15 @@ class DaskFleet:
             raise MachineError(f"{machine} does not answer: {words}", hint="is its worker alive?") from None
 
     def start(self, machine: str, token: str, settings: GuestSettings, log: Path) -> PolledGuest:
-        version, public = self.ask(machine, kept.hello, self._id)
-        if version != __version__:
-            raise MachineError(f"{machine} has Potluck {version}, and this is {__version__}", hint=_INSTALL)
+        def ask(what: Callable[..., Any], *more: Any) -> Any:
+            return self.ask(machine, what, self._id, *more)
+
         if settings.threads is None:  # torch would take one: Dask sets OMP_NUM_THREADS=1 in its workers
             settings = replace(settings, threads=self.ask(machine, _threads))
-        log.touch()
-        guest = PolledGuest(lambda what, *more: self.ask(machine, what, self._id, *more), machine, log)
-        self.ask(machine, kept.start, self._id, guest.id, sealed.seal(token, public), settings)
-        self._guests.append(guest)
-        guest.follow_in_thread(settings.name)
-        return guest
+        return self._guests.start(ask, machine, token, settings, log, _INSTALL)
 
     def close(self) -> None:
-        end_all(self._guests)
-        self._guests.clear()
+        self._guests.end()
 
 
 class DaskCluster:
@@ -101,7 +94,7 @@ class DaskCluster:
         """Start a script as `potluck host` does. `options` and `send` are the host's; `runs` is a folder here."""
         words = [*options, *(word for file in send for word in ("--send", str(file)))]
         run = ClusterRun(DaskFleet(self._client), str(script), arguments, options=words, runs=Path(runs))
-        return FleetRun(run.state, run.read, run.stop)
+        return FleetRun(lambda what, *more: getattr(run, what)(*more))
 
 
 def _threads(dask_worker: Any) -> int:

@@ -1,17 +1,18 @@
-"""A guest on a machine of a cluster engine, as its driver sees it: polled for its output and its end."""
+"""Guests on machines of a cluster engine, as its driver sees them: polled for their output and their end."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from potluck._version import __version__
 from potluck.errors import MachineError
-from potluck.fleet import kept
-from potluck.fleet.interface import GuestEnd
+from potluck.fleet import kept, sealed
+from potluck.fleet.interface import GuestEnd, GuestSettings
 from potluck.fleet.local import end_words
 from potluck.fleet.remote import redacted
 
@@ -69,10 +70,31 @@ class PolledGuest:
         self._over.set()
 
 
-def end_all(guests: Iterable[PolledGuest]) -> None:
-    """End them at the same time."""
-    ending = [threading.Thread(target=guest.end, name="potluck-end") for guest in guests]
-    for thread in ending:
-        thread.start()
-    for thread in ending:
-        thread.join()
+class PolledGuests:
+    """The guests of one fleet."""
+
+    def __init__(self) -> None:
+        self._guests: list[PolledGuest] = []
+
+    def start(
+        self, ask: Callable[..., Any], machine: str, token: str, settings: GuestSettings, log: Path, install: str
+    ) -> PolledGuest:
+        """As in the interface; `ask` as for `PolledGuest`, `install`: the hint where there is another Potluck."""
+        version, public = ask(kept.hello)
+        if version != __version__:
+            raise MachineError(f"{machine} has Potluck {version}, and this is {__version__}", hint=install)
+        log.touch()
+        guest = PolledGuest(ask, machine, log)
+        ask(kept.start, guest.id, sealed.seal(token, public), settings)
+        self._guests.append(guest)
+        guest.follow_in_thread(settings.name)
+        return guest
+
+    def end(self) -> None:
+        """End all at the same time, and wait for it."""
+        ending = [threading.Thread(target=guest.end, name="potluck-end") for guest in self._guests]
+        for thread in ending:
+            thread.start()
+        for thread in ending:
+            thread.join()
+        self._guests.clear()

@@ -7,24 +7,25 @@ without. Tokens are sealed for the actor's process, so that Ray's state and logs
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import importlib.util
 import os
 import re
+import shutil
 import tempfile
 import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from potluck._version import __version__
 from potluck.errors import ConfigError, MachineError, MissingModuleError
 from potluck.fleet import kept, sealed
-from potluck.fleet.cluster import ClusterRun, ClusterState, FleetRun
+from potluck.fleet.cluster import ClusterRun, FleetRun
 from potluck.fleet.interface import GuestSettings
-from potluck.fleet.polled import PolledGuest, end_all
+from potluck.fleet.polled import PolledGuest, PolledGuests
 from potluck.fleet.script import read_script
 
 EVERY_NODE = "every node"
@@ -90,7 +91,7 @@ class RayFleet:
         self._here = self._ray.get_runtime_context().get_node_id() if without_here else ""
         self._actors: dict[str, Any] = {}
         """By the node's id."""
-        self._guests: list[PolledGuest] = []
+        self._guests = PolledGuests()
         self._lock = threading.Lock()
 
     def machines(self) -> Sequence[str]:
@@ -172,27 +173,21 @@ class RayFleet:
                 self._ray.kill(actor)
 
     def start(self, machine: str, token: str, settings: GuestSettings, log: Path) -> PolledGuest:
-        version, public = self.ask(machine, "hello")
-        if version != __version__:
-            raise MachineError(f"{machine} has Potluck {version}, and this is {__version__}", hint=_INSTALL)
+        def ask(what: Callable[..., Any], *more: Any) -> Any:
+            return self.ask(machine, what.__name__, *more)
+
         node = self.nodes().get(machine)
         held = self._held(node) if node is not None else {}
         if settings.device is None:
             settings = replace(settings, device=self._device or (None if held.get("num_gpus") else "cpu"))
         if settings.threads is None and held.get("num_cpus", 0) >= 1:
             settings = replace(settings, threads=int(held["num_cpus"]))
-        log.touch()
-        guest = PolledGuest(lambda what, *more: self.ask(machine, what.__name__, *more), machine, log)
-        self.ask(machine, "start", guest.id, sealed.seal(token, public), settings)
-        self._guests.append(guest)
-        guest.follow_in_thread(settings.name)
-        return guest
+        return self._guests.start(ask, machine, token, settings, log, _INSTALL)
 
     def close(self) -> None:
-        end_all(self._guests)
-        self._guests.clear()
-        for node in list(self._actors):
-            self._forget({"NodeID": node})
+        self._guests.end()
+        for known in list(self._actors):
+            self._forget({"NodeID": known})
 
 
 def checked_options(options: Mapping[str, Any], *more: str) -> dict[str, Any]:
@@ -217,21 +212,18 @@ class HostActor:
     """A run whose host is the node on which this actor is."""
 
     def __init__(self, names: Sequence[str], contents: Sequence[bytes], given: Mapping[str, Any]) -> None:
-        """`names` and `contents` of the script and its files; `given` as for `started_here`."""
+        """`names` and `contents` of the script and its files, or the name of a recipe and no content; `given` as
+        for `started_here`."""
         folder = Path(tempfile.mkdtemp(prefix="potluck-host-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
         for name, content in zip(names, contents):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(content)
-        self._run = started_here(str(folder / names[0]), send=[str(folder / name) for name in names[1:]], **given)
+        script, *send = [str(folder / name) for name in names] if contents else names
+        self._run = started_here(script, send=send, **given)
 
-    def state(self) -> ClusterState:
-        return self._run.state()
-
-    def read(self, offset: int) -> bytes:
-        return self._run.read(offset)
-
-    def stop(self) -> None:
-        self._run.stop()
+    def call(self, name: str, *arguments: Any) -> Any:
+        return getattr(self._run, name)(*arguments)
 
 
 def started_here(
@@ -280,16 +272,27 @@ class RayCluster:
         given["runs"] = str(runs)
         if self._host is None:
             here = started_here(str(script), arguments, send=[str(file) for file in send], **given)
-            return FleetRun(here.state, here.read, here.stop)
-        text = read_script(Path(script), [Path(file) for file in send])
+            return FleetRun(lambda what, *more: getattr(here, what)(*more))
+        names, contents = [str(script)], list[bytes]()
+        if str(script).endswith(".py"):
+            text = read_script(Path(script), [Path(file) for file in send])
+            names, contents = list(text.names), list(text.contents)
         made = self._ray.remote(HostActor).options(max_concurrency=4, **self._host)
-        actor = made.remote(text.names, text.contents, {**given, "arguments": list(arguments)})
+        actor = made.remote(names, contents, {**given, "arguments": list(arguments)})
 
-        def asked(what: str, *words: Any) -> Any:
+        def ask(what: str, *more: Any, timeout_s: float | None = None) -> Any:
             try:
-                return self._ray.get(getattr(actor, what).remote(*words))
+                return self._ray.get(actor.call.remote(what, *more), timeout=timeout_s)
+            except self._ray.exceptions.GetTimeoutError:
+                raise MachineError(
+                    f"no node hosts after {PLACED_S:.0f} s: none that is free has {self._host}",
+                    hint="`ray list nodes --detail` shows their labels, `ray status` what is free",
+                ) from None
+            except self._ray.exceptions.RayTaskError as error:
+                raise MachineError(f"the node that hosts: {error.cause}", hint=_INSTALL) from None
             except self._ray.exceptions.RayError as error:
                 why = (str(error).strip().splitlines() or [""])[0]
                 raise MachineError(f"the node that hosts is lost: {why}", hint=f"resume from {runs}") from None
 
-        return FleetRun(lambda: asked("state"), lambda offset: asked("read", offset), lambda: asked("stop"))
+        ask("state", timeout_s=PLACED_S)
+        return FleetRun(ask)
