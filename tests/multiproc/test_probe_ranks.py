@@ -96,7 +96,7 @@ def row(size: int, time_s: float) -> CollectiveRow:
 def test_a_thin_link_gets_the_sizes_that_are_over_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, int]] = []
 
-    def measured(groups: Any, op: str, sizes: list[int], *, repeats: int, link_bytes_per_s: float | None) -> Any:
+    def measured(groups: Any, op: str, sizes: list[int], *, repeats: int, **others: Any) -> Any:
         asked.append((sizes[0], repeats))
         yield row(sizes[0], sizes[0] / bytes_per_s)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import secrets
 import signal
 import threading
@@ -118,7 +119,7 @@ def _dask(settings: SweepSettings) -> Iterator[Client]:
         tls: dict[str, Any] = {"security": True, "protocol": "tls", "dashboard_address": "127.0.0.1:0"}
         with _no_interrupt():
             cluster = LocalCluster(n_workers=1, **tls)
-        with cluster, Client(cluster) as client:
+        with _no_tracebacks(), cluster, Client(cluster) as client:
             yield client
         return
     try:
@@ -129,6 +130,18 @@ def _dask(settings: SweepSettings) -> Iterator[Client]:
         ) from None
     with client:
         yield client
+
+
+@contextlib.contextmanager
+def _no_tracebacks() -> Iterator[None]:
+    """Ctrl-C in a call to Dask makes tornado log an error of Dask's own, a name that is not set yet."""
+    logger = logging.getLogger("tornado.application")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 @contextlib.contextmanager

@@ -45,12 +45,10 @@ class UpdateHooks:
     @contextmanager
     def update(self) -> Iterator[None]:
         """Inside, the loop makes the update itself."""
-        with self._changing():  # as `_made`, whose own context would cost every step some microseconds
-            hit("host.before-update")
+        with self._made():
             self._ours = True
             yield
             self._ours = False
-            hit("host.updated")
 
     @contextmanager
     def _made(self) -> Iterator[None]:
