@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Tests mostly wait for other processes: more of them at once than there are cores. 0: one after the other. Files go
 # to the workers in their order, the slow ones (faults, lab, multiproc) before the many quick ones. When all are done,
 # one worker runs those that judge time (tests/support/workers.py).
-WORKERS ?= 8
+WORKERS ?= 6
 ONE_THREAD := OMP_NUM_THREADS="$${OMP_NUM_THREADS:-1}"  # for torch in each worker: together they fill the cores
 
 # What is installed for training, and for the tests, benchmarks and checks as well. All of it is pinned in
