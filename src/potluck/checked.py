@@ -7,6 +7,7 @@ the file, the line, the table and the key, and says what the key takes, with its
 from __future__ import annotations
 
 import json
+import os
 import re
 import threading
 import tomllib
@@ -42,6 +43,16 @@ _UNITS = {
 
 _decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
 _making = threading.RLock()
+
+
+def _new_lock() -> None:
+    """A process that is forked while another thread makes a decoder would wait for it for ever."""
+    global _making
+    _making = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_new_lock)
 
 # -- in -------------------------------------------------------------------------------------------------
 

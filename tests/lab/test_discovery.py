@@ -30,7 +30,7 @@ from potluck.wire.discovery import Announcement
 server = CodeServer("10.77.0.1", 0, lambda address, right: print("tried by", address, right, flush=True))
 announced = Announcement(["10.77.0.1"], server.port)
 codes = Codes(announced.number)
-server.start(codes, "potluck2-the-token")
+server.start(codes, "potluck3-the-token")
 print("code", codes.current, "ready", flush=True)
 time.sleep(100)
 """
@@ -60,7 +60,7 @@ def test_a_run_on_another_machine_is_found_and_its_token_fetched(net: TwoMachine
 
     with net.alpha.running(sys.executable, "-c", HOST, until="ready") as written:
         code = re.findall(r"code (\S+) ready", written)[0]
-        assert join(code) == "potluck2-the-token\n"
+        assert join(code) == "potluck3-the-token\n"
         if shutil.which("nft") is None:
             return
         net.beta.sh("nft 'add table inet f; add chain inet f i { type filter hook input priority 0; }'")

@@ -204,7 +204,7 @@ def test_a_guest_is_ended(fleet: GuestFleet, tmp_path: Path, name: str, nobody: 
 
 
 def test_one_that_fails_says_why(fleet: GuestFleet, tmp_path: Path) -> None:
-    guest = fleet.start(fleet.machines()[0], "potluck2-nonsense", GuestSettings(name="x"), tmp_path / "guest.log")
+    guest = fleet.start(fleet.machines()[0], "potluck3-nonsense", GuestSettings(name="x"), tmp_path / "guest.log")
     ended = guest.wait(30)
     assert ended is not None
     assert ended.status == 2

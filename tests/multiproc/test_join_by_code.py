@@ -96,9 +96,9 @@ def test_two_runs_have_two_numbers_and_only_what_is_public_is_announced(monkeypa
 
 
 def test_strangers_announcements_are_not_believed() -> None:
-    good = {b"run": b"12", b"protocol": b"2"}
+    good = {b"run": b"12", b"protocol": str(PROTOCOL).encode()}
     assert discovery._parse(good, ["10.0.0.1", "fe80::1"], 99) == AnnouncedRun(
-        number=12, protocol=2, addresses=("10.0.0.1",), port=99
+        number=12, protocol=PROTOCOL, addresses=("10.0.0.1",), port=99
     )
     for properties, addresses, port in (
         ({}, ["10.0.0.1"], 99),
@@ -164,25 +164,25 @@ def test_a_person_is_asked_again_and_can_always_give_the_token(
     assert "no run 56 was seen" in said
     assert len(person.asked) == 3
 
-    Person(monkeypatch, "potluck2-abc")
-    assert _by_code.asked() == "potluck2-abc"
-    Person(monkeypatch, "", "potluck2-def")
-    assert _by_code.asked() == "potluck2-def"
+    Person(monkeypatch, "potluck3-abc")
+    assert _by_code.asked() == "potluck3-abc"
+    Person(monkeypatch, "", "potluck3-def")
+    assert _by_code.asked() == "potluck3-def"
     Person(monkeypatch, "12-a-b", "12-a-b", "12-a-b")
     with pytest.raises(TokenError, match="is not a word"):
         _by_code.asked()
 
     monkeypatch.setattr(_by_code, "look", lambda number=None: [])
-    Person(monkeypatch, "potluck2-ghi")
-    assert _by_code.asked() == "potluck2-ghi"
+    Person(monkeypatch, "potluck3-ghi")
+    assert _by_code.asked() == "potluck3-ghi"
     assert "no run was seen within 5 s" in capsys.readouterr().err
 
     def missing(what: str) -> None:
         raise MissingModuleError("x", hint="pip install -e '.[lan]'")
 
     monkeypatch.setattr(_by_code, "need_libraries", missing)
-    Person(monkeypatch, "potluck2-jkl")
-    assert _by_code.asked() == "potluck2-jkl"
+    Person(monkeypatch, "potluck3-jkl")
+    assert _by_code.asked() == "potluck3-jkl"
     assert "pip install -e '.[lan]'" in capsys.readouterr().err
 
 
@@ -257,7 +257,7 @@ def test_a_qr_code_holds_the_line_and_fits_a_terminal() -> None:
     class Stream:
         encoding = "utf-8"
 
-    line = "potluck join potluck2-" + "A" * 110
+    line = "potluck join potluck3-" + "A" * 110
     drawn = qr_code(line, Stream()).splitlines()
     assert max(map(len, drawn)) < 80
     assert len(drawn) < 40

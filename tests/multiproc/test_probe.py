@@ -239,7 +239,7 @@ def test_iperf3_is_asked_where_both_have_it(tmp_path: Path, monkeypatch: pytest.
         (("--bind", "127.0.0.1"), 2, "--bind needs --listen"),
         (("--for", "5"), 2, "--for needs --listen"),
         (("--no-device",), 2, "nothing to measure"),
-        (("potluck2-AAAA",), 2, "this token is damaged"),
+        (("potluck3-AAAA",), 2, "this token is damaged"),
         (("not an address",), 2, "neither an address nor a token"),
         (("--save", "no/such/folder/facts.json"), 2, "there is no folder"),
         (("--recipe", "gtp"), 2, "there is no recipe 'gtp'"),

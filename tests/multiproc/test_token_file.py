@@ -55,7 +55,7 @@ def test_the_file_of_a_killed_host_does_not_hold_a_waiting_guest(tmp_path: Path)
         with Processes(tmp_path) as processes:
             guest = processes.potluck("join", "--token-file", str(file), "--wait", "10m", "--view", "plain")
             guest.wait_for_text("no answer yet", DEADLINE_S)
-            durable.replace(file, "potluck2-of-the-next-run", what="token", private=True)
+            durable.replace(file, "potluck3-of-the-next-run", what="token", private=True)
             guest.exits_with(2, DEADLINE_S)
             assert "has a new token: joining that run" in guest.stderr()
 

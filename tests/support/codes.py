@@ -11,7 +11,7 @@ from spake2.parameters.ed25519 import ParamsEd25519
 
 from potluck.wire.code import GREETING, RIGHT, GuestSide, HostSide
 
-TOKEN = "potluck2-" + "s3cret" * 20
+TOKEN = "potluck3-" + "s3cret" * 20
 CODE = "12-maple-otter"
 
 

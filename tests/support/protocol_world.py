@@ -26,7 +26,15 @@ from potluck.spec.events import RunEvent, kind_of
 from potluck.spec.layout import TensorSpec, fingerprint_to_json
 from potluck.spec.messages import AheadMessage, FromGuest, LeaseMessage, RefuseMessage
 from potluck.train.data import epoch_order
-from potluck.wire.frames import FROM_GUEST, FROM_HOST, MalformedError, UnknownKindError, dump_json, pack
+from potluck.wire.frames import (
+    FROM_GUEST,
+    FROM_HOST,
+    PROTOCOL,
+    MalformedError,
+    UnknownKindError,
+    dump_json,
+    pack,
+)
 from support.plain import Plain, packed
 from support.replay import record
 
@@ -34,7 +42,7 @@ PIECES, GRADIENT_BYTES, HOST_S = 2, 10, 0.1
 SEED = 1
 """For the order of the samples."""
 MODEL = (TensorSpec(name="w", shape=(4, 2), dtype="float32", role="trained"),)
-VERSIONS = {"potluck": "1", "torch": "2", "python": "3", "protocol": "2"}
+VERSIONS = {"potluck": "1", "torch": "2", "python": "3", "protocol": str(PROTOCOL)}
 KINDS = [*(kind.kind for kind in get_args(FromGuest)), "nonsense"]
 """Whatever a guest can say, and something that it cannot."""
 SIZES: dict[str, Any] = {"micro_batch": 2, "largest_micro_batch": 2}

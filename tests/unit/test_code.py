@@ -97,12 +97,12 @@ def test_the_same_code_gives_the_token_and_another_nothing() -> None:
 
 def test_a_host_that_does_not_know_the_code_is_not_believed() -> None:
     """It answers RIGHT to whatever it is told, with a proof and a token of its own."""
-    host, guest = HostSide("12-maple-owl", "potluck2-evil"), GuestSide(CODE)
+    host, guest = HostSide("12-maple-owl", "potluck3-evil"), GuestSide(CODE)
     greeting = guest.greeting()
     guest.proof(host.reply(greeting)[1:])
     keys = codes_of._finish(host._side, greeting[len(GREETING) :])
     with pytest.raises(WrongCode):
-        guest.token(keys.host_proof, keys.cipher.encrypt(keys.nonce, b"potluck2-evil", None))
+        guest.token(keys.host_proof, keys.cipher.encrypt(keys.nonce, b"potluck3-evil", None))
 
 
 def test_a_token_that_was_changed_on_its_way_is_not_believed() -> None:

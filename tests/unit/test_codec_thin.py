@@ -68,7 +68,7 @@ def test_a_stream_that_goes_on_is_not_decoded_beyond_its_payload(count: int) -> 
     bombs = [b"".join(coder.coded(one_more)), b"".join(coder.coded(many)), unsized]
     said = bytearray(zstandard.ZstdCompressor().compress(many.data))
     said[5:7] = coder.coded(np.zeros(codec.nbytes(count), dtype=np.uint8))[0][5:7]  # what it says is not true
-    bombs += [bytes(said)]
+    bombs += [bytes(said), b"\x50\x2a\x4d\x18\xf0\xff\xff\xff" + bytes(8)]  # and a frame to be skipped, of 4 GiB
     for bomb in bombs:
         with pytest.raises(WireError):
             from_wire(codec, b"\x01" + bomb, count)

@@ -491,7 +491,7 @@ def test_the_most_telling_line_is_quoted_with_its_figures() -> None:
 
 # -- secrets ----------------------------------------------------------------------------------------------------
 
-TOKEN = "potluck2-" + "Abc_-9" * 20
+TOKEN = "potluck3-" + "Abc_-9" * 20
 
 
 @pytest.mark.parametrize(

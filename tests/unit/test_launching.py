@@ -65,7 +65,7 @@ class World:
 
     def __init__(self, ends: dict[str, list[GuestEnd | str | None]], slots: int = 1, gpus: int = 0) -> None:
         self.ends, self._slots, self._gpus = ends, slots, gpus
-        self.host = Task(token="potluck2-x")
+        self.host = Task(token="potluck3-x")
         self.guests: dict[str, list[Task]] = {name: [] for name in ends}
         self.settings: list[GuestSettings] = []
         self.told: list[tuple[str, str]] = []
@@ -192,13 +192,13 @@ def test_host_and_guests_start_before_they_know_of_each_other() -> None:
             looks.set()
         if world.guests["desk"] and world.host.fed and not world.host.token:
             assert not world.guests["desk"][0].fed
-            world.host.token = "potluck2-x"
+            world.host.token = "potluck3-x"
             world.host.found.set()
         return bool(world.guests["desk"] and world.guests["desk"][0].fed)
 
     launched(world, then)
     assert world.host.fed == "\n"
-    assert world.guests["desk"][0].fed == "potluck2-x\n"
+    assert world.guests["desk"][0].fed == "potluck3-x\n"
 
 
 def test_without_it_the_broken_are_named_together_and_the_others_start() -> None:

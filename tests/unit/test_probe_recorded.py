@@ -323,7 +323,7 @@ def test_the_hosts_file() -> None:
 @pytest.mark.parametrize(
     ("command", "verb"),
     [
-        (["/usr/bin/python3", "-m", "potluck", "join", "potluck2-x"], "join"),
+        (["/usr/bin/python3", "-m", "potluck", "join", "potluck3-x"], "join"),
         (["/home/me/.venv/bin/python", "/home/me/.venv/bin/potluck", "host", "train.py"], "host"),
         (["vim", "potluck"], None),
         (["python", "train.py", "host"], None),
@@ -335,7 +335,7 @@ def test_which_processes_are_trainings(command: list[str], verb: str | None) -> 
 
 
 def test_an_orphan_does_not_show_its_token() -> None:
-    orphan = leftovers.orphan_of(7, 1, ["python", "-m", "potluck", "join", "potluck2-secret"], 0.0)
+    orphan = leftovers.orphan_of(7, 1, ["python", "-m", "potluck", "join", "potluck3-secret"], 0.0)
     assert orphan is not None
     assert "secret" not in orphan.command
     assert not orphan.surely

@@ -16,7 +16,7 @@ from potluck.hub.newcomers import MOST_EVENTS, WITHIN_S
 from potluck.spec.events import kind_of
 from potluck.spec.layout import TensorSpec, fingerprint_to_json
 from potluck.spec.messages import CheckMessage, SamplesMessage, UnknownMessage
-from potluck.wire.frames import dump_json
+from potluck.wire.frames import PROTOCOL, dump_json
 from support.fuzz import of_guest
 from support.protocol_world import (
     ABOUT,
@@ -140,7 +140,7 @@ def test_another_protocol_version_is_refused_whether_known_or_not() -> None:
     world = joined("a")
     for guest in "ax":
         world.handle(inputs.OtherProtocolArrived(guest=guest, theirs=9, address="1.2.3.4"))
-        assert refusals(world, guest) == ["it speaks protocol 9, this host speaks 2"]
+        assert refusals(world, guest) == [f"it speaks protocol 9, this host speaks {PROTOCOL}"]
     assert world.members == {}
 
 

@@ -10,7 +10,7 @@ import pytest
 from potluck.errors import TokenError
 from potluck.fleet.sealed import KEY_BYTES, KeyPair, seal
 
-TOKEN = "potluck2-not-a-real-one"
+TOKEN = "potluck3-not-a-real-one"
 
 
 def test_what_is_sealed_for_a_key_is_read_with_it() -> None:

@@ -189,3 +189,18 @@ def test_a_trial_ends_as_soon_as_it_is_clear_that_a_guest_on_this_machine_helps(
     assert 0 < run.tried <= most
     assert not run.out
     assert run.share(10) == 1.0
+
+
+@pytest.mark.parametrize("into", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("guests", [("laptop",), ("laptop", "tower")], ids=len)
+def test_a_guest_may_leave_during_a_trial(guests: tuple[str, ...], into: int) -> None:
+    table = Table(batch=BATCH)
+    for guest in guests:
+        table.join(guest)
+    run = Run(table, lambda step, helped: 2.0 if helped else 2.9, guests)
+    while run.tried < into and table.ledger.step < 60:
+        run.steps(1)
+    assert run.tried
+    del table.members["laptop"]
+    run.steps(40)
+    assert run.share(10) == (1.0 if len(guests) > 1 else 0.0)

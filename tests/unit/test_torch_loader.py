@@ -551,6 +551,24 @@ def test_small_tensors_of_a_workers_batch_share_no_memory_and_stay_as_they_are()
     numbers += 1  # as a loop may
 
 
+class Checked(NamedTuple("Checked", [("x", torch.Tensor), ("y", Any)])):
+    """Named, and checked when it is made."""
+
+    def __new__(cls, x: Any, y: Any) -> Checked:
+        assert isinstance(y, int | torch.Tensor), f"y is {type(y).__name__}"
+        return super().__new__(cls, x, y)
+
+
+def test_a_named_tuple_that_checks_its_fields_comes_from_a_worker_as_it_is() -> None:
+    samples = [Checked(torch.ones(2), n) for n in range(4)]
+    with contextlib.closing(TorchLoader(DataLoader(samples, batch_size=4, num_workers=1))) as steps:  # type: ignore[arg-type]
+        steps.next_step()
+        steps.ready()
+        batch = steps.fetch(range(4))
+    assert type(batch) is Checked
+    assert torch.equal(batch.y, torch.arange(4))
+
+
 def test_a_part_of_a_step_is_not_copied() -> None:
     loader = TorchLoader(DataLoader(Numbers(), batch_size=8, num_workers=1), epochs=1)  # type: ignore[arg-type]
     loader.next_step()

@@ -93,7 +93,7 @@ def doctor(settings: Settings, /, target: str | None, **flags: Unpack[DoctorFlag
     Examples:
       potluck doctor
       potluck doctor --listen               on one machine; prints the command for the other
-      potluck doctor potluck2-…             on the other
+      potluck doctor potluck3-…             on the other
       potluck doctor 192.168.1.20:7171
       potluck doctor --error run.log        what failed in that run
       torchrun train.py 2>&1 | tee run.log; potluck doctor --error run.log

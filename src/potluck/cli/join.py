@@ -97,7 +97,7 @@ def join(
 
     \b
     Examples:
-      potluck join potluck2-…
+      potluck join potluck3-…
       potluck join                            look in this network, and ask
       potluck join 12-maple-otter             the same without a question
       potluck join --token-file token.txt --device cpu --threads 4

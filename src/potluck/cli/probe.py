@@ -89,7 +89,7 @@ def probe(settings: Settings, /, target: str | None, **flags: Unpack[ProbeFlags]
       potluck probe
       potluck probe --depth 12 --sequence 1024 --seconds 30     as large as GPT-2
       potluck probe --listen                on one machine; prints the command for the other
-      potluck probe potluck2-… --save facts.json
+      potluck probe potluck3-… --save facts.json
       potluck plan --facts facts.json       then plan with the figures
       potluck probe 192.168.1.20            round trip to a machine without potluck
       torchrun --nproc-per-node 2 -m potluck probe              collectives between these two

@@ -53,6 +53,8 @@ def decoded(message: bytes | memoryview, most: int, codec: str) -> np.ndarray:
     """
     try:
         says = zstandard.frame_content_size(message)  # that much memory will be taken
+        if bytes(message[:4]) != zstandard.FRAME_HEADER:  # a frame to be skipped says 0, and takes what it likes
+            raise WireError(f"a {codec} message that begins with something else")
         if not 0 <= says <= most:
             raise WireError(f"a {codec} message of {says} bytes where there may be {most}")
         found = _coders.decoder.decompress(message, allow_extra_data=False)

@@ -238,5 +238,7 @@ class Slowdown:
 
     def _clear(self, tried: StepTimes) -> bool:
         """Whether the few steps of a trial tell enough: guests help."""
+        if tried.count < CLEAR_STEPS or not self._with.known:  # a guest that leaves meanwhile makes it unknown
+            return False
         much = tried.sample_s > (1 + CLEAR_PART) * self._with.sample_s
-        return tried.count >= CLEAR_STEPS and self._with.known and much and tried.slower_than(self._with)
+        return much and tried.slower_than(self._with)

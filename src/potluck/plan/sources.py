@@ -20,7 +20,9 @@ _MI300X = "https://raw.githubusercontent.com/mlcommons/inference_results_v4.1/ma
 _M3 = "https://hmc-tech.com/gpu/apple-10-core-m3-fl-vs-apple-8-core-m4-fl"
 _STUDIO = "https://support.apple.com/102027"
 _MINI_M1 = "https://daringfireball.net/2021/01/mac_mini_power_consumption"
-_MINI_M2 = "https://www.macgadget.de/News/2023/01/27/Mac-mini-mit-M2-und-M2-Pro-Apple-informiert-ueber-Stromverbrauch-und"
+_MINI_M2 = (
+    "https://www.macgadget.de/News/2023/01/27/Mac-mini-mit-M2-und-M2-Pro-Apple-informiert-ueber-Stromverbrauch-und"
+)
 _MINI_M4 = "https://www.servethehome.com/the-apple-mac-mini-m4-sets-the-mini-computer-standard/3/"
 _INTEL = "https://hardwaretheory.it/intel-raptor-lake-di-13a-generazione-specifiche-e-uscita/"
 _RYZEN = "https://www.theregister.com/2022/09/27/intel_13thgen_cpu_innovation/"

@@ -83,7 +83,12 @@ class PackStep:
         if self._collates and (form := _form(samples[0])) is not None:
             try:
                 batch = default_collate(samples)
-                return [COLLATED, len(samples), form, batch if self._pinned else _mapped(batch, _small)]
+                return [
+                    COLLATED,
+                    len(samples),
+                    form,
+                    batch if self._pinned else _mapped(batch, _small, named=False),
+                ]
             except Exception as error:
                 at = culprit(samples, default_collate)
                 return [FAILED, len(samples), at, in_words(error), traceback.format_exc()]
@@ -116,7 +121,7 @@ class HeldStep:
             at, told, trace = rest
             raise cannot_collate(at, keys, told) from RuntimeError(f"in a worker process:\n{trace}")
         if kind == COLLATED:
-            self._form, self._content = rest[0], _mapped(rest[1], _whole)
+            self._form, self._content = rest[0], _mapped(rest[1], _whole, named=False)
         else:
             self._content = unpacked_samples(packed)
 
@@ -309,12 +314,15 @@ def _copied(leaf: Any) -> Any:
         return leaf
 
 
-def _mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
-    """The same containers with other leaves. Only plain ones are entered: what else there is may have a reason."""
+def _mapped(tree: Any, function: Callable[[Any], Any], *, named: bool = True) -> Any:
+    """The same containers with other leaves. Only plain ones are entered: what else there is may have a reason.
+
+    `named`: named tuples too, though one may check its fields when it is made.
+    """
     if type(tree) is dict:
-        return {key: _mapped(value, function) for key, value in tree.items()}
+        return {key: _mapped(value, function, named=named) for key, value in tree.items()}
     if type(tree) in (list, tuple):
-        return type(tree)(_mapped(value, function) for value in tree)
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(_mapped(value, function, named=named) for value in tree)
+    if named and isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(_mapped(value, function) for value in tree))
     return function(tree)

@@ -321,6 +321,4 @@ def need_libraries(what: str, *names: str) -> None:
     """Raises MissingModuleError where one of these of the extra `lan` is not installed."""
     for name in names or ("zeroconf", "spake2", "cryptography"):
         if importlib.util.find_spec(name) is None:
-            raise MissingModuleError(
-                f"{what} needs {name}, which is not installed", hint="pip install -e '.[lan]'"
-            )
+            raise MissingModuleError(f"{what} needs {name}, which is not installed", hint="pip install -e '.[lan]'")

@@ -171,9 +171,10 @@ class Watch:
         peer = _peer(descriptor)
         with self._lock:
             self._inside.spoke(descriptor)
+            if peer is not None:
+                self._names[descriptor] = name
             if peer is not None and self._spoke.get(descriptor) != peer:
                 self._spoke[descriptor] = peer
-                self._names[descriptor] = name
                 self._lobby.left(descriptor)
                 surplus = self._inside.too_many(self._lobby)
         for visitor in surplus:

@@ -23,7 +23,7 @@ from potluck.errors import WireError
 from potluck.spec.messages import FromGuest, FromHost, Message, ModelDescription
 from potluck.units import printable
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 MAX_HEADER_BYTES = 64 * 1024
 MAX_FRAME_BYTES = 16 * 1024 * 1024
