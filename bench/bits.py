@@ -29,7 +29,7 @@ from potluck.spec import about
 from potluck.spec.rig import Workload
 
 MBIT = 125_000.0
-HOST_S, GUEST_S, BATCH, SEQUENCE = 0.5, 1.0, 12, 64
+HOST_S, GUEST_S, BATCH, SEQUENCE = 0.25, 0.5, 12, 64
 MOST_UP, MOST_DOWN = 2.3, 2.1
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
