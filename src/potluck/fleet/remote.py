@@ -159,7 +159,7 @@ class AgentLink:
         return task.wait(timeout_s) or GuestEnd(None, f"{path} was not written after {timeout_s:.0f} s")
 
     def run(self, argv: Sequence[str], log: Path, **more: Any) -> RemoteTask:
-        """Start a command. `more`: cwd, env, feed (its stdin), patience_s, awake, runs, remove; see the agent."""
+        """Start a command. `more`: cwd, env, feed (its stdin), patience_s, runs, remove; see the agent."""
         task = self._task(log)
         self.send({"do": "run", "id": task._number, "argv": list(argv), **more})
         task.started.wait(20.0)
