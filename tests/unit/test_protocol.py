@@ -71,8 +71,29 @@ def test_a_guest_joins_is_brought_up_to_date_checked_and_counts() -> None:
     world.compare()
     assert member.state == COMPUTING
     assert of_kind(world, "guest_joined")[0].machine == "mac"
-    world.finish()
+    assert member.lease is not None  # at once: on a slow host the next step may be a minute away
+    world.deliver("a")
+    assert world.finish().samples == {"host": 4, "mac": 2}
     assert world.whole_step().samples == {"host": 3, "mac": 3}
+
+
+def test_a_newcomer_gets_no_lease_in_a_step_of_which_nothing_is_left_or_whose_weights_have_gone_on() -> None:
+    for gone_on in (False, True):
+        world = World(batch=6, samples=100)
+        member = world.join("a")
+        world.code()
+        world.take_all("a")
+        world.begin()
+        while world.protocol.checks.due is not None or world.protocol.ledger.in_pool:
+            world.take()
+            world.compute()
+        world.take_all("a")
+        world.sketch("a")
+        if gone_on:
+            world.end()
+        world.compare()
+        assert member.state == COMPUTING
+        assert member.lease is None
 
 
 def test_versions_that_differ_are_noted_and_not_refused() -> None:

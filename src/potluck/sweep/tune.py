@@ -113,6 +113,7 @@ def host_trial(work: SweepWork, config: dict[str, Any], *, raises: bool) -> None
         told, before = time.monotonic() - REPORT_S, TrialNews()
         try:
             while (news := process.news()).status is None:
+                process.prepare_next()
                 handed = process.checkpoint_to(Path(folder) / "handed")
                 new = news.step > before.step or bool(news.token) > bool(before.token)
                 if handed is not None or (new and time.monotonic() - told > REPORT_S):
