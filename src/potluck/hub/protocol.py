@@ -430,6 +430,8 @@ class HostProtocol:
             if event.computing is None:
                 return [Reply(value=Take(ask_device=True))]
             return [Reply(value=Take(wait_until=now + LOOK_AGAIN_S, idle=False))]
+        seconds = self.stepping.host_sample_s
+        self.checks.look_again(self.feeding.pieces, self.ledger.in_pool * seconds if seconds else None)
         common = self.checks.due
         least = self.terms.least.micro_batch
         count = common.samples if common else next_size(self.ledger.in_pool, event.count, least) or event.count
