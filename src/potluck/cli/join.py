@@ -114,7 +114,10 @@ def join(
     with leased(parent), awake():
         if from_stdin and posix:
             if not select.select([0], [], [], 0)[0]:
-                import potluck.fleet.received  # noqa: F401  torch takes seconds, and the token may come only then
+                # torch takes seconds, and the token may come only then. Every optimizer imports its compiler.
+                import torch._dynamo  # noqa: F401
+
+                import potluck.fleet.received  # noqa: F401
 
             token = _line_of_stdin()  # empty if whoever started this dies first
         began = time.monotonic()
