@@ -17,7 +17,7 @@ import click
 from potluck.fleet.life import leased
 from potluck.report.text import clean
 from potluck.wire.keys import new_keys
-from potluck.wire.token import Token, checked_bind, encode, local_addresses
+from potluck.wire.token import Token, cables_first, checked_bind, encode, local_addresses
 from potluck.wire.transport import HostSocket
 
 _POLL_S = 0.5
@@ -42,7 +42,7 @@ class Listening:
 
     def serve(self, turn: Callable[[float], None], for_s: float, *, token_on_stderr: bool) -> None:
         """Print the command for the other machine, then call `turn` until `for_s` or Ctrl-C ends it."""
-        addresses = local_addresses() if self.bind == "0.0.0.0" else (self.bind,)
+        addresses = cables_first(local_addresses()) if self.bind == "0.0.0.0" else (self.bind,)
         token = Token(
             addresses=addresses,
             port=self.socket.port,
