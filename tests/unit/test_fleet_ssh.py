@@ -21,7 +21,7 @@ from potluck.errors import MachineError
 from potluck.fleet import agent, bootstrap
 from potluck.fleet.bootstrap import FleetNeeds
 from potluck.fleet.hostfiles import NamedMachine
-from potluck.fleet.remote import redacted, words_of
+from potluck.fleet.remote import AgentLink, redacted, words_of
 from potluck.fleet.ssh import SshFleet, _shell_line, ssh_command
 from potluck.spec.facts import SshHost
 from potluck.spec.finding import BLOCKER
