@@ -193,7 +193,7 @@ def _script(given: AnyPath | None, send: Sequence[AnyPath]) -> tuple[Script, Pat
         return script, Path(path).resolve().parent
     if cells.shell() is None:
         raise ConfigError(
-            "guests cannot be sent what was typed at a Python prompt",
+            "code typed at a Python prompt cannot be sent to guests",
             hint='write it to a file and give script="train.py"; or use a notebook, or IPython',
         )
     return None

@@ -29,7 +29,7 @@ class Sharing:
 
     token_file: Path | None = None
     lan: bool = False
-    """Announce the run in the local network, and hand on the token to whoever knows a code."""
+    """Announce the run in the local network, and send the token to whoever knows a code."""
     qr: bool = False
 
     def check(self) -> None:

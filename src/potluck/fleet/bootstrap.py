@@ -81,7 +81,9 @@ def needs() -> list[str]:
 def name_of(requirement: str) -> str:
     match = _REQUIREMENT.match(requirement.strip())
     if match is None:
-        raise ConfigError(f"--with {requirement!r} is no package", hint="for example --with transformers,peft")
+        raise ConfigError(
+            f"--with {requirement!r} is not the name of a package", hint="for example --with transformers,peft"
+        )
     return match[1]
 
 

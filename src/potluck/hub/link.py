@@ -373,7 +373,7 @@ class GuestLink:
         while not self._stop:
             if tried and time.monotonic() > deadline:
                 raise HostGoneError(
-                    f"the host has been gone for {self._give_up_s:.0f} s",
+                    f"the host has been unreachable for {self._give_up_s:.0f} s",
                     hint="start it again with --resume and join again with the same token",
                 )
             tried = True

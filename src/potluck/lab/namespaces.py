@@ -163,7 +163,7 @@ class NamespaceBox(Box):
 
     def add_faults(self, machine: str, faults: Sequence[Fault]) -> None:
         if self._detours is None:
-            raise UserError(f"no proxy stands on {machine}", hint="make the box with detours")
+            raise UserError(f"there is no proxy on {machine}", hint="make the box with detours")
         self._detours.add_faults(self._rig.machine(machine), faults)
 
     def _make_id(self) -> str:
@@ -191,7 +191,7 @@ class NamespaceBox(Box):
             self._lock = None
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"the rig {self._rig.name} has been on its way up or down for more than {DOWN_S:.0f} s",
+                    f"the rig {self._rig.name} has been starting or stopping for more than {DOWN_S:.0f} s",
                     hint=f"look at the process {found.supervisor.pid}, and end it",
                 )
             time.sleep(state.POLL_S)
@@ -201,7 +201,7 @@ class NamespaceBox(Box):
     def _bring_up(self, folder: Path, before: Sequence[str]) -> None:
         self._lock = state.open_lock(state.lock_path(folder, self._id), create=True)
         if not state.try_lock(self._lock, alone=False):
-            raise UserError(f"somebody else holds {state.lock_path(folder, self._id)}", hint="try again")
+            raise UserError(f"another process holds {state.lock_path(folder, self._id)}", hint="try again")
         request = Request(
             rig=self._id,
             folder=str(folder),

@@ -51,7 +51,7 @@ def host_trial(work: SweepWork, trial: Trial, key: str, name: str, bind: str | N
             process.checkpoint_to(storage)
             _news[key] = news
             if time.monotonic() - _here[key][0] > SILENT_S:
-                raise MachineError("nobody asks for this trial any more")
+                raise MachineError("this trial is no longer wanted")
             time.sleep(0.2)
         process.checkpoint_to(storage)
         process.keep_files(storage)

@@ -185,7 +185,7 @@ def trials_of(parameters: Mapping[str, Sequence[Value]], count: int | None, seed
     if count is None:
         count = len(every)
     if count < 1:
-        raise ConfigError(f"{count} trials are none", hint="use --trials 1 or more")
+        raise ConfigError(f"{count} trials are too few", hint="use --trials 1 or more")
     if count < len(every):
         chosen = sorted(random.Random(seed).sample(range(len(every)), count))
         every = [every[number] for number in chosen]

@@ -149,5 +149,5 @@ def _write_all(file: io.FileIO, data: bytes) -> None:
 def _unwritable(path: Path, error: OSError) -> RunFolderError:
     return RunFolderError(
         f"cannot write to {path}: {error.strerror or error}",
-        hint="check that you may write there and that the disk is not full; go on with --resume",
+        hint="check that you may write there and that the disk is not full; continue with --resume",
     )

@@ -67,7 +67,7 @@ class RunFolder:
             if holder is not None:
                 raise RunFolderError(
                     f"{self.path} is in use by process {holder or '?'}",
-                    hint="that run is still going on: end it first (a second one would spoil its checkpoints)",
+                    hint="that run has not ended: end it first (a second one would overwrite its checkpoints)",
                 )
             yield
 

@@ -182,7 +182,7 @@ def restore_same(
     loaded = load_latest(path.parent)
     if loaded is None or loaded.path.resolve() != path:
         raise CheckpointError(
-            f"rank 0 goes on from {path}, which this rank cannot read",
+            f"rank 0 resumes from {path}, which this rank cannot read",
             hint="all ranks of a host must see the same run folder",
         )
     loaded.restore(model, optimizer, objects, state)

@@ -213,7 +213,7 @@ class Ranks:
                 raise LoopError(
                     f"rank {rank}'s weights are not rank 0's: {len(differing)} of {len(names)} tensors differ, "
                     f"the first is {differing[0]}",
-                    hint="whatever changes weights or optimizer must do so on every rank; go on with --resume",
+                    hint="whatever changes weights or optimizer must do so on every rank; continue with --resume",
                     step=step,
                 )
 

@@ -178,7 +178,7 @@ class Session:
             raise LoopError(
                 f"{self.context.what} ended without reaching run.steps(): what it trained, it trained alone",
                 hint="its loop must be `for step in run.steps(model, optimizer, dataset, global_batch=…)`, with "
-                "run = potluck.start(); is it below an `if` that was not true?",
+                "run = potluck.start(); is it below an `if` whose condition is false?",
             )
 
     # -- opening ----------------------------------------------------------------------------------------

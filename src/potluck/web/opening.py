@@ -114,7 +114,8 @@ def place_of(text: str) -> tuple[str, int]:
         if port <= 65535:
             return address, port
     raise ConfigError(
-        f"{text!r} is no address for the page", hint="an IP address, with a port if you like: 127.0.0.1:8080"
+        f"{text!r} is not an address for the page",
+        hint="give an IP address, and a port if you like: 127.0.0.1:8080",
     )
 
 

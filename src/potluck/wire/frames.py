@@ -97,7 +97,7 @@ def pack(message: Message, frames: Sequence[bytes | memoryview] = ()) -> list[by
         _check_null(message, header)
     if len(header) > MAX_HEADER_BYTES:
         raise WireError(
-            f"the header of {message.kind!r} has {len(header)} bytes, at most {MAX_HEADER_BYTES} may travel"
+            f"the header of {message.kind!r} has {len(header)} bytes, at most {MAX_HEADER_BYTES} can be sent"
         )
     if frames:
         _check(frames)

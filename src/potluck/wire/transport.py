@@ -311,7 +311,7 @@ class GuestSocket:
             raise HungUpError(f"the host at {where} is not the one of this token", hint=fresh)
         if answer is PortAnswer.SILENT and turned_away:
             raise HungUpError(
-                f"there is no potluck host at {where}, or strangers crowd its port: it hung up, and is silent",
+                f"there is no potluck host at {where}, or unknown peers crowd its port: it closed the connection",
                 hint="is it the right machine? If so, try again in a moment; its log names strangers",
             )
         if answer is PortAnswer.CURVE:
@@ -469,7 +469,7 @@ def _send(target: zmq.Socket[bytes], frames: Sequence[Frame | zmq.Frame]) -> boo
         if (
             size := frame.buffer.nbytes if isinstance(frame, zmq.Frame) else memoryview(frame).nbytes
         ) > MAX_FRAME_BYTES:
-            raise WireError(f"a frame of {size} bytes, at most {MAX_FRAME_BYTES} may travel")
+            raise WireError(f"a frame of {size} bytes, at most {MAX_FRAME_BYTES} can be sent")
     try:
         target.send_multipart(frames, zmq.NOBLOCK, copy=False)
     except zmq.Again:
