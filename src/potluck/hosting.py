@@ -184,7 +184,7 @@ def _take_place() -> None:
 
 
 def _script(given: AnyPath | None, send: Sequence[AnyPath]) -> tuple[Script, Path] | None:
-    """What guests run, and where it lies; None in a notebook, whose cells are not all there yet."""
+    """What guests run, and its folder; None in a notebook, whose cells are not complete yet."""
     own = None if cells.shell() is not None else getattr(sys.modules["__main__"], "__file__", None)
     arguments = sys.argv[1:] if given is None else []
     path = given if given is not None else own
@@ -292,7 +292,7 @@ class HostedRun(Run):
             session.close(error)
             raise
         finally:
-            # Left by `break` the training ends in a moment, unless somebody knows a better reason by then.
+            # Left by `break` the training ends in a moment, unless a better reason is known by then.
             self._left = True
             session.context.after_training(session.close)
             folder = session.folder.path if session.context.folder is not None else None

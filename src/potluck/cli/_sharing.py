@@ -99,7 +99,7 @@ def qr_code(text: str, stream: object) -> str:
 
 @contextmanager
 def _by_code(opened: Session, view: str) -> Iterator[str]:
-    """Inside, the run is announced, and its token handed on to whoever knows the code that this yields."""
+    """Inside, the run is announced, and sends its token to who knows the code that this yields."""
     from potluck.wire.discovery import Announcement
     from potluck.wire.token import decode
 

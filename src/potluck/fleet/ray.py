@@ -30,7 +30,7 @@ from potluck.fleet.script import read_script
 
 EVERY_NODE = "every node"
 ANSWER_S = 8.0
-"""An actor that does not answer for so long is lost."""
+"""An actor that does not answer for this long is lost."""
 PLACED_S = 30.0
 _INSTALL = "on every node, the version that is here: pip install -e '.[ray]'; or runtime_env={'pip': [...]}"
 _OPTIONS = ("num_cpus", "num_gpus", "resources", "memory", "label_selector", "runtime_env")

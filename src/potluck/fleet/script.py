@@ -80,7 +80,7 @@ def imports_of(script: Script, folder: Path) -> dict[str, str]:
     """The modules that the script in `folder` imports whenever it runs, each with where it comes from.
 
     That is the package it was installed from, or the file beside the script ("./model.py"), or "" if unknown. Only
-    those at the top: what stands below an `if`, a `try` or a `def` may not be needed on guests. Neither Python's
+    those at the top: what is below an `if`, a `try` or a `def` may not be needed on guests. Neither Python's
     own modules nor the files that travel with the script.
     """
     found: dict[str, None] = {}

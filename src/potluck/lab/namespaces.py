@@ -46,13 +46,13 @@ MODULES = (SOURCE, str(Path(msgspec.__file__).resolve().parents[1]))
 
 
 class NamespaceBox(Box):
-    """A rig that is up. A shared one is the same for everybody who asks for the same rig."""
+    """A rig that is up. A shared one is the same for all commands that name the same rig."""
 
     kind = "network namespaces"
     peers_connect = True
 
     def __init__(self, rig: Rig, *, shared: bool = False, detours: bool = False) -> None:
-        """With `detours`, a proxy stands on each guest, so that its link can have faults."""
+        """With `detours`, a proxy runs on each guest, so that its link can have faults."""
         self._rig = rig
         self._wiring = wiring(rig)
         self._limits = {m.name: m.cpu_limit for m in rig.machines if m.cpu_limit is not None}
@@ -247,7 +247,7 @@ class NamespaceBox(Box):
 
     def _is_gone(self, machine: str) -> UserError:
         return UserError(
-            f"the emulated machine {machine} is gone: somebody ended the process that held it",
+            f"the emulated machine {machine} is gone: the process that held it was ended",
             hint=f"leave the rig {self._rig.name} everywhere, then begin again",
         )
 
@@ -330,6 +330,6 @@ def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
 
 
 def _detours(entering: Callable[[str, Sequence[str]], list[str]]) -> Detours:
-    from potluck.lab.detour import Detours  # it needs what is not installed for everybody who holds namespaces
+    from potluck.lab.detour import Detours  # its imports are not needed to hold namespaces
 
     return Detours(entering)

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from potluck.errors import ConfigError
 
 Direction = Literal["up", "down"]
-"""up: from whoever connected, towards the target; down: back."""
+"""up: from the side that connected, towards the target; down: back."""
 
 Seconds = Annotated[float, Meta(ge=0, lt=1e9)]
 

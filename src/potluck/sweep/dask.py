@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 POLL_S = 0.5
 LOST_S = 8.0
-"""A worker that has given no answer for so long has lost its trial."""
+"""A worker that has not answered for this long has lost its trial."""
 MOST_STARTS = 10
 """A trial that was lost so many times has failed."""
 
 _here: dict[str, list[float]] = {}
 _news: dict[str, TrialNews] = {}
-"""In a worker's process, by the trial's key: when somebody last asked, and what is known."""
+"""In a worker's process, by the trial's key: when it was last asked for, and what is known."""
 
 
 def host_trial(work: SweepWork, trial: Trial, key: str, name: str, bind: str | None, threads: int) -> TrialNews:

@@ -118,7 +118,7 @@ class RunContext:
     def end_training(self, reason: str) -> None:
         """End the training that is under way, with its reason; harmless when it has ended.
 
-        For whoever opened the run: a loop left by an exception is not closed before the exception itself is
+        For the code that opened the run: a loop left by an exception is not closed before the exception itself is
         forgotten, which may be too late.
         """
         if self._ending is not None:

@@ -94,7 +94,7 @@ class EventLog:
 
     def _warn(self, reason: str) -> None:
         if self._show is None:
-            to_stderr(f"cannot write to {self._path}: {reason}; the run goes on")
+            to_stderr(f"cannot write to {self._path}: {reason}; the run continues")
             return
         self._show(LogFailed(path=str(self._path), reason=reason))
 

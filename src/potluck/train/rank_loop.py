@@ -98,7 +98,7 @@ class RankTrainer:
     def _left_the_loop(self, step: Step) -> None:
         """By `break` or by an exception, which looks the same from here, and nothing can be raised.
 
-        Where rank 0 has left, too, this process ends at once: what follows the loop is rank 0's affair.
+        Where rank 0 has left, too, this process ends at once: only rank 0 runs what follows the loop.
         """
         words = (
             f"rank {self._ranks.place.rank} left the training loop after step {step.index + 1}, rank 0 did not\n"

@@ -122,7 +122,7 @@ class Run:
 
     @property
     def is_resumed(self) -> bool:
-        """Whether this run goes on in the folder of an earlier one."""
+        """Whether this run resumes an earlier one."""
         return self._context.resume
 
     @property

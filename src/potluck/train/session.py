@@ -1,7 +1,7 @@
 """The life of a run on its host, or alone: its folder, keys, token, admission of guests, view, signals and end.
 
 A `Session` opens all of this and closes it in order, whatever happens inside. It needs no command line. It is given
-what lies above it: a view that shows events, and something that starts guests on this machine.
+what the layers above add: a view that shows events, and something that starts guests on this machine.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class Session:
     ) -> None:
         if os.getpid() != self._owner:
             return  # in a forked child: the run is its parent's
-        with self._lock:  # whoever comes second waits, and finds nothing to do
+        with self._lock:  # a second caller waits, and finds nothing to do
             self.closed = True
             self._closing.__exit__(kind, error, trace)
 
@@ -184,7 +184,7 @@ class Session:
     # -- opening ----------------------------------------------------------------------------------------
 
     def _open_rank(self) -> None:
-        """Another rank of the host: no folder, no port, no view. When to stop is rank 0's affair."""
+        """Another rank of the host: no folder, no port, no view. Rank 0 decides when to stop."""
         device, group = self._device()
         self.context = RunContext(
             role=RANK,
@@ -488,7 +488,7 @@ def _handled(on_signal: Callable[[int, Any], None]) -> Iterator[None]:
     def handler(number: int, frame: Any) -> None:
         if os.getpid() == owner:
             on_signal(number, frame)
-        elif number != signal.SIGINT:  # in a forked child: Ctrl-C is its parent's affair, the others are for it
+        elif number != signal.SIGINT:  # in a forked child, whose parent handles Ctrl-C
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 

@@ -113,7 +113,7 @@ class TorchLoader(StepLoader):
         self._foresees = not self._stream and not by_index and _foreseen(sampler)
         """Whether the step after this one may be looked at."""
         self._taking = threading.RLock()
-        """Held, before the other lock, by whoever takes something from `_coming`."""
+        """Held, before the other lock, while something is taken from `_coming`."""
         self._aside: Any = None
         """The next step's samples, or why there are none, where they were taken already."""
         self._next_held: HeldStep | None = None

@@ -126,7 +126,7 @@ def open_page(context: RunContext) -> WebPage:
     file = context.folder.path / URL_FILE
     secret, before = _last(file)
     planned_s = planned_alone_s = None
-    with suppress(UserError):  # a damaged plan is the report's affair
+    with suppress(UserError):  # the report tells of a damaged plan
         planned_s = planned_step_s(None, context.folder.path, alone=False)
         planned_alone_s = planned_step_s(None, context.folder.path, alone=True)
     serving = Serving(

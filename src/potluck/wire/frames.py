@@ -242,7 +242,7 @@ def load_json(raw: bytes) -> Any:
     """Parse untrusted JSON: WireError for anything invalid, and for what could cause harm later.
 
     That is: NaN and infinities (also 1e999), nesting deeper than MAX_DEPTH, and lone surrogates, which
-    would fail only when somebody prints or stores them.
+    would fail only when they are printed or stored.
     """
     try:
         value = msgspec.json.decode(raw)

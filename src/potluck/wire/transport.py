@@ -78,7 +78,7 @@ class HungUpError(RefusedError):
 class HostSocket:
     """Where guests connect: encrypted, open to holders of the guests' key only.
 
-    A peer is one connection; its name is chosen by the guest, at random and anew for each connection, and a
+    A peer is one connection; its name is chosen by the guest, at random for each connection, and a
     second connection of the same name is ignored (no handover: nobody can take over another's name).
     """
 
@@ -141,7 +141,7 @@ class HostSocket:
         return not knock
 
     def _look(self) -> None:
-        """Now and then, when nothing is left to read: is somebody in the middle of a message that never ends?"""
+        """Now and then, when nothing is left to read: is a peer in the middle of a message that never ends?"""
         now = time.monotonic()
         if now - self._looked > LOOK_S and not self._socket.poll(0):
             self._looked = now
@@ -202,7 +202,7 @@ class GuestSocket:
     """A guest's two connections to its host: control for small messages, data for tensors.
 
     It lives as long as its connections: one that broke is not made again under the same name, because
-    messages were lost with it. `connected` tells; begin anew with a new GuestSocket.
+    messages were lost with it. `connected` tells; then use a new GuestSocket.
     """
 
     guest_id: bytes
