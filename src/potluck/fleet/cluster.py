@@ -60,9 +60,6 @@ class ClusterFleet:
     def in_place(self, name: str) -> bool:
         return name not in self._reached.machines() or self._reached.in_place(name)
 
-    def starts_early(self, name: str) -> bool:
-        return name in self._reached.machines()
-
     def prepare(self, name: str) -> ReadyMachine:
         return self._reached.prepare(name) if name in self._reached.machines() else self.reach(name)
 

@@ -370,7 +370,7 @@ class HostTrainer:
     # -- a parity check ---------------------------------------------------------------------------------
 
     def _common(self, step: Step, positions: tuple[int, ...], common: CommonBatch) -> Generator[Any, None, float]:
-        """The step's first micro-batch is the one on which guests are checked; returns when it began.
+        """A micro-batch on which guests are checked, as a rule the step's first; returns when it began.
 
         Its random numbers are those that the guests will draw, and this machine's own stream then continues as if
         there had been none. They are drawn by this thread alone: where reading samples draws some, nobody reads.
@@ -386,7 +386,7 @@ class HostTrainer:
             own.restore()
             packed = replace(packed, same_again=again == packed)
         second = None
-        with self._alike:
+        with step.set_aside(), self._alike:
             if reading_draws:
                 self._alike.enter_context(self._p.loader.nobody_reads())
             if common.twice is not None:
@@ -396,13 +396,13 @@ class HostTrainer:
             seed(self._device, common.seed)
             yield from self._hand_out(step, to_device(batch, self._device), len(positions))
             random = digests(self._device)
-        reference = Reference(
-            first=self._sketch(step, len(positions)),
-            items=step.items(),
-            random=random,
-            second=second,
-            reseeded=common.twice or frozenset(),
-        )
+            reference = Reference(
+                first=self._sketch(step, len(positions)),
+                items=step.items(),
+                random=random,
+                second=second,
+                reseeded=common.twice or frozenset(),
+            )
         self._hub.check_computed(positions, reference, packed)
         return began
 
@@ -420,7 +420,7 @@ class HostTrainer:
         return made
 
     def _sketch(self, step: Step, samples: int) -> Sketch:
-        """Of the step's first micro-batch: all that has been summed so far is its gradient and its loss."""
+        """Of a common batch: all that has been summed so far is its gradient and its loss."""
         gradients, sizes = [p.grad for p in self._trained], [p.numel() for p in self._trained]
         return sketch(gradients, sizes, step.mean_loss(samples))
 
