@@ -23,7 +23,7 @@ import msgspec
 
 from potluck import checked
 from potluck.errors import UserError
-from potluck.lab import enter, permission, state
+from potluck.lab import enter, permission, rigs_up
 from potluck.lab.box import Box
 from potluck.lab.network import needs_netem, wiring
 from potluck.lab.shaping import Fault
@@ -60,18 +60,18 @@ class NamespaceBox(Box):
         self._shared = shared
         self._id = ""
         self._lock: int | None = None
-        self._state: state.State | None = None
+        self._state: rigs_up.State | None = None
         self._supervisor: subprocess.Popen[bytes] | None = None
         self._started: list[subprocess.Popen[bytes]] = []
         self._detours = _detours(self._for_a_proxy) if detours else None
 
     def __enter__(self) -> Self:
         before = permission.require(netem=needs_netem(self._rig))
-        folder = state.folder()
+        folder = rigs_up.folder()
         self._id = self._make_id()
         try:
-            with state.starting(folder):
-                state.sweep(folder)
+            with rigs_up.starting(folder):
+                rigs_up.sweep(folder)
                 if not self._join(folder):
                     self._bring_up(folder, before)
         except BaseException:
@@ -178,13 +178,13 @@ class NamespaceBox(Box):
 
     def _join(self, folder: Path) -> bool:
         """Use the rig that is up, if there is one."""
-        path = state.lock_path(folder, self._id)
+        path = rigs_up.lock_path(folder, self._id)
         deadline = time.monotonic() + DOWN_S
-        while (found := state.read(folder, self._id)) is not None and not found.supervisor.gone:
+        while (found := rigs_up.read(folder, self._id)) is not None and not found.supervisor.gone:
             # It may be on its way up, or down, and then it holds the lock for itself until it is gone.
             with contextlib.suppress(FileNotFoundError):
-                self._lock = state.open_lock(path, create=False)
-                if found.ready and state.try_lock(self._lock, alone=False) and state.is_at(self._lock, path):
+                self._lock = rigs_up.open_lock(path, create=False)
+                if found.ready and rigs_up.try_lock(self._lock, alone=False) and rigs_up.is_at(self._lock, path):
                     self._state = found
                     return True
                 os.close(self._lock)
@@ -194,14 +194,14 @@ class NamespaceBox(Box):
                     f"the rig {self._rig.name} has been starting or stopping for more than {DOWN_S:.0f} s",
                     hint=f"look at the process {found.supervisor.pid}, and end it",
                 )
-            time.sleep(state.POLL_S)
-        state.sweep(folder)
+            time.sleep(rigs_up.POLL_S)
+        rigs_up.sweep(folder)
         return False
 
     def _bring_up(self, folder: Path, before: Sequence[str]) -> None:
-        self._lock = state.open_lock(state.lock_path(folder, self._id), create=True)
-        if not state.try_lock(self._lock, alone=False):
-            raise UserError(f"another process holds {state.lock_path(folder, self._id)}", hint="try again")
+        self._lock = rigs_up.open_lock(rigs_up.lock_path(folder, self._id), create=True)
+        if not rigs_up.try_lock(self._lock, alone=False):
+            raise UserError(f"another process holds {rigs_up.lock_path(folder, self._id)}", hint="try again")
         request = Request(
             rig=self._id,
             folder=str(folder),
@@ -223,7 +223,7 @@ class NamespaceBox(Box):
         except BaseException:
             if self._supervisor is not None:
                 _end_supervisor(self._supervisor)
-            state.remove(folder, self._id)
+            rigs_up.remove(folder, self._id)
             raise
 
     def _leave(self) -> None:
@@ -236,7 +236,7 @@ class NamespaceBox(Box):
             _end_supervisor(supervisor)
         self._state = None
 
-    def _holder(self, machine: str) -> state.Process:
+    def _holder(self, machine: str) -> rigs_up.Process:
         self._rig.machine(machine)
         if self._state is None:
             raise UserError(f"the rig {self._rig.name} is not up", hint="use it inside its `with` block")
@@ -265,7 +265,7 @@ class NamespaceBox(Box):
         return [*python, str(holder.pid), str(os.getpid()), str(int(death_signal)), cgroup, "--", *command]
 
 
-def _ask(supervisor: subprocess.Popen[bytes], request: Request) -> state.State:
+def _ask(supervisor: subprocess.Popen[bytes], request: Request) -> rigs_up.State:
     """Tell a supervisor what to bring up, and wait until it has."""
     assert supervisor.stdin is not None
     assert supervisor.stdout is not None

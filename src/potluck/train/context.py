@@ -21,7 +21,7 @@ from potluck.spec.messages import Source, WelcomeMessage
 from potluck.train.ending import Ending, Interrupted
 from potluck.train.events import EventLog
 from potluck.train.folder import RunFolder
-from potluck.train.ranks import Ranks
+from potluck.train.host_ranks import Ranks
 from potluck.wire.frames import Received
 from potluck.wire.keys import HostKeys
 from potluck.wire.transport import HostSocket

@@ -30,9 +30,9 @@ from potluck.train.context import Waiting
 from potluck.train.data import cloned, to_device
 from potluck.train.ending import Ending
 from potluck.train.flight import Flight
+from potluck.train.host_ranks import RoundMark, shares
 from potluck.train.parts import Parts
 from potluck.train.randomness import RandomState, digests, seed
-from potluck.train.ranks import RoundMark, shares
 from potluck.train.saving import Saving
 from potluck.train.scheduling import Scheduling
 from potluck.train.step import TOTALS, SavedBytes, Step, StepRules, mean_of

@@ -22,15 +22,15 @@ from torch import nn
 
 from potluck.errors import CheckpointError, LoopError, RankGoneError
 from potluck.hub.tensors import ModelTensors
-from potluck.train import ranks as orders
+from potluck.train import host_ranks as orders
 from potluck.train.beginning import Buffers
 from potluck.train.checkpoint import load_latest
 from potluck.train.context import RunContext
 from potluck.train.data import Loader, to_device
 from potluck.train.flight import Flight
+from potluck.train.host_ranks import RankDone, RankReady, Ranks
 from potluck.train.optimizer_state import Stateful
 from potluck.train.options import Options
-from potluck.train.ranks import RankDone, RankReady, Ranks
 from potluck.train.scheduling import Scheduling
 from potluck.train.script_state import ScriptState
 from potluck.train.step import Step, StepRules, mean_of

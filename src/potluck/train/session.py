@@ -32,7 +32,7 @@ from potluck.spec.config import RunConfig
 from potluck.spec.events import GuestJoined, RunEvent, RunNote, StrangerRefused
 from potluck.spec.manifest import MachineEntry, Manifest, RecipeEntry
 from potluck.spec.messages import Source
-from potluck.train import ranks
+from potluck.train import host_ranks
 from potluck.train.checkpoint_folder import newest_first
 from potluck.train.context import ALONE, HOST, RANK, Admission, RunContext
 from potluck.train.ending import Interrupted
@@ -141,7 +141,7 @@ class Session:
         return self.context.admission.token if self.context.admission is not None else None
 
     def __enter__(self) -> Self:
-        place = ranks.place()
+        place = host_ranks.place()
         try:
             if place is not None and not place.leads:
                 self._open_rank()
@@ -242,7 +242,7 @@ class Session:
             threads = max(1, usable_cores() // (1 + spec.guests))
             guests.start(spec.guests, token=context.admission.token, config=spec.config, threads=threads)
 
-    def _device(self) -> tuple[Device, ranks.Ranks | None]:
+    def _device(self) -> tuple[Device, host_ranks.Ranks | None]:
         config, environment = self.spec.config, self._environment
         return device_here(
             config.device or environment.device, config.threads or environment.threads, beside=self.spec.guests
@@ -346,17 +346,19 @@ def alone(
     )
 
 
-def device_here(name: str | None, threads: int | None, *, beside: int = 0) -> tuple[Device, ranks.Ranks | None]:
+def device_here(
+    name: str | None, threads: int | None, *, beside: int = 0
+) -> tuple[Device, host_ranks.Ranks | None]:
     """This process's device; under torchrun, also the host's ranks, which meet here.
 
     `beside`: guests on this machine, for which cores are left.
     """
-    place = ranks.place()
+    place = host_ranks.place()
     if place is None:
         return pick(name, threads=threads or (max(1, usable_cores() // (1 + beside)) if beside else None)), None
     share = max(1, usable_cores() // (place.world + beside))
     device, nccl = pick_for_rank(name, place.local_rank, place.world, threads=threads or share)
-    group = ranks.form(place, nccl=nccl)
+    group = host_ranks.form(place, nccl=nccl)
     if place.leads:
         device.label = f"{place.world} × {device.label}"
         if device.peak_flops is not None:
