@@ -378,7 +378,8 @@ def test_files_of_one_name_do_one_job() -> None:
     """A new pair needs another name, or its reason here."""
     same_subject = (  # a verb and what it runs, data and who fills it, one room's way to the same thing
         "bench collectives config dask ddp events facts host inputs interface local machine messages network "
-        "outcome ranks ray reach remote running series software ssh state strategies sweep tensors transport ways work"
+        "outcome ranks ray reach remote running series software ssh state strategies sweep tensors transport "
+        "ways work"
     )
     names = collections.Counter(path.stem for path in FILES if path.stem != "__init__")
     assert sorted(name for name, count in names.items() if count > 1) == same_subject.split()
