@@ -197,7 +197,7 @@ from potluck.train.events import EventLog
 from potluck.train.folder import new_folder
 from potluck.train.context import ALONE, RANK, RunContext
 from potluck.train.ending import Interrupted
-from potluck.train.ranks import RankDone
+from potluck.train.host_ranks import RankDone
 from potluck.train.run import Run
 from potluck.train.session import device_here
 from support import queueing

@@ -1,6 +1,6 @@
 """A run on the machines of a cluster engine, started from Python: the host here, a guest on each machine.
 
-Machines that come become guests, and machines that go are forgotten, while the run goes on.
+Machines that come become guests, and machines that go are forgotten, during the run.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class ClusterRun:
                 self._why = end_words(status, self._log)
         except PotluckError as error:
             self._why = str(error)
-        except Exception as error:  # a bug: nobody must wait for ever
+        except Exception as error:  # a bug: no caller may wait forever
             self._why = f"internal error: {type(error).__name__}: {error}"
         finally:
             if self._observer.run:

@@ -1,7 +1,7 @@
 """The life of a launched run: a host, a guest on each machine, what is started again, and one end for all.
 
 Every machine has a thread of its own that connects, installs, starts its guest and looks after it. The main thread
-has the host. It decides; what is printed is somebody else's job.
+has the host. It decides; its caller prints.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from potluck.fleet.script import read_script
 
 EVERY_NODE = "every node"
 ANSWER_S = 8.0
-"""An actor that does not answer for so long is lost."""
+"""An actor that does not answer for this long is lost."""
 PLACED_S = 30.0
 DOUBTED_S = 30.0
 """By then Ray knows whether a node is gone whose actor was lost; it takes some 10 s."""
