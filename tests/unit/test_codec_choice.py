@@ -247,12 +247,14 @@ def test_a_guest_says_with_its_check_whether_it_computes_in_bf16() -> None:
     assert world.members["a"].bf16
 
 
-@pytest.mark.parametrize(("rig", "thin"), [("wifi", True), ("twins", False), ("home-pair", False)])
-def test_the_plan_predicts_the_choice(rig: str, thin: bool) -> None:
+@pytest.mark.parametrize("rig", rigs.NAMES)
+def test_the_plan_predicts_the_choice(rig: str) -> None:
+    """What `auto` chose on each of the built-in rigs when they were measured (docs/performance.md)."""
+    thin = rig in ("wifi", "thin-twins", "internet")
     job, fleet = job_of(rigs.load(rig)), fleet_of(rigs.load(rig))
     assert job.codec == "auto"
     row = potluck(job, fleet)
-    assert ("codec thin" in row.waits) == thin
+    assert (f"codec {'thin' if thin else 'int4'}" in row.waits) or not any(row.shares[g.name] for g in fleet.guests)
     assert ("its link is slow, and steps are" in row.waits) == thin
     best = min(potluck(changed(job, codec=codec), fleet).step_s for codec in ("int4", "thin"))
     assert row.step_s == pytest.approx(best, rel=0.03)

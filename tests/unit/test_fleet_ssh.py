@@ -13,6 +13,7 @@ import zipfile
 from io import BytesIO
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from potluck.doctor.remote import NO_PYTHON, unfit, unreached
@@ -229,3 +230,26 @@ def test_a_wrong_clock_does_not_matter_where_nothing_is_installed() -> None:
     (finding,) = unfit("desk", "me@desk.lan", off, (), own=False, clock_s=1000.0)
     assert (finding.code, finding.severity) == ("clock-off", "warning")
     assert "400 days behind" in finding.what
+
+
+def test_what_an_agent_says_is_checked_where_it_enters(tmp_path: Path) -> None:
+    """Facts of another type count as none; a line that is no answer may be some program's."""
+    lines = ["no JSON", "[]", '{"id": "x"}', '{"id": 1, "status": "ended"}', '{"id": 1, "status": 3}']
+    program = (
+        "import json, sys\n"
+        f"print({agent.HELLO!r} + sys.argv[1], flush=True)\n"
+        "print(*json.loads(sys.argv[2]), sep='\\n', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    right = msgspec.to_builtins(facts())
+    for found, greeted in (({**right, "cores": "four"}, False), (right, True)):
+        link = AgentLink("desk", [sys.executable, "-c", program, json.dumps(found), json.dumps(lines)])
+        try:
+            task = link._task(tmp_path / "log")
+            assert (link.greet(30) is not None) == greeted
+            if greeted:
+                ended = task.wait(30)
+                assert ended is not None
+                assert ended.status == 3
+        finally:
+            link.close()

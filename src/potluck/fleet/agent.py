@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TypedDict
 
 HELLO = "potluck-agent "
 AGENT_PID = "{agent}"
@@ -33,7 +33,51 @@ _PATHS = ("~/.local/bin", "~/.cargo/bin", "/opt/homebrew/bin", "/usr/local/bin")
 _INHIBIT = "systemd-inhibit --what=sleep:idle --who=potluck --why=training --mode=block cat"
 
 
-def main(wanted: dict[str, Any]) -> None:
+class AgentWants(TypedDict):
+    """What the launcher plans on this machine: `main`'s argument."""
+
+    cache: str
+    code: str
+    """Folder of this Potluck in the cache."""
+    env: str
+    """Name of the environment; the version of Python is added."""
+    needs: dict[str, str]
+    """The least version of each requirement."""
+
+
+class CommandOptions(TypedDict, total=False):
+    """How a command is run."""
+
+    cwd: str
+    feed: str
+    """For its stdin."""
+    awake: bool
+    """Keep the machine from falling asleep as long as it runs."""
+    runs: str
+    """Folder of run folders in which it opens one."""
+    remove: str
+    """Folder to be removed at its end."""
+    patience_s: float
+    """From the request to leave until it is killed."""
+
+
+class AgentRequest(CommandOptions, total=False):
+    """A line on stdin. `do` is put, run, signal, feed, beat or end; each has some of the other keys."""
+
+    do: str
+    id: int
+    """The command's number; its answers have it, too."""
+    path: str
+    size: int
+    """Bytes of the file, which follow the line."""
+    argv: list[str]
+    env: dict[str, str]
+    number: int
+    """Of the signal."""
+    text: str
+
+
+def main(wanted: AgentWants) -> None:
     """Say what this machine is like, then do what is asked until stdin ends."""
     output, requests = _Output(), _Requests()
     tasks: dict[int, _Task] = {}
@@ -92,7 +136,7 @@ class _Output:
     def __init__(self) -> None:
         self._lock = threading.Lock()
 
-    def say(self, message: dict[str, Any], before: str = "") -> None:
+    def say(self, message: dict[str, object], before: str = "") -> None:
         data = (before + json.dumps(message) + "\n").encode()
         with self._lock, contextlib.suppress(OSError):
             while data:
@@ -107,7 +151,7 @@ class _Requests:
         self.heard = time.monotonic()
         """When something last came."""
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[AgentRequest]:
         while True:
             while b"\n" not in self._data:
                 if not self._more():
@@ -135,7 +179,7 @@ class _Requests:
 class _Task:
     """A command in a session of its own. Its lines go to the launcher as they come, then its status."""
 
-    def __init__(self, request: dict[str, Any], output: _Output) -> None:
+    def __init__(self, request: AgentRequest, output: _Output) -> None:
         self._number, self._output = request["id"], output
         self.patience_s: float = request.get("patience_s", PATIENCE_S)
         self._asked = self._killed = False
@@ -265,12 +309,12 @@ def _stay_awake(pid: int) -> subprocess.Popen[bytes] | None:
 # -- facts ----------------------------------------------------------------------------------------------
 
 
-def facts(wanted: dict[str, Any]) -> dict[str, Any]:
-    """What the launcher must know before it uses this machine; `wanted` says what it plans."""
+def facts(wanted: AgentWants) -> dict[str, object]:
+    """What the launcher must know before it uses this machine. Their type is in spec/remote.py."""
     cache = _place(wanted["cache"])
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), *map(os.path.expanduser, _PATHS)])
     env = os.path.join(cache, "{}-py{}.{}".format(wanted["env"], *sys.version_info[:2]))
-    found = {
+    found: dict[str, object] = {
         "pid": os.getpid(),
         "python": platform.python_version(),
         "executable": sys.executable,
@@ -295,7 +339,7 @@ def facts(wanted: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _disk(cache: str) -> dict[str, Any]:
+def _disk(cache: str) -> dict[str, object]:
     part = os.path.join(cache, f".try-{os.getpid()}")
     try:
         os.makedirs(cache, exist_ok=True)

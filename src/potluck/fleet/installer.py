@@ -15,12 +15,28 @@ import subprocess
 import sys
 import time
 import zipfile
-from typing import Any
+from typing import TypedDict
 
 _PIP = ("--disable-pip-version-check", "--no-input")
 
 
-def main(plan: dict[str, Any]) -> int:
+class InstallPlan(TypedDict):
+    """`main`'s argument."""
+
+    cache: str
+    code: str
+    env: str
+    make_env: bool
+    """Whether the environment is made, too, if it is not there."""
+    uv: str
+    """Path of the program; empty if there is none."""
+    requirements: list[str]
+    pins: list[str]
+    modules: list[str]
+    """What must be importable then."""
+
+
+def main(plan: InstallPlan) -> int:
     cache, env = plan["cache"], plan["env"]
     os.makedirs(cache, exist_ok=True)
     with open(os.path.join(cache, "lock"), "w") as lock:
@@ -52,7 +68,7 @@ def _unpack(wheel: str, folder: str) -> None:
     os.remove(wheel)
 
 
-def _make(env: str, plan: dict[str, Any]) -> int:
+def _make(env: str, plan: InstallPlan) -> int:
     clock = _Clock()
     shutil.rmtree(env, ignore_errors=True)
     python = os.path.join(env, "bin", "python")
@@ -108,7 +124,7 @@ def _works(command: list[str]) -> bool:
         return False
 
 
-def _uv(plan: dict[str, Any], pip: list[str], python: str) -> list[str]:
+def _uv(plan: InstallPlan, pip: list[str], python: str) -> list[str]:
     """The command that installs with uv; empty if there is none and pip cannot fetch it.
 
     uv unpacks torch in 4 s, pip in 12 s of one core. A fetched uv knows nothing of this machine's index: it gets

@@ -13,14 +13,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 import msgspec
 
-from potluck import checked
 from potluck.doctor import remote as checks
 from potluck.errors import MachineError
 from potluck.fleet import agent, bootstrap
+from potluck.fleet.agent import AgentWants, CommandOptions
 from potluck.fleet.hostfiles import NamedMachine
 from potluck.fleet.interface import GuestSettings
 from potluck.fleet.remote import AgentLink, RemoteTask, words_of
@@ -43,7 +43,7 @@ _PLACES = ("$HOME/.local/bin/python3", "/opt/homebrew/bin/python3", "/usr/local/
 _NEW_ENOUGH = "import sys;sys.exit(sys.version_info<(3,11))"
 
 
-def ssh_command(machine: NamedMachine, ssh: Sequence[str], wanted: dict[str, Any]) -> list[str]:
+def ssh_command(machine: NamedMachine, ssh: Sequence[str], wanted: AgentWants) -> list[str]:
     """The command that starts the agent on a machine; on this one, without ssh."""
     if not machine.ssh:
         return [machine.python or sys.executable, *words_of(agent, wanted)]
@@ -117,8 +117,8 @@ class SshFleet:
         words = [*settings.words(), "--parent", agent.AGENT_PID]
         return self.run(machine, words, log, feed=f"{token}\n" if token else "", awake=True)
 
-    def run(self, machine: str, words: Sequence[str], log: Path, **more: Any) -> RemoteTask:
-        """Start `python WORDS` there, with this Potluck; `more` as for `AgentLink.run`."""
+    def run(self, machine: str, words: Sequence[str], log: Path, **more: Unpack[CommandOptions]) -> RemoteTask:
+        """Start `python WORDS` there, with this Potluck."""
         reached = self.prepare(machine)
         here = not self._machines[machine].ssh
         variables = bootstrap.variables_here() if here else bootstrap.variables(reached.facts, own=reached.own)
@@ -164,14 +164,13 @@ class SshFleet:
         except FileNotFoundError as error:
             raise _unusable(machine.name, [_no_program(machine.name, error.filename)]) from None
         self._links.add(link)
-        answer = link.greet(GREET_S)
-        if answer is None:
+        facts = link.greet(GREET_S)
+        if facts is None:
             status = link.status if link.status is not None and link.status >= 0 else None
             host = SshHost(host=machine.ssh or machine.name, status=status, said=link.said)
             finding = msgspec.structs.replace(checks.unreached(host, tuple(link.noise)), machine=machine.name)
             link.close()
             raise _unusable(machine.name, [finding])
-        facts = checked.as_kind(answer, RemoteFacts)
         own = bool(machine.python or not machine.ssh)
         findings = tuple(
             checks.unfit(machine.name, machine.ssh, facts, tuple(link.noise), own=own, clock_s=time.time())

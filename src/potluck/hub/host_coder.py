@@ -87,6 +87,11 @@ class _Arriving:
     lease: int
     pieces: dict[int, tuple[object, Future[_Ready]]]
 
+    def cancel(self) -> None:
+        """It will not count: what was not begun is not done, and what is done is let go."""
+        for _, ready in self.pieces.values():
+            ready.cancel()
+
 
 class HostCoder:
     """One thread with four queues, in this order: contributions, the change, the replica's hash, parts to read."""
@@ -174,6 +179,9 @@ class HostCoder:
 
     def collect(self) -> None:
         """Add the contributions' sum to the gradients. Called when no contribution is being decoded."""
+        late, self._arriving = self._arriving, {}  # of leases that were taken back; the next are not out yet
+        for arriving in late.values():
+            arriving.cancel()
         if not self._sum_used:
             return
         assert self._sum is not None
@@ -220,7 +228,8 @@ class HostCoder:
     def forget(self, guest: str) -> None:
         with self._changed:
             self._requests = deque(r for r in self._requests if r[0] != guest)
-        self._arriving.pop(guest, None)
+        if (arriving := self._arriving.pop(guest, None)) is not None:
+            arriving.cancel()
 
     # -- the thread -------------------------------------------------------------------------------------
 
