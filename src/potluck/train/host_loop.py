@@ -91,6 +91,8 @@ class HostTrainer:
         self._divisor = Divisor()
         self._alike = contextlib.ExitStack()
         """Open while a common batch is computed: what this thread has to put back and to let go of."""
+        self._trains = parts.model.training and not parts.options.by_trainer
+        """Whether the script has the model in training mode, and nobody else puts it there."""
         self._loss: float | None = None
         self._first = self._done = parts.ledger.step
         """The last step that is finished: in the update the ledger has closed one that may still fail."""
@@ -428,6 +430,10 @@ class HostTrainer:
 
     def _update(self, step: Step) -> None:
         """The weights' update, behind what the device has been given; what it came to is told when it is done."""
+        if self._trains and not self._p.model.training:
+            self._trains = False
+            text = f"step {step.number} was computed with the model in evaluation mode, unlike those before"
+            self._p.context.log.emit(RunNote(text=f"{text}: call model.train() after validating"))
         collected = self._collect(step)
         if self._p.options.by_trainer:
             self._leave_to_trainer(collected)

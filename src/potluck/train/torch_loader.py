@@ -10,6 +10,7 @@ import contextlib
 import copy
 import hashlib
 import itertools
+import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -77,6 +78,8 @@ class TorchLoader(StepLoader):
         """`by_index`: only the indices of a step are read ahead, because other processes read their samples."""
         self._stream = check_loader(loader, by_index=by_index)
         self._user, self._collate = loader, loader.collate_fn
+        self._numbered = by_index
+        """Whether other processes are sent the indices."""
         self._whole = loader.num_workers > 0 and not by_index and not self._stream
         """Worker processes read whole steps."""
         by_workers = by_index and loader.num_workers > 0
@@ -149,8 +152,8 @@ class TorchLoader(StepLoader):
             self._held = HeldStep(given, self._collate, None)
             count = self._held.count
         else:
-            keys, count = given, len(given)
-            self._hash.update(repr(keys).encode())
+            keys, count = _numbers(given) if self._numbered else given, len(given)
+            self._hash.update(repr(given).encode())
         self._number += 1
         self._place = replace(
             before,
@@ -218,6 +221,7 @@ class TorchLoader(StepLoader):
     def check_indices(self) -> None:
         if self._stream:
             raise no_indices()
+        self._numbered = True
 
     def _steps_in_epochs(self) -> int | None:
         try:
@@ -530,6 +534,16 @@ def check_loader(loader: DataLoader[Any], *, by_index: bool = False) -> bool:
 def _foreseen(batches: Any) -> bool:
     """Whether it does not matter when the sampler is asked for its next batch."""
     return type(batches) is BatchSampler and type(batches.sampler) in FORESEEN
+
+
+def _numbers(keys: Sequence[Any]) -> list[int]:
+    try:
+        return [operator.index(key) for key in keys]
+    except TypeError:
+        raise DataError(
+            f"the loader's sampler gives {keys[0]!r}: other processes can only be told numbers of samples",
+            hint='give it integers as indices; or leave data="local" out: guests are then sent samples',
+        ) from None
 
 
 def no_indices() -> DataError:
