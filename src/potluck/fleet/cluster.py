@@ -149,7 +149,7 @@ class ClusterRun:
         tail = [script, "--", *arguments] if arguments and script.endswith(".py") else [script, *arguments]
         work = HostWork(machine=HERE, words=[*words, *options, *tail], cwd=os.getcwd(), runs=str(runs))
         self._engine, self._log = engine, reached.log(HERE)
-        self._observer = _Keeper()
+        self._observer = _Keeper(logs / "fleet.log")
         self._launcher = Launcher(ClusterFleet(engine, reached, gpus), (), work, self._observer, keep_trying=True)
         self._status: int | None = None
         self._why = ""
@@ -199,13 +199,20 @@ class ClusterRun:
 
 
 class _Keeper(LaunchObserver):
-    """Keeps what a launcher tells: the run folder. The rest is in the logs and the events."""
+    """Keeps what a launcher tells: the run folder; and in a log, why a machine has no guest."""
 
     run = ""
 
-    def problems(self, findings: Sequence[Finding]) -> None: ...
+    def __init__(self, log: Path) -> None:
+        self._log = log
 
-    def tell(self, machine: str, words: str) -> None: ...
+    def problems(self, findings: Sequence[Finding]) -> None:
+        for finding in findings:
+            self.tell(finding.machine, f"{finding.what}: {finding.how}")
+
+    def tell(self, machine: str, words: str) -> None:
+        with contextlib.suppress(OSError), open(self._log, "a", encoding="utf-8") as log:
+            log.write(" ".join(filter(None, (time.strftime("%H:%M:%S"), machine, words))) + "\n")
 
     def run_known(self, run: str) -> None:
         self.run = run
