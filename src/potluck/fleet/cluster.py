@@ -10,11 +10,11 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO, Protocol, Self
 
 import msgspec
 
@@ -34,6 +34,13 @@ LOOK_S = 1.0
 MOST_READ = 1 << 20
 STOP_S = 90.0
 _AGAIN = "start(…, options=['--resume', '{run}'])"
+
+
+class EngineFleet(GuestFleet, Protocol):
+    """The machines of a cluster engine, which restarts them."""
+
+    def instances(self) -> Mapping[str, str]:
+        """All machines by their names; the value is another one when a machine was restarted."""
 
 
 class ClusterFleet:
@@ -77,21 +84,22 @@ class ClusterFleet:
 
 
 @contextlib.contextmanager
-def followed(engine: GuestFleet, launcher: Launcher, on_new: Callable[[str], None]) -> Iterator[None]:
+def followed(engine: EngineFleet, launcher: Launcher, on_new: Callable[[str], None]) -> Iterator[None]:
     """Inside, the engine's machines are added to the launcher as they come, and dropped as they go."""
     over = threading.Event()
 
     def follow() -> None:
-        known: set[str] = set()
+        known: dict[str, str] = {}
         while not over.is_set():
             try:
-                there = set(engine.machines())
+                there = dict(engine.instances())
             except PotluckError:
                 there = known  # the engine does not answer just now
-            for name in sorted(there - known):
-                on_new(name)
+            for name in sorted(name for name, instance in there.items() if known.get(name) != instance):
+                if name not in known:
+                    on_new(name)
                 launcher.add(name)
-            for name in known - there:
+            for name in known.keys() - there.keys():
                 launcher.drop(name)
             known = there
             over.wait(LOOK_S)
@@ -131,7 +139,7 @@ class ClusterRun:
 
     def __init__(
         self,
-        engine: GuestFleet,
+        engine: EngineFleet,
         script: str,
         arguments: Sequence[str] = (),
         *,
