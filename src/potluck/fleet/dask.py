@@ -40,6 +40,9 @@ class DaskFleet:
     def machines(self) -> Sequence[str]:
         return tuple(self.workers())
 
+    def instances(self) -> dict[str, str]:
+        return self.workers()
+
     def workers(self) -> dict[str, str]:
         """The workers' addresses by their names."""
         ask = self._client.scheduler_info

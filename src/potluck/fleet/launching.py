@@ -155,10 +155,11 @@ class Launcher:
                 thread.join()
 
     def add(self, name: str) -> None:
-        """Have guests on this machine from now on, one for each slot."""
+        """Have guests on this machine from now on, one for each slot. Once more: it was restarted."""
         with self._news:
             if self._over.is_set():
                 return
+            self._news.notify_all()
             self._tended[name] = stay = object()
             for slot in range(self._fleet.machine(name).slots):
                 thread = threading.Thread(

@@ -160,9 +160,10 @@ class Stepping:
     ) -> list[Action]:
         """A lease in the middle of the step, for a guest that has just passed its check: of what nobody has yet.
 
-        Its next one comes with the next step, which on a slow host may be a minute away.
+        Its next one comes with the next step, which on a slow host may be a minute away. Not in a run's first step:
+        the host's speed is not known, for it may compile the model in it.
         """
-        seconds, speed = self.host_sample_s, member.speed
+        seconds, speed = self._host_sample_s.value, member.speed
         if not seconds or speed is None or member.lease is not None or self.slowdown.trying:
             return []
         if not member.feed.current(pieces) or member.feed.in_flight_bytes or self.ledger.in_pool <= host_keeps:
