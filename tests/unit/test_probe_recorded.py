@@ -325,6 +325,7 @@ def test_the_hosts_file() -> None:
     [
         (["/usr/bin/python3", "-m", "potluck", "join", "potluck3-x"], "join"),
         (["/home/me/.venv/bin/python", "/home/me/.venv/bin/potluck", "host", "train.py"], "host"),
+        (["python", "-m", "potluck.cli._warm", "host"], "host"),
         (["vim", "potluck"], None),
         (["python", "train.py", "host"], None),
         (["python", "-m", "potluck", "doctor"], None),

@@ -90,6 +90,37 @@ def test_a_log_that_grows_and_is_resumed_is_followed(tmp_path: Path) -> None:
     assert fresh.state.page() == follower.state.page()
 
 
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_run_that_is_resumed_is_neither_over_nor_training_until_it_starts(tmp_path: Path, ended: bool) -> None:
+    steps = [sample.joined(), sample.step(1), sample.step(2)]
+    end = [sample.run_end(step=2, reason="interrupted")] if ended else []
+    path = sample.write(tmp_path / "run", [sample.run_start(), *steps, *end]) / "events.jsonl"
+    follower = Follower(path, PageState, before=path.stat().st_size)
+    while follower.read():
+        pass
+    page = follower.state.page(live=True)
+    assert (page.status, page.over, page.since_step_s) == ("resuming", False, None)
+    assert "2 of 4, resuming; " in dict(page.facts or ())["steps"]
+    assert [(m.name, m.state) for m in page.machines or ()] == [("tower", "starting"), ("laptop", "gone")]
+    assert status_of(follower.state).state == "resuming"
+    with path.open("ab") as file:
+        file.write(ev.to_json(sample.run_start(resumed_from=1)) + b"\n")  # step 2 is repeated: it is all read again
+    while follower.read():
+        pass
+    assert follower.state.page(live=True).status == "training"
+    assert follower.state.summary().steps == 1
+
+
+def test_a_run_that_is_resumed_in_vain_ended_as_it_had(tmp_path: Path) -> None:
+    events = [sample.run_start(), sample.step(1), sample.run_end(step=1, reason="interrupted")]
+    path = sample.write(tmp_path / "run", events) / "events.jsonl"
+    follower = Follower(path, PageState, before=path.stat().st_size)
+    while follower.read():
+        pass
+    follower.state.stop()
+    assert follower.state.page(live=True).status == "interrupted"
+
+
 def test_who_left_is_still_shown_and_who_comes_back_is_shown_once() -> None:
     state = PageState()
     lost = ev.GuestLost(**sample.LAPTOP, reason="sent nothing for 5.1 s", step=2, samples_taken_back=8)
@@ -143,6 +174,20 @@ def test_a_guests_timeline_lies_where_it_was_measured() -> None:
     host = {bar.kind: (bar.start_s, bar.end_s) for bar in step.lanes[0].bars}
     assert host["update"] == (0.96, 1.0)
     assert host["wait"] == (0.95, 0.96)
+
+
+def test_waiting_for_data_is_drawn_and_is_no_prediction_of_the_plan() -> None:
+    waits = [sample.step(n, data_s=0.4, machines=[sample.host(32, busy=0.5)]) for n in range(1, 20)]
+    page = state_of([sample.run_start(workers=0), *waits]).page()
+    (first, *_) = page.steps or ()
+    assert [(bar.kind, bar.start_s, bar.end_s) for bar in first.lanes[0].bars][:2] == [
+        ("wait", 0, 0.4),
+        ("compute", pytest.approx(0.45), pytest.approx(0.95)),
+    ]
+    assert page.advice
+    assert "waiting for data" in page.advice[0]
+    assert "plan" not in (page.advice_from or "")
+    assert "plan" in (state_of([sample.run_start(), sample.step(1)]).page().advice_from or "")
 
 
 def test_what_would_help_is_the_plan_of_what_was_measured() -> None:

@@ -15,6 +15,7 @@ import click
 
 from potluck.cli._app import Settings
 from potluck.cli._sharing import Sharing, shared
+from potluck.fleet.awake import awake
 from potluck.fleet.life import reader_watched
 from potluck.fleet.local import LocalGuests
 from potluck.loggers.writing import loggers
@@ -39,7 +40,7 @@ def session(settings: Settings, spec: RunSpec, view: Any, sharing: Sharing | Non
     opened = Session(
         spec, settings.environment, make_view(view), guests=LocalGuests, listener=listener, page=open_page
     )
-    with opened, launched(opened.context):
+    with awake(), opened, launched(opened.context):
         if opened.context.role == RANK:
             with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
                 yield opened

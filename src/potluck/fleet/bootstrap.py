@@ -18,12 +18,13 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from potluck._version import __version__
 from potluck.errors import ConfigError
 from potluck.fleet import installer
+from potluck.fleet.agent import AgentWants
 from potluck.fleet.hostfiles import NamedMachine
+from potluck.fleet.installer import InstallPlan
 from potluck.fleet.remote import words_of
 from potluck.spec.remote import RemoteFacts
 
@@ -61,7 +62,7 @@ class FleetNeeds:
                 continue  # only that machine needs it
         return found
 
-    def of(self, machine: NamedMachine) -> dict[str, Any]:
+    def of(self, machine: NamedMachine) -> AgentWants:
         """The agent's argument: what it looks for on that machine."""
         names = "\n".join([*self.requirements, *self.pins])
         return {
@@ -140,7 +141,7 @@ def code_name() -> str:
 
 def install_words(facts: RemoteFacts, wanted: FleetNeeds, *, make_env: bool) -> list[str]:
     """The command that installs on a machine with these facts."""
-    plan = {
+    plan: InstallPlan = {
         "cache": facts.cache,
         "code": code_name(),
         "env": facts.env,
@@ -148,7 +149,7 @@ def install_words(facts: RemoteFacts, wanted: FleetNeeds, *, make_env: bool) -> 
         "uv": facts.uv,
         "requirements": wanted.requirements,
         "pins": wanted.pins,
-        "modules": MODULES,
+        "modules": list(MODULES),
     }
     return [facts.executable, *words_of(installer, plan)]
 

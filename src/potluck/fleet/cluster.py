@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO, Self, Unpack
 
 import msgspec
 
 from potluck.errors import MachineError, PotluckError, ScriptError
+from potluck.fleet.agent import CommandOptions
 from potluck.fleet.bootstrap import FleetNeeds
 from potluck.fleet.hostfiles import NamedMachine
 from potluck.fleet.interface import GuestFleet, GuestSettings
@@ -59,13 +60,10 @@ class ClusterFleet:
     def in_place(self, name: str) -> bool:
         return name not in self._reached.machines() or self._reached.in_place(name)
 
-    def starts_early(self, name: str) -> bool:
-        return name in self._reached.machines()
-
     def prepare(self, name: str) -> ReadyMachine:
         return self._reached.prepare(name) if name in self._reached.machines() else self.reach(name)
 
-    def run(self, machine: str, words: Sequence[str], log: Path, **more: Any) -> RemoteTask:
+    def run(self, machine: str, words: Sequence[str], log: Path, **more: Unpack[CommandOptions]) -> RemoteTask:
         return self._reached.run(machine, words, log, **more)
 
     def start(self, machine: str, token: str, settings: GuestSettings, log: Path) -> Any:

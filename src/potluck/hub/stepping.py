@@ -155,6 +155,23 @@ class Stepping:
         self._predicted = shares.step_s
         return actions
 
+    def lend_newcomer(
+        self, member: Member, now: float, pieces: Sequence[PieceState], host_keeps: int
+    ) -> list[Action]:
+        """A lease in the middle of the step, for a guest that has just passed its check: of what nobody has yet.
+
+        Its next one comes with the next step, which on a slow host may be a minute away.
+        """
+        seconds, speed = self.host_sample_s, member.speed
+        if not seconds or speed is None or member.lease is not None or self.slowdown.trying:
+            return []
+        if not member.feed.current(pieces) or member.feed.in_flight_bytes or self.ledger.in_pool <= host_keeps:
+            return []
+        shares = quotas(self.ledger.in_pool, 1 / seconds, {member.id: self._counted_on(speed)}, host_keeps)
+        if not (quota := shares.guests.get(member.id, 0)):
+            return []
+        return self._lease(member, Lot(quota, 0, 0, shares.step_s, seconds), now)[1]
+
     def _shares(self, members: Sequence[Member], host_keeps: int) -> Quotas:
         speeds = {m.id: self._counted_on(m.speed) for m in members if m.speed is not None}
         return quotas(self.ledger.global_batch, 1 / (self.host_sample_s or 1.0), speeds, host_keeps)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import structs
 
 from potluck import checked
 from potluck.errors import PotluckError
@@ -16,7 +17,7 @@ from potluck.lab.box import Box
 from potluck.lab.meter import StageMeter
 from potluck.lab.stage import Actor, Progress, Report, Stage
 from potluck.lab.striker import Striker
-from potluck.lab.worker_spec import RankSpec, RecipeSpec, WorkerSpec
+from potluck.lab.worker_spec import RankSpec, RecipeSpec, WorkerSpec, WorkerStep
 from potluck.lab.workload import device_name, recipe_flags, recipe_settings
 from potluck.spec import about
 from potluck.spec.events import RunEvent, RunStarted, StepEnded, from_json
@@ -238,12 +239,9 @@ def distributed(arena: Arena, strategy: str) -> Outcome:
             for line in stage.follow(
                 out, lambda: first.process.poll() is not None, START_S + 4 * _step_guess_s(rig, staying, shares)
             ):
-                made = json.loads(line)
-                if "step" not in made:
-                    continue
-                step = {name: made[name] for name in ("step", "ended_at", "step_s", "loss", "samples")}
-                done.append(StepDone(**step, present=here))
-                arena.report(Progress(strategy=strategy, step=made["step"], steps=steps, step_s=made["step_s"]))
+                made = checked.decode(line, WorkerStep)
+                done.append(_peer_step(made, here))
+                arena.report(Progress(strategy=strategy, step=made.step, steps=steps, step_s=made.step_s))
             stage.check()
     started = done[0].ended_at - done[0].step_s if done else 0.0
     return Outcome(
@@ -281,6 +279,11 @@ def _affordable_steps(arena: Arena, machines: Sequence[Machine], shares: Sequenc
     steps = arena.rig.workload.steps
     affordable = arena.most_s / max(1e-6, _step_guess_s(arena.rig, machines, shares))
     return min(steps, max(LEAST_STEPS, math.floor(min(affordable, steps))))
+
+
+def _peer_step(made: WorkerStep, present: tuple[str, ...]) -> StepDone:
+    loss = math.nan if made.loss is None else made.loss
+    return StepDone(**{**structs.asdict(made), "loss": loss}, present=present)
 
 
 def _worker_spec(

@@ -49,6 +49,7 @@ def host_trial(work: SweepWork, trial: Trial, key: str, name: str, bind: str | N
     try:
         while (news := process.news()).status is None:
             process.checkpoint_to(storage)
+            process.prepare_next()
             _news[key] = news
             if time.monotonic() - _here[key][0] > SILENT_S:
                 raise MachineError("nobody asks for this trial any more")
@@ -90,6 +91,8 @@ class RunningTrial:
         fleet = self._sweep.fleet
         try:
             future = self._sweep.submit(self.trial, self.key, self.machine, self._address)
+            done = threading.Event()
+            future.add_done_callback(lambda future: done.set())
             heard = time.monotonic()
             while not future.done():
                 if self._sweep.over.is_set():
@@ -105,7 +108,7 @@ class RunningTrial:
                     if fleet.workers().get(self.machine) != self._address or time.monotonic() - heard > LOST_S:
                         future.cancel()
                         raise
-                self._sweep.over.wait(POLL_S)
+                done.wait(POLL_S)
             self._sweep.ended.put((self, future.result(), ""))
         except PotluckError as error:
             self._sweep.ended.put((self, None, error.what))
@@ -201,10 +204,12 @@ class DaskSweep:
 
     def _look_after_helpers(self) -> None:
         joinable = {name: r.news for name, r in self._running.items() if r.news.token and r.news.status is None}
+        # One that has just begun takes its machine as long as the last one did.
+        taking_s = {name: self._took_s.get(running.machine) for name, running in list(self._running.items())}
         wanted = helping(
             self.fleet.machines(),
             self.hosts(),
-            {name: news.remaining_s for name, news in joinable.items()},
+            {n: taking_s[n] if news.remaining_s is None else news.remaining_s for n, news in joinable.items()},
             dict(self._helpers.busy),
             waiting=0,  # a machine that `_place` has left idle should help
         )

@@ -55,7 +55,7 @@ from potluck.train.rank_loop import (
     refuse_wrapped,
     restore_same,
 )
-from potluck.train.resuming import restore
+from potluck.train.resuming import place_of, restore
 from potluck.train.script_state import ScriptState
 from potluck.train.session import alone
 from potluck.train.step import Step
@@ -263,7 +263,7 @@ class Run:
         if context.ranks is not None:
             self._meet_ranks(context.ranks, restored, loader, tensors, micro)
         if restored is not None:
-            micro.settled = restored.extra.get("micro_batch")
+            micro.settled = place_of(restored).micro_batch
         parts = Parts(
             context=context,
             options=options,

@@ -40,7 +40,7 @@ from potluck.train.events import EventLog, View
 from potluck.train.folder import RunFolder, new_folder, open_folder
 from potluck.train.telemetry import versions
 from potluck.wire.keys import HostKeys, load_keys, new_keys, save_keys
-from potluck.wire.token import LOOPBACK, Token, checked_bind, encode, local_addresses
+from potluck.wire.token import LOOPBACK, Token, cables_first, checked_bind, encode, local_addresses
 from potluck.wire.transport import HostSocket
 
 Listener = Callable[[Path, Manifest, Callable[[str], None]], View]
@@ -426,7 +426,8 @@ def _admission(stack: ExitStack, spec: RunSpec, folder: RunFolder, log: EventLog
     stack.callback(listening.close)
     if listening.warning is not None and not only_here:
         log.emit(RunNote(text=listening.warning))
-    addresses = local_addresses(ipv6=bind == "::") if bind in ("0.0.0.0", "::") else (bind,)
+    every = bind in ("0.0.0.0", "::")
+    addresses = cables_first(local_addresses(ipv6=bind == "::")) if every else (bind,)
     token = encode(
         Token(
             addresses=addresses or (LOOPBACK,),

@@ -9,7 +9,7 @@ import contextlib
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from potluck.balance.ledger import EpochSteps, StepSamples
@@ -17,6 +17,7 @@ from potluck.errors import ConfigError
 from potluck.train.data import Loader, epoch_order
 from potluck.train.optimizer_state import Stateful
 from potluck.train.packing import Collate, HeldStep
+from potluck.train.saved_place import DataPlace
 
 TRIED_AHEAD, LONGEST_AHEAD_S = 3, 0.02
 """Micro-batches are not read ahead any more if each of the last few kept the others from reading for so long."""
@@ -124,16 +125,16 @@ class StepLoader(ABC):
     def ends_epoch(self) -> bool:
         """Whether this step is the last one of its epoch."""
 
-    def state(self, step: int) -> dict[str, Any]:
+    def state(self, step: int) -> DataPlace | None:
         """What a checkpoint keeps to resume at this step: the one that was given last, or the one after it."""
-        return {}
+        return None
 
     def objects(self) -> dict[str, Stateful]:
         """What a checkpoint keeps beside the state."""
         return {}
 
     @abstractmethod
-    def resume(self, step: int, saved: Mapping[str, Any]) -> None:
+    def resume(self, step: int, saved: DataPlace | None) -> None:
         """Go to this step, of which `saved` is the state."""
 
     def close(self) -> None:
@@ -163,8 +164,8 @@ class DataSetLoader(StepLoader):
         order = epoch_order(self.samples, self._seed)
         return EpochSteps(samples=self.samples, global_batch=self.global_batch, order=order, step=step)
 
-    def resume(self, step: int, saved: Mapping[str, Any]) -> None:
-        if saved.get("epoch") is not None:
+    def resume(self, step: int, saved: DataPlace | None) -> None:
+        if saved is not None:
             raise ConfigError(
                 "the run was started with a DataLoader, now it has a data set",
                 hint="a resumed run resumes at exactly the next sample: give it what it had, or start a new run",

@@ -12,10 +12,11 @@ import hashlib
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+from msgspec import structs
+from msgspec.structs import replace
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -33,6 +34,7 @@ from potluck.train import optimizer_state
 from potluck.train.data import Loader, length, opened
 from potluck.train.optimizer_state import RngState, Stateful
 from potluck.train.packing import Collate, HeldStep, PackStep, in_words
+from potluck.train.saved_place import DataPlace
 from potluck.train.step_loader import DataSetLoader, StepLoader
 from potluck.train.workers import (
     Echo,
@@ -51,27 +53,14 @@ FORESEEN = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRando
 one is asked for its next batch when a plain loop would ask for it, and not earlier."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataPlace:
-    """Where in the data the next step begins."""
+class _Place(DataPlace, frozen=True, kw_only=True):
+    """With what a checkpoint keeps beside it."""
 
-    epoch: int = 0
-    done: int = 0
-    """Batches of the epoch before it."""
-    position: int = 0
-    """Samples of the run before it."""
-    digest: str = ""
-    """Of the indices of the epoch's batches before it."""
-    generators: RngState | None = None
-    """The random generators when the epoch began; None if it has not."""
-    fresh: bool = True
-    """Whether the epoch began with new workers, whose seed was drawn from the loader's generator."""
-    drawn: int = 0
-    """Batches after it that the sampler had given already, without worker processes."""
-    ended: bool = False
-    """Whether the stream's epoch ended with the batch before it, and its state is one of after the end."""
     stream: Any = None
     """What the stream says of its own place, if it does."""
+
+    def saved(self) -> DataPlace:
+        return DataPlace(**{name: getattr(self, name) for name in DataPlace.__struct_fields__})
 
 
 class TorchLoader(StepLoader):
@@ -129,7 +118,7 @@ class TorchLoader(StepLoader):
         """The next step's samples, or why there are none, where they were taken already."""
         self._next_held: HeldStep | None = None
         self._hash = hashlib.blake2b(digest_size=16)
-        self._before = self._place = DataPlace()
+        self._before = self._place = _Place()
         self._number = -1
         self._states: Stateful | None = _stateful(self._loader) if self._stream else None
         """What knows the place in the stream."""
@@ -326,7 +315,7 @@ class TorchLoader(StepLoader):
         self._place = self._after_epoch(replace(place, ended=False, stream=None))
 
     @staticmethod
-    def _after_epoch(place: DataPlace) -> DataPlace:
+    def _after_epoch(place: _Place) -> _Place:
         return replace(place, epoch=place.epoch + 1, done=0, digest="", generators=None)
 
     def _told_epochs(self) -> list[Any]:
@@ -339,30 +328,30 @@ class TorchLoader(StepLoader):
 
     # -- resuming ---------------------------------------------------------------------------------------
 
-    def state(self, step: int) -> dict[str, Any]:
+    def state(self, step: int) -> DataPlace:
         place = self._before if self._now is not None and step == self._number else self._place
         place = replace(place, drawn=(place is not self._place) + len(self._ahead))
         if place.ended and place.done:
             place = self._after_epoch(place)
         self.saved_stream = place.stream
-        return {f.name: getattr(place, f.name) for f in fields(place) if f.name != "stream"}
+        return place.saved()
 
     def objects(self) -> dict[str, Stateful]:
         """What a checkpoint keeps beside the state."""
         return {"loader": StreamState(self)} if self._states is not None else {}
 
-    def resume(self, step: int, saved: Mapping[str, Any]) -> None:
+    def resume(self, step: int, saved: DataPlace | None) -> None:
         """Go to where the checkpoint was made: the sampler gives the epoch's batches again, but none is read.
 
         This process's random numbers stay as they are.
         """
-        if saved.get("epoch") is None:
+        if saved is None:
             raise ConfigError(
                 "the run was started with a data set, now it has a DataLoader",
                 hint="a resumed run resumes at exactly the next sample: give it what it had, or start a new run",
             )
         self._number = step - 1
-        self._place = DataPlace(**saved, stream=self.saved_stream)
+        self._place = _Place(**structs.asdict(saved), stream=self.saved_stream)
         if self._place.generators is None:
             if self._states is not None and self.saved_stream is not None:
                 self._states.load_state_dict(self.saved_stream)

@@ -128,18 +128,20 @@ def open_page(context: RunContext) -> WebPage:
     with suppress(UserError):  # a damaged plan is the report's affair
         planned_s = planned_step_s(None, context.folder.path, alone=False)
         planned_alone_s = planned_step_s(None, context.folder.path, alone=True)
+    log = context.folder.events.resolve()
     serving = Serving(
-        events=str(context.folder.events.resolve()),
+        events=str(log),
         address=address,
         port=port or before,
         secret=secret,
         loopback=ipaddress.ip_address(address).is_loopback,
+        before=log.stat().st_size if log.exists() else 0,
         planned_s=planned_s,
         planned_alone_s=planned_alone_s,
     )
 
     def pulse() -> Pulse:
-        return _pulse(context.members())
+        return pulse_of(context.members())
 
     try:
         page = WebPage(serving, pulse)
@@ -176,7 +178,8 @@ def _last(file: Path) -> tuple[str, int]:
     return secrets.token_urlsafe(18), 0
 
 
-def _pulse(members: Iterable[Member]) -> Pulse:
+def pulse_of(members: Iterable[Member]) -> Pulse:
+    """How the guests are right now."""
     now = time.monotonic()
     return Pulse(guests={clean(m.name): _now(m, now) for m in members})
 

@@ -209,7 +209,8 @@ class PageServer:
             changed |= {"curves": curves}
         self._sent, self._sent_rows, self._sent_merges = page, len(rows), merges
         self._sent_step = state.run.done if state.last_steps else 0
-        return changed if set(changed) - {"since_step_s"} else {}
+        # A page counts on from the last age that it was sent: with whatever is new, it gets the one of now.
+        return {**changed, "since_step_s": page.since_step_s} if set(changed) - {"since_step_s"} else {}
 
     # -- who asks ---------------------------------------------------------------------------------------
 

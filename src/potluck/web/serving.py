@@ -37,6 +37,8 @@ class Serving(Struct, frozen=True, kw_only=True):
     secret: str
     loopback: bool
     """Whether the address is this machine's own."""
+    before: int = 0
+    """Bytes of the log that earlier processes of the run have written."""
     guest: GuestAbout | None = None
     """On a guest: what its page is about."""
     planned_s: float | None = None
@@ -59,7 +61,9 @@ def _say(opened: Opened) -> None:
 
 async def _run(serving: Serving) -> None:
     follower = Follower(
-        Path(serving.events), lambda: PageState(serving.guest, serving.planned_s, serving.planned_alone_s)
+        Path(serving.events),
+        lambda: PageState(serving.guest, serving.planned_s, serving.planned_alone_s),
+        serving.before,
     )
     server = PageServer(follower, serving.secret, loopback=serving.loopback)
     try:

@@ -21,6 +21,7 @@ from potluck.spec.events import (
     HostBack,
     HostGone,
     MachineFigures,
+    RunEnded,
     RunEvent,
     RunStarted,
     StepEnded,
@@ -47,6 +48,9 @@ LAST_STEPS = 24
 HOST_GONE = "host gone"
 """The end of a run whose process ended without a word."""
 CURVES = ("loss", "samples/s", "speed-up")
+PLANNED = "Predicted by the plan's cost model from the speeds and links measured in this run."
+NO_GUESTS = "No guest has joined. The run printed the line to type on other machines."
+MEASURED = "From the time that the steps of this run waited for their samples."
 
 
 class GuestNow(Struct, frozen=True, kw_only=True):
@@ -102,6 +106,8 @@ class PageState:
         self._host_gone: HostGone | None = None
         self._over = False
         self._stopped = False
+        self._resumes = False
+        self._end_before: RunEnded | None = None
 
     def hear(self, pulse: Pulse) -> None:
         """What the host knows of its guests right now. From any thread."""
@@ -110,6 +116,19 @@ class PageState:
     def stop(self) -> None:
         """The process that told this is gone: no event will come."""
         self._stopped = True
+        if self._resumes:  # it ended before it did anything
+            self.run.end = self._end_before
+
+    def resume(self) -> None:
+        """All that was folded is of earlier processes: a new one resumes the run, and has not started yet."""
+        if self.run.start is None:
+            return
+        self._resumes, self._step_at = True, None
+        self._end_before, self.run.end = self.run.end, None
+        before = {row.name: row for row in self.run.machines}
+        host = (row for row in self.run.machines if row.role == "host")
+        self.run.machines = [replace(row, state="starting", reason="", samples=0) for row in host]
+        self._remember_gone(before)
 
     @property
     def ended(self) -> str:
@@ -144,7 +163,8 @@ class PageState:
         found = self._totals.summary()
         alone = len(found.machines) < 2 and self._planned_alone_s is not None
         found = structs.replace(found, planned_s=self._planned_alone_s if alone else self._planned_s)
-        return structs.replace(found, ended=self.ended or "still going") if live else found
+        now = "resuming" if self._resumes else "still going"
+        return structs.replace(found, ended=self.ended or now) if live else found
 
     def pass_over(self, event: RunEvent) -> None:
         """A step that a resumed run repeats: only its time counts."""
@@ -160,7 +180,7 @@ class PageState:
         self._notices += bool(self.run.notices) and self.run.notices[-1] is not last
         match event:
             case RunStarted():
-                self._step_at = None
+                self._step_at, self._resumes = None, False
             case StepEnded():
                 self._step(event)
             case Delivered():
@@ -202,25 +222,31 @@ class PageState:
 
     # -- the page ---------------------------------------------------------------------------------------
 
-    def page(self, *, live: bool = False, steps_after: int = 0, advice: Sequence[str] | None = None) -> Page:
-        """`steps_after`: the timeline has only later steps. `advice`: what would help; computed if not given."""
+    def page(
+        self, *, live: bool = False, moment: str = "", steps_after: int = 0, advice: Sequence[str] | None = None
+    ) -> Page:
+        """`moment`: of a page of a live run that nothing follows, the time at which it was made. `steps_after`: the
+        timeline has only later steps. `advice`: what would help; computed if not given."""
         summary, status = self.summary(live=live), self.status()
         if not live and not self.ended:
             status = NO_END, "warn"
         since_s = self._clock() - self._step_at if live and self._step_at is not None and not self.ended else None
         return Page(
             kind="run" if self._guest is None else "guest",
-            over=not live or self._stopped,
+            over=not live or self._stopped or bool(moment),
+            moment=moment or None,
             title=self._title(summary),
             about=self._about(),
             status=status[0],
             level=status[1],
             headlines=self._headlines(summary, status[0]),
             machines=self.machines(live=live),
+            no_guests=NO_GUESTS if live and not self.ended and self.run.start and self.run.start.join else None,
             facts=tuple(summary_facts(summary)) if self._guest is None and self.run.start is not None else (),
             header=HEADER,
             table=tuple(machine_cells(summary.machines)),
             advice=tuple(self.helping() if advice is None else advice),
+            advice_from=PLANNED if data_text(summary) is None else MEASURED,
             notices=tuple(
                 PageNotice(
                     t_s=round(n.t_s, 1),
@@ -251,7 +277,8 @@ class PageState:
         size = f"{count_text(start.parameters)} parameters"
         if start.trained_parameters != start.parameters:
             size += f" ({count_text(start.trained_parameters)} trained)"
-        return f"{clean(start.recipe)}, {size}, {start.global_batch} samples a step, codec {clean(start.codec)}"
+        codec = f", codec {clean(start.codec)}" if start.join else ""
+        return f"{clean(start.recipe)}, {size}, {start.global_batch} samples a step{codec}"
 
     def status(self) -> tuple[str, str]:
         if self._guest is not None:
@@ -262,8 +289,8 @@ class PageState:
             return ("in the run", "good") if self._delivered else ("waiting for work", "info")
         if self.ended:
             return self.ended, {"finished": "good", "failed": "bad", HOST_GONE: "bad"}.get(self.ended, "warn")
-        if self.run.start is None:
-            return "not begun", "info"
+        if self.run.start is None or self._resumes:
+            return "resuming" if self._resumes else "not begun", "info"
         return ("training", "good") if self.run.step is not None else ("first step", "info")
 
     def _headlines(self, summary: Summary, status: str) -> tuple[Headline, ...]:
@@ -379,11 +406,12 @@ def timeline_step(event: StepEnded) -> TimelineStep:
 
 
 def _host_bars(event: StepEnded, machine: MachineFigures) -> Sequence[Bar]:
-    """It computes, waits for the last leases, updates."""
+    """It waits for its data, computes, waits for the last leases, updates."""
     updating_s = event.step_s - event.update_s
     waiting_s = updating_s - event.wait_s
     busy_s = (machine.busy or 0.0) * event.step_s
     return (
+        Bar("wait", 0.0, event.data_s),
         Bar("compute", max(0.0, waiting_s - busy_s), waiting_s),
         Bar("wait", waiting_s, updating_s),
         Bar("update", updating_s, event.step_s),
