@@ -384,7 +384,7 @@ class GuestHub:
                     if isinstance(message, ChangeMessage | WholeMessage) and message.piece >= len(self._have):
                         raise WireError(f"the host sent piece {message.piece} of {len(self._have)}")
                     if isinstance(message, ChangeMessage):
-                        self._arrivals.note(message.version, time.monotonic())
+                        self._arrivals.note(message.version, time.monotonic(), sum(map(len, frames)))
                     self._incoming.append(Received(message, tuple(frames)))
                 case SamplesMessage():
                     self._samples(message, frames)
