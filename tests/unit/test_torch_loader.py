@@ -771,7 +771,7 @@ def test_a_worker_that_dies_is_told_where_its_samples_are_needed(how: str, monke
     [
         (lambda: DataLoader(Numbers(), batch_size=None), "batch_size=None"),  # type: ignore[arg-type]
         (lambda: DataLoader(Count(), batch_size=None), "batch_size=None"),
-        (lambda: Own(Numbers()), "of type Own, which makes its batches in a way of its own"),  # type: ignore[arg-type]
+        (lambda: Own(Numbers()), "of type Own, which builds its batches itself"),  # type: ignore[arg-type]
         (lambda: DataLoader(iter([1]), batch_size=1), "which can only be read from its start"),  # type: ignore[arg-type]
         (lambda: DataLoader(Numbers(), batch_size=99, drop_last=True), "no batch at all: drop_last"),  # type: ignore[arg-type]
         (lambda: DataLoader(Numbers(), batch_size=3, sampler=Once()), "gave no batch in epoch 2"),  # type: ignore[arg-type]

@@ -116,7 +116,7 @@ class TorchLoader(StepLoader):
         self._foresees = not self._stream and not by_index and _foreseen(sampler)
         """Whether the step after this one may be looked at."""
         self._taking = threading.RLock()
-        """Held, before the other lock, by whoever takes something from `_coming`."""
+        """Held, before the other lock, while something is taken from `_coming`."""
         self._aside: Any = None
         """The next step's samples, or why there are none, where they were taken already."""
         self._next_held: HeldStep | None = None
@@ -514,12 +514,12 @@ def check_loader(loader: DataLoader[Any], *, by_index: bool = False) -> bool:
     """Refuse a loader whose batches cannot be steps; whether it reads a stream."""
     if type(loader).__iter__ is not DataLoader.__iter__ and not hasattr(loader, "state_dict"):
         raise DataError(
-            f"the loader is of type {type(loader).__name__}, which makes its batches in a way of its own",
+            f"the loader is of type {type(loader).__name__}, which builds its batches itself",
             hint="give a plain torch DataLoader: Potluck brings batches to run.device and shares them out itself",
         )
     if loader.batch_size is None and (loader.batch_sampler is None or is_stream(loader)):
         raise DataError(
-            "the loader has batch_size=None, so nobody knows how many samples a step has",
+            "the loader has batch_size=None, so the number of samples in a step is unknown",
             hint="give it batch_size=<samples in a step>, and a data set of single samples",
         )
     if is_stream(loader):

@@ -175,7 +175,7 @@ def _tensor_spec(tensor: torch.Tensor, path: str, tensors: list[torch.Tensor]) -
         raise LoopError(
             f"{path} is a tensor that cannot be sent to a guest "
             f"({tensor.dtype}, {tensor.layout}, on {tensor.device})",
-            hint="only dense tensors with data travel; call .to_dense() or pad first",
+            hint="only dense tensors with data can be sent; call .to_dense() or pad first",
         )
     tensors.append(tensor)
     return ["x", name, list(tensor.shape)]
