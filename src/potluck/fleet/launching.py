@@ -1,7 +1,7 @@
 """The life of a launched run: a host, a guest on each machine, what is started again, and one end for all.
 
 Every machine has a thread of its own that connects, installs, starts its guest and looks after it. The main thread
-has the host. It decides; what is printed is somebody else's job.
+has the host. It decides; its caller prints.
 """
 
 from __future__ import annotations
@@ -78,12 +78,6 @@ class ReadyMachine(Protocol):
     def link(self) -> Any: ...
 
 
-class FedGuest(StartedGuest, Protocol):
-    """A guest that may have been started without its token."""
-
-    def feed(self, text: str) -> None: ...
-
-
 class LaunchFleet(Protocol):
     """What a launcher needs of a fleet; `SshFleet` says what each method does."""
 
@@ -91,10 +85,9 @@ class LaunchFleet(Protocol):
     def log(self, name: str) -> Path: ...
     def reach(self, name: str) -> ReadyMachine: ...
     def in_place(self, name: str) -> bool: ...
-    def starts_early(self, name: str) -> bool: ...
     def prepare(self, name: str) -> ReadyMachine: ...
     def run(self, machine: str, words: Sequence[str], log: Path, **more: Unpack[CommandOptions]) -> RemoteTask: ...
-    def start(self, machine: str, token: str, settings: GuestSettings, log: Path) -> FedGuest: ...
+    def start(self, machine: str, token: str, settings: GuestSettings, log: Path) -> StartedGuest: ...
     def close(self) -> None: ...
 
 
@@ -162,10 +155,11 @@ class Launcher:
                 thread.join()
 
     def add(self, name: str) -> None:
-        """Have guests on this machine from now on, one for each slot."""
+        """Have guests on this machine from now on, one for each slot. Once more: it was restarted."""
         with self._news:
             if self._over.is_set():
                 return
+            self._news.notify_all()
             self._tended[name] = stay = object()
             for slot in range(self._fleet.machine(name).slots):
                 thread = threading.Thread(
@@ -349,10 +343,6 @@ class Launcher:
 
     def _guest(self, name: str, slot: int, *, several: bool) -> GuestEnd | None:
         """Start a guest, tell it the token once that is known, and wait for its end; None if the run is over."""
-        if not self._fleet.starts_early(name):
-            self._wait_for(lambda: self._token or self._over.is_set())
-            if self._over.is_set():
-                return None
         machine = self._fleet.machine(name)
         settings = GuestSettings(
             name=name if not slot else f"{name}-{slot + 1}",

@@ -188,10 +188,6 @@ class SshFleet:
         reached = self.reach(name)
         return reached.own or reached.facts.ready
 
-    def starts_early(self, name: str) -> bool:
-        """Whether a guest may be started there before its token is known, which it is told by `feed`."""
-        return True
-
     def prepare(self, name: str) -> ReachedMachine:
         """Connect and install what is missing; MachineError if either fails."""
         reached = self.reach(name)
