@@ -1,6 +1,6 @@
 """A run on the machines of a cluster engine, started from Python: the host here, a guest on each machine.
 
-Machines that come become guests, and machines that go are forgotten, while the run goes on.
+Machines that come become guests, and machines that go are forgotten, during the run.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
-from typing import Any, BinaryIO, Protocol, Self
+from typing import Any, BinaryIO, Protocol, Self, Unpack
 
 import msgspec
 
 from potluck.errors import MachineError, PotluckError, ScriptError
+from potluck.fleet.agent import CommandOptions
 from potluck.fleet.bootstrap import FleetNeeds
 from potluck.fleet.hostfiles import NamedMachine
 from potluck.fleet.interface import GuestFleet, GuestSettings
@@ -69,7 +70,7 @@ class ClusterFleet:
     def prepare(self, name: str) -> ReadyMachine:
         return self._reached.prepare(name) if name in self._reached.machines() else self.reach(name)
 
-    def run(self, machine: str, words: Sequence[str], log: Path, **more: Any) -> RemoteTask:
+    def run(self, machine: str, words: Sequence[str], log: Path, **more: Unpack[CommandOptions]) -> RemoteTask:
         return self._reached.run(machine, words, log, **more)
 
     def start(self, machine: str, token: str, settings: GuestSettings, log: Path) -> Any:
@@ -175,7 +176,7 @@ class ClusterRun:
                 self._why = end_words(status, self._log)
         except PotluckError as error:
             self._why = str(error)
-        except Exception as error:  # a bug: nobody must wait for ever
+        except Exception as error:  # a bug: no caller may wait forever
             self._why = f"internal error: {type(error).__name__}: {error}"
         finally:
             if self._observer.run:

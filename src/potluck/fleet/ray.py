@@ -31,7 +31,7 @@ from potluck.fleet.script import read_script
 
 EVERY_NODE = "every node"
 ANSWER_S = 8.0
-"""An actor that does not answer for so long is lost."""
+"""An actor that does not answer for this long is lost."""
 PLACED_S = DOUBTED_S = 30.0
 """To place an actor; and until Ray knows whether a node is gone whose actor was lost, which takes some 10 s."""
 _INSTALL = "on every node, the version that is here: pip install -e '.[ray]'; or runtime_env={'pip': [...]}"

@@ -239,7 +239,7 @@ class Stepping:
         # A guest that has helped before is asked again soon, then less and less often.
         steps = None if member.samples else QUOTA_RETRY_STEPS * 2**member.rests
         member.rest(self.ledger.step, reason, steps=steps)
-        # Estimates grow old while it rests: improve them each time, or a short slowness would last for ever.
+        # Estimates grow old while it rests: improve them each time, or a short slowness would never end.
         if member.samples and member.rate.value is not None:
             member.rate.value *= 1.2
         for estimate in (member.overhead, member.transfer):
@@ -372,7 +372,7 @@ class Stepping:
             member.lease.waited_s += seconds
 
     def stood_still(self, seconds: float, now: float) -> None:
-        """This host itself did nothing for so long: do not count that time against the guests."""
+        """This host itself stood still for these seconds: do not count them against the guests."""
         if self._out_since is not None:
             self._out_since = min(now, self._out_since + seconds)
         for member in self.members.values():
