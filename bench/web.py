@@ -1,6 +1,6 @@
 """What the page in the browser costs the host: steps of one run with 5 open pages and without, in turns.
 
-    python bench/web.py [--blocks 96] [--block-steps 6] [--guests 8] [--pages 5] [--json FILE]
+    python bench/web.py [--blocks 64] [--block-steps 6] [--guests 8] [--pages 5] [--json FILE]
 
 A host and its guests are paced devices on this machine. Readers take every update as browsers do, but draw nothing.
 For every second block of steps the process that serves the page is stopped (SIGSTOP), which is as if there were no
@@ -81,7 +81,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     blocks: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
     used_s = wall_s = 0.0
     with Fleet(folder) as fleet:
-        steps = WARM_UP + options.blocks * options.block_steps + 50
+        steps = WARM_UP + options.blocks * (options.block_steps + 4) + 50
         words = [
             "--web",
             "--device",
@@ -106,6 +106,8 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             first = steps_in(log) + 2  # the step in which it changed belongs to neither
             began, before = time.monotonic(), sum(server.cpu_times()[:2])
             while steps_in(log) < first + options.block_steps - 1:
+                if host.returncode is not None:
+                    sys.exit("the run has ended before the last block")
                 time.sleep(0.2)  # and little work: it would disturb what is measured
             if on:
                 used_s += sum(server.cpu_times()[:2]) - before
@@ -152,7 +154,7 @@ def pulse_s(guests: int) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--blocks", type=int, default=96)
+    parser.add_argument("--blocks", type=int, default=64)
     parser.add_argument("--block-steps", type=int, default=6)
     parser.add_argument("--guests", type=int, default=8)
     parser.add_argument("--pages", type=int, default=5)

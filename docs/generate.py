@@ -1,5 +1,6 @@
-"""Writes the parts of the docs that are made from the source: the list of files in architecture.md, the tables of
-events in reference/run-folder.md, of messages in reference/protocol.md and of examples in guides/trainers.md.
+"""Writes the parts of the docs that are made from the source: the list of files in architecture.md, the options in
+reference/options.md, the signatures in reference/python.md, the tables of events in reference/run-folder.md, of
+messages in reference/protocol.md, of series and fields in reference/metrics.md, and of examples in guides/trainers.md.
 
 python docs/generate.py          write them
 python docs/generate.py --check  say what is out of date, and end with status 1 if anything is
@@ -15,6 +16,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, get_args
+
+import click
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "potluck"
@@ -91,6 +94,31 @@ def tag_of(node: ast.ClassDef) -> str | None:
     return str(values[0].value) if values and isinstance(values[0], ast.Constant) else None
 
 
+def series_tables() -> Iterator[str]:
+    """A table of the page's Prometheus series, for the run and for each machine."""
+    from potluck.web.metrics import MACHINE_SERIES, RUN_SERIES
+
+    for prefix, series in (("potluck_", RUN_SERIES), ("potluck_machine_", MACHINE_SERIES)):
+        yield "\n| series | type | the same in `status.json` | |\n|---|---|---|---|"
+        for name, kind, field, about in series:
+            yield f"| `{prefix}{name}` | {kind} | `{field}` | {about} |"
+
+
+def status_tables(path: Path) -> Iterator[str]:
+    """Tables of the fields of `/status.json`; one that has a series means what that means."""
+    from potluck.web.metrics import MACHINE_SERIES, RUN_SERIES
+
+    nodes = ast.parse(path.read_text(encoding="utf-8")).body
+    classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
+    for name, series in (("Status", RUN_SERIES), ("MachineStatus", MACHINE_SERIES)):
+        node, meaning = classes[name], {field: about for _, _, field, about in series}
+        yield f"\n{' '.join((ast.get_docstring(node) or '').split())}"
+        yield "\n| field | type | |\n|---|---|---|"
+        for field, kind, about in fields_of(node):
+            assert about or field in meaning, f"{name}.{field} is not explained"
+            yield f"| `{field}` | {kind} | {about or meaning[field]} |"
+
+
 def fields_of(node: ast.ClassDef) -> Iterator[tuple[str, str, str]]:
     """Name, type in JSON and docstring of each field."""
     for field, below in itertools.pairwise([*node.body, ast.Pass()]):
@@ -125,7 +153,6 @@ def json_type(annotation: ast.expr) -> str:
 
 def message_tables(path: Path, kinds: list[str]) -> Iterator[str]:
     """A table of messages, and one of their fields with their bounds, which only the classes themselves know."""
-    sys.path.insert(0, str(SOURCE.parent))
     import msgspec
 
     from potluck.spec.messages import FromGuest, FromHost
@@ -225,6 +252,106 @@ def example_table() -> Iterator[str]:
         yield f"| {links} | {about} | {len(lines_of(name))} | {len(changed_lines(name))} |"
 
 
+# -- options of the commands ----------------------------------------------------------------------------
+
+
+def commands(command: click.Command, words: tuple[str, ...]) -> Iterator[tuple[str, click.Command]]:
+    """Every command that does something, with its name."""
+    if not isinstance(command, click.Group):
+        yield " ".join(words), command
+        return
+    context = click.Context(command)
+    for name in command.list_commands(context):
+        below = command.get_command(context, name)
+        assert below is not None
+        yield from commands(below, (*words, name))
+
+
+def option_tables() -> Iterator[str]:
+    """A section for each command: what it does, how it is called, and its options, as `--help` has them."""
+    from potluck.cli._app import app as app
+
+    for name, command in commands(app, ("potluck",)):
+        about = (command.help or "").split("\n\n")[0]
+        usage = " ".join(command.collect_usage_pieces(click.Context(command)))
+        yield f"\n## {name}\n\n{' '.join(about.split())}\n\n```\n{name} {usage}\n```"
+        rows = [row for option in command.params if (row := option_row(option))]
+        if rows:
+            yield "\n| option | |\n|---|---|"
+            yield from rows
+
+
+def option_row(option: click.Parameter) -> str:
+    if not isinstance(option, click.Option) or option.hidden:
+        return ""
+    context = click.Context(click.Command("x"))
+    names, about = option.get_help_record(context) or ("", "")
+    cells = [f"`{names.strip()}`", " ".join(about.replace("<", "\\<").replace("*", "\\*").split())]
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+# -- signatures -----------------------------------------------------------------------------------------
+
+
+PUBLIC = {
+    ("train/run.py", "Run", "`run`, a `potluck.Run`"): (
+        *("role", "is_host", "is_resumed", "device", "token", "join_line", "stop_requested", "log", "close"),
+    ),
+    ("hosting.py", "HostedRun", "`run`, more of it with `host=True`"): ("close", "page_url"),
+    ("train/step.py", "Step", "`step`, a `potluck.Step`"): ("number", "backward", "loss", "ends_epoch"),
+}
+"""What scripts use of each class; the rest is for the package."""
+
+
+def signatures() -> Iterator[str]:
+    """What `potluck` has for scripts: its functions, and the public names of its classes."""
+    start = named(SOURCE / "hosting.py", "start")
+    steps = named(named(SOURCE / "train" / "run.py", "Run"), "steps")
+    yield f"\n```python\n{signature(start, 'potluck.start')}\n\n{signature(steps, 'run.steps')}\n```"
+    for (file, name, title), members in PUBLIC.items():
+        yield f"\n### {title}\n\n| | |\n|---|---|"
+        found, called = named(SOURCE / file, name), title[1:].partition("`")[0]
+        for member in (named(found, each) for each in members):
+            text = " ".join((ast.get_docstring(member) or "").split("\n\n")[0].split())
+            is_value = any(ast.unparse(mark).endswith("property") for mark in member.decorator_list)
+            returns = ast.unparse(member.returns) if member.returns else "Any"
+            arguments = f": {returns}" if is_value else f"({', '.join(arguments_of(member))})"
+            shown = f"`{called}.{member.name}{arguments}`"
+            yield f"| {shown.replace('|', chr(92) + '|')} | {text.replace('|', chr(92) + '|')} |"
+
+
+def named(where: Path | ast.AST, name: str) -> Any:
+    """The function or class of this name in a file or class; of a property, how it is read."""
+    tree = ast.parse(where.read_text(encoding="utf-8")) if isinstance(where, Path) else where
+    return next(node for node in ast.iter_child_nodes(tree) if getattr(node, "name", "") == name)
+
+
+def signature(node: ast.FunctionDef, called: str) -> str:
+    """Every argument on a line of its own."""
+    words = arguments_of(node)
+    returns = ast.unparse(node.returns) if node.returns else "Any"
+    return f"{called}(\n" + "".join(f"    {word},\n" for word in words) + f") -> {returns}"
+
+
+def arguments_of(node: ast.FunctionDef) -> list[str]:
+    """The arguments but `self`, with types and defaults; `unknown` collects mistakes and is left out."""
+    given = node.args
+    plain = [*given.posonlyargs, *given.args]
+    defaults = [None] * (len(plain) - len(given.defaults)) + list(given.defaults)
+    words = [argument_text(a, d) for a, d in zip(plain, defaults) if a.arg != "self"]
+    if given.kwonlyargs:
+        words.append(f"*{given.vararg.arg}" if given.vararg else "*")
+        words += [argument_text(a, d) for a, d in zip(given.kwonlyargs, given.kw_defaults)]
+    if given.kwarg and given.kwarg.arg != "unknown":
+        words.append(f"**{given.kwarg.arg}")
+    return words
+
+
+def argument_text(argument: ast.arg, default: ast.expr | None) -> str:
+    kind = f": {ast.unparse(argument.annotation)}" if argument.annotation else ""
+    return f"{argument.arg}{kind}" + (f" = {ast.unparse(default)}" if default is not None else "")
+
+
 # -- pages ----------------------------------------------------------------------------------------------
 
 
@@ -259,7 +386,8 @@ def protocol_page(path: Path) -> str:
 def main() -> None:
     reference = DOCS / "reference"
     architecture, folder = DOCS / "architecture.md", reference / "run-folder.md"
-    trainers = DOCS / "guides" / "trainers.md"
+    trainers, metrics = DOCS / "guides" / "trainers.md", reference / "metrics.md"
+    sys.path.insert(0, str(SOURCE.parent))
     pages = {
         architecture: page(architecture, {"files": file_list()}),
         folder: page(
@@ -269,8 +397,14 @@ def main() -> None:
                 "events": class_tables(SOURCE / "spec" / "events.py"),
             },
         ),
+        reference / "options.md": page(reference / "options.md", {"options": option_tables()}),
+        reference / "python.md": page(reference / "python.md", {"signatures": signatures()}),
         reference / "protocol.md": protocol_page(reference / "protocol.md"),
         trainers: page(trainers, {"examples": example_table()}),
+        metrics: page(
+            metrics,
+            {"series": series_tables(), "status": status_tables(SOURCE / "web" / "metrics.py")},
+        ),
     }
     old = []
     for path, wanted in pages.items():

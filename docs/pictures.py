@@ -124,25 +124,19 @@ def states() -> Iterator[tuple[str, Page]]:
     yield "sitting-out", state_after([*run(30, more=(idle,))], out=True).page(live=True)
     yield "finished", state_after([*run(60), sample.run_end(step=60, seconds=60.5, t_s=60.5)]).page()
     yield "failed", state_after([*run(30), sample.run_end(step=30, seconds=31.0, reason="failed")]).page()
-    yield "killed", state_after(run(30)).page()
+    yield "killed", state_of(run(30)).page()
     crashed = state_after(run(30))
     crashed.stop()
     yield "host-gone", crashed.page(live=True)
     over = sample.run_end(step=8640, seconds=86_400.0, t_s=86_400.0)
     yield "report-of-a-day", state_after([*run(8640, every_s=10.0), over]).page()
     yield "many-guests", state_after(run(30, tuple(f"guest-{n}" for n in range(8)))).page(live=True)
-    guest = PageState(GuestAbout(host="tower (10.0.0.2)", run="1115-gpt", name="macbook", device="mps"))
-    yield "guest-waits", guest.page(live=True)
-    for number in range(1, 40):
-        loss = 2 + 3 / number
-        guest.fold(
-            ev.Delivered(step=number, samples=8, loss=loss, compute_s=0.5, total_samples=8 * number, t_s=number)
-        )
-    yield "guest", guest.page(live=True)
-    guest.fold(ev.HostGone(seconds=12.0))
-    yield "guest-without-host", guest.page(live=True)
-    guest.fold(ev.GuestEnded(samples=312, compute_s=20.0))
-    yield "guest-over", guest.page(live=True)
+    yield "guest-waits", guest_after(0).page(live=True)
+    yield "guest", guest_after(40).page(live=True)
+    yield "guest-without-host", guest_after(40, ev.HostGone(seconds=12.0)).page(live=True)
+    end = ev.GuestEnded(samples=312, compute_s=20.0)
+    yield "guest-over", guest_after(40, end).page(live=True)
+    yield "guest-gave-up", guest_after(40, ev.HostGone(seconds=600.0), end).page(live=True)
     yield "notebook", state_after(run(30)).page(live=True, moment="2026-11-18 12:00:00")
     yield "lab", lab_page(*lab_outcomes.all_of(rigs.load("home-pair")))
 
@@ -170,7 +164,13 @@ def run(
         left = 32 - sum(guest.samples for guest in guests)
         machines = (sample.host(left, rate=left / 0.95 / every_s, micro_batch=8), *guests, *more)
         changed: dict[str, Any] = {"loss": 2 + 3 / number**0.5 + number * 7 % 5 / 20, "steps": max(steps, 60)}
-        changed |= {"predicted_s": 0.93 * every_s, "eta_s": 30.0, "step_s": every_s, "update_s": 0.04 * every_s}
+        changed |= {
+            "samples_per_s": 32 / every_s,
+            "predicted_s": 0.93 * every_s,
+            "eta_s": 30.0,
+            "step_s": every_s,
+            "update_s": 0.04 * every_s,
+        }
         changed["speedup"] = 1.4 + number * 3 % 7 / 50 if guests else None
         events.append(sample.step(number, machines=machines, t_s=every_s * number, **changed))
         if number % 1000 == 20:
@@ -188,6 +188,17 @@ def slow_data() -> list[RunEvent]:
         sample.step(n, machines=machines, t_s=float(n), steps=60, loss=2 + 3 / n, **waits) for n in range(1, 31)
     ]
     return [sample.run_start(steps=60, workers=0), sample.joined("macbook"), *steps]
+
+
+def guest_after(leases: int, *more: RunEvent) -> PageState:
+    guest = PageState(GuestAbout(host="tower (10.0.0.2)", run="1115-gpt", name="macbook", device="mps"))
+    for n in range(1, leases):
+        guest.fold(
+            ev.Delivered(step=n, samples=8, loss=2 + 3 / n, compute_s=0.5, total_samples=8 * n, t_s=float(n))
+        )
+    for event in more:
+        guest.fold(event)
+    return guest
 
 
 def state_after(events: list[RunEvent], *, out: bool = False) -> PageState:

@@ -40,7 +40,7 @@ def session(settings: Settings, spec: RunSpec, view: Any, sharing: Sharing | Non
     opened = Session(
         spec, settings.environment, make_view(view), guests=LocalGuests, listener=listener, page=open_page
     )
-    with awake(), opened, launched(opened.context):
+    with opened, launched(opened.context):
         if opened.context.role == RANK:
             with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
                 yield opened
@@ -57,7 +57,7 @@ def session(settings: Settings, spec: RunSpec, view: Any, sharing: Sharing | Non
                 opened.context.request_stop()
                 say("nobody reads the output any more (a closed pipe): stopping, as with Ctrl-C")
 
-        with joining, reader_watched(on_gone) if view != "quiet" else nullcontext():
+        with awake(), joining, reader_watched(on_gone) if view != "quiet" else nullcontext():
             yield opened
 
 

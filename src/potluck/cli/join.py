@@ -119,7 +119,7 @@ def join(
 
                 import potluck.fleet.received  # noqa: F401
 
-            token = _line_of_stdin()  # empty if whoever started this dies first
+            token = _line_of_stdin()  # empty if the process that started this dies first
         began = time.monotonic()
         text = _find_token(token, token_file, settings, flags["wait_s"] or 0.0)
         # A run that was killed leaves its file behind; the next one replaces it.
@@ -154,7 +154,7 @@ def _look_again(path: Path | None, text: str) -> None:
 
 
 def _replaced_within(path: Path | None, text: str, seconds: float) -> str:
-    """The token that has replaced this one in the file; empty if none has after so long."""
+    """The token that has replaced this one in the file; empty if none has after these seconds."""
     deadline = time.monotonic() + seconds
     while path is not None:
         with suppress(OSError, UnicodeDecodeError):

@@ -195,7 +195,7 @@ def checkpoints(case: Case, facts: Facts) -> Iterator[Finding | Fine]:
         what=f"the checkpoint {newest.path} is damaged: {newest.why}",
         how="compared its files with the sizes and hashes in its manifest",
         breaks=f"--resume continues from {whole.path} instead" if whole else "this run cannot be resumed",
-        fix="nothing: --resume chooses the whole one by itself" if whole else "begin anew, or bring back a copy",
+        fix="nothing: --resume chooses the whole one by itself" if whole else "start again, or bring back a copy",
         pains=(20,),
     )
 

@@ -3,7 +3,7 @@
 It is sent as text to whatever Python 3.11 is there, so it imports only the standard library. Requests are lines of
 JSON on stdin, answers are lines of JSON on stdout. The launcher sends something every second. When nothing has come
 for SILENT_S, or stdin ends, the launcher or the connection is gone: the agent ends everything that it has started,
-and itself. A killed launcher, a killed ssh and a pulled cable are thereby one case.
+and itself. So a killed launcher, a killed ssh and a pulled cable are one case.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -45,14 +46,18 @@ def _hold(stack: ExitStack, *words: str) -> None:
         nowhere = subprocess.DEVNULL
         # A session of its own: Ctrl-C is for the run, which then saves.
         process = subprocess.Popen(words, stdin=pipe, stdout=nowhere, stderr=nowhere, start_new_session=True)
-        stack.callback(_end, process)
+        # One that is refused ends at once, and must not stay as a zombie.
+        reaper = threading.Thread(target=process.wait, name="potluck-awake", daemon=True)
+        reaper.start()
+        stack.callback(_end, process, reaper)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], reaper: threading.Thread) -> None:
     assert process.stdin is not None
-    process.stdin.close()
+    with contextlib.suppress(OSError):
+        process.stdin.close()
     process.kill()
-    process.wait()
+    reaper.join()
 
 
 def _stay_awake_on_windows(stack: ExitStack) -> None:

@@ -1,7 +1,7 @@
 """The guests that a fleet has in a long-lived process of a cluster engine, such as a Dask worker.
 
 The fleet calls these functions there. Each call shows that the fleet still lives: after SILENT_S without one the
-process ends the fleet's guests. A killed driver, a killed scheduler and a pulled cable are thereby one case.
+process ends the fleet's guests. So a killed driver, a killed scheduler and a pulled cable are one case.
 """
 
 from __future__ import annotations

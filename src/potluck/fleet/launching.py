@@ -1,7 +1,7 @@
 """The life of a launched run: a host, a guest on each machine, what is started again, and one end for all.
 
 Every machine has a thread of its own that connects, installs, starts its guest and looks after it. The main thread
-has the host. It decides; what is printed is somebody else's job.
+has the host. It decides; its caller prints.
 """
 
 from __future__ import annotations
@@ -155,10 +155,11 @@ class Launcher:
                 thread.join()
 
     def add(self, name: str) -> None:
-        """Have guests on this machine from now on, one for each slot."""
+        """Have guests on this machine from now on, one for each slot. Once more: it was restarted."""
         with self._news:
             if self._over.is_set():
                 return
+            self._news.notify_all()
             self._tended[name] = stay = object()
             for slot in range(self._fleet.machine(name).slots):
                 thread = threading.Thread(

@@ -355,7 +355,7 @@ class HostCoder:
                     change = self._message(down, sent)
                 else:
                     kept.copy_(target)
-                    base = NOTHING  # sent whole, or the guests would stay broken for ever
+                    base = NOTHING  # sent whole, or the guests would never be right again
         with self._changed:
             self.versions[index] = version
         hit("host.change-coded")

@@ -1,6 +1,6 @@
 """The host's side of the protocol, sans-I/O: one input in, actions out, so that every race is a unit test. PURE.
 
-Owns which guests there are and in which state. `HostProtocol.handle` is the only way in: whoever drives it reports
+Owns which guests there are and in which state. `HostProtocol.handle` is the only way in: its caller reports
 what happened, with the time, and performs the actions. Everything else that is public only reads. Leases are
 `stepping`, parity checks `checks`, the replica's hash `guard`, what guests are sent of the replica `feeding`.
 """
@@ -533,7 +533,7 @@ class HostProtocol:
         return [Send(guest=member.id, message=samples, frames=event.frames), *self.ahead.pump(member)]
 
     def _samples_not_packed(self, event: inputs.SamplesNotPacked, now: float) -> list[Action]:
-        """The guest cannot help with such batches. The training itself goes on."""
+        """The guest cannot help with such batches. The training continues."""
         member = self.members.get(event.guest)
         if member is None:
             return []

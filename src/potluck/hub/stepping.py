@@ -160,9 +160,10 @@ class Stepping:
     ) -> list[Action]:
         """A lease in the middle of the step, for a guest that has just passed its check: of what nobody has yet.
 
-        Its next one comes with the next step, which on a slow host may be a minute away.
+        Its next one comes with the next step, which on a slow host may be a minute away. Not in a run's first step:
+        the host's speed is not known, for it may compile the model in it.
         """
-        seconds, speed = self.host_sample_s, member.speed
+        seconds, speed = self._host_sample_s.value, member.speed
         if not seconds or speed is None or member.lease is not None or self.slowdown.trying:
             return []
         if not member.feed.current(pieces) or member.feed.in_flight_bytes or self.ledger.in_pool <= host_keeps:
@@ -238,7 +239,7 @@ class Stepping:
         # A guest that has helped before is asked again soon, then less and less often.
         steps = None if member.samples else QUOTA_RETRY_STEPS * 2**member.rests
         member.rest(self.ledger.step, reason, steps=steps)
-        # Estimates grow old while it rests: improve them each time, or a short slowness would last for ever.
+        # Estimates grow old while it rests: improve them each time, or a short slowness would never end.
         if member.samples and member.rate.value is not None:
             member.rate.value *= 1.2
         for estimate in (member.overhead, member.transfer):
@@ -371,7 +372,7 @@ class Stepping:
             member.lease.waited_s += seconds
 
     def stood_still(self, seconds: float, now: float) -> None:
-        """This host itself did nothing for so long: do not count that time against the guests."""
+        """This host itself stood still for these seconds: do not count them against the guests."""
         if self._out_since is not None:
             self._out_since = min(now, self._out_since + seconds)
         for member in self.members.values():

@@ -66,7 +66,7 @@ class Orders:
     def positions(self, step: int, first: int, count: int) -> list[int]:
         """`count` positions of a step (counted from 0), from this rank's `first` on; after the last, the first.
 
-        A rank's own share stands first, so that ranks which keep to their shares compute every sample once.
+        A rank's own share comes first, so that ranks which keep to their shares compute every sample once.
         """
         start = sum(member.share for member in self.spec.members[: self.rank]) + first
         return [step * self.global_batch + (start + i) % self.global_batch for i in range(count)]

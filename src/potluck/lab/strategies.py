@@ -12,7 +12,7 @@ from msgspec import structs
 
 from potluck import checked
 from potluck.errors import PotluckError
-from potluck.lab import peers
+from potluck.lab import peer_strategies
 from potluck.lab.box import Box
 from potluck.lab.meter import StageMeter
 from potluck.lab.stage import Actor, Progress, Report, Stage
@@ -222,7 +222,7 @@ def distributed(arena: Arena, strategy: str) -> Outcome:
     shares = _shares(rig, staying, strategy)
     steps = _affordable_steps(arena, staying, shares)
     notes = [f"made {steps} of {rig.workload.steps} steps (each takes long)"] if steps < rig.workload.steps else []
-    if strategy in peers.NAMES and (word := peers.note(strategy)):
+    if strategy in peer_strategies.NAMES and (word := peer_strategies.note(strategy)):
         notes.append(word)
     if arena.faults:
         notes.append("without the faults, which strike potluck alone")
@@ -255,14 +255,14 @@ def distributed(arena: Arena, strategy: str) -> Outcome:
 
 
 def _worker(strategy: str, spec: Path, rank: int) -> list[str]:
-    if strategy in peers.NAMES:
-        return peers.command(strategy, spec, rank)
+    if strategy in peer_strategies.NAMES:
+        return peer_strategies.command(strategy, spec, rank)
     return ["-m", "potluck.lab.ddp_worker", "--spec", str(spec), "--rank", str(rank)]
 
 
 def _shares(rig: Rig, machines: Sequence[Machine], strategy: str) -> list[int]:
     seconds = [m.seconds_per_sample or 1.0 for m in machines]
-    if strategy in (DDP, peers.RAY_SYNC, peers.RAY_ASYNC):
+    if strategy in (DDP, peer_strategies.RAY_SYNC, peer_strategies.RAY_ASYNC):
         return equal_shares(rig.workload.global_batch, len(machines))
     return whole_shares(rig.workload.global_batch, seconds, least=1)
 
@@ -310,7 +310,7 @@ def _worker_spec(
         master_port=MASTER_PORT,
         interface="eth0",
         out=out,
-        asynchronous=strategy == peers.RAY_ASYNC,
+        asynchronous=strategy == peer_strategies.RAY_ASYNC,
         bucket_mb=BALANCED_BUCKET_MB if strategy == DDP_BALANCED else None,
     )
     spec.write_text(checked.to_json(content), encoding="utf-8")

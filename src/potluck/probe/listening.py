@@ -45,7 +45,7 @@ class Listening:
 
     @staticmethod
     def serve(turn: Callable[[float], None], for_s: float) -> None:
-        """Call `turn`, which answers whoever comes, until the time is over."""
+        """Call `turn`, which answers each peer, until the time is over."""
         end = time.monotonic() + for_s
         while time.monotonic() < end:
             turn(_POLL_S)

@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 POLL_S = 0.5
 LOST_S = 8.0
-"""A worker that has given no answer for so long has lost its trial."""
+"""A worker that has not answered for this long has lost its trial."""
 MOST_STARTS = 10
 """A trial that was lost so many times has failed."""
 
 _here: dict[str, list[float]] = {}
 _news: dict[str, TrialNews] = {}
-"""In a worker's process, by the trial's key: when somebody last asked, and what is known."""
+"""In a worker's process, by the trial's key: when it was last asked for, and what is known."""
 
 
 def host_trial(work: SweepWork, trial: Trial, key: str, name: str, bind: str | None, threads: int) -> TrialNews:
@@ -52,7 +52,7 @@ def host_trial(work: SweepWork, trial: Trial, key: str, name: str, bind: str | N
             process.prepare_next()
             _news[key] = news
             if time.monotonic() - _here[key][0] > SILENT_S:
-                raise MachineError("nobody asks for this trial any more")
+                raise MachineError("this trial is no longer wanted")
             time.sleep(0.2)
         process.checkpoint_to(storage)
         process.keep_files(storage)

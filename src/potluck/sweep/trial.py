@@ -45,7 +45,7 @@ _ORIGIN = "trial.json"
 def handed_over(storage: Path, origin: CheckpointOrigin | None = None) -> Path | None:
     """The newest checkpoint of a trial in the storage, with what is needed to resume from it.
 
-    With `origin`, checkpoints of another sweep or of other arguments are left alone: the trial starts anew.
+    With `origin`, checkpoints of another sweep or of other arguments are left alone: the trial starts again.
     """
     found = [path for path in storage.glob("step-*") if (path / "manifest.json").exists()]
     if origin is not None:
@@ -231,7 +231,7 @@ class TrialProcess:
         return self._news
 
     def checkpoint_to(self, storage: Path) -> Path | None:
-        """Hand over the last checkpoint if that is a new one; returns where it lies."""
+        """Hand over the last checkpoint if that is a new one; returns its folder."""
         step = self._saved
         if self.run is None or not step or step == self._news.checkpoint:
             return None

@@ -23,6 +23,8 @@ from potluck.web.follower import Follower
 from potluck.web.server import MOST_REQUEST_BYTES, PageServer
 from potluck.web.state import GuestAbout, PageState, Pulse
 
+AT_ONCE = 128
+"""Connections accepted in one go, before the oldest are closed: many systems give a process 1024 files."""
 NICENESS = 10
 """Training comes first."""
 
@@ -68,7 +70,7 @@ async def _run(serving: Serving) -> None:
     server = PageServer(follower, serving.secret, loopback=serving.loopback)
     try:
         listening = await asyncio.start_server(
-            server.serve, serving.address, serving.port, limit=MOST_REQUEST_BYTES, backlog=1024
+            server.serve, serving.address, serving.port, limit=MOST_REQUEST_BYTES, backlog=AT_ONCE
         )
     except OSError as error:
         _say(Opened(error=error.strerror or str(error), taken=bool(serving.port)))

@@ -98,11 +98,14 @@ class PageState:
         """What the host last said of its guests, and when."""
         self._step_at: float | None = None
         """When the last step ended, if a run that is alive made it."""
+        self.guest_of = clean(guest.run) if guest is not None else ""
+        """The run that a guest is in."""
         self._guest, self._planned_s, self._planned_alone_s = guest, planned_s, planned_alone_s
         self._totals = Totals()
         self._gone: dict[str, MachineRow] = {}
         self._notices = 0
-        self._delivered: Delivered | None = None
+        self.delivered: Delivered | None = None
+        """A guest's last contribution."""
         self._host_gone: HostGone | None = None
         self._over = False
         self._stopped = False
@@ -132,7 +135,7 @@ class PageState:
 
     @property
     def ended(self) -> str:
-        """How the run ended, as the report says it; empty while it goes on."""
+        """How the run ended, as the report says it; empty while it runs."""
         if self.run.end is not None:
             return clean(self.run.end.reason) or "ended"
         return HOST_GONE if self._stopped and self.run.start is not None else ""
@@ -150,7 +153,7 @@ class PageState:
         return None if found is None else round(found[0].heard_s + self._clock() - found[1], 1)
 
     def undone_after(self, event: RunEvent) -> int | None:
-        """Where a resumed run repeats steps that are counted here: the last step that stays. Then fold all anew."""
+        """Where a resumed run repeats steps that are counted here: the last step that stays. Fold all again."""
         last = None
         if isinstance(event, RunStarted):
             last = event.resumed_from
@@ -159,7 +162,7 @@ class PageState:
         return last if last is not None and last < self._totals.steps else None
 
     def summary(self, *, live: bool = False) -> Summary:
-        """The report's figures. `live`: it is known whether the run goes on, which its log does not say."""
+        """The report's figures. `live`: it is known whether the process still runs, which its log does not say."""
         found = self._totals.summary()
         alone = len(found.machines) < 2 and self._planned_alone_s is not None
         found = structs.replace(found, planned_s=self._planned_alone_s if alone else self._planned_s)
@@ -204,7 +207,7 @@ class PageState:
     def _deliver(self, event: Delivered) -> None:
         rate = event.samples / event.compute_s if event.compute_s else None
         self.curves.add(event.step, event.t_s, (event.loss, rate, None))
-        self._delivered = event
+        self.delivered = event
 
     def _remember_gone(self, before: Mapping[str, MachineRow]) -> None:
         """A step's event has only those who are there; who left is shown for longer."""
@@ -286,7 +289,7 @@ class PageState:
                 return "left the run", "info"
             if self._host_gone is not None:
                 return f"host gone for {seconds_text(self._host_gone.seconds)}", "bad"
-            return ("in the run", "good") if self._delivered else ("waiting for work", "info")
+            return ("in the run", "good") if self.delivered else ("waiting for work", "info")
         if self.ended:
             return self.ended, {"finished": "good", "failed": "bad", HOST_GONE: "bad"}.get(self.ended, "warn")
         if self.run.start is None or self._resumes:
@@ -349,10 +352,11 @@ class PageState:
     def rows(self, *, live: bool = True) -> list[MachineRow]:
         """The machines that are there, as of now, and those that left last. Not `live`: as of the last line."""
         if self._guest is not None:
-            state = "waiting" if self._host_gone is not None else self.status()[0]
+            over = self._over or self._stopped
+            state = "waiting" if self._host_gone is not None and not over else self.status()[0]
             rate = self.curves.rows[-1][7] if self.curves.rows else None
             me = MachineRow(name=clean(self._guest.name), device=clean(self._guest.device), rate=rate, state=state)
-            host = "gone" if self._host_gone is not None else "connected"
+            host = "gone" if self._host_gone is not None else "was connected" if over else "connected"
             return [MachineRow(name=clean(self._guest.host), role="host", state=host), me]
         there = [self._as_of_now(row, live) for row in self.run.machines]
         names = {row.name for row in there}
@@ -375,7 +379,7 @@ class PageState:
     # -- on a guest -------------------------------------------------------------------------------------
 
     def _guest_headlines(self) -> tuple[Headline, ...]:
-        now = self._delivered
+        now = self.delivered
         if now is None:
             return ()
         rate = now.samples / now.compute_s if now.compute_s else None

@@ -44,7 +44,7 @@ def orphan_of(pid: int, parent: int, command: Sequence[str], created: float) -> 
         if number.isdigit() and not psutil.pid_exists(int(number)):
             why, surely = f"it was started by process {number}, which is gone", True
     elif parent == _INIT:
-        why = "its parent is process 1: whoever started it is gone, or it is a service"
+        why = "its parent is process 1: what started it has ended, or it is a service"
     if not why:
         return None
     # Its arguments may hold a token.

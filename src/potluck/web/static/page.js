@@ -9,6 +9,7 @@ const WORDS = {
   lab: 'solo: the host alone, which speed-up compares with. efficiency: samples/s as a part of what all machines reach alone, summed. recovery: how much of what the guests could add arrived.',
 };
 const came = {}; // when a part of the page came last
+const compact = document.body.classList.contains('compact');
 let byTime = false, known = true;
 
 // Elements are made one by one and texts are set as text, so nothing that a machine says can become markup.
@@ -87,6 +88,7 @@ function trunks() {
   const list = $('fleet').querySelector('ul');
   if (!list) return;
   const columns = list.classList.contains('many') ? getComputedStyle(list).gridTemplateColumns.split(' ').length : 1;
+  list.classList.toggle('column', columns === 1);
   [...list.children].forEach((item, i, all) => {
     item.classList.toggle('last', i + columns >= all.length);
     item.classList.toggle('along', i < columns - 1);
@@ -184,7 +186,7 @@ function timeline() {
 // -- curves -------------------------------------------------------------------------------------------
 
 function curve(label, index, width) {
-  const rows = data.curves.rows.filter((row) => row[2 + 3 * index] != null), height = 190, left = 54, right = 12, top = 10, bottom = 24;
+  const rows = data.curves.rows.filter((row) => row[2 + 3 * index] != null), height = compact ? 118 : 190, left = 54, right = 12, top = 10, bottom = 24;
   if (!rows.length) return null;
   const at = (row) => row[byTime ? 1 : 0];
   let low = Math.min(...rows.map((r) => r[2 + 3 * index])), high = Math.max(...rows.map((r) => r[3 + 3 * index]));
@@ -196,8 +198,8 @@ function curve(label, index, width) {
   const x = (v) => left + (v - first) / (last - first) * (width - left - right), y = (v) => top + (high - v) / (high - low) * (height - top - bottom);
   const points = (column) => rows.map((row) => `${x(at(row)).toFixed(1)},${y(row[column + 3 * index]).toFixed(1)}`);
   const svg = el('svg', {width, height, viewBox: `0 0 ${width} ${height}`, tabindex: 0, role: 'img', 'aria-label': `${label}; arrow keys show values`});
-  for (const v of ticks(low, high, 5)) svg.append(el('line', {class: 'grid', x1: left, x2: width - right, y1: y(v), y2: y(v)}), el('text', {class: 'dim', x: left - 6, y: y(v) + 4, 'text-anchor': 'end'}, number(v)));
-  for (const v of ticks(first, last, width < 420 ? 5 : 6)) svg.append(el('text', {class: 'dim', x: Math.min(x(v), width - 16), y: height - 6, 'text-anchor': 'middle'}, byTime ? seconds(v) : number(v)));
+  for (const v of ticks(low, high, compact ? 3 : 5)) svg.append(el('line', {class: 'grid', x1: left, x2: width - right, y1: y(v), y2: y(v)}), el('text', {class: 'dim', x: left - 6, y: y(v) + 4, 'text-anchor': 'end'}, number(v)));
+  for (const v of ticks(first, last, width < 300 ? 3 : width < 420 ? 5 : 6)) svg.append(el('text', {class: 'dim', x: Math.min(x(v), width - 16), y: height - 6, 'text-anchor': 'middle'}, byTime ? seconds(v) : number(v)));
   if (index === 2) svg.append(el('line', {class: 'one', x1: left, x2: width - right, y1: y(1), y2: y(1)}));
   svg.append(el('path', {class: 'band', d: `M${points(3).join('L')}L${points(2).reverse().join('L')}Z`}), el('path', {class: 'line', d: 'M' + points(4).join('L')}));
   const cross = el('line', {class: 'cross', y1: top, y2: height - bottom, visibility: 'hidden'}), said = el('output');
@@ -231,8 +233,8 @@ function curves(asked = false) {
   $('curves').hidden = !data.curves || !data.curves.rows.length;
   if ($('curves').hidden || (!asked && active && body.contains(active))) return; // someone reads values there
   const known = data.curves.labels.filter((label, i) => data.curves.rows.some((row) => row[2 + 3 * i] != null)).length;
-  const columns = Math.max(1, Math.min(known, Math.floor((body.clientWidth + 16) / 376)));
-  const width = Math.max(240, Math.floor((body.clientWidth - 16 * (columns - 1)) / columns));
+  const columns = Math.max(1, Math.min(known, Math.floor((body.clientWidth + 16) / (compact ? 206 : 376))));
+  const width = Math.max(compact ? 190 : 240, Math.floor((body.clientWidth - 16 * (columns - 1)) / columns));
   fill(body, ...data.curves.labels.map((label, i) => curve(label, i, width)));
   $('over').textContent = byTime ? 'time' : 'steps';
   $('axis').textContent = byTime ? 'show over steps' : 'show over time';
