@@ -192,7 +192,7 @@ def _take_place() -> None:
 
 
 def _script(given: AnyPath | None, send: Sequence[AnyPath]) -> tuple[Script, Path] | None:
-    """What guests run, and where it lies; None in a notebook, whose cells are not all there yet."""
+    """What guests run, and its folder; None in a notebook, whose cells are not complete yet."""
     arguments = sys.argv[1:] if given is None else []
     path = given if given is not None else _own_file()
     if path is not None:
@@ -200,7 +200,7 @@ def _script(given: AnyPath | None, send: Sequence[AnyPath]) -> tuple[Script, Pat
         return script, Path(path).resolve().parent
     if cells.shell() is None:
         raise ConfigError(
-            "guests cannot be sent what was typed at a Python prompt",
+            "code typed at a Python prompt cannot be sent to guests",
             hint='write it to a file and give script="train.py"; or use a notebook, or IPython',
         )
     return None
@@ -304,7 +304,7 @@ class HostedRun(Run):
             session.close(error)
             raise
         finally:
-            # Left by `break` the training ends in a moment, unless somebody knows a better reason by then.
+            # Left by `break` the training ends in a moment, unless a better reason is known by then.
             self._left = True
             session.context.after_training(session.close)
             folder = session.folder.path if session.context.folder is not None else None

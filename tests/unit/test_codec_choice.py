@@ -176,6 +176,17 @@ def test_a_link_that_is_slow_only_on_the_way_up_gets_thin() -> None:
     assert len(turns) < 8, "it flips to and fro"
 
 
+def test_what_the_host_takes_to_decode_is_no_slow_link() -> None:
+    """It is part of a contribution's end: half a second for a model of a billion parameters."""
+    world = world_of(0.01)
+    member = world.members["a"]
+    for step in range(40):
+        member.decoding.value, member.tail.value = 0.7, 0.8
+        member.overhead.value, member.overhead.spread = 0.8, 0.0
+        world.protocol.codecs.begin_step(12, 0.1, step)
+        assert member.codec == "int4"
+
+
 def test_a_guest_with_a_good_link_keeps_int4_beside_one_with_a_thin_one() -> None:
     """The change of the weights is coded once: in thin, because one of them needs that."""
     world = world_of(0.5, 0.0)

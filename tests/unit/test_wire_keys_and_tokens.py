@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from potluck.errors import ConfigError, RunFolderError, TokenError
 from potluck.wire.frames import PROTOCOL
 from potluck.wire.keys import HostKeys, load_keys, new_keys, public_of, save_keys
-from potluck.wire.token import MAX_ADDRESSES, Token, decode, encode, local_addresses
+from potluck.wire.token import MAX_ADDRESSES, Token, cables_first, decode, encode, local_addresses
 
 KEYS = new_keys()
 PREFIX = f"potluck{PROTOCOL}-"
@@ -243,6 +243,19 @@ def test_addresses_worth_giving_come_in_order(monkeypatch: pytest.MonkeyPatch) -
         br_12ab=("172.18.0.1", True),
     )
     assert local_addresses() == ("192.168.1.5", "10.0.0.7", "100.101.1.2", "169.254.3.4")
+
+
+def test_a_thunderbolt_cable_comes_first_if_somebody_gave_it_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    wlan = {"wlan0": ("192.168.1.5", True)}
+    FakeNetwork(monkeypatch, "192.168.1.5", **wlan, thunderbolt0=("10.0.0.1", True))
+    assert local_addresses() == ("192.168.1.5", "10.0.0.1")
+    assert cables_first(local_addresses()) == ("10.0.0.1", "192.168.1.5")
+    FakeNetwork(monkeypatch, "192.168.1.5", **wlan, thunderbolt0=("169.254.7.7", True))
+    assert cables_first(local_addresses()) == ("192.168.1.5", "169.254.7.7")
+    FakeNetwork(monkeypatch, "192.168.1.5", **wlan, bridge0=("10.0.0.1", True))
+    for platform, first in (("darwin", "10.0.0.1"), ("linux", "192.168.1.5")):
+        monkeypatch.setattr("sys.platform", platform)
+        assert cables_first(local_addresses())[0] == first
 
 
 def test_bridges_only_where_there_is_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:

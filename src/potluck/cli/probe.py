@@ -199,11 +199,11 @@ def _in_group(work: Measuring, flags: ProbeFlags) -> None:
         with joined([backend], None, device) as (_, store):
             import torch.distributed as dist
 
-            from potluck.probe import link
+            from potluck.probe import slowest_link
             from potluck.probe.collectives import short
 
             say("what the link between the ranks carries")
-            found = link.slowest(store, dist.get_rank(), dist.get_world_size(), seconds=LINK_S)
+            found = slowest_link.slowest(store, dist.get_rank(), dist.get_world_size(), seconds=LINK_S)
             say("collectives")
             rate, left_s = found.bytes_per_s_of(backend), max(1.0, seconds - device_s - LINK_S)
             rows = short(seconds=left_s, link_bytes_per_s=rate, device=device)

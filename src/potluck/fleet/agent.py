@@ -3,7 +3,7 @@
 It is sent as text to whatever Python 3.11 is there, so it imports only the standard library. Requests are lines of
 JSON on stdin, answers are lines of JSON on stdout. The launcher sends something every second. When nothing has come
 for SILENT_S, or stdin ends, the launcher or the connection is gone: the agent ends everything that it has started,
-and itself. A killed launcher, a killed ssh and a pulled cable are thereby one case.
+and itself. So a killed launcher, a killed ssh and a pulled cable are one case.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ SILENT_S = 6.0
 PATIENCE_S = 2.0
 """From the request to leave until a guest is killed. SILENT_S + PATIENCE_S must stay below 10 s."""
 _PATHS = ("~/.local/bin", "~/.cargo/bin", "/opt/homebrew/bin", "/usr/local/bin")
-_INHIBIT = "systemd-inhibit --what=sleep:idle --who=potluck --why=training --mode=block cat"
 
 
 class AgentWants(TypedDict):
@@ -51,8 +50,6 @@ class CommandOptions(TypedDict, total=False):
     cwd: str
     feed: str
     """For its stdin."""
-    awake: bool
-    """Keep the machine from falling asleep as long as it runs."""
     runs: str
     """Folder of run folders in which it opens one."""
     remove: str
@@ -196,7 +193,6 @@ class _Task:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        self._awake = _stay_awake(self._process.pid) if request.get("awake") else None
         self._output.say({"id": self._number, "pid": self._process.pid})
         threading.Thread(target=self._follow, daemon=True).start()
         self.feed(request.get("feed", ""))
@@ -209,9 +205,6 @@ class _Task:
             self._output.say({"id": self._number, "line": line.decode(errors="replace").rstrip("\n")})
         status = self._process.wait()
         self._kill_group()
-        if self._awake is not None:
-            self._awake.kill()
-            self._awake.wait()
         self._output.say({"id": self._number, "status": status})
 
     def _find_run(self, runs: str) -> None:
@@ -255,8 +248,6 @@ class _Task:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(self.patience_s if patience_s is None else patience_s)
         self._kill_group()
-        if self._awake is not None:
-            self._awake.kill()
 
     def remove(self) -> None:
         """Remove the folder that was made for it, which its launcher may not have lived to do."""
@@ -295,15 +286,6 @@ def _put(path: str, data: bytes) -> None:
     with open(part, "wb") as file:
         file.write(data)
     os.replace(part, path)
-
-
-def _stay_awake(pid: int) -> subprocess.Popen[bytes] | None:
-    """A process that keeps the system from falling asleep; None where there is no such program."""
-    words = ["caffeinate", "-ims", "-w", str(pid)] if sys.platform == "darwin" else _INHIBIT.split()
-    if not shutil.which(words[0]):
-        return None
-    # `cat` ends with its stdin, so also with this process.
-    return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 # -- facts ----------------------------------------------------------------------------------------------

@@ -81,7 +81,9 @@ def needs() -> list[str]:
 def name_of(requirement: str) -> str:
     match = _REQUIREMENT.match(requirement.strip())
     if match is None:
-        raise ConfigError(f"--with {requirement!r} is no package", hint="for example --with transformers,peft")
+        raise ConfigError(
+            f"--with {requirement!r} is not the name of a package", hint="for example --with transformers,peft"
+        )
     return match[1]
 
 
@@ -123,7 +125,7 @@ def wheel() -> bytes:
 
 
 def _torch_hook() -> Path:
-    """torch finds Potluck's backend by this module, which lies beside the package."""
+    """torch finds Potluck's backend by this module, which is installed beside the package."""
     import _potluck_torch
 
     return Path(_potluck_torch.__file__ or PACKAGE.parent / "_potluck_torch.py")
@@ -161,7 +163,7 @@ def variables(facts: RemoteFacts, *, own: bool) -> dict[str, str]:
 
 
 def variables_here() -> dict[str, str]:
-    """The same on this machine, where Potluck runs from where it lies."""
+    """The same on this machine, where Potluck is not unpacked."""
     path = os.pathsep.join(filter(None, (str(PACKAGE.parent), os.environ.get("PYTHONPATH"))))
     return {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 

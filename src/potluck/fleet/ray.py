@@ -31,10 +31,9 @@ from potluck.fleet.script import read_script
 
 EVERY_NODE = "every node"
 ANSWER_S = 8.0
-"""An actor that does not answer for so long is lost."""
-PLACED_S = 30.0
-DOUBTED_S = 30.0
-"""By then Ray knows whether a node is gone whose actor was lost; it takes some 10 s."""
+"""An actor that does not answer for this long is lost."""
+PLACED_S = DOUBTED_S = 30.0
+"""To place an actor; and until Ray knows whether a node is gone whose actor was lost, which takes some 10 s."""
 _INSTALL = "on every node, the version that is here: pip install -e '.[ray]'; or runtime_env={'pip': [...]}"
 _OPTIONS = ("num_cpus", "num_gpus", "resources", "memory", "label_selector", "runtime_env")
 
@@ -95,6 +94,9 @@ class RayFleet:
     def machines(self) -> Sequence[str]:
         return tuple(self.nodes())
 
+    def instances(self) -> dict[str, str]:
+        return {name: str(node["NodeID"]) for name, node in self.nodes().items()}
+
     def nodes(self) -> dict[str, dict[str, Any]]:
         """The nodes that may have guests, as Ray describes them, by their names."""
         alive = [
@@ -135,9 +137,9 @@ class RayFleet:
             answer = actor.call.remote(what, self._id, *arguments)
             deadline = time.monotonic() + (PLACED_S if new else timeout_s)
             while not self._ray.wait([answer], timeout=0.5)[0] and time.monotonic() < deadline:
-                if self.nodes().get(machine, node)["NodeID"] != node["NodeID"]:
+                if self.instances().get(machine) != node["NodeID"]:
                     self._forget(node)
-                    return self.ask(machine, what, *arguments, timeout_s=timeout_s)
+                    raise MachineError(f"{machine} was restarted, or has left")
             return self._ray.get(answer, timeout=0)
         except exceptions.GetTimeoutError:
             self._forget(node)
@@ -178,8 +180,7 @@ class RayFleet:
                 self._ray.kill(actor)
 
     def start(self, machine: str, token: str, settings: GuestSettings, log: Path) -> PolledGuest:
-        node = self.nodes().get(machine)
-        held = self._held(node) if node is not None else {}
+        held = self._held(node) if (node := self.nodes().get(machine)) is not None else {}
         device = settings.device or self._device or (None if held.get("num_gpus") else "cpu")
         threads = settings.threads or int(held.get("num_cpus", 0)) or None
         settings = replace(settings, device=device, threads=threads)

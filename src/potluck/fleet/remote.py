@@ -32,7 +32,7 @@ from potluck.spec.remote import AgentAnswer, RemoteFacts
 
 BEAT_S = 1.0
 SILENT_S = 8.0
-"""A machine that has not answered a beat for so long is lost. Its agent gives up sooner."""
+"""A machine that has not answered a beat for this long is lost. Its agent gives up sooner."""
 _TOKEN = re.compile(r"(potluck\d{1,3}-)[A-Za-z0-9_-]{20,}")
 _UNPACKS = "import sys,zlib,base64,json;exec(zlib.decompress(base64.b64decode(sys.argv[1])));"
 _CALLS = "sys.exit(main(json.loads(base64.b64decode(sys.argv[2]))))"

@@ -48,7 +48,7 @@ MOST_STAGED_BYTES = 256 << 20
 """A contribution up to this size is kept in the memory that the device reads fastest until it is complete."""
 NOT_FINITE = "its gradient is not finite"
 MOST_UNSENT = 8
-"""Pieces whose messages may be in the making; a piece is 4 MiB at most."""
+"""Pieces whose messages may be in the making; a piece is 12 MiB at most."""
 
 Message = bytes | memoryview
 
@@ -355,7 +355,7 @@ class HostCoder:
                     change = self._message(down, sent)
                 else:
                     kept.copy_(target)
-                    base = NOTHING  # sent whole, or the guests would stay broken for ever
+                    base = NOTHING  # sent whole, or the guests would never be right again
         with self._changed:
             self.versions[index] = version
         hit("host.change-coded")

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Self
 
 from potluck.wire.keys import new_keys
-from potluck.wire.token import Token, checked_bind, encode, local_addresses
+from potluck.wire.token import Token, cables_first, checked_bind, encode, local_addresses
 from potluck.wire.transport import HostSocket
 
 _POLL_S = 0.5
@@ -33,7 +33,7 @@ class Listening:
     @property
     def token(self) -> str:
         """The text with which another machine connects."""
-        addresses = local_addresses() if self.bind == "0.0.0.0" else (self.bind,)
+        addresses = cables_first(local_addresses()) if self.bind == "0.0.0.0" else (self.bind,)
         return encode(
             Token(
                 addresses=addresses,
@@ -45,7 +45,7 @@ class Listening:
 
     @staticmethod
     def serve(turn: Callable[[float], None], for_s: float) -> None:
-        """Call `turn`, which answers whoever comes, until the time is over."""
+        """Call `turn`, which answers each peer, until the time is over."""
         end = time.monotonic() + for_s
         while time.monotonic() < end:
             turn(_POLL_S)

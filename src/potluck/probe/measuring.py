@@ -64,9 +64,9 @@ class Measuring:
                 there = replace(there, name=f"{there.name}-2")
             return Probed(here=here, there=there, paths=paths)
         if self.address is not None:
-            from potluck.probe import opening
+            from potluck.probe import round_trip
 
-            path = opening.measure(self.name, *self.address, link_s, say)
+            path = round_trip.measure(self.name, *self.address, link_s, say)
             return Probed(here=here, paths=(path,))
         return Probed(here=here)
 

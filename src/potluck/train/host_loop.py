@@ -1,7 +1,7 @@
 """The training loop on the host, and alone: micro-batches, the update, checkpoints, and the step's figures.
 
-Owns the optimizer's step and what surrounds it. Who else computes is the hub's affair; alone or with guests,
-the loop is the same.
+Owns the optimizer's step and what surrounds it. The hub knows who else computes: the loop is the
+same alone and with guests.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from potluck.train.context import Waiting
 from potluck.train.data import cloned, to_device
 from potluck.train.ending import Ending
 from potluck.train.flight import Flight
+from potluck.train.host_ranks import RoundMark, shares
 from potluck.train.parts import Parts
 from potluck.train.randomness import RandomState, digests, seed
-from potluck.train.ranks import RoundMark, shares
 from potluck.train.saving import Saving
 from potluck.train.scheduling import Scheduling
 from potluck.train.step import TOTALS, SavedBytes, Step, StepRules, mean_of
@@ -91,6 +91,8 @@ class HostTrainer:
         self._divisor = Divisor()
         self._alike = contextlib.ExitStack()
         """Open while a common batch is computed: what this thread has to put back and to let go of."""
+        self._trains = parts.model.training and not parts.options.by_trainer
+        """Whether the script has the model in training mode, and nobody else puts it there."""
         self._loss: float | None = None
         self._first = self._done = parts.ledger.step
         """The last step that is finished: in the update the ledger has closed one that may still fail."""
@@ -182,7 +184,7 @@ class HostTrainer:
             self._returned += time.monotonic() - before  # it may have read a batch: not the script's time
 
     def _left(self) -> None:
-        """Save what is whole now: what the script does next with the weights is not the run's affair."""
+        """Save what is whole now: what the script does next with the weights is not part of the run."""
         if self._ending.over:
             return
         self._flight.finish()
@@ -196,7 +198,7 @@ class HostTrainer:
 
     def _end(self, reason: str) -> None:
         """Save, send everybody home and close the log's last line."""
-        self._alike.close()  # where the loop's body failed in a common batch, somebody may still wait to read
+        self._alike.close()  # after a failure in a common batch a reader may still wait
         if self._interrupted or (self._p.options.by_trainer and self._p.context.stop_requested()):
             reason = "interrupted"
         try:
@@ -305,7 +307,7 @@ class HostTrainer:
     def _head_start_s(self) -> float:
         """What guests have beyond the time of this machine's own samples: see `Stepping.begin`.
 
-        A device that still has work when the last contribution comes goes on to the next step without a pause.
+        A device that still has work when the last contribution comes starts the next step without a pause.
         """
         if not self._device.ahead or self._ranks is not None:
             return 0.0
@@ -370,9 +372,9 @@ class HostTrainer:
     # -- a parity check ---------------------------------------------------------------------------------
 
     def _common(self, step: Step, positions: tuple[int, ...], common: CommonBatch) -> Generator[Any, None, float]:
-        """The step's first micro-batch is the one on which guests are checked; returns when it began.
+        """A micro-batch on which guests are checked, as a rule the step's first; returns when it began.
 
-        Its random numbers are those that the guests will draw, and this machine's own stream goes on after it as if
+        Its random numbers are those that the guests will draw, and this machine's own stream then continues as if
         there had been none. They are drawn by this thread alone: where reading samples draws some, nobody reads.
         """
         assert not isinstance(self._hub, AloneHub)
@@ -386,7 +388,7 @@ class HostTrainer:
             own.restore()
             packed = replace(packed, same_again=again == packed)
         second = None
-        with self._alike:
+        with step.set_aside(), self._alike:
             if reading_draws:
                 self._alike.enter_context(self._p.loader.nobody_reads())
             if common.twice is not None:
@@ -396,13 +398,13 @@ class HostTrainer:
             seed(self._device, common.seed)
             yield from self._hand_out(step, to_device(batch, self._device), len(positions))
             random = digests(self._device)
-        reference = Reference(
-            first=self._sketch(step, len(positions)),
-            items=step.items(),
-            random=random,
-            second=second,
-            reseeded=common.twice or frozenset(),
-        )
+            reference = Reference(
+                first=self._sketch(step, len(positions)),
+                items=step.items(),
+                random=random,
+                second=second,
+                reseeded=common.twice or frozenset(),
+            )
         self._hub.check_computed(positions, reference, packed)
         return began
 
@@ -420,7 +422,7 @@ class HostTrainer:
         return made
 
     def _sketch(self, step: Step, samples: int) -> Sketch:
-        """Of the step's first micro-batch: all that has been summed so far is its gradient and its loss."""
+        """Of a common batch: all that has been summed so far is its gradient and its loss."""
         gradients, sizes = [p.grad for p in self._trained], [p.numel() for p in self._trained]
         return sketch(gradients, sizes, step.mean_loss(samples))
 
@@ -428,6 +430,10 @@ class HostTrainer:
 
     def _update(self, step: Step) -> None:
         """The weights' update, behind what the device has been given; what it came to is told when it is done."""
+        if self._trains and not self._p.model.training:
+            self._trains = False
+            text = f"step {step.number} was computed with the model in evaluation mode, unlike those before"
+            self._p.context.log.emit(RunNote(text=f"{text}: call model.train() after validating"))
         collected = self._collect(step)
         if self._p.options.by_trainer:
             self._leave_to_trainer(collected)
@@ -580,7 +586,7 @@ class HostTrainer:
         if self._p.context.stop_requested() and not self._p.options.by_trainer:
             if self._ranks is not None:
                 self._finish()
-                # torchrun also asks us to stop when a rank has died: then there is somebody who does not hear this.
+                # torchrun also asks us to stop when a rank has died: that rank will not hear this.
                 self._ranks.end(strict=True)
             self._abandon()
             self._interrupted = True

@@ -19,7 +19,7 @@ from potluck.train.step_loader import StepLoader
 
 
 class Samples:
-    """Samples on their way through somebody's loader, which neither collates them nor moves them to a device."""
+    """Samples on their way through a trainer's loader, which neither collates them nor moves them to a device."""
 
     __slots__ = ("_packed", "_plain")
 

@@ -32,7 +32,7 @@ from potluck.spec.about import codec_bytes
 from potluck.spec.config import RunConfig
 from potluck.spec.events import Logged, RunEvent, RunNote
 from potluck.spec.messages import WelcomeMessage
-from potluck.train import ranks
+from potluck.train import host_ranks
 from potluck.train.batch_statistics import batch_statistics, least_samples
 from potluck.train.checkpoint import Loaded
 from potluck.train.context import ALONE, GUEST, HOST, RANK, RunContext
@@ -122,7 +122,7 @@ class Run:
 
     @property
     def is_resumed(self) -> bool:
-        """Whether this run goes on in the folder of an earlier one."""
+        """Whether this run resumes an earlier one."""
         return self._context.resume
 
     @property
@@ -323,7 +323,7 @@ class Run:
 
     def _meet_ranks(
         self,
-        group: ranks.Ranks,
+        group: host_ranks.Ranks,
         restored: Loaded | None,
         loader: StepLoader,
         tensors: ModelTensors,

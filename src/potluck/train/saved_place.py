@@ -56,7 +56,7 @@ def saved_place(extra: Any, *, where: object, step: int) -> SavedPlace:
         return checked.as_kind(extra, SavedPlace)
     except msgspec.ValidationError as error:
         raise CheckpointError(
-            f"{where} says of its run what potluck does not write: {error}",
+            f"{where} was not written by potluck: {error}",
             hint="bring the folder back from a copy, or start a new run",
             step=step,
         ) from error

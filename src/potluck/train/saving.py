@@ -60,7 +60,7 @@ class Saving:
         )
 
     def _not_saved(self, step: int, error: RunFolderError) -> None:
-        """The disk is full, or gone: the run goes on, and the next interval is the next attempt."""
+        """The disk is full, or gone: the run continues and tries again after the next interval."""
         self._log.emit(CheckpointFailed(step=step, reason=error.what, again=not self._last))
 
     def _saved(self, step: int, path: Path, seconds: float) -> None:

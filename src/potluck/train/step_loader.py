@@ -20,7 +20,7 @@ from potluck.train.packing import Collate, HeldStep
 from potluck.train.saved_place import DataPlace
 
 TRIED_AHEAD, LONGEST_AHEAD_S = 3, 0.02
-"""Micro-batches are not read ahead any more if each of the last few kept the others from reading for so long."""
+"""Micro-batches are not read ahead any more if each of the last few kept the others from reading for this long."""
 
 
 class StepLoader(ABC):
@@ -35,7 +35,7 @@ class StepLoader(ABC):
     restarted = False
     """Whether worker processes were started again for this step, which begins an epoch."""
     waits = True
-    """Whether somebody else's code is waited for in `next_step` and `ready`."""
+    """Whether `next_step` and `ready` wait for the user's code."""
 
     def __init__(self, reader: Loader | None) -> None:
         self._reader = reader
@@ -98,7 +98,7 @@ class StepLoader(ABC):
         return now is not None and now.holds(position)
 
     def fetch_again(self, positions: Sequence[int]) -> Any:
-        """The same batch, read anew from the data set."""
+        """The same batch, read again from the data set."""
         with self._lock:
             assert self._now is not None and self._now.keys is not None and self._reader is not None
             return self._reader.fetch([self._now.keys[position - self._now.first] for position in positions])

@@ -10,6 +10,7 @@ import contextlib
 import copy
 import hashlib
 import itertools
+import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -77,6 +78,8 @@ class TorchLoader(StepLoader):
         """`by_index`: only the indices of a step are read ahead, because other processes read their samples."""
         self._stream = check_loader(loader, by_index=by_index)
         self._user, self._collate = loader, loader.collate_fn
+        self._numbered = by_index
+        """Whether other processes are sent the indices."""
         self._whole = loader.num_workers > 0 and not by_index and not self._stream
         """Worker processes read whole steps."""
         by_workers = by_index and loader.num_workers > 0
@@ -113,7 +116,7 @@ class TorchLoader(StepLoader):
         self._foresees = not self._stream and not by_index and _foreseen(sampler)
         """Whether the step after this one may be looked at."""
         self._taking = threading.RLock()
-        """Held, before the other lock, by whoever takes something from `_coming`."""
+        """Held, before the other lock, while something is taken from `_coming`."""
         self._aside: Any = None
         """The next step's samples, or why there are none, where they were taken already."""
         self._next_held: HeldStep | None = None
@@ -149,8 +152,8 @@ class TorchLoader(StepLoader):
             self._held = HeldStep(given, self._collate, None)
             count = self._held.count
         else:
-            keys, count = given, len(given)
-            self._hash.update(repr(keys).encode())
+            keys, count = _numbers(given) if self._numbered else given, len(given)
+            self._hash.update(repr(given).encode())
         self._number += 1
         self._place = replace(
             before,
@@ -218,6 +221,7 @@ class TorchLoader(StepLoader):
     def check_indices(self) -> None:
         if self._stream:
             raise no_indices()
+        self._numbered = True
 
     def _steps_in_epochs(self) -> int | None:
         try:
@@ -510,12 +514,12 @@ def check_loader(loader: DataLoader[Any], *, by_index: bool = False) -> bool:
     """Refuse a loader whose batches cannot be steps; whether it reads a stream."""
     if type(loader).__iter__ is not DataLoader.__iter__ and not hasattr(loader, "state_dict"):
         raise DataError(
-            f"the loader is of type {type(loader).__name__}, which makes its batches in a way of its own",
+            f"the loader is of type {type(loader).__name__}, which builds its batches itself",
             hint="give a plain torch DataLoader: Potluck brings batches to run.device and shares them out itself",
         )
     if loader.batch_size is None and (loader.batch_sampler is None or is_stream(loader)):
         raise DataError(
-            "the loader has batch_size=None, so nobody knows how many samples a step has",
+            "the loader has batch_size=None, so the number of samples in a step is unknown",
             hint="give it batch_size=<samples in a step>, and a data set of single samples",
         )
     if is_stream(loader):
@@ -530,6 +534,16 @@ def check_loader(loader: DataLoader[Any], *, by_index: bool = False) -> bool:
 def _foreseen(batches: Any) -> bool:
     """Whether it does not matter when the sampler is asked for its next batch."""
     return type(batches) is BatchSampler and type(batches.sampler) in FORESEEN
+
+
+def _numbers(keys: Sequence[Any]) -> list[int]:
+    try:
+        return [operator.index(key) for key in keys]
+    except TypeError:
+        raise DataError(
+            f"the loader's sampler gives {keys[0]!r}: other processes can only be told numbers of samples",
+            hint='give it integers as indices; or leave data="local" out: guests are then sent samples',
+        ) from None
 
 
 def no_indices() -> DataError:

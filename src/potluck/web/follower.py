@@ -72,7 +72,7 @@ class Follower:
 
 
 def _event(line: bytes) -> RunEvent | None:
-    """None for what is no event of this version: the page goes on with the others."""
+    """None for what is no event of this version: the page shows the others."""
     try:
         return from_json(line)
     except (msgspec.DecodeError, UnicodeDecodeError):

@@ -114,7 +114,8 @@ def place_of(text: str) -> tuple[str, int]:
         if port <= 65535:
             return address, port
     raise ConfigError(
-        f"{text!r} is no address for the page", hint="an IP address, with a port if you like: 127.0.0.1:8080"
+        f"{text!r} is not an address for the page",
+        hint="give an IP address, and a port if you like: 127.0.0.1:8080",
     )
 
 
@@ -125,7 +126,7 @@ def open_page(context: RunContext) -> WebPage:
     file = context.folder.path / URL_FILE
     secret, before = _last(file)
     planned_s = planned_alone_s = None
-    with suppress(UserError):  # a damaged plan is the report's affair
+    with suppress(UserError):  # the report tells of a damaged plan
         planned_s = planned_step_s(None, context.folder.path, alone=False)
         planned_alone_s = planned_step_s(None, context.folder.path, alone=True)
     log = context.folder.events.resolve()

@@ -1,4 +1,4 @@
-"""Serves the page: HTTP and server-sent events, read-only, to whoever has the address with its secret.
+"""Serves the page: HTTP and server-sent events, read-only, to every browser that has the address with its secret.
 
 Nobody can make it wait or grow: requests are short and have a deadline, connections are counted, and a reader that
 does not take its updates is dropped.
@@ -190,7 +190,7 @@ class PageServer:
     def _changed(self) -> dict[str, Any]:
         """The parts of the page that are not as they were sent."""
         state = self._follower.state
-        if state is not self._shown:  # a resumed run: everything anew
+        if state is not self._shown:  # a resumed run: send everything
             self._sent, self._shown = Page(), state
         page = self._page(steps_after=self._sent_step if self._sent.kind else 0)
         rows, merges = state.curves.rows, state.curves.merges

@@ -135,7 +135,7 @@ class PageState:
 
     @property
     def ended(self) -> str:
-        """How the run ended, as the report says it; empty while it goes on."""
+        """How the run ended, as the report says it; empty while it runs."""
         if self.run.end is not None:
             return clean(self.run.end.reason) or "ended"
         return HOST_GONE if self._stopped and self.run.start is not None else ""
@@ -153,7 +153,7 @@ class PageState:
         return None if found is None else round(found[0].heard_s + self._clock() - found[1], 1)
 
     def undone_after(self, event: RunEvent) -> int | None:
-        """Where a resumed run repeats steps that are counted here: the last step that stays. Then fold all anew."""
+        """Where a resumed run repeats steps that are counted here: the last step that stays. Fold all again."""
         last = None
         if isinstance(event, RunStarted):
             last = event.resumed_from
@@ -162,7 +162,7 @@ class PageState:
         return last if last is not None and last < self._totals.steps else None
 
     def summary(self, *, live: bool = False) -> Summary:
-        """The report's figures. `live`: it is known whether the run goes on, which its log does not say."""
+        """The report's figures. `live`: it is known whether the process still runs, which its log does not say."""
         found = self._totals.summary()
         alone = len(found.machines) < 2 and self._planned_alone_s is not None
         found = structs.replace(found, planned_s=self._planned_alone_s if alone else self._planned_s)

@@ -11,8 +11,9 @@ import ipaddress
 import re
 import socket
 import struct
+import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -178,6 +179,21 @@ def local_addresses(*, ipv6: bool = False) -> tuple[str, ...]:
     )
     found = found[: MAX_ADDRESSES // 2 if ipv6 else MAX_ADDRESSES] + (_ipv6_addresses(states) if ipv6 else [])
     return tuple(found[:MAX_ADDRESSES]) or (LOOPBACK,)
+
+
+def cables_first(addresses: Sequence[str]) -> tuple[str, ...]:
+    """The same addresses, those of Thunderbolt cables first: guests take the first that answers.
+
+    Self-assigned ones stay where they are: a cable that nobody gave an address may lead anywhere.
+    """
+    cables = {
+        entry.address
+        for name, entries in psutil.net_if_addrs().items()
+        if name.startswith("thunderbolt") or (sys.platform == "darwin" and name == "bridge0")
+        for entry in entries
+        if entry.family == socket.AF_INET and not ipaddress.IPv4Address(entry.address).is_link_local
+    }
+    return tuple(sorted(addresses, key=lambda address: address not in cables))
 
 
 def checked_bind(bind: str | None, *, ipv6: bool = True) -> str | None:
