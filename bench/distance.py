@@ -47,7 +47,7 @@ INTERNET = LinkSpec(name="link", rate_bytes_per_s=100 * MBIT, up_rate_bytes_per_
 LEAST = 0.9
 WINDOW_BYTES = int(HostTerms.__dataclass_fields__["window_bytes"].default)
 WHOLE_BYTES, INT4_BYTES = 4 << 20, (1 << 20) * 66 // 128
-"""A piece of 1,048,576 values, the largest there are."""
+"""A piece of 1,048,576 values, as a model of 67 million parameters has."""
 TENSOR_BYTES, REPEATS = 64_000_000, 3
 LIMIT_S = 300.0
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import random
 import statistics
 import sys
@@ -59,17 +60,19 @@ def loop(config):
     import torch, torch.distributed as dist
     from ray.train.torch import prepare_model
     model = prepare_model(torch.nn.Linear(8, 1))
+    places = [None] * dist.get_world_size()
+    dist.all_gather_object(places, ray.util.get_node_ip_address())
     for step in range(100000):
         model(torch.ones(2, 8)).mean().backward()
         if dist.get_rank() == 0:
             with open(config["folder"] + "/elastic", "a") as file:
-                file.write(f"{time.time()} {dist.get_world_size()}\\n")
+                file.write(f"{time.time()} {len(set(places))}\\n")
         time.sleep(0.1)
 
 ray.init(address=address, log_to_driver=False)
 TorchTrainer(
-    loop, train_loop_config={"folder": folder}, torch_config=TorchConfig(backend="gloo"),
-    scaling_config=ScalingConfig(num_workers=(1, 2)),
+    loop, train_loop_config={"folder": folder}, torch_config=TorchConfig(backend="potluck"),
+    scaling_config=ScalingConfig(num_workers=(1, 2), placement_strategy="SPREAD"),
     run_config=RunConfig(storage_path=folder, failure_config=FailureConfig(max_failures=3)),
 ).fit()
 """
@@ -242,6 +245,7 @@ def train(folder: Path, count: int) -> dict[str, Any]:
         made.driver = made.python(ELASTIC, made.nodes.address, str(folder))
         made.job_log = made.log
         made.wait(lambda: len(steps()) > 20, 400)
+        assert lines.read_text().split()[-1] == "2", "both workers are on one machine"
         before = len(steps())
         made.nodes.raylet(lab.MAC).kill()
         made.wait(lambda: max(pauses(before)[:-10], default=0.0) > 1, 400)
@@ -257,6 +261,7 @@ def main() -> int:
     parser.add_argument("--only", default=",".join(PARTS))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # with it every start compiles Potluck again
     if lab.WHY_NOT is not None:
         print(lab.WHY_NOT, file=sys.stderr)
         return 1

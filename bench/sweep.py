@@ -181,6 +181,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=50, help="kills")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # with it every start compiles Potluck again
     rig = load("three-friends")
     speed = sum(1 / machine.seconds_per_sample for machine in rig.machines)
     least_s = TRIALS * options.steps * BATCH / speed

@@ -1,6 +1,6 @@
 """Writes the parts of the docs that are made from the source: the list of files in architecture.md, the options in
 reference/options.md, the signatures in reference/python.md, the tables of events in reference/run-folder.md, of
-messages in reference/protocol.md and of examples in guides/trainers.md.
+messages in reference/protocol.md, of series and fields in reference/metrics.md, and of examples in guides/trainers.md.
 
 python docs/generate.py          write them
 python docs/generate.py --check  say what is out of date, and end with status 1 if anything is
@@ -94,6 +94,31 @@ def tag_of(node: ast.ClassDef) -> str | None:
     return str(values[0].value) if values and isinstance(values[0], ast.Constant) else None
 
 
+def series_tables() -> Iterator[str]:
+    """A table of the page's Prometheus series, for the run and for each machine."""
+    from potluck.web.metrics import MACHINE_SERIES, RUN_SERIES
+
+    for prefix, series in (("potluck_", RUN_SERIES), ("potluck_machine_", MACHINE_SERIES)):
+        yield "\n| series | type | the same in `status.json` | |\n|---|---|---|---|"
+        for name, kind, field, about in series:
+            yield f"| `{prefix}{name}` | {kind} | `{field}` | {about} |"
+
+
+def status_tables(path: Path) -> Iterator[str]:
+    """Tables of the fields of `/status.json`; one that has a series means what that means."""
+    from potluck.web.metrics import MACHINE_SERIES, RUN_SERIES
+
+    nodes = ast.parse(path.read_text(encoding="utf-8")).body
+    classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
+    for name, series in (("Status", RUN_SERIES), ("MachineStatus", MACHINE_SERIES)):
+        node, meaning = classes[name], {field: about for _, _, field, about in series}
+        yield f"\n{' '.join((ast.get_docstring(node) or '').split())}"
+        yield "\n| field | type | |\n|---|---|---|"
+        for field, kind, about in fields_of(node):
+            assert about or field in meaning, f"{name}.{field} is not explained"
+            yield f"| `{field}` | {kind} | {about or meaning[field]} |"
+
+
 def fields_of(node: ast.ClassDef) -> Iterator[tuple[str, str, str]]:
     """Name, type in JSON and docstring of each field."""
     for field, below in itertools.pairwise([*node.body, ast.Pass()]):
@@ -128,7 +153,6 @@ def json_type(annotation: ast.expr) -> str:
 
 def message_tables(path: Path, kinds: list[str]) -> Iterator[str]:
     """A table of messages, and one of their fields with their bounds, which only the classes themselves know."""
-    sys.path.insert(0, str(SOURCE.parent))
     import msgspec
 
     from potluck.spec.messages import FromGuest, FromHost
@@ -362,7 +386,8 @@ def protocol_page(path: Path) -> str:
 def main() -> None:
     reference = DOCS / "reference"
     architecture, folder = DOCS / "architecture.md", reference / "run-folder.md"
-    trainers = DOCS / "guides" / "trainers.md"
+    trainers, metrics = DOCS / "guides" / "trainers.md", reference / "metrics.md"
+    sys.path.insert(0, str(SOURCE.parent))
     pages = {
         architecture: page(architecture, {"files": file_list()}),
         folder: page(
@@ -376,6 +401,10 @@ def main() -> None:
         reference / "python.md": page(reference / "python.md", {"signatures": signatures()}),
         reference / "protocol.md": protocol_page(reference / "protocol.md"),
         trainers: page(trainers, {"examples": example_table()}),
+        metrics: page(
+            metrics,
+            {"series": series_tables(), "status": status_tables(SOURCE / "web" / "metrics.py")},
+        ),
     }
     old = []
     for path, wanted in pages.items():

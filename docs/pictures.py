@@ -76,15 +76,18 @@ def picture(browser: Browser, file: Path) -> None:
 
 
 class Silent(http.server.BaseHTTPRequestHandler):
-    """A live page without news."""
+    """A live page without news, or without a connection."""
 
     page = b""
+    lost = False
 
     def do_GET(self) -> None:
         stream = self.path.endswith("events")
-        self.send_response(200)
+        self.send_response(404 if stream and self.lost else 200)
         self.send_header("Content-Type", "text/event-stream" if stream else "text/html")
         self.end_headers()
+        if stream and self.lost:
+            return
         self.wfile.write(b": nothing new\n\n" if stream else self.page)
         if stream:
             self.wfile.flush()
@@ -96,6 +99,22 @@ class Silent(http.server.BaseHTTPRequestHandler):
 
 def states() -> Iterator[tuple[str, Page]]:
     yield "empty", PageState().page(live=True)
+    waiting = state_of([ev.GuestHello(machine="macbook", address="10.0.0.7", device="mps")])
+    yield "a-guest-waits-for-the-run", waiting.page(live=True)
+    started = sample.run_start(steps=60), ev.GuestHello(machine="macbook", address="10.0.0.7", device="mps")
+    yield "first-step", state_of(started).page(live=True)
+    yield "alone", state_of(run(30, ())).page(live=True)
+    yield "lost", state_after(run(30)).page(live=True)
+    yield "slow-data", state_of(slow_data()).page(live=True)
+    yield "trouble", state_after([*run(30), *sample.news(), *run(33)[-3:]]).page(live=True)
+    yield "long-names", state_of(run(30, ("<script>alert(1)</script>", "W" * 64, "a b " * 16))).page(live=True)
+    interrupted = [*run(30), sample.run_end(step=30, seconds=30.5, reason="interrupted", t_s=30.5)]
+    yield "interrupted", state_after(interrupted).page(live=True)
+    resuming = state_after(interrupted)
+    resuming.resume()
+    yield "resuming", resuming.page(live=True)
+    again = sample.run_start(steps=60, resumed_from=30, t_s=2.0), sample.joined(t_s=2.2)
+    yield "resumed", state_after([*interrupted, *again, *run(33)[-3:]]).page(live=True)
     yield "live", state_after(run(30)).page(live=True)
     lost = ev.GuestLost(
         machine="macbook", address="10.0.0.7", reason="sent nothing for 5.1 s", step=30, samples_taken_back=8
@@ -103,22 +122,22 @@ def states() -> Iterator[tuple[str, Page]]:
     yield "guest-gone", state_after([*run(30), lost, *run(33, ("old-desktop",))[-3:]]).page(live=True)
     idle = sample.machine("thinkpad", 0, state="sitting out", rate=0.4, reason=SLOW, link_bytes_per_s=1e6)
     yield "sitting-out", state_after([*run(30, more=(idle,))], out=True).page(live=True)
-    yield "finished", state_after([*run(60), sample.run_end(step=60, t_s=60.5)]).page()
+    yield "finished", state_after([*run(60), sample.run_end(step=60, seconds=60.5, t_s=60.5)]).page()
+    yield "failed", state_after([*run(30), sample.run_end(step=30, seconds=31.0, reason="failed")]).page()
+    yield "killed", state_of(run(30)).page()
     crashed = state_after(run(30))
     crashed.stop()
     yield "host-gone", crashed.page(live=True)
-    yield "report-of-a-day", state_after([*run(8640, every_s=10.0), sample.run_end(step=8640, t_s=86_400.0)]).page()
+    over = sample.run_end(step=8640, seconds=86_400.0, t_s=86_400.0)
+    yield "report-of-a-day", state_after([*run(8640, every_s=10.0), over]).page()
     yield "many-guests", state_after(run(30, tuple(f"guest-{n}" for n in range(8)))).page(live=True)
-    guest = PageState(GuestAbout(host="tower (10.0.0.2)", run="1115-gpt", name="macbook", device="mps"))
-    yield "guest-waits", guest.page(live=True)
-    for number in range(1, 40):
-        loss = 2 + 3 / number
-        guest.fold(
-            ev.Delivered(step=number, samples=8, loss=loss, compute_s=0.5, total_samples=8 * number, t_s=number)
-        )
-    yield "guest", guest.page(live=True)
-    guest.fold(ev.HostGone(seconds=12.0))
-    yield "guest-without-host", guest.page(live=True)
+    yield "guest-waits", guest_after(0).page(live=True)
+    yield "guest", guest_after(40).page(live=True)
+    yield "guest-without-host", guest_after(40, ev.HostGone(seconds=12.0)).page(live=True)
+    end = ev.GuestEnded(samples=312, compute_s=20.0)
+    yield "guest-over", guest_after(40, end).page(live=True)
+    yield "guest-gave-up", guest_after(40, ev.HostGone(seconds=600.0), end).page(live=True)
+    yield "notebook", state_after(run(30)).page(live=True, moment="2026-11-18 12:00:00")
     yield "lab", lab_page(*lab_outcomes.all_of(rigs.load("home-pair")))
 
 
@@ -135,22 +154,51 @@ def run(
         sample.run_start(steps=max(steps, 60)),
         *(sample.joined(name, t_s=0.2) for name in names),
     ]
-    timing: dict[str, Any] = {"receive_s": 0.1, "send_s": 0.08, "link_bytes_per_s": 1.1e8}
+    timing: dict[str, Any] = {"receive_s": 0.1 * every_s, "send_s": 0.08 * every_s, "link_bytes_per_s": 1.1e8}
     for number in range(1, steps + 1):
-        guests = [
-            sample.machine(
-                name, (8 if len(names) < 4 else 3) - i % 3, busy=0.7, answered_s=0.93 - 0.05 * i, **timing
-            )
-            for i, name in enumerate(names)
-        ]
-        machines = (sample.host(32 - sum(guest.samples for guest in guests)), *guests, *more)
+        guests = []
+        for i, name in enumerate(names):
+            samples, answered_s = (8 if len(names) < 4 else 3) - i % 3, (0.93 - 0.05 * i) * every_s
+            own: dict[str, Any] = {"rate": samples / 0.7 / every_s, "answered_s": answered_s, "micro_batch": 4}
+            guests.append(sample.machine(name, samples, busy=0.7, **own, **timing))
+        left = 32 - sum(guest.samples for guest in guests)
+        machines = (sample.host(left, rate=left / 0.95 / every_s, micro_batch=8), *guests, *more)
         changed: dict[str, Any] = {"loss": 2 + 3 / number**0.5 + number * 7 % 5 / 20, "steps": max(steps, 60)}
-        changed |= {"speedup": 1.4 + number * 3 % 7 / 50, "predicted_s": 0.93, "eta_s": 30.0}
+        changed |= {
+            "samples_per_s": 32 / every_s,
+            "predicted_s": 0.93 * every_s,
+            "eta_s": 30.0,
+            "step_s": every_s,
+            "update_s": 0.04 * every_s,
+        }
+        changed["speedup"] = 1.4 + number * 3 % 7 / 50 if guests else None
         events.append(sample.step(number, machines=machines, t_s=every_s * number, **changed))
         if number % 1000 == 20:
             path = f"runs/1115-gpt/checkpoints/step-{number:08}"
             events.append(ev.CheckpointSaved(step=number, path=path, seconds=0.4, t_s=every_s * number))
     return events
+
+
+def slow_data() -> list[RunEvent]:
+    """A run whose host waits for its samples most of the time."""
+    waits: dict[str, Any] = {"data_s": 0.5, "read_s": 0.1, "speedup": 1.05, "predicted_s": 0.93, "eta_s": 30.0}
+    timing: dict[str, Any] = {"receive_s": 0.01, "send_s": 0.1, "answered_s": 0.5, "link_bytes_per_s": 1.1e8}
+    machines = (sample.host(24, busy=0.3, rate=80.0), sample.machine("macbook", 8, busy=0.3, rate=26.0, **timing))
+    steps = [
+        sample.step(n, machines=machines, t_s=float(n), steps=60, loss=2 + 3 / n, **waits) for n in range(1, 31)
+    ]
+    return [sample.run_start(steps=60, workers=0), sample.joined("macbook"), *steps]
+
+
+def guest_after(leases: int, *more: RunEvent) -> PageState:
+    guest = PageState(GuestAbout(host="tower (10.0.0.2)", run="1115-gpt", name="macbook", device="mps"))
+    for n in range(1, leases):
+        guest.fold(
+            ev.Delivered(step=n, samples=8, loss=2 + 3 / n, compute_s=0.5, total_samples=8 * n, t_s=float(n))
+        )
+    for event in more:
+        guest.fold(event)
+    return guest
 
 
 def state_after(events: list[RunEvent], *, out: bool = False) -> PageState:
@@ -173,7 +221,8 @@ def main() -> None:
         server.daemon_threads, server.block_on_close = True, False
         threading.Thread(target=server.serve_forever, daemon=True).start()
         for name, page in states():
-            Silent.page = document(page).encode()
+            Silent.page = document(page, compact=name == "notebook").encode()
+            Silent.lost = name == "lost"
             for width in WIDTHS:
                 for dark in (False, True):
                     browser.open(f"http://127.0.0.1:{server.server_port}/", width=width, dark=dark)

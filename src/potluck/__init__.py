@@ -30,8 +30,13 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'potluck' has no attribute {name!r}")
     import importlib
+    import random
 
-    return getattr(importlib.import_module(_LAZY[name]), name)
+    numbers = random.getstate()
+    try:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    finally:
+        random.setstate(numbers)  # rich draws one when it is imported, and the script may have seeded before
 
 
 registration.register_if_there()  # init_process_group("potluck") works once torch and potluck have been imported

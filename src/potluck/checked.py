@@ -46,7 +46,7 @@ _making = threading.RLock()
 
 
 def _new_lock() -> None:
-    """A process that is forked while another thread makes a decoder would wait for it for ever."""
+    """A process that is forked while another thread makes a decoder would wait for the lock forever."""
     global _making
     _making = threading.RLock()
 

@@ -10,7 +10,7 @@ from potluck.failpoints import hit
 
 
 def replace(path: Path, text: str, *, what: str, private: bool = False) -> None:
-    """Write a file whole: whoever reads it at any moment, after whatever crash, finds the old text or the new.
+    """Write a file whole: a reader at any moment, also after a crash, finds the old text or the new.
 
     `private`: nobody else can read it at any moment. Raises OSError, and then the old file is as it was.
     """

@@ -43,7 +43,7 @@ class PotluckError(Exception):
         self.machine = machine
         self.step = step
         if hint:
-            self.add_note(f"hint: {hint}")  # for whoever sees the traceback: under plain python nobody else says it
+            self.add_note(f"hint: {hint}")  # under plain python only the traceback shows it
 
     def __str__(self) -> str:
         where = "".join(

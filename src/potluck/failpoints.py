@@ -5,7 +5,7 @@
 
 `NAME=ACTION[@COUNT]`; the action happens at the COUNT-th passing (default: the first), and only then. Actions:
 `kill`, `kill:SECONDS` (that long after the passing, while everything continues), `raise` (an OSError),
-`stall:SECONDS`. A name without its last part stands for all that begin with it: `host.received=kill@7`. An unarmed
+`stall:SECONDS`. A name without its last part means all that begin with it: `host.received=kill@7`. An unarmed
 failpoint costs one call and one comparison.
 """
 

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,20 +30,22 @@ from potluck.report.summary import read_events
 from potluck.report.view import Mode, make_view
 from potluck.spec.config import WEB_HERE, RunConfig
 from potluck.train import run
-from potluck.train.context import HOST, RANK
+from potluck.train.context import ALONE, HOST, RANK
 from potluck.train.folder import find_run, open_folder
 from potluck.train.launch import current
 from potluck.train.run import Run
 from potluck.train.session import RunSpec, Session
 from potluck.train.step import Step
 from potluck.web.document import frame, state_of
-from potluck.web.opening import open_page
+from potluck.web.opening import open_page, pulse_of
 
 AnyPath = str | os.PathLike[str]
 
 _SETTINGS = RunConfig.__struct_fields__
 _EVERYWHERE = ("name", "device", "threads", "micro_batch")
 """Settings that a run alone has, too."""
+_WITH_PAGE = (*_EVERYWHERE, "web", "runs", "resume", "log", "checkpoint_every", "max_bad_steps")
+"""Those of a run alone that has a page, and so a run folder."""
 
 _opened: list[HostedRun] = []
 """The last run that was started here: the next one takes its place."""
@@ -77,14 +80,16 @@ def start(
 
     Under plain `python script.py` and in a notebook the run is alone and writes no files. With `host=True` it has a
     run folder, checkpoints and a view, and prints the line with which other machines join it. It ends with its
-    training loop; `with potluck.start(host=True) as run:` ends it in any case.
+    training loop; `with potluck.start(host=True) as run:` ends it in any case. With `web=True` and without
+    `host=True` it is alone, with a page, a run folder, checkpoints and a view.
 
     Under `potluck host script.py` and `potluck join` this returns the run that the command has opened, and the
     keywords have no effect: the command has options of the same names. Under torchrun the processes of one machine
     are one host.
 
     Args:
-        host: let other machines join. The keywords below up to `view` need it.
+        host: let other machines join. The keywords below up to `view` need it, but `checkpoint_every`,
+            `max_bad_steps`, `log`, `runs` and `resume` are there with `web` too.
         wait_for: wait for this many guests before the first step (default 0).
         wait_s: seconds to wait for these guests (default 120).
         guests: guest processes to start on this machine. With any, only this machine can join.
@@ -112,18 +117,20 @@ def start(
     given = {key: value for key, value in locals().items() if key in _SETTINGS and value is not None}
     if current() is not None:
         return run.start()
-    if host:
-        return _hosted(given, guests, runs, resume, script, send, view)
     of_host = {"guests": guests, "runs": runs, "resume": resume, "script": script, "send": send}
-    wrong = [key for key in given if key not in _EVERYWHERE] + [key for key, value in of_host.items() if value]
-    if wrong:
+    allowed = _WITH_PAGE if web else _EVERYWHERE
+    wrong = [key for key in (*given, *(key for key, value in of_host.items() if value)) if key not in allowed]
+    if wrong and not host:
         raise ConfigError(
             f"start() takes {wrong[0]} only with host=True", hint=f"potluck.start(host=True, {wrong[0]}=…)"
         )
+    if host or web:
+        return _hosted(HOST if host else ALONE, given, guests, runs, resume, script, send, view)
     return run.start(to_stderr, build(RunConfig, given), shows_steps=False)
 
 
 def _hosted(
+    role: str,
     given: dict[str, Any],
     guests: int,
     runs: AnyPath | None,
@@ -139,16 +146,17 @@ def _hosted(
     folder = Path(runs) if runs is not None else environment.runs or Path("runs")
     resumed = find_run(os.fspath(resume), folder) if resume is not None else None
     before = open_folder(resumed).read_manifest().settings_to_resume() if resumed is not None else {}
+    kind = "host=True" if role == HOST else "web=True"
     spec = RunSpec(
-        role=HOST,
+        role=role,
         config=_config({**before, **given}),
-        what=cells.NAME,
+        what=cells.NAME if cells.shell() is not None else Path(_own_file() or cells.NAME).name,
         runs=folder,
         resume=resumed,
         guests=guests,
-        again=lambda path: f"potluck.start(host=True, resume={str(path)!r})",
+        again=lambda path: f"potluck.start({kind}, resume={str(path)!r})",
     )
-    sent = _script(script, send)
+    sent = _script(script, send) if role == HOST else None
     if sent is not None:
         spec = _sending(spec, *sent, tell=view != "quiet")
     opened = HostedRun(spec, environment, view, [Path(file) for file in send] if sent is None else None)
@@ -184,19 +192,23 @@ def _take_place() -> None:
 
 
 def _script(given: AnyPath | None, send: Sequence[AnyPath]) -> tuple[Script, Path] | None:
-    """What guests run, and where it lies; None in a notebook, whose cells are not all there yet."""
-    own = None if cells.shell() is not None else getattr(sys.modules["__main__"], "__file__", None)
+    """What guests run, and its folder; None in a notebook, whose cells are not complete yet."""
     arguments = sys.argv[1:] if given is None else []
-    path = given if given is not None else own
+    path = given if given is not None else _own_file()
     if path is not None:
         script = read_script(Path(path), [Path(file) for file in send], arguments)
         return script, Path(path).resolve().parent
     if cells.shell() is None:
         raise ConfigError(
-            "guests cannot be sent what was typed at a Python prompt",
+            "code typed at a Python prompt cannot be sent to guests",
             hint='write it to a file and give script="train.py"; or use a notebook, or IPython',
         )
     return None
+
+
+def _own_file() -> str | None:
+    """The script that this is; None in a notebook and at a prompt."""
+    return None if cells.shell() is not None else getattr(sys.modules["__main__"], "__file__", None)
 
 
 def _sending(spec: RunSpec, script: Script, folder: Path, *, tell: bool) -> RunSpec:
@@ -212,7 +224,7 @@ def _warn_of(files: list[str], *, tell: bool) -> None:
 
 
 class HostedRun(Run):
-    """A run that this script or notebook hosts. Each call of `steps` after the first is a new run."""
+    """A run with a folder, of this script or notebook. Each call of `steps` after the first is a new run."""
 
     def __init__(self, spec: RunSpec, environment: env.Environment, view: Mode, send: list[Path] | None) -> None:
         """`send`: files that go with a notebook's cells; None where guests run a script."""
@@ -277,7 +289,7 @@ class HostedRun(Run):
             config = msgspec.structs.replace(spec.config, port=admission.socket.port)
             spec = replace(spec, keys=admission.keys, config=config)
         self._open(spec)
-        if self._context.role != RANK and not spec.guests and self._view != "quiet":
+        if self.join_line is not None and not spec.guests and self._view != "quiet":
             self._say("a new run; the same line as before joins it")
         self._tell_page()
 
@@ -292,7 +304,7 @@ class HostedRun(Run):
             session.close(error)
             raise
         finally:
-            # Left by `break` the training ends in a moment, unless somebody knows a better reason by then.
+            # Left by `break` the training ends in a moment, unless a better reason is known by then.
             self._left = True
             session.context.after_training(session.close)
             folder = session.folder.path if session.context.folder is not None else None
@@ -303,7 +315,7 @@ class HostedRun(Run):
         print(line, file=sys.stderr, flush=True)
 
     def _tell_join_line(self) -> None:
-        if not self._spec.guests and self._view != "quiet":
+        if self.join_line is not None and not self._spec.guests and self._view != "quiet":
             stream = sys.stderr if self._view == "json" else sys.stdout
             print(f"On each machine that should help, type:\n\n  {self.join_line}\n", file=stream, flush=True)
 
@@ -322,7 +334,11 @@ class HostedRun(Run):
         folder = self._context.folder
         if folder is None or not folder.events.exists():
             return None
-        return frame(state_of(read_events(folder.path)).page())
+        state = state_of(read_events(folder.path))
+        if self._session.closed:
+            return frame(state.page())
+        state.hear(pulse_of(self._context.members()))
+        return frame(state.page(live=True, moment=time.strftime("%Y-%m-%d %H:%M:%S")))
 
     # -- in a notebook ----------------------------------------------------------------------------------
 

@@ -55,5 +55,7 @@ class _Guarded:
                 self._warned = True
                 what = " ".join(str(error).split())
                 words = f"{type(error).__name__}: {what}" if what else type(error).__name__
-                self._warn(f"{self._name} failed ({words}); the run goes on, more of the kind is not told")
+                self._warn(
+                    f"{self._name} failed ({words}); the run continues, and more of this kind is not reported"
+                )
             return None

@@ -18,7 +18,7 @@ import pytest
 from msgspec.structs import replace
 
 from potluck.errors import UserError
-from potluck.lab import cgroup, permission, state
+from potluck.lab import cgroup, permission, rigs_up
 from potluck.lab.namespaces import MODULES, NamespaceBox
 from potluck.lab.permission import why_not
 from support.rigs import assert_nothing_is_left, cgroups, files, processes, rig, the_state, wait_until
@@ -194,7 +194,7 @@ def test_it_works_without_root(tmp_path: Path) -> None:
             assert owner.stdout is not None
             assert owner.stdout.readline() == "up\n"
             (file,) = place.glob("*/*.json")
-            found = msgspec.json.decode(file.read_bytes(), type=state.State)
+            found = msgspec.json.decode(file.read_bytes(), type=rigs_up.State)
             network = f"/proc/{found.holders['desk'].pid}/ns/net"
             assert os.stat(network).st_ino != os.stat("/proc/self/ns/net").st_ino
             assert "eth0" in Path(f"/proc/{found.holders['b'].pid}/net/dev").read_text()
@@ -286,8 +286,8 @@ def test_what_a_killed_supervisor_leaves_is_removed_by_the_next_call_and_nothing
 
 
 def test_a_later_process_with_the_same_id_is_not_the_supervisor(runtime: Path, tmp_path: Path) -> None:
-    folder = state.folder()
-    own = state.identify(os.getpid())
+    folder = rigs_up.folder()
+    own = rigs_up.identify(os.getpid())
     assert own is not None
     assert own.lives
     assert not own.gone
@@ -297,13 +297,13 @@ def test_a_later_process_with_the_same_id_is_not_the_supervisor(runtime: Path, t
         ("elsewhere", {"space": "pid:[1]"}),
         ("here", {}),
     ):
-        state.write(folder, name, state.State(supervisor=replace(own, **process)))
-        state.lock_path(folder, name).touch()
-    with state.starting(folder):
-        assert state.sweep(folder) == ["earlier", "rebooted"]
+        rigs_up.write(folder, name, rigs_up.State(supervisor=replace(own, **process)))
+        rigs_up.lock_path(folder, name).touch()
+    with rigs_up.starting(folder):
+        assert rigs_up.sweep(folder) == ["earlier", "rebooted"]
     assert files(runtime) == ["elsewhere.json", "elsewhere.lock", "here.json", "here.lock"]
     for name in ("elsewhere", "here"):
-        state.remove(folder, name)
+        rigs_up.remove(folder, name)
 
 
 def test_a_state_folder_that_is_not_ours_alone_is_refused(runtime: Path) -> None:
@@ -311,14 +311,14 @@ def test_a_state_folder_that_is_not_ours_alone_is_refused(runtime: Path) -> None
     (runtime / "real").mkdir(mode=0o700)
     path.symlink_to(runtime / "real")
     with pytest.raises(UserError, match="not a folder of yours alone"):
-        state.folder()
+        rigs_up.folder()
     path.unlink()
     path.mkdir()
     path.chmod(0o755)
     with pytest.raises(UserError, match="not a folder of yours alone"):
-        state.folder()
+        rigs_up.folder()
     path.chmod(0o700)
-    assert state.folder() == path
+    assert rigs_up.folder() == path
 
 
 @pytest.mark.skipif(not may_limit(), reason="needs root and the cpu controller of cgroups")

@@ -111,6 +111,7 @@ if [ "$1" = venv ]; then
     exit
 fi
 echo "$@" >> {folder}/asked
+env > {folder}/variables
 case "$*" in *" -c "*) exit {with_pins} ;; esac
 exit {without}
 """
@@ -146,10 +147,18 @@ def test_a_machine_without_uv_fetches_it_and_gives_it_the_settings_of_pip(tmp_pa
     assert f"--find-links {tmp_path} --no-index" in asked
     assert asked.count("\n") == 1
     listed = (
-        "global.index-url='https://a/'\nglobal.extra-index-url='https://b\\nhttps://c'\n:env:.index-url='https://d'"
+        "global.index-url='https://a/'\nglobal.extra-index-url='https://b\\nhttps://c'\n:env:.index-url='https://d'\n"
+        "global.cert='/etc/our-ca.pem'\nglobal.proxy='http://p:1'\ninstall.trusted-host='e f'"
     )
-    settings = ["--extra-index-url", "https://b", "--extra-index-url", "https://c", "--index-url", "https://d"]
-    assert installer._settings(listed)[2:] == settings
+    words, variables = installer._settings(listed)
+    settings = ["--extra-index-url", "https://b", "--extra-index-url", "https://c"]
+    hosts = ["--allow-insecure-host", "e", "--allow-insecure-host", "f"]
+    assert words[2:] == [*settings, *hosts, "--index-url", "https://d"]
+    assert variables["SSL_CERT_FILE"] == "/etc/our-ca.pem"
+    assert variables["HTTP_PROXY"] == variables["HTTPS_PROXY"] == "http://p:1"
+    # Without a certificate of its own, pip takes the system's; uv by itself only those that it brings.
+    assert installer._settings("")[1] == {"UV_SYSTEM_CERTS": "1", "UV_NATIVE_TLS": "1"}
+    assert "UV_SYSTEM_CERTS=1" in (tmp_path / "variables").read_text()
 
 
 def test_versions_that_do_not_exist_there_are_left_to_the_installer(tmp_path: Path) -> None:

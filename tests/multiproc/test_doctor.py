@@ -20,7 +20,7 @@ from zmq.utils import garbage
 from potluck.checked import to_json
 from potluck.cli._app import READER_GONE
 from potluck.doctor import examine
-from potluck.doctor.facts import names
+from potluck.doctor.facts import resolving
 from potluck.doctor.facts.system import System
 from potluck.errors import RefusedError
 from potluck.hub.link import GuestLink
@@ -179,7 +179,7 @@ def test_a_slow_resolver_is_left_alone_after_its_deadline(monkeypatch: pytest.Mo
         raise socket.gaierror(-3, "Temporary failure in name resolution")
 
     monkeypatch.setattr(socket, "getaddrinfo", slow)
-    (lookup,) = names.lookups("tower", None, deadline_s=0.1)
+    (lookup,) = resolving.lookups("tower", None, deadline_s=0.1)
     wake.set()
     assert not lookup.finished
 

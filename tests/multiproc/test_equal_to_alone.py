@@ -44,3 +44,23 @@ def test_three_guests_with_their_own_micro_batches_change_nothing(tmp_path: Path
         difference = (found[name] - tensor).norm() / tensor.norm()
         assert difference < 1e-5, f"{name} differs by {difference:.2e}"
     assert losses == pytest.approx(expected_losses, rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_guest_that_comes_in_the_middle_of_a_long_step_computes_a_part_of_it(tmp_path: Path) -> None:
+    """Steps of 15 s, the second of which begins before the guest: it is checked and lent samples in it."""
+    out, batch = tmp_path / "weights.safetensors", 150
+    with Fleet(tmp_path) as fleet:
+        paced = ["--device", "paced:0.1", "--micro-batch", "4"]
+        words = ["--steps", 2, "--batch", batch, "--clip", CLIP, "--out", out]
+        host = fleet.host(JOB, *paced, "--codec", "none", arguments=words)
+        fleet.wait_for_step(host, 1)
+        guest = fleet.guest("ann", *paced)
+        host.succeeds(deadline_s=90)
+        guest.succeeds(deadline_s=20)
+        assert fleet.steps_with("ann") == [2]
+    expected, _ = job.trained_by_hand(2, batch, CLIP)
+    found = load_file(out)
+    for name, tensor in expected.items():
+        assert (found[name] - tensor).norm() / tensor.norm() < 1e-5, name

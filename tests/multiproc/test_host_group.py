@@ -31,7 +31,7 @@ def test_two_ranks_and_a_guest_are_one_machine_and_go_on_after_ctrl_c(tmp_path: 
         guest = fleet.guest("ann", *DEVICE)
         fleet.wait_for(host, lambda: len(fleet.steps_with("ann")) >= 3, "samples of the guest", deadline_s=90)
         below = descendants(host)
-        assert len(below) == 2, below
+        assert len([p for p in below if "python" in p.name()]) == 2, below  # others keep the machine awake
         host.interrupt()
         host.wait(deadline_s=20)
         guest.succeeds(deadline_s=20)
@@ -197,7 +197,7 @@ from potluck.train.events import EventLog
 from potluck.train.folder import new_folder
 from potluck.train.context import ALONE, RANK, RunContext
 from potluck.train.ending import Interrupted
-from potluck.train.ranks import RankDone
+from potluck.train.host_ranks import RankDone
 from potluck.train.run import Run
 from potluck.train.session import device_here
 from support import queueing

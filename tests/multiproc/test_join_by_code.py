@@ -133,7 +133,7 @@ def test_what_is_said_when_a_code_cannot_be_used(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(TokenError, match=f"of protocol {PROTOCOL + 1}"):
         _by_code.token_by_code("12-maple-otter")
     found[:] = [announced(12)]
-    with pytest.raises(NetworkError, match="did not hand on the token"):
+    with pytest.raises(NetworkError, match="did not send the token"):
         _by_code.token_by_code("12-maple-otter")
 
 

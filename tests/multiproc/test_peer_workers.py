@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from potluck.lab import peers
+from potluck.lab import peer_strategies
 from potluck.train.recipes import get
 from support.processes import Processes, TestProcess
 
@@ -29,7 +29,7 @@ DEADLINE_S = 75
 
 
 def needs(name: str) -> None:
-    reason = peers.available()[name]
+    reason = peer_strategies.available()[name]
     if reason is not None:
         pytest.skip(reason)
 
@@ -63,7 +63,7 @@ def write_spec(folder: Path, devices: tuple[str, str], **changes: Any) -> Path:
 
 def start(processes: Processes, strategy: str, spec: Path) -> list[TestProcess]:
     ranks = range(len(SHARES))
-    return [processes.python(*peers.command(strategy, spec, rank), name=f"rank-{rank}") for rank in ranks]
+    return [processes.python(*peer_strategies.command(strategy, spec, rank), name=f"rank-{rank}") for rank in ranks]
 
 
 def trained_by_hand() -> tuple[dict[str, Tensor], list[float]]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from potluck.fleet.script import read_script
@@ -136,15 +137,7 @@ def test_nothing_outlives_a_killed_driver(dask: str, script: Path, tmp_path: Pat
     assert driver.stderr is not None
 
     def ours() -> list[int]:
-        found = []
-        for path in Path("/proc").glob("[0-9]*/cmdline"):
-            try:
-                words = path.read_bytes()
-            except OSError:
-                continue
-            if b"potluck\0host" in words and str(tmp_path / "never").encode() in words:
-                found.append(int(path.parent.name))
-        return found
+        return [p.pid for p in psutil.Process().children(recursive=True) if "potluck.cli._warm" in _words(p)]
 
     try:
         _wait(lambda: len(ours()) == 2, 60)
@@ -153,6 +146,13 @@ def test_nothing_outlives_a_killed_driver(dask: str, script: Path, tmp_path: Pat
         driver.wait()
         driver.stderr.close()
     _wait(lambda: not ours(), 10)
+
+
+def _words(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
 
 
 def _wait(reached: Callable[[], Any], seconds: float) -> Any:

@@ -106,12 +106,18 @@ def test_a_run_with_a_flapping_guest_and_a_broken_machine_is_stopped_by_ctrl_c(
 
 
 def test_the_status_is_the_runs_and_the_first_error_is_named(tmp_path: Path, machines: sshd.SshMachines) -> None:
-    machines.add("laptop")
+    path = machines.variables["PATH"]
+    inhibits = Path(path.partition(os.pathsep)[0]) / "systemd-inhibit"
+    inhibits.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/kept-awake\nexec cat\n')
+    inhibits.chmod(0o755)
+    machines.add("laptop", env=f"PATH={path}")
     script = tmp_path / "train.py"
     script.write_text("import sys, potluck\nrun = potluck.start()\nprint('got', sys.argv[1:])\n1 / 0\n")
     with Processes(tmp_path / "up") as processes:
         up = started(processes, machines, "laptop", "--", str(script), "--steps", "5", "--", "-x")
         up.exits_with(1, 150)
+        # The host and, if it came so far, its guest, with two locks each.
+        assert (tmp_path / "kept-awake").read_text().count("--what=sleep") >= 1
         assert "here   │ got ['--steps', '5', '--', '-x']" in up.stdout()
         assert "here   │     1 / 0" in up.stdout()
         assert "the first error was on here: ended with status 1" in up.stdout()

@@ -18,12 +18,16 @@ from typing import ClassVar
 import msgspec
 import pytest
 
+from potluck.lab import rigs
 from potluck.report.summary import read_events, summarize
 from potluck.report.summary_text import HEADER, machine_cells, summary_facts
 from potluck.spec import events as ev
 from potluck.web.document import document, state_of
+from potluck.web.lab_page import lab_page
 from potluck.web.opening import WebPage
 from potluck.web.serving import Serving
+from potluck.web.state import GuestAbout, PageState
+from support import lab_outcomes
 from support import sample_events as sample
 from support.browser import CHROMIUM, Browser
 from support.fleet import JOB, Fleet
@@ -261,17 +265,66 @@ def test_it_fits_and_can_be_used_from_the_keyboard(browser: Browser, tmp_path: P
         browser.open(file.as_uri(), width=width, dark=width == 1920)
         assert browser.value("document.documentElement.scrollWidth") <= width
         fits = "s => s.hidden || s.scrollWidth <= s.clientWidth + 1"
-        assert browser.value(f"[...document.querySelectorAll('section')].every({fits})")
+        assert browser.value(f"[...document.querySelectorAll('section, .scroll')].every({fits})")
         assert browser.value(PALE) == []
+        assert browser.value(OVERLAPS) == []
+        assert browser.value(LOOSE) == []
     browser.value("document.querySelector('#curves svg').focus()")
     for key in ("Home", "ArrowRight"):
         browser.call("Input.dispatchKeyEvent", type="keyDown", key=key)
     assert browser.text("#curves output").startswith("step 2: ")
     browser.value("document.querySelector('#axis').click()")
     assert browser.text("#axis") == "show over steps"
+    assert browser.text("#curves-h").startswith("Curves over time")
     assert browser.faults == []
 
 
+def test_the_labs_page_fits(browser: Browser, tmp_path: Path) -> None:
+    file = tmp_path / "lab.html"
+    file.write_text(document(lab_page(*lab_outcomes.all_of(rigs.load("home-pair")))))
+    for width in (380, 1920):
+        browser.open(file.as_uri(), width=width, dark=width == 1920)
+        assert browser.value("document.documentElement.scrollWidth") <= width
+        assert browser.value(OVERLAPS) == []
+        assert browser.value(PALE) == []
+        assert "computes 99 %" in browser.text("#timeline")
+    assert browser.faults == []
+
+
+def test_a_guest_without_a_host_shows_no_line_to_it(browser: Browser, tmp_path: Path) -> None:
+    guest = PageState(GuestAbout(host="tower", run="r1", name="laptop", device="cpu"))
+    file = tmp_path / "guest.html"
+    for event, style in ((ev.HostBack(), "solid"), (ev.HostGone(seconds=3.0), "dotted")):
+        guest.fold(event)
+        file.write_text(document(guest.page()))
+        browser.open(file.as_uri())
+        assert browser.value("getComputedStyle(document.querySelector('.wire')).borderBottomStyle") == style
+        assert browser.value(LOOSE) == []
+    assert browser.faults == []
+
+
+OVERLAPS = """
+[...document.querySelectorAll('svg')].flatMap((svg) => {
+  const boxes = [...svg.querySelectorAll('text')].map((e) => [e.textContent, e.getBoundingClientRect()]);
+  const both = (p, q, from, to) => Math.min(p[to], q[to]) - Math.max(p[from], q[from]);
+  return boxes.flatMap(([a, p], i) => boxes.slice(i + 1).filter(
+    ([, q]) => both(p, q, 'left', 'right') > 1 && both(p, q, 'top', 'bottom') > 3
+  ).map(([b]) => `${a} | ${b}`));
+})
+"""
+"""Texts of a drawing that lie on each other."""
+LOOSE = """
+(() => {
+  const guests = [...document.querySelectorAll('.guests li')];
+  const wires = guests.map((li) => [li, li.querySelector('.wire').getBoundingClientRect()]);
+  return wires.filter(([li, wire]) => {
+    const line = getComputedStyle(li, '::before'), box = li.getBoundingClientRect();
+    const end = box.bottom - parseFloat(line.bottom);
+    return li.classList.contains('last') ? Math.abs(end - wire.bottom) > 1.5 : Math.abs(end - box.bottom) > 1.5;
+  }).map(([li]) => li.innerText);
+})()
+"""
+"""Guests at which the line from the host ends elsewhere than at the last of them."""
 PALE = """
 (() => {
   const parts = (colour) => colour.match(/[\\d.]+/g).map(Number);

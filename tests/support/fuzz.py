@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+import zstandard
 
 from potluck import codec as codecs
 from potluck.codec import changes, coder
@@ -377,6 +378,27 @@ class Streams:
         ]
         self._honest = [(count, bytes(codecs.to_wire(self._codec, payload))) for count, payload in self._payloads]
 
+    def _framed(self, content: bytes) -> bytes:
+        """As another zstandard could code it: other levels, windows, blocks and checksums; more than one frame."""
+        chance = self._mutator.chance
+        parameters = zstandard.ZstdCompressionParameters.from_level(
+            chance.choice((-5, 1, 3, 9)),
+            window_log=chance.randint(10, 24),
+            write_checksum=chance.random() < 0.3,
+            write_content_size=chance.random() < 0.8,
+        )
+        stream = zstandard.ZstdCompressor(compression_params=parameters).compressobj(size=len(content))
+        parts, block = [], chance.choice((1, 7, 100, 1000, 1 << 17))
+        for start in range(0, min(len(content), 40 * block), block):
+            parts += [
+                stream.compress(content[start : start + block]),
+                stream.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK),
+            ]
+        with contextlib.suppress(zstandard.ZstdError):  # not all was given
+            parts.append(stream.flush())
+        skipped = b"\x50\x2a\x4d\x18" + chance.choice((b"\x02\0\0\0ab", b"\xff\xff\xff\xff", b"\0\0\0\0"))
+        return b"".join(chance.choice((parts, parts, parts * 2, [skipped, *parts], [*parts, skipped])))
+
     def __call__(self) -> None:
         chance, codec = self._mutator.chance, self._codec
         count, message = chance.choice(self._honest)
@@ -388,6 +410,10 @@ class Streams:
         elif what < 0.4:
             same = np.full(codec.nbytes(count) + chance.randint(-1, 1), chance.randrange(256), dtype=np.uint8)
             message = b"".join((b"\x01", *coder.coded(same)))
+        elif what < 0.5:
+            count, payload = chance.choice(self._payloads)
+            message = b"\x01" + self._framed(bytes(payload.numpy()))
+            message = message if chance.random() < 0.5 else self._mutator.bytes(message)
         elif what < 0.95:
             message = message[:1] + self._mutator.bytes(message[1:])
         else:

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from potluck.lab import cgroup, rigs, state
+from potluck.lab import cgroup, rigs, rigs_up
 from potluck.spec.rig import Rig, parse
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
@@ -48,7 +48,7 @@ def processes(runtime: Path) -> list[str]:
 
 
 def files(runtime: Path) -> list[str]:
-    return sorted(path.name for path in runtime.glob("*/*") if path.name != state.START_LOCK)
+    return sorted(path.name for path in runtime.glob("*/*") if path.name != rigs_up.START_LOCK)
 
 
 def cgroups(*names: str) -> set[str]:
@@ -74,6 +74,6 @@ def assert_nothing_is_left(runtime: Path) -> None:
     assert files(runtime) == []
 
 
-def the_state(runtime: Path, name: str) -> state.State:
+def the_state(runtime: Path, name: str) -> rigs_up.State:
     (file,) = runtime.glob(f"*/{name}-*.json")
-    return msgspec.json.decode(file.read_bytes(), type=state.State)
+    return msgspec.json.decode(file.read_bytes(), type=rigs_up.State)

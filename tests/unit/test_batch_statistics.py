@@ -19,9 +19,9 @@ from potluck.spec.config import MEMORY_PART, MOST_MICRO_BATCH
 from potluck.spec.events import StatisticsMeasured
 from potluck.train.batch_statistics import StatisticsNotice, batch_statistics, least_samples
 from potluck.train.data import epoch_order
+from potluck.train.host_ranks import shares
 from potluck.train.microbatch import FIRST_OF_MANY, MicroBatch
 from potluck.train.rank_loop import refuse_synchronized
-from potluck.train.ranks import shares
 from potluck.wire.frames import dump_json
 from support.protocol_world import ABOUT, World
 from support.stepping_table import Table, events, sends

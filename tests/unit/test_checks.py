@@ -104,6 +104,7 @@ def test_one_that_is_checked_again_later_is_judged_by_the_spread_at_once_and_nob
         world.take_all("a")
         assert due(world).twice == CPU
         world.compare(spread=0.4, unmatched=CPU)
+        world.deliver("a")
         world.members["a"].state = SYNCING  # as the guard does every now and then
     assert len(of_kind(world, "note")) == 1
     assert len(of_kind(world, "guest_joined")) == 1

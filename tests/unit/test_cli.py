@@ -180,6 +180,8 @@ def test_an_option_of_a_script_is_told_where_it_goes(
     assert (
         "hint: options of s.py go after --, for example: potluck host s.py -- --epochs" in capsys.readouterr().err
     )
+    assert _app.run(["up", "desk", "s.py", "--epochs", "5"]) == 2
+    assert "for example: potluck up desk -- s.py --epochs" in capsys.readouterr().err
     assert _app.run(["host", "--epochs", "5"]) == 2
     assert "hint:" not in capsys.readouterr().err
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -74,6 +77,58 @@ def test_a_stream_that_goes_on_is_not_decoded_beyond_its_payload(count: int) -> 
             from_wire(codec, b"\x01" + bomb, count)
 
 
+def in_small_blocks(content: bytes, nbytes: int) -> bytes:
+    """One frame, each block of `nbytes` with Huffman codes of its own."""
+    stream = zstandard.ZstdCompressor(level=3).compressobj(size=len(content))
+    parts = []
+    for start in range(0, len(content), nbytes):
+        parts += [stream.compress(content[start : start + nbytes]), stream.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)]
+    return b"".join([*parts, stream.flush()])
+
+
+def test_a_message_of_many_small_blocks_is_refused_before_it_is_decoded() -> None:
+    """It took 38 ms where an honest one takes 0.2: a guest could have kept its host from ending a step."""
+    codec, count = get("thin"), 1 << 20
+    content = bytes(codec.encode(normal(count)).numpy())
+    for nbytes in (80, 300, 900):
+        with pytest.raises(WireError, match="blocks"):
+            from_wire(codec, b"\x01" + in_small_blocks(content, nbytes), count)
+    empty = bytes(3)  # a raw block of no bytes, and not the last one
+    honest = b"".join(coder.coded(np.frombuffer(content, dtype=np.uint8)))
+    header = zstandard.frame_header_size(honest)
+    with pytest.raises(WireError, match="blocks"):
+        from_wire(codec, b"\x01" + honest[:header] + 60_000 * empty + honest[header:], count)
+
+
+@pytest.mark.parametrize("nbytes", [2048, 1 << 15, 1 << 17])
+def test_other_zstandards_may_cut_their_blocks_elsewhere(nbytes: int) -> None:
+    codec, count = get("thin"), 1 << 20
+    scales = 2 * -(-count // 128)
+    payload = codec.encode(normal(count))
+    flat = payload.numpy()
+    content = flat[1:scales:2].tobytes() + flat[:scales:2].tobytes() + flat[scales:].tobytes()
+    assert torch.equal(from_wire(codec, b"\x01" + in_small_blocks(content, nbytes), count), payload)
+
+
+@pytest.mark.parametrize("log", [18, 27, 31])
+def test_no_room_is_made_for_a_large_window(log: int) -> None:
+    """A frame may say that it needs 2 GiB of what was decoded before."""
+    codec, count = get("thin"), 1 << 20
+    content = bytes(codec.encode(normal(count)).numpy())
+    honest = b"".join(coder.coded(np.frombuffer(content, dtype=np.uint8)))
+    assert honest[4] == 0x80, "four bytes of length, and a window"
+    windowed = honest[:5] + bytes(((log - 10) << 3,)) + honest[6:]
+    assert zstandard.get_frame_parameters(windowed).window_size == 1 << log
+    with contextlib.suppress(WireError):
+        assert coder.decoded(windowed, len(content), "thin").tobytes() == content
+    assert coder._coders.decoder.memory_size() < 1 << 19
+    unsized = honest[:4] + b"\x00" + windowed[5:6] + honest[10:]
+    for named in (unsized, honest[:4] + b"\x81" + honest[5:6] + b"\x07" + honest[6:]):  # by the dictionary 7
+        with pytest.raises(WireError):
+            coder.decoded(named, len(content), "thin")
+    assert coder._coders.decoder.memory_size() < 1 << 19
+
+
 def test_what_is_no_message_is_refused() -> None:
     codec, count = get("thin"), 1000
     message = bytes(to_wire(codec, codec.encode(normal(count))))
@@ -83,6 +138,15 @@ def test_what_is_no_message_is_refused() -> None:
     for other in (count - 64, count + 64):
         with pytest.raises(WireError):
             from_wire(codec, message, other)
+
+
+def test_without_zstandard_one_line_says_what_to_type() -> None:
+    """As in a checkout that was updated to protocol 3, and not installed again."""
+    program = "import sys; sys.modules['zstandard'] = None; import potluck.codec.coder"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    said = done.stderr.splitlines()[-2:]
+    assert "MissingModuleError: Potluck needs zstandard, which is not installed here" in said[0]
+    assert said[1] == "hint: pip install 'zstandard>=0.23'"
 
 
 def test_any_message_decodes_to_finite_values_or_raises() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,8 +12,9 @@ from torch.utils.data import IterableDataset
 
 from potluck.device.cpu import CpuDevice
 from potluck.errors import DataError
-from potluck.train.data import Loader, epoch_order, to_device
+from potluck.train.data import Loader, cloned, epoch_order, to_device
 from potluck.train.step_loader import DataSetLoader
+from support.fake_device import FakeDevice
 
 
 class Squares:
@@ -83,6 +85,19 @@ def test_a_tensor_on_a_device_is_refused_and_named() -> None:
     with pytest.raises(DataError, match="a batch of the loader has a tensor on meta") as error:
         to_device({"points": torch.zeros(2), "labels": labels}, CpuDevice())
     assert "leave samples and labels on the CPU" in error.value.hint
+
+
+def test_mappings_go_to_the_device_and_stay_what_they_are() -> None:
+    """The collators of Hugging Face return a mapping of their own, which is no dict."""
+    batch = UserDict(points=torch.zeros(2), more={"labels": torch.zeros(2)})
+    device = FakeDevice()
+    moved = to_device(batch, device)
+    assert type(moved) is UserDict
+    assert [moved["points"].device, moved["more"]["labels"].device] == [device.torch_device] * 2
+    assert [batch["points"].device, batch["more"]["labels"].device] == [torch.device("cpu")] * 2
+    own = cloned(batch)
+    own["points"] += 1
+    assert batch["points"].tolist() == [0.0, 0.0]
 
 
 def test_a_data_set_ends_with_the_step_that_has_its_last_epochs_last_sample() -> None:

@@ -9,11 +9,12 @@ import psutil
 import pytest
 import torch
 
-from potluck import limits
+from potluck import checked, limits
 from potluck.device import Device, pick, register
 from potluck.device import pick as pick_function
 from potluck.device.cpu import CpuDevice
 from potluck.errors import ConfigError
+from potluck.spec.outcome import TracedInterval
 
 no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
 no_mps = pytest.mark.skipif(torch.backends.mps.is_available(), reason="this machine has MPS")
@@ -132,7 +133,7 @@ def test_no_trace_is_written_unless_asked_for(monkeypatch: pytest.MonkeyPatch, t
     device.begin(3)
     device.end()
     device.trace.close()
-    assert '"samples": 3}\n' in (tmp_path / "trace").read_text()
+    assert checked.decode((tmp_path / "trace").read_bytes(), TracedInterval).samples == 3
 
 
 def test_names_are_read_leniently() -> None:

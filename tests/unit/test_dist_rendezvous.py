@@ -39,7 +39,7 @@ def met(rank: int, *others: RankInfo | str) -> Membership:
 
 @pytest.mark.parametrize("key", ["", " ", "short", "x" * 41, "\u00fc" * 40, "\0" * 40])
 def test_a_rank_without_a_key_is_refused_by_its_number_where_encryption_is_on(key: str) -> None:
-    with pytest.raises(CollectiveError, match="rank 2 came without a key, and encryption is on") as caught:
+    with pytest.raises(CollectiveError, match="rank 2 sent no key, and encryption is on") as caught:
         met(1, info(0), info(1), info(2, key=key))
     assert "POTLUCK_DIST_ENCRYPTION=0" in caught.value.hint
 

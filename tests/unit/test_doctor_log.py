@@ -17,12 +17,11 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from potluck.checked import to_json
-from potluck.cli import _log_file
 from potluck.cli._app import run
 from potluck.cli._doctor_view import lines_of
-from potluck.cli._log_file import read_parts
-from potluck.doctor import examine
+from potluck.doctor import examine, log_file
 from potluck.doctor.log import read_log
+from potluck.doctor.log_file import read_parts
 from potluck.doctor.log_text import MOST_QUOTED, Part, decoded, redacted
 from potluck.doctor.signatures import SIGNATURES
 from potluck.errors import UserError
@@ -561,9 +560,9 @@ def test_logs_in_other_encodings_are_read(tmp_path: Path) -> None:
 def test_a_long_log_is_read_at_both_ends_with_true_line_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_log_file, "HEAD_BYTES", 1000)
-    monkeypatch.setattr(_log_file, "TAIL_BYTES", 3000)
-    monkeypatch.setattr(_log_file, "_PIECE", 700)
+    monkeypatch.setattr(log_file, "HEAD_BYTES", 1000)
+    monkeypatch.setattr(log_file, "TAIL_BYTES", 3000)
+    monkeypatch.setattr(log_file, "_PIECE", 700)
     lines = [f"line {n}" for n in range(1, 2001)]
     lines[9], lines[999], lines[1994] = f"{C10D} 10.0.0.1:1", "CUDA out of memory. Tried to allocate", "EADDRINUSE"
     file = tmp_path / "log"

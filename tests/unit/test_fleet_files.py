@@ -83,7 +83,7 @@ def test_the_yaml_of_accelerate(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("f.toml", '[[machine]]\nssh = "-oProxyCommand=sh"\n', "no name of a machine"),
+        ("f.toml", '[[machine]]\nssh = "-oProxyCommand=sh"\n', "not the name of a machine"),
         ("f.toml", '[[machine]]\nssh = "a"\npyton = "x"\n', "pyton"),
         ("f.toml", '[[machine]]\nssh = "a"\nname = "x"\n[[machine]]\nssh = "b"\nname = "x"\n', "two machines"),
         ("f.toml", 'host = "c"\n[[machine]]\nssh = "a"\n', "no machine 'c'"),
@@ -101,5 +101,5 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, name: str, text: str,
 
 
 def test_a_name_that_ssh_would_take_for_an_option_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no name of a machine"):
+    with pytest.raises(ConfigError, match="not the name of a machine"):
         read_fleet(["-oProxyCommand=x"])

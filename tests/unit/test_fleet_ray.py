@@ -73,6 +73,23 @@ def test_nodes_are_called_by_their_names_or_their_hosts(monkeypatch: pytest.Monk
     assert made(monkeypatch, nodes).machines() == ("desk", "mac", "10.0.0.4", "mac-5")
 
 
+def test_a_restarted_node_takes_the_place_of_the_one_that_ray_still_holds_for_alive(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    old, new = node("3", "mac", "box", "10.0.0.3"), node("4", "mac", "box", "10.0.0.3")
+    engine = made(monkeypatch, [old, new])
+    assert list(engine.nodes()) == ["mac", "mac-4"]  # two nodes of one name, as far as anybody knows
+    engine._forget(old)
+    assert engine.nodes() == {"mac": new}
+    alone = made(monkeypatch, [old])
+    alone._forget(old)
+    assert alone.nodes() == {"mac": old}  # only its actor was lost
+    unnamed = [node(n, "10.0.0.3", "box", "10.0.0.3") for n in ("3", "4")]
+    engine = made(monkeypatch, unnamed)
+    engine._forget(unnamed[0])
+    assert engine.nodes() == {"box": unnamed[1]}
+
+
 def test_a_guest_holds_all_of_its_node_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = [node("2", "desk", "desk", "10.0.0.2", Resources={"CPU": 8.0, "GPU": 2.0})]
     whole = made(monkeypatch, nodes)
@@ -101,6 +118,8 @@ def test_a_node_that_comes_is_added_and_one_that_goes_is_dropped(monkeypatch: py
         assert changed.wait_for(lambda: ("add", "desk") in told, 10)
         nodes.append(node("3", "mac", "mac", "10.0.0.3"))
         assert changed.wait_for(lambda: ("add", "mac") in told, 10)
+        nodes[0] = node("4", "desk", "desk", "10.0.0.2")
+        assert changed.wait_for(lambda: told.count(("add", "desk")) == 2, 10)  # restarted: no pause after failures
         del nodes[0]
         assert changed.wait_for(lambda: ("drop", "desk") in told, 10)
-    assert told == [("add", "desk"), ("add", "mac"), ("drop", "desk")]
+    assert told == [("add", "desk"), ("add", "mac"), ("add", "desk"), ("drop", "desk")]

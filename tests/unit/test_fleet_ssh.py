@@ -13,9 +13,10 @@ import zipfile
 from io import BytesIO
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from potluck.doctor.remote import NO_PYTHON, unfit, unreached
+from potluck.doctor.remote import LOST, NO_PYTHON, unfit, unreached
 from potluck.errors import MachineError
 from potluck.fleet import agent, bootstrap
 from potluck.fleet.bootstrap import FleetNeeds
@@ -151,32 +152,36 @@ def test_a_fleet_is_closed_at_once_while_a_machine_does_not_answer(tmp_path: Pat
     assert failed
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="macOS has its own program for this")
-def test_a_machine_is_kept_awake_while_something_runs_there(
+@pytest.mark.skipif(os.name != "posix", reason="needs a shell")
+def test_a_machine_that_vanishes_while_something_is_installed_is_lost_and_not_unfit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inhibits = tmp_path / "systemd-inhibit"
-    inhibits.write_text(f'#!/bin/sh\necho $$ "$@" > {tmp_path}/asked\nexec cat\n')
-    inhibits.chmod(0o755)
+    """So the launcher tries it again; without a connection nobody can say that something cannot be installed."""
+    uv = tmp_path / "uv"
+    uv.write_text(f"#!/bin/sh\ntouch {tmp_path}/installing\nexec sleep 100\n")
+    uv.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    needs = FleetNeeds(imports={}).of(NamedMachine(cache=str(tmp_path / "cache")))
-    link = AgentLink("desk", [sys.executable, *words_of(agent, needs)])
+    machine = NamedMachine(ssh="d", name="d", python=sys.executable, cache=str(tmp_path / "cache"))
+    needs = FleetNeeds(extra=("no-such-package-here",), imports={})
+    here = ("sh", "-c", 'for line; do :; done; exec sh -c "$line"', "ssh")  # as ssh to this very machine
+    fleet = SshFleet([machine], needs, logs=tmp_path, ssh=here)
+
+    def vanish() -> None:
+        while not (tmp_path / "installing").exists():
+            time.sleep(0.01)
+        (link,) = fleet._links
+        link._process.terminate()
+
+    vanishing = threading.Thread(target=vanish)
+    vanishing.start()
     try:
-        assert link.greet(30) is not None
-        task = link.run(["sleep", "600"], tmp_path / "log", awake=True)
-        deadline = time.monotonic() + 20
-        while not (tmp_path / "asked").exists() or not (tmp_path / "asked").read_text():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        pid, *words = (tmp_path / "asked").read_text().split()
-        assert "--what=sleep:idle" in words
-        assert Path(f"/proc/{pid}").exists()
-        task.end(0.0)
-        while Path(f"/proc/{pid}").exists():
-            assert time.monotonic() < deadline, "it keeps the machine awake for nothing"
-            time.sleep(0.01)
+        with pytest.raises(MachineError, match="the connection broke") as failed:
+            fleet.prepare("d")
+        assert [finding.code for finding in failed.value.findings] == [LOST]
+        assert "ssh d uptime" in failed.value.findings[0].fix
     finally:
-        link.close()
+        fleet.close()
+        vanishing.join()
 
 
 def facts(**changed: object) -> RemoteFacts:
@@ -229,3 +234,26 @@ def test_a_wrong_clock_does_not_matter_where_nothing_is_installed() -> None:
     (finding,) = unfit("desk", "me@desk.lan", off, (), own=False, clock_s=1000.0)
     assert (finding.code, finding.severity) == ("clock-off", "warning")
     assert "400 days behind" in finding.what
+
+
+def test_what_an_agent_says_is_checked_where_it_enters(tmp_path: Path) -> None:
+    """Facts of another type count as none; a line that is no answer may be some program's."""
+    lines = ["no JSON", "[]", '{"id": "x"}', '{"id": 1, "status": "ended"}', '{"id": 1, "status": 3}']
+    program = (
+        "import json, sys\n"
+        f"print({agent.HELLO!r} + sys.argv[1], flush=True)\n"
+        "print(*json.loads(sys.argv[2]), sep='\\n', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    right = msgspec.to_builtins(facts())
+    for found, greeted in (({**right, "cores": "four"}, False), (right, True)):
+        link = AgentLink("desk", [sys.executable, "-c", program, json.dumps(found), json.dumps(lines)])
+        try:
+            task = link._task(tmp_path / "log")
+            assert (link.greet(30) is not None) == greeted
+            if greeted:
+                ended = task.wait(30)
+                assert ended is not None
+                assert ended.status == 3
+        finally:
+            link.close()

@@ -284,6 +284,35 @@ def test_a_host_with_cores_to_spare_reads_pieces_side_by_side(monkeypatch: pytes
     assert threads <= {f"potluck-coder_{n}" for n in range(4)}
 
 
+@pytest.mark.parametrize("left", [True, False], ids=["the guest left", "its lease was taken back"])
+def test_pieces_that_will_not_count_are_not_kept(monkeypatch: pytest.MonkeyPatch, left: bool) -> None:
+    """Those that wait for a thread are not decoded any more. What is decoded is let go: up to 256 MiB a guest."""
+    begun, go = threading.Semaphore(0), threading.Event()
+
+    def held(*given: Any) -> Tensor:
+        begun.release()
+        assert go.wait(DEADLINE_S)
+        return from_wire(*given)
+
+    monkeypatch.setattr(host_coder, "usable_cores", lambda: 8)  # two threads
+    monkeypatch.setattr(host_coder, "from_wire", held)
+    with Pair("thin").running() as pair:
+        pieces = contribute(pair, 1, gradients(pair, 1))  # type: ignore[arg-type]
+        assert len(pieces) > 2
+        read_ahead(pair, 1, pieces)
+        for _ in range(2):
+            assert begun.acquire(timeout=DEADLINE_S)
+        arriving = pair.coder._arriving["guest"]
+        if left:
+            pair.coder.forget("guest")
+        else:
+            pair.coder.collect()
+        assert not pair.coder._arriving
+        assert sum(ready.cancelled() for _, ready in arriving.pieces.values()) == len(pieces) - 2
+        go.set()
+        assert decode(pair, 2, contribute(pair, 2, gradients(pair, 2))) is None  # type: ignore[arg-type]
+
+
 def test_a_piece_that_was_replaced_after_it_was_read_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_coder, "usable_cores", lambda: 16)
     with Pair("thin").running() as pair:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import inspect
 import json
 import os
@@ -241,6 +242,30 @@ def test_what_only_a_host_has_needs_host_true() -> None:
             potluck.start(**keywords)  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         potluck.start(hots=True)  # type: ignore[call-arg]
+
+
+def test_a_run_alone_can_have_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="port only with host=True"):
+        potluck.start(web=True, port=5599)
+    shown = []
+    run = potluck.start(web=True, runs=tmp_path, device="cpu", view="plain")
+    assert isinstance(run, HostedRun)
+    assert (run.role, run.join_line) == ("alone", None)
+    assert run.page_url is not None
+    trained(run, at=lambda index: shown.append(run._repr_html_()))
+    said = capsys.readouterr()
+    assert run.page_url in said.out
+    assert "join" not in said.out + said.err
+    (folder,) = tmp_path.iterdir()
+    assert ends(folder) == [("finished", 2)]
+    page = json.loads(html.unescape(shown[-1] or "").partition('id="data">')[2].partition("</script>")[0])
+    assert page["status"] == "training", "it goes on, and this process knows it"
+    assert page["moment"]
+    assert page["over"], "but the page in a cell stays as it is"
+    assert {machine["state"] for machine in page["machines"]} == {"computing"}
+    assert "no_guests" not in page
+    assert "codec" not in page["about"]
+    assert '"status":"finished"' in html.unescape(run._repr_html_() or "")
 
 
 def test_a_python_prompt_has_no_script_for_guests(monkeypatch: pytest.MonkeyPatch) -> None:

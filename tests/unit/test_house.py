@@ -6,6 +6,7 @@ Where a part does not exist yet its rule holds vacuously.
 from __future__ import annotations
 
 import ast
+import collections
 import functools
 import os
 import re
@@ -364,6 +365,24 @@ def test_the_public_names_are_what_is_exported() -> None:
     public = {name for name in dir(potluck) if not name.startswith("_")}
     submodules = {path.stem for path in SOURCE.iterdir()}
     assert public - submodules == set(names) - submodules - {"__version__"}
+
+
+def test_the_picture_of_the_parts_has_all_of_them() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    picture = text.split("```")[1]
+    parts = [path.parent.name for path in SOURCE.glob("*/__init__.py")]
+    assert [part for part in parts if f" {part}/ " not in picture] == []
+
+
+def test_files_of_one_name_do_one_job() -> None:
+    """A new pair needs another name, or its reason here."""
+    same_subject = (  # a verb and what it runs, data and who fills it, one room's way to the same thing
+        "bench collectives config dask ddp events facts host inputs interface local machine messages network "
+        "outcome ranks ray reach remote running series software ssh state strategies sweep tensors transport "
+        "ways work"
+    )
+    names = collections.Counter(path.stem for path in FILES if path.stem != "__init__")
+    assert sorted(name for name, count in names.items() if count > 1) == same_subject.split()
 
 
 def test_the_list_of_files_is_made_anew() -> None:

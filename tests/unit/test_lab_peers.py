@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from potluck.errors import ConfigError
-from potluck.lab import peers
+from potluck.lab import peer_strategies
 from potluck.lab.hivemind_worker import granule
 from potluck.lab.peer_run import Orders, StepPart, StepRecord, read_orders
 
@@ -29,13 +29,13 @@ def on_linux(monkeypatch: pytest.MonkeyPatch, *installed: str) -> None:
 def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     on_linux(monkeypatch, "torchft")
     missing = dict.fromkeys(("ray-ps-sync", "ray-ps-async"), "ray is not installed")
-    assert peers.available() == {"hivemind": "hivemind is not installed", "torchft": None, **missing}
+    assert peer_strategies.available() == {"hivemind": "hivemind is not installed", "torchft": None, **missing}
 
 
 def test_elsewhere_the_reason_is_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     on_linux(monkeypatch)
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    assert peers.available() == {
+    assert peer_strategies.available() == {
         "hivemind": "hivemind is not installed",
         "torchft": "torchft is published for x86-64 only, this is aarch64",
         "ray-ps-sync": "ray is not installed",
@@ -43,31 +43,31 @@ def test_elsewhere_the_reason_is_the_machine(monkeypatch: pytest.MonkeyPatch) ->
     }
     on_linux(monkeypatch, "hivemind", "torchft")
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert set(peers.available().values()) == {"it runs in network namespaces, which need Linux"}
+    assert set(peer_strategies.available().values()) == {"it runs in network namespaces, which need Linux"}
 
 
 def test_a_command_names_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     on_linux(monkeypatch, "hivemind", "torchft", "ray")
-    for name in peers.NAMES:
-        words = peers.command(name, Path("spec.json"), 1)
+    for name in peer_strategies.NAMES:
+        words = peer_strategies.command(name, Path("spec.json"), 1)
         module = "ray_ps" if name.startswith("ray") else name
         assert words == ["-m", f"potluck.lab.{module}_worker", "--spec", "spec.json", "--rank", "1"]
         assert (SOURCE / "potluck" / "lab" / f"{module}_worker.py").exists()
-        assert peers.note(name)
+        assert peer_strategies.note(name)
 
 
 def test_no_command_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     on_linux(monkeypatch)
     with pytest.raises(ConfigError, match="torchft cannot run here: torchft is not installed") as caught:
-        peers.command("torchft", Path("spec.json"), 0)
+        peer_strategies.command("torchft", Path("spec.json"), 0)
     assert ".[peers]" in caught.value.hint
     with pytest.raises(ConfigError, match="no peer strategy 'horovod'"):
-        peers.command("horovod", Path("spec.json"), 0)
+        peer_strategies.command("horovod", Path("spec.json"), 0)
 
 
 def test_asking_imports_nothing_heavy() -> None:
     code = (
-        "import sys; from potluck.lab import peers; peers.available(); "
+        "import sys; from potluck.lab import peer_strategies; peer_strategies.available(); "
         "print('heavy:', *[m for m in ('torch', 'hivemind', 'torchft', 'numpy') if m in sys.modules])"
     )
     done = subprocess.run(

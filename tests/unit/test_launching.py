@@ -275,3 +275,94 @@ def test_a_machine_that_comes_gets_a_guest_and_one_that_goes_is_forgotten() -> N
     assert not running.is_alive()
     assert world.closed
     assert not any(thread.name.startswith("potluck-tend") for thread in threading.enumerate())
+
+
+def test_a_machine_that_is_lost_while_something_is_installed_there_is_tried_again() -> None:
+    world = World({"desk": [None]})
+    world.in_place = lambda name: False  # type: ignore[method-assign]
+    reach, lost = world.reach, ["ssh-lost", "ssh-unreachable"]
+
+    def prepare(name: str) -> Any:
+        if name == "desk" and lost:
+            world.ends["desk"].insert(0, lost.pop(0))
+        return reach(name)
+
+    world.prepare = prepare  # type: ignore[method-assign]
+    launcher, status = launched(world, lambda: world.guests["desk"])
+    assert status == 0
+    assert launcher.first_error == ("desk", "desk is broken")
+    assert world.found == ["ssh-lost"]
+
+
+def test_a_guest_whose_token_becomes_known_while_it_starts_is_told() -> None:
+    world = World({"desk": [None]})
+    world.host.token = ""
+    world.host.found.clear()
+    start = world.start
+
+    def slowly(*arguments: Any) -> Task:
+        guest = start(*arguments)
+        world.host.token = "potluck3-x"
+        world.host.found.set()
+        time.sleep(0.3)  # meanwhile the launcher hears of it
+        return guest
+
+    world.start = slowly  # type: ignore[method-assign]
+    launched(world, lambda: world.guests["desk"] and world.guests["desk"][0].fed)
+    assert world.guests["desk"][0].fed == "potluck3-x\n"
+
+
+def interrupted(
+    world: World, when: Callable[[], object], then: Callable[[], None] = lambda: None
+) -> tuple[Launcher, int]:
+    """Press Ctrl-C once."""
+    work = HostWork(machine="here", words=[], cwd="", runs="")
+    launcher = Launcher(world, list(world.ends), work, world, keep_trying=False)  # type: ignore[arg-type]
+
+    def press() -> None:
+        _wait(when)
+        launcher.interrupt()
+        then()
+
+    pressing = threading.Thread(target=press)
+    pressing.start()
+    try:
+        return launcher, launcher.run()
+    finally:
+        pressing.join()
+
+
+@pytest.mark.parametrize("phase", ["reach", "prepare"])
+def test_ctrl_c_waits_for_no_machine_that_is_being_looked_at_or_installed(
+    phase: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "GOODBYE_S", 20.0)
+    world, closed = World({"desk": [None]}), threading.Event()
+    world.in_place = lambda name: False  # type: ignore[method-assign]
+    reach, close = world.reach, world.close
+    began: list[str] = []
+
+    def until_closed(name: str) -> Any:
+        if name == "desk":
+            began.append(name)
+            assert closed.wait(30)
+            raise MachineError("the launcher is ending")
+        return reach(name)
+
+    setattr(world, phase, until_closed)
+    world.close = lambda: (closed.set(), close())  # type: ignore[method-assign, assignment]
+    clock = time.monotonic()
+    _, status = interrupted(world, lambda: began, lambda: (time.sleep(0.1), world.host.finish(130)))
+    assert status == 130
+    assert time.monotonic() - clock < 10
+
+
+def test_a_host_that_ctrl_c_meets_after_its_end_has_not_failed() -> None:
+    """Python's shutdown takes a moment, in which nothing handles the signal: it dies of it."""
+    world = World({"desk": [None]})
+    launcher, status = interrupted(
+        world,
+        lambda: world.guests["desk"] and world.guests["desk"][0].fed,
+        lambda: (_wait(lambda: world.host.signals), world.host.finish(-signal.SIGINT, "was ended by signal 2")),
+    )
+    assert (status, launcher.first_error, launcher.cut_off) == (130, None, False)

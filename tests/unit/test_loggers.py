@@ -206,7 +206,7 @@ def test_a_logger_that_fails_is_one_note_and_the_others_go_on() -> None:
     thread.close()
     assert notes[:2] == ["bad: here", "good: here"]
     assert len(notes) == 3
-    assert "--log bad failed (ConnectionError: no route at step 1); the run goes on" in notes[2]
+    assert "--log bad failed (ConnectionError: no route at step 1); the run continues" in notes[2]
     assert [seen[0] for seen in good.seen] == ["begin", 1, 2, 3, "c"]
 
 

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from potluck.device import pick
 from potluck.spec.config import RunConfig
-from potluck.spec.events import Logged, RunEnded
+from potluck.spec.events import Logged, RunEnded, RunNote
 from potluck.train.context import ALONE, RunContext
 from potluck.train.events import EventLog, events_in
 from potluck.train.folder import RunFolder
@@ -299,6 +299,26 @@ def test_a_step_that_is_not_applied_leaves_no_trace_in_them(here: Bits) -> None:
             step.backward(F.cross_entropy(here.model(x), y) * (math.nan if step.index == 1 else 1.0))
         counts.append(int(here.model[1].num_batches_tracked))
     assert counts == [1, 1, 2, 3]
+
+
+@pytest.mark.parametrize("where", ["after validating", "before each step", "in each batch", "never"])
+def test_a_model_that_was_left_in_evaluation_mode_is_told_once(here: Bits, where: str) -> None:
+    run = here.run()
+    for step in run.steps(here.model, here.optimizer, here.loader, epochs=2):
+        if where == "before each step":
+            here.model.train()
+        for x, y in step:
+            if where == "in each batch":
+                here.model.train()
+            step.backward(F.cross_entropy(here.model(x), y))
+        if step.index in (1, 5):
+            here.model.eval()
+            if where == "after validating":
+                here.model.train()
+    notes = [e.text for e in events_in(here.folder / "events.jsonl") if isinstance(e, RunNote)]
+    told = [text for text in notes if "evaluation mode" in text]
+    assert len(told) == (where == "never")
+    assert all(text.startswith("step 3 was computed") for text in told)
 
 
 def test_the_epoch_loop_that_people_write_changes_few_lines(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from potluck.doctor.facts import firewalls, interfaces, leftovers, names, software, ssh
+from potluck.doctor.facts import firewalls, interfaces, leftovers, resolving, software, ssh
 from potluck.doctor.facts.system import Said, System
 from potluck.errors import ConfigError
 from potluck.spec.facts import CONTAINER, ETHERNET, LOOPBACK, OTHER, THUNDERBOLT, VPN, WIFI, Gpu, Torch
@@ -312,7 +312,7 @@ def test_rosetta_and_wsl() -> None:
 
 def test_the_hosts_file() -> None:
     text = "127.0.0.1 localhost # mine\n\n# 1.2.3.4 x\n127.0.1.1\ttower.lan tower\nfe80::1%lo0 localhost\nbroken\n"
-    lines = names.hosts_lines(text)
+    lines = resolving.hosts_lines(text)
     assert [(line.address, line.names) for line in lines] == [
         ("127.0.0.1", ("localhost",)),
         ("127.0.1.1", ("tower.lan", "tower")),
@@ -325,6 +325,7 @@ def test_the_hosts_file() -> None:
     [
         (["/usr/bin/python3", "-m", "potluck", "join", "potluck3-x"], "join"),
         (["/home/me/.venv/bin/python", "/home/me/.venv/bin/potluck", "host", "train.py"], "host"),
+        (["python", "-m", "potluck.cli._warm", "host"], "host"),
         (["vim", "potluck"], None),
         (["python", "train.py", "host"], None),
         (["python", "-m", "potluck", "doctor"], None),

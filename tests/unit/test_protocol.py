@@ -11,6 +11,7 @@ import pytest
 
 from potluck.hub import actions as act
 from potluck.hub import inputs
+from potluck.hub.checks import MID_STEP_S
 from potluck.hub.members import CHECKING, COMPUTING, JOINING, LARGEST_MICRO_BATCH, SYNCING
 from potluck.hub.newcomers import MOST_EVENTS, WITHIN_S
 from potluck.spec.events import kind_of
@@ -71,8 +72,78 @@ def test_a_guest_joins_is_brought_up_to_date_checked_and_counts() -> None:
     world.compare()
     assert member.state == COMPUTING
     assert of_kind(world, "guest_joined")[0].machine == "mac"
-    world.finish()
+    assert member.lease is not None  # at once: on a slow host the next step may be a minute away
+    world.deliver("a")
+    assert world.finish().samples == {"host": 4, "mac": 2}
     assert world.whole_step().samples == {"host": 3, "mac": 3}
+
+
+def test_a_newcomer_gets_no_lease_in_a_step_of_which_nothing_is_left_or_whose_weights_have_gone_on() -> None:
+    for gone_on in (False, True):
+        world = World(batch=6, samples=100)
+        member = world.join("a")
+        world.code()
+        world.take_all("a")
+        world.begin()
+        while world.protocol.checks.due is not None or world.protocol.ledger.in_pool:
+            world.take()
+            world.compute()
+        world.take_all("a")
+        world.sketch("a")
+        if gone_on:
+            world.end()
+        world.compare()
+        assert member.state == COMPUTING
+        assert member.lease is None
+
+
+def test_who_comes_in_the_middle_of_a_long_step_is_checked_and_lent_samples_in_it() -> None:
+    world = World(batch=60, samples=600)
+    assert world.whole_step().samples == {"host": 60}
+    world.begin()
+    for _ in range(5):
+        world.take()
+        world.compute()
+    member = world.join("a")
+    world.code()
+    world.take_all("a")
+    assert member.state == SYNCING
+    world.take()
+    assert world.in_hand is not None
+    assert world.in_hand[1] is not None  # a common batch, in the middle of the step
+    world.compute()
+    world.take_all("a")
+    assert member.state == CHECKING
+    world.sketch("a")
+    world.compare()
+    assert member.state == COMPUTING
+    assert member.lease is not None
+    world.take_all("a")
+    world.deliver("a")
+    while world.decoding:
+        world.decode()
+    samples = world.finish().samples
+    assert samples["a"] > 10
+    assert sum(samples.values()) == 60
+
+
+def test_a_short_rest_of_a_step_has_no_check() -> None:
+    world = World(batch=60, samples=600)
+    world.whole_step()
+    world.begin()
+    while world.protocol.ledger.in_pool > 2 * MID_STEP_S / HOST_S / 3:
+        world.take()
+        world.compute()
+    world.join("a")
+    world.code()
+    world.take_all("a")
+    world.take()
+    assert world.in_hand is not None
+    assert world.in_hand[1] is None
+    world.finish()
+    world.take_all("a")
+    world.begin()
+    assert world.protocol.checks.due is not None
 
 
 def test_versions_that_differ_are_noted_and_not_refused() -> None:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from potluck.device import pick_for_rank
 from potluck.errors import ConfigError, LoopError
-from potluck.train import gradient_sum, ranks
+from potluck.train import gradient_sum, host_ranks
+from potluck.train.host_ranks import Place, Ranks, place, shares
 from potluck.train.rank_loop import refuse_wrapped, seed
-from potluck.train.ranks import Place, Ranks, place, shares
 
 
 def variables(rank: int, world: int, local_world: int | None = None) -> dict[str, str]:
@@ -130,5 +130,5 @@ def test_a_ranks_random_numbers_depend_on_nothing_before() -> None:
 
 
 def test_the_end_of_a_rank_is_no_failure() -> None:
-    assert ranks.RankDone(0).code == 0
-    assert not issubclass(ranks.RankDone, Exception), "a script's `except Exception` would go on"
+    assert host_ranks.RankDone(0).code == 0
+    assert not issubclass(host_ranks.RankDone, Exception), "a script's `except Exception` would go on"

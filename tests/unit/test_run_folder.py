@@ -90,7 +90,7 @@ def test_a_full_disk_leaves_whole_lines_and_half_of_one(tmp_path: Path, capsys: 
         while (tmp_path / "events.jsonl").stat().st_size + 60 < 1000:
             log.emit(RunNote(text="a"))
         log.emit(RunNote(text="x" * 100))
-        assert "File too large; the run goes on" in capsys.readouterr().err
+        assert "File too large; the run continues" in capsys.readouterr().err
         written = len(read_events(tmp_path))
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         log.emit(HostBack())

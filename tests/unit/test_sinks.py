@@ -87,7 +87,7 @@ def test_lines_that_could_not_be_written_are_counted_where_they_are_missing(tmp_
     told = describe(seen[0])
     assert told is not None
     assert told.level == "bad"
-    assert "the run goes on" in told.text
+    assert "the run continues" in told.text
 
 
 def test_a_terminal_that_cannot_be_asked_is_no_error() -> None:

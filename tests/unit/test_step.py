@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,6 +30,33 @@ class Loop:
             yield torch.arange(float(size)) + 1
             step.check_done()
         self.completed = True
+
+
+def test_what_is_set_aside_is_added_again(weight: nn.Parameter) -> None:
+    other = nn.Parameter(torch.tensor(3.0))  # has no gradient before, or none inside
+    for uses in ((True, False), (False, True)):
+        weight.grad = other.grad = None
+        rules = StepRules(
+            batches=lambda step: iter(()), after_backward=lambda n: None, loss_is="mean", trained=(weight, other)
+        )
+        step = Step(7, rules)
+        for number, use in enumerate(uses):
+            step.hand_out(2)
+            with step.set_aside() if number else contextlib.nullcontext():
+                step.hand_out(2)
+                loss = weight * 5 + (other * 7 if use else 0)
+                step.backward(loss, items=4)
+                if number:
+                    assert weight.grad == 20
+                    assert step.mean_loss(2) == loss.item()
+                    assert step.items() == 4
+                step.check_done()
+        step.hand_out(2)
+        step.backward(weight * 1.0, items=1)
+        assert (weight.grad, other.grad) == (41, 28)
+        assert step.items() == 9
+        assert step.loss_sum() == 4 * 10 + 4 * (10 + 21) + 2
+        step.check_done()
 
 
 def run(step: Step, *losses: tuple[Any, ...]) -> None:

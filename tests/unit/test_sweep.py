@@ -24,7 +24,7 @@ from potluck.fleet.interface import GuestEnd, GuestSettings
 from potluck.fleet.script import Script
 from potluck.fleet.sealed import KeyPair, seal
 from potluck.spec.events import Logged, to_json
-from potluck.sweep import dask, outcome, running
+from potluck.sweep import dask, outcome, running, trial
 from potluck.sweep.helpers import Helpers
 from potluck.sweep.running import SweepSettings, new_folder, own_storage
 from potluck.sweep.sharing import helping, hosts_next
@@ -595,6 +595,37 @@ def test_two_sweeps_of_the_same_second_have_a_folder_each(tmp_path: Path) -> Non
     assert len(set(stored)) == 2
     assert all(folder.parent == shared for folder in stored)
     assert own_storage(None, wanted) == wanted / "checkpoints"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="the agent is for POSIX")
+def test_the_next_trial_takes_the_process_that_was_started_for_it_and_unwanted_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(trial, "SPARE_LIVES_S", 0.2)
+    spares = trial.Spares()
+    monkeypatch.setattr(trial, "spares", spares)
+    for _ in range(3):
+        spares.start("desk")  # a trial says so again and again
+    until(lambda: spares._spare is not None)
+    (folder,) = tmp_path.glob("potluck-trial-*")
+    script = b"import sys, pathlib; pathlib.Path('seen').write_text(' '.join(sys.argv[1:]))"
+    process = TrialProcess(
+        SweepWork(names=("t.py",), contents=(script,), storage="", public=KeyPair().public),
+        Trial(id="t", parameters={"lr": 0.1}),
+        name="desk",
+    )
+    assert list(tmp_path.glob("potluck-trial-*")) == [folder]
+    until(lambda: process.news().status is not None)
+    assert (folder / "script" / "seen").read_text() == "--lr=0.1"
+    process.close()
+    assert spares.take() is None
+    spares.start("desk")
+    until(lambda: spares._spare is not None)
+    spares.soon_unwanted()
+    until(lambda: not list(tmp_path.glob("potluck-trial-*")))
+    until(lambda: spares._thread is None)
 
 
 HOSTING = """

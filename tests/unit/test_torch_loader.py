@@ -739,7 +739,7 @@ def test_a_worker_that_dies_is_told_where_its_samples_are_needed(how: str, monke
     [
         (lambda: DataLoader(Numbers(), batch_size=None), "batch_size=None"),  # type: ignore[arg-type]
         (lambda: DataLoader(Count(), batch_size=None), "batch_size=None"),
-        (lambda: Own(Numbers()), "of type Own, which makes its batches in a way of its own"),  # type: ignore[arg-type]
+        (lambda: Own(Numbers()), "of type Own, which builds its batches itself"),  # type: ignore[arg-type]
         (lambda: DataLoader(iter([1]), batch_size=1), "which can only be read from its start"),  # type: ignore[arg-type]
         (lambda: DataLoader(Numbers(), batch_size=99, drop_last=True), "no batch at all: drop_last"),  # type: ignore[arg-type]
         (lambda: DataLoader(Numbers(), batch_size=3, sampler=Once()), "gave no batch in epoch 2"),  # type: ignore[arg-type]
@@ -767,6 +767,62 @@ def test_a_loader_that_cannot_be_dealt(loader: Any, what: str) -> None:
 def test_keywords_that_do_not_go_with_what_is_given(given: Any, keywords: dict[str, Any], what: str) -> None:
     with pytest.raises(ConfigError, match=what):
         open_steps(given, **keywords)
+
+
+class FailsLate:
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(13)
+        raise ValueError("no more")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sampler_that_fails_is_told_with_its_place(workers: int) -> None:
+    loader = DataLoader(Numbers(), batch_size=5, sampler=FailsLate(), num_workers=workers)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="sampler fails after batch 2 of its epoch: ValueError: no more"):
+        walk(TorchLoader(loader, epochs=1))
+
+
+class Named(Numbers):
+    """Its samples have names, not numbers."""
+
+    def __getitem__(self, index: Any) -> dict[str, Any]:
+        return super().__getitem__(int(str(index)[1:]))
+
+
+def test_samples_by_names_are_read_here_and_by_workers_but_not_elsewhere() -> None:
+    def made(**more: Any) -> DataLoader[Any]:
+        return DataLoader(Named(), batch_size=2, sampler=["n3", "n1", "n4"], **more)  # type: ignore[arg-type]
+
+    for workers in (0, 1):
+        with contextlib.closing(TorchLoader(made(num_workers=workers), epochs=1)) as loader:
+            assert [batch["index"].tolist() for batch in steps_of(loader)] == [[3, 1], [4]]
+    local = TorchLoader(made())
+    local.check_indices()
+    for loader in (local, TorchLoader(made(), by_index=True)):
+        with pytest.raises(DataError, match="gives 'n3': other processes can only be told numbers"):
+            loader.next_step()
+
+
+@pytest.mark.parametrize("sampler", [torch.arange(6), np.arange(6)], ids=["torch", "numpy"])
+def test_indices_of_other_kinds_are_sent_as_numbers_and_found_again(sampler: Any) -> None:
+    def opened() -> TorchLoader:
+        loader = TorchLoader(DataLoader(Numbers(), batch_size=2, sampler=sampler), epochs=1)  # type: ignore[arg-type]
+        loader.check_indices()
+        return loader
+
+    first = opened()
+    step = first.next_step()
+    assert step is not None
+    assert [type(key) for key in step.keys or ()] == [int, int]
+    first.next_step()
+    second = opened()
+    second.resume(1, first.state(1))
+    again = second.next_step()
+    assert again is not None
+    assert again.keys == [2, 3]
 
 
 def test_other_processes_cannot_read_a_stream() -> None:

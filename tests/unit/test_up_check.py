@@ -56,6 +56,9 @@ def test_two_names_of_one_box_are_not_measured_at_the_same_time(tmp_path: Path) 
     assert not checking.measured["desk"].host
     assert ("here", "laptop") not in fleet.together
     assert {("desk", "here"), ("desk", "laptop")} & fleet.together
+    (finding,) = checking.findings
+    assert (finding.code, finding.machine) == ("one-machine", "here")
+    assert "laptop: the same machine" in finding.what
 
 
 def test_the_plan_is_of_the_scripts_model_with_the_measured_links(

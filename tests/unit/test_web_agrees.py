@@ -62,7 +62,8 @@ def test_badge_figures_machines_and_ages_tell_one_story(name: str) -> None:
     assert {(m.heard_s is None) or m.role == "host" for m in page.machines or ()} == {ended} | {True}
     shown = {m.state for m in page.machines or ()}
     unknown = name in ("host gone", "report")
-    assert shown == ({"was computing"} if unknown else {"done"} if ended else {"computing"})
+    over = "done" if name == "finished" else "stopped"
+    assert shown == ({"was computing"} if unknown else {over} if ended else {"computing"})
 
 
 @pytest.mark.parametrize("name", STATES)

@@ -253,6 +253,18 @@ def test_the_first_page_says_what_would_help(tmp_path: Path) -> None:
     follower.close()
 
 
+def test_with_each_step_a_page_is_sent_its_age(tmp_path: Path) -> None:
+    folder = sample.write(tmp_path, [sample.run_start()])
+    follower = Follower(folder / "events.jsonl", lambda: PageState(clock=lambda: 1.0))  # each age is 0
+    made = PageServer(follower, SECRET, loopback=True)
+    for number in (1, 2, 3):
+        with (folder / "events.jsonl").open("ab") as file:
+            file.write(ev.to_json(sample.step(number)) + b"\n")
+        assert follower.read()
+        assert made._changed()["since_step_s"] == 0.0
+    follower.close()
+
+
 def test_the_port_of_somebody_else_is_an_error_that_says_so(folder: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

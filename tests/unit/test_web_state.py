@@ -25,7 +25,7 @@ from potluck.spec.events import RunEvent
 from potluck.web.document import document, frame, state_of
 from potluck.web.follower import Follower
 from potluck.web.lab_page import lab_page
-from potluck.web.metrics import metrics_text, status_of
+from potluck.web.metrics import Status, metrics_text, status_of
 from potluck.web.series import Series
 from potluck.web.state import GuestAbout, GuestNow, PageState, Pulse
 from support import lab_outcomes
@@ -90,6 +90,37 @@ def test_a_log_that_grows_and_is_resumed_is_followed(tmp_path: Path) -> None:
     assert fresh.state.page() == follower.state.page()
 
 
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_run_that_is_resumed_is_neither_over_nor_training_until_it_starts(tmp_path: Path, ended: bool) -> None:
+    steps = [sample.joined(), sample.step(1), sample.step(2)]
+    end = [sample.run_end(step=2, reason="interrupted")] if ended else []
+    path = sample.write(tmp_path / "run", [sample.run_start(), *steps, *end]) / "events.jsonl"
+    follower = Follower(path, PageState, before=path.stat().st_size)
+    while follower.read():
+        pass
+    page = follower.state.page(live=True)
+    assert (page.status, page.over, page.since_step_s) == ("resuming", False, None)
+    assert "2 of 4, resuming; " in dict(page.facts or ())["steps"]
+    assert [(m.name, m.state) for m in page.machines or ()] == [("tower", "starting"), ("laptop", "gone")]
+    assert status_of(follower.state).state == "resuming"
+    with path.open("ab") as file:
+        file.write(ev.to_json(sample.run_start(resumed_from=1)) + b"\n")  # step 2 is repeated: it is all read again
+    while follower.read():
+        pass
+    assert follower.state.page(live=True).status == "training"
+    assert follower.state.summary().steps == 1
+
+
+def test_a_run_that_is_resumed_in_vain_ended_as_it_had(tmp_path: Path) -> None:
+    events = [sample.run_start(), sample.step(1), sample.run_end(step=1, reason="interrupted")]
+    path = sample.write(tmp_path / "run", events) / "events.jsonl"
+    follower = Follower(path, PageState, before=path.stat().st_size)
+    while follower.read():
+        pass
+    follower.state.stop()
+    assert follower.state.page(live=True).status == "interrupted"
+
+
 def test_who_left_is_still_shown_and_who_comes_back_is_shown_once() -> None:
     state = PageState()
     lost = ev.GuestLost(**sample.LAPTOP, reason="sent nothing for 5.1 s", step=2, samples_taken_back=8)
@@ -145,6 +176,20 @@ def test_a_guests_timeline_lies_where_it_was_measured() -> None:
     assert host["wait"] == (0.95, 0.96)
 
 
+def test_waiting_for_data_is_drawn_and_is_no_prediction_of_the_plan() -> None:
+    waits = [sample.step(n, data_s=0.4, machines=[sample.host(32, busy=0.5)]) for n in range(1, 20)]
+    page = state_of([sample.run_start(workers=0), *waits]).page()
+    (first, *_) = page.steps or ()
+    assert [(bar.kind, bar.start_s, bar.end_s) for bar in first.lanes[0].bars][:2] == [
+        ("wait", 0, 0.4),
+        ("compute", pytest.approx(0.45), pytest.approx(0.95)),
+    ]
+    assert page.advice
+    assert "waiting for data" in page.advice[0]
+    assert "plan" not in (page.advice_from or "")
+    assert "plan" in (state_of([sample.run_start(), sample.step(1)]).page().advice_from or "")
+
+
 def test_what_would_help_is_the_plan_of_what_was_measured() -> None:
     slow = sample.machine("laptop", 2, rate=20.0, link_bytes_per_s=2e6)
     events = [sample.run_start(), *(sample.step(n, machines=[sample.host(30), slow]) for n in range(1, 4))]
@@ -186,6 +231,12 @@ def test_a_guests_own_page() -> None:
     assert (state.page(live=True).status, state.page(live=True).level) == ("host gone for 3.00 s", "bad")
     state.fold(ev.HostBack())
     assert state.page(live=True).status == "in the run"
+    for end in (ev.HostGone(seconds=9.0), ev.GuestEnded(samples=24, compute_s=1.0)):
+        state.fold(end)
+    page = state.page(live=True)
+    assert (page.status, [m.state for m in page.machines or ()]) == ("left the run", ["gone", "left the run"])
+    state.fold(ev.HostBack())
+    assert [m.state for m in state.page(live=True).machines or ()] == ["was connected", "left the run"]
 
 
 def test_the_document_is_whole_and_nothing_in_its_data_ends_its_element() -> None:
@@ -229,6 +280,52 @@ def test_metrics_are_read_by_prometheus() -> None:
     for family in families.values():
         assert family.documentation
         assert family.type in ("counter", "gauge")
+
+
+RUN_NAMES = """
+info state step steps_planned loss samples_total samples_per_second mean_samples_per_second step_seconds
+predicted_step_seconds planned_step_seconds speedup_ratio speedup_margin_ratio efficiency_ratio recovery_ratio
+eta_seconds steps_seconds_total wait_seconds_total update_seconds_total received_bytes_total sent_bytes_total
+dropped_samples_total steps_not_applied_total
+"""
+MACHINE_NAMES = """
+up share_ratio samples_total samples_per_second busy_ratio link_bytes_per_second heard_seconds
+taken_back_samples_total dropped_samples_total lost_total
+"""
+STATUS_NAMES = """
+version potluck run_id recipe state step steps loss samples samples_per_s mean_samples_per_s step_s
+predicted_step_s planned_step_s speedup speedup_margin efficiency recovery eta_s seconds wait_s update_s
+bytes_received bytes_sent dropped_samples not_applied machines
+"""
+MACHINE_STATUS_NAMES = """
+name role device state reason up last_step_samples last_step_share samples_per_s busy link_bytes_per_s heard_s
+samples taken_back_samples dropped_samples times_lost
+"""
+
+
+def test_the_names_that_programs_read_stay() -> None:
+    """docs/reference/metrics.md promises them: a name here may be added to, not changed."""
+    state = state_of([*long_run(40), sample.run_end(step=40)], 1.0)
+    state.run.end = None
+    state.hear(Pulse(guests={"guest-0": GuestNow(state="computing", doing="", heard_s=0.5)}))
+    status = status_of(state)
+    names = re.findall(r"^# TYPE potluck_(\S+)", metrics_text(status), re.M)
+    assert names == [*RUN_NAMES.split(), *(f"machine_{name}" for name in MACHINE_NAMES.split())]
+    assert list(status.__struct_fields__) == STATUS_NAMES.split()
+    assert list(status.machines[0].__struct_fields__) == MACHINE_STATUS_NAMES.split()
+    again = msgspec.json.decode(msgspec.json.encode(status), type=Status)
+    assert (again, again.version) == (status, 1)
+
+
+def test_a_guests_figures_are_its_own() -> None:
+    state = PageState(GuestAbout(host="tower", run="r1", name="laptop", device="cpu"))
+    state.fold(ev.Delivered(step=7, samples=8, loss=1.5, compute_s=0.5, total_samples=24))
+    status = status_of(state)
+    assert (status.run_id, status.step, status.loss, status.samples) == ("r1", 7, 1.5, 24)
+    assert [(m.name, m.samples, m.samples_per_s) for m in status.machines] == [
+        ("tower", 0, None),
+        ("laptop", 24, 16.0),
+    ]
 
 
 def long_run(steps: int, guests: int = 1) -> list[RunEvent]:

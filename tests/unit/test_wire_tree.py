@@ -7,6 +7,8 @@ import contextlib
 import enum
 import json
 import math
+from collections import UserDict
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -99,6 +101,14 @@ def test_named_tuples_travel_as_tuples_and_subclasses_as_their_values() -> None:
     assert type(got[1]) is dict
     assert got[1] == {"z": 1, "a": "red"}
     assert type(got[1]["a"]) is str
+
+
+def test_mappings_travel_as_dicts() -> None:
+    spec, frames = pack_tree(UserDict(ids=torch.arange(3), rest=MappingProxyType({"n": 1})))
+    back = unpack_tree(spec, frames)
+    assert type(back) is dict
+    assert back["ids"].tolist() == [0, 1, 2]
+    assert back["rest"] == {"n": 1}
 
 
 def test_views_conjugates_and_gradients_are_sent_as_what_they_show() -> None:

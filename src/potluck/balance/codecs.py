@@ -21,8 +21,8 @@ AUTO, INT4, THIN = "auto", "int4", "thin"
 THIN_PART = codec_bytes(THIN) / codec_bytes(INT4)
 """thin's bytes ÷ int4's, the mean of both ways: 0.50 (2.19 and 1.90 bits of 4.13; `bench/gpu/thin_loss.py`)."""
 CODING_S_PER_PARAMETER = 4 / 1612e6
-"""A gradient in thin, coded with feedback at 1,612 MB of float32 a second (`bench/codec.py`, pieces of 1 Mi).
-The other end decodes three times as fast, beside it."""
+"""A gradient in thin, coded with feedback at 1,612 MB of float32 a second by one core of the slower of two boxes
+(`bench/codec.py`, pieces of 1 Mi). The other reached 3,098. Decoding takes a third as long, beside it."""
 
 LOSS_OF_ONE_PERCENT = 0.0046
 """A GPT of 10.9 M parameters ends at 1.330 after 600 steps and at 1.143 after 900: 0.187 · ln 1.01 ÷ ln 1.5."""

@@ -194,7 +194,7 @@ def quotas(batch: int, host_rate: float, guests: Mapping[str, Speed], host_keeps
     longest_s = max((guests[name].lease_s(count) for name, count in shares.items()), default=0.0)
     with_one_more_s = {name: guests[name].lease_s(count + 1) for name, count in shares.items()}
     while shares and dealt < batch - host_keeps:
-        # The next sample goes to whoever would be done with it first: then no other order ends sooner.
+        # The next sample goes to the machine that would finish it first: no other order ends sooner.
         name = min(with_one_more_s, key=with_one_more_s.__getitem__)
         longest_s = max(longest_s, with_one_more_s[name])
         now = max((batch - dealt - 1) / host_rate, longest_s)

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import importlib
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -197,8 +198,10 @@ def _drop_output() -> None:
 
 def _say_where_script_options_go(error: click.NoSuchOption, arguments: Sequence[str]) -> None:
     script = next((word for word in arguments[1:] if word.endswith(".py")), None)
-    if script is not None and arguments[0] == "host":
-        command = f"potluck host {script} -- {error.option_name}"
+    if script is not None and arguments[0] in ("host", "up"):
+        before = arguments[: arguments.index(script)]
+        order = [*before, script, "--"] if arguments[0] == "host" else [*before, "--", script]
+        command = shlex.join(["potluck", *order, error.option_name])
         _say(f"hint: options of {script} go after --, for example: {command}")
 
 

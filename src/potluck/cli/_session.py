@@ -15,6 +15,7 @@ import click
 
 from potluck.cli._app import Settings
 from potluck.cli._sharing import Sharing, shared
+from potluck.fleet.awake import awake
 from potluck.fleet.life import reader_watched
 from potluck.fleet.local import LocalGuests
 from potluck.loggers.writing import loggers
@@ -56,7 +57,7 @@ def session(settings: Settings, spec: RunSpec, view: Any, sharing: Sharing | Non
                 opened.context.request_stop()
                 say("nobody reads the output any more (a closed pipe): stopping, as with Ctrl-C")
 
-        with joining, reader_watched(on_gone) if view != "quiet" else nullcontext():
+        with awake(), joining, reader_watched(on_gone) if view != "quiet" else nullcontext():
             yield opened
 
 

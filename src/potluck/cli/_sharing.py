@@ -29,7 +29,7 @@ class Sharing:
 
     token_file: Path | None = None
     lan: bool = False
-    """Announce the run in the local network, and hand on the token to whoever knows a code."""
+    """Announce the run in the local network, and send the token to whoever knows a code."""
     qr: bool = False
 
     def check(self) -> None:
@@ -99,7 +99,7 @@ def qr_code(text: str, stream: object) -> str:
 
 @contextmanager
 def _by_code(opened: Session, view: str) -> Iterator[str]:
-    """Inside, the run is announced, and its token handed on to whoever knows the code that this yields."""
+    """Inside, the run is announced, and sends its token to who knows the code that this yields."""
     from potluck.wire.discovery import Announcement
     from potluck.wire.token import decode
 

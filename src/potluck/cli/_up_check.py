@@ -29,7 +29,7 @@ from potluck.fleet.ssh import SshFleet
 from potluck.report.screen import columns, show
 from potluck.report.table import table_lines
 from potluck.spec.events import RunStarted, StepEnded, from_json
-from potluck.spec.finding import BLOCKER, Diagnosis, Finding
+from potluck.spec.finding import BLOCKER, WARNING, Diagnosis, Finding
 from potluck.spec.measured import Measured
 from potluck.spec.probed import Probed
 from potluck.units import bits_text, seconds_text
@@ -109,6 +109,7 @@ class _Checking:
             reached = self._fleet.reach(name)
             if reached.own or reached.facts.ready:  # else nothing is installed there yet, and this installs nothing
                 boxes.setdefault(reached.facts.box or name, []).append(name)
+        self.findings += [_one_machine(names) for names in boxes.values() if len(names) > 1]
 
         def one_by_one(names: list[str]) -> None:
             for name in names:
@@ -265,6 +266,18 @@ class _Checking:
         found = advice.plan(model.job(batch, "auto"), given.fleet, (), given.assumptions)
         click.echo("")
         show(plan_lines(found, columns(), whole=not sys.stdout.isatty()), sys.stdout)
+
+
+def _one_machine(names: Sequence[str]) -> Finding:
+    return Finding(
+        code="one-machine",
+        severity=WARNING,
+        machine=names[0],
+        what=f"{', '.join(names[1:])}: the same machine by another name",
+        how="the same number of its last start (boot_id), or the same name",
+        breaks="they share its processor: together they are no faster than one, whatever the plan below says",
+        fix=f"potluck up without {' '.join(names[1:])}",
+    )
 
 
 def _first_steps(task: RemoteTask, log: Path) -> _TriedWork | None:

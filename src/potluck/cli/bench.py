@@ -170,7 +170,7 @@ def _measure(
     import torch.distributed as dist
 
     from potluck.errors import PotluckError
-    from potluck.probe import link
+    from potluck.probe import slowest_link
     from potluck.probe.collectives import measure
     from potluck.report.text import fitted
     from potluck.spec import collectives as table
@@ -182,7 +182,7 @@ def _measure(
         if speaks:
             click.echo(fitted(line, sys.stdout))
 
-    found = link.slowest(store, dist.get_rank(), dist.get_world_size())
+    found = slowest_link.slowest(store, dist.get_rank(), dist.get_world_size())
     rates = [found.bytes_per_s_of(name) for name in groups]
     rate = None if None in rates else found.bytes_per_s
     known = f"{found.kind}, {rate / 1e9:.2f} GB/s measured" if rate else "not measured"

@@ -178,12 +178,12 @@ def _train(names: list[str], job: dict[str, int], flags: DdpFlags) -> None:
     """Train as one of the ranks, on one backend after the other."""
     import torch.distributed as dist
 
-    from potluck.probe import link
+    from potluck.probe import slowest_link
     from potluck.probe.ddp import DdpJob, train
 
     device, json_file = rank_device(flags["device"]), flags["json_file"]
     with joined(names, flags["parent"], device) as (groups, store):
-        between = link.slowest(store, dist.get_rank(), dist.get_world_size())
+        between = slowest_link.slowest(store, dist.get_rank(), dist.get_world_size())
         found = [train(DdpJob(**job), name, device, between, group) for name, group in groups.items()]
         if dist.get_rank() == 0:
             if json_file:

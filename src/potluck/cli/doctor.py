@@ -225,8 +225,10 @@ def _recorded(path: Path) -> Case:
 
 def _log_parts(path: Path) -> LogParts:
     """The log of a failed run; - is standard input."""
-    from potluck.cli._log_file import read_parts
+    from potluck.doctor.log_file import read_parts
 
+    if str(path) == "-" and sys.stdin.isatty():
+        click.echo("paste the message, then press Ctrl-D (Windows: Ctrl-Z, Enter)", err=True)
     return read_parts(path)
 
 
@@ -284,16 +286,17 @@ def _save(path: Path, case: Case) -> None:
 
 def _listen(here: Facts, flags: DoctorFlags) -> int:
     """Answer the other machine until time or Ctrl-C ends it."""
-    from potluck.cli._listening import Listening
+    from potluck.cli._listening import serve, visited
+    from potluck.probe.listening import Listening
     from potluck.probe.meeting import Listener
     from potluck.spec.facts import Case
 
-    with Listening("doctor", flags["bind"], flags["port"]) as door:
-        listener = Listener(door.socket, here)
+    with Listening(flags["bind"], flags["port"]) as listening:
+        listener = Listener(listening.socket, here)
         try:
             _finish(Case(here=here), flags)
-            listener.visited = door.visited("came to look")
-            door.serve(listener.serve, flags["for_s"], token_on_stderr=flags["as_json"])
+            listener.visited = visited("came to look")
+            serve(listening, "doctor", listener.serve, flags["for_s"], token_on_stderr=flags["as_json"])
         finally:
             listener.close()
     return 0

@@ -103,6 +103,7 @@ def join(
       potluck join --token-file token.txt --device cpu --threads 4
       potluck join --token-file token.txt --wait 10m    the host may write the file later
     """
+    from potluck.fleet.awake import awake
     from potluck.fleet.life import leased
     from potluck.wire.token import decode
 
@@ -110,12 +111,15 @@ def join(
     if from_stdin and not posix:
         token = _line_of_stdin()  # before `leased`, which reads stdin to its end on such systems
     # Before anything slow: whatever this process waits for, it must not outlive who started it.
-    with leased(parent):
+    with leased(parent), awake():
         if from_stdin and posix:
             if not select.select([0], [], [], 0)[0]:
-                import potluck.fleet.received  # noqa: F401  torch takes seconds, and the token may come only then
+                # torch takes seconds, and the token may come only then. Every optimizer imports its compiler.
+                import torch._dynamo  # noqa: F401
 
-            token = _line_of_stdin()  # empty if whoever started this dies first
+                import potluck.fleet.received  # noqa: F401
+
+            token = _line_of_stdin()  # empty if the process that started this dies first
         began = time.monotonic()
         text = _find_token(token, token_file, settings, flags["wait_s"] or 0.0)
         # A run that was killed leaves its file behind; the next one replaces it.
@@ -150,7 +154,7 @@ def _look_again(path: Path | None, text: str) -> None:
 
 
 def _replaced_within(path: Path | None, text: str, seconds: float) -> str:
-    """The token that has replaced this one in the file; empty if none has after so long."""
+    """The token that has replaced this one in the file; empty if none has after these seconds."""
     deadline = time.monotonic() + seconds
     while path is not None:
         with suppress(OSError, UnicodeDecodeError):

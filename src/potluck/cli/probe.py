@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 import click
-from msgspec.structs import replace
 
 from potluck import checked
 from potluck.cli import _options as options
@@ -20,15 +18,9 @@ from potluck.cli._app import Settings
 from potluck.errors import ConfigError, PotluckError, UserError
 
 if TYPE_CHECKING:
-    from potluck.env import Environment
-    from potluck.probe.speed import Training
-    from potluck.spec.config import RunConfig
-    from potluck.spec.probed import DeviceSpeed, Probed
-    from potluck.wire.token import Token
+    from potluck.probe.measuring import Measuring, Say
+    from potluck.spec.probed import Probed
 
-Say = Callable[[str], None]
-DEVICE_PART = 1 / 3
-"""The share of --seconds for the device if a link is measured too."""
 LINK_S = 1.0
 _RECIPE_FLAGS = ("depth", "sequence", "data")
 _RUN_FLAGS = ("device", "threads", "name", "micro_batch")
@@ -101,7 +93,7 @@ def probe(settings: Settings, /, target: str | None, **flags: Unpack[ProbeFlags]
             "under torchrun, --listen, a token and an address are not used: the ranks measure each other",
             hint="torchrun --nproc-per-node 2 -m potluck probe, or potluck probe without torchrun",
         )
-    work = _Work.of(settings, target, flags)
+    work = _measuring(settings, target, flags)
     if ranks > 1:
         _in_group(work, flags)
         return
@@ -147,96 +139,37 @@ def _check_place(path: Path) -> None:
         raise UserError(f"cannot write {path}: {why}", hint="choose another file")
 
 
-# -- what is measured -------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(slots=True, kw_only=True)
-class _Work:
+def _measuring(settings: Settings, target: str | None, flags: ProbeFlags) -> Measuring:
     """What to measure. Its settings are checked before anything slow starts."""
+    import socket
 
-    flags: ProbeFlags
-    name: str
-    token: Token | None
-    address: tuple[str, int | None] | None
-    recipe: dict[str, Any]
-    run: RunConfig
-    environment: Environment
+    from potluck.checked import build
+    from potluck.cli._target import address_of, token_text
+    from potluck.probe.measuring import Measuring
+    from potluck.spec.config import RunConfig
+    from potluck.wire.token import decode
 
-    @classmethod
-    def of(cls, settings: Settings, target: str | None, flags: ProbeFlags) -> _Work:
-        import socket
-
-        from potluck.checked import build
-        from potluck.cli._target import address_of, token_text
-        from potluck.spec.config import RunConfig
-        from potluck.wire.token import decode
-
-        text = token_text(target, flags["token_file"])
-        token = decode(text) if text is not None else None
-        address = address_of(target, "probe") if target and token is None else None
-        in_run, in_recipe = options.read_config_file(flags["config_file"], flags["recipe"])
-        run = build(RunConfig, {**in_run, **options.given(flags, _RUN_FLAGS)})
-        name = run.name or settings.environment.name or socket.gethostname().split(".")[0] or "machine"
-        table = {**in_recipe, **options.given(flags, _RECIPE_FLAGS), **options.pairs(flags["more"])}
-        return cls(
-            flags=flags,
-            name=name,
-            token=token,
-            address=address,
-            run=run,
-            recipe=table,
-            environment=settings.environment,
-        )
-
-    def measure(self, say: Say) -> Probed:
-        from potluck.spec.probed import Probed
-
-        seconds, linked = self.flags["seconds"], self.token is not None or self.address is not None
-        device_s = 0.0 if self.flags["no_device"] else seconds * (DEVICE_PART if linked else 1.0)
-        here = self.device(device_s, say)
-        if self.token is not None:
-            from potluck.probe import link_visit
-
-            there, paths = link_visit.measure(
-                self.token, self.name, seconds - device_s, say, iperf3=not self.flags["no_iperf3"]
-            )
-            if there.name == here.name:
-                there = replace(there, name=f"{there.name}-2")
-            return Probed(here=here, there=there, paths=paths)
-        if self.address is not None:
-            from potluck.probe import opening
-
-            path = opening.measure(self.name, *self.address, seconds - device_s, say)
-            return Probed(here=here, paths=(path,))
-        return Probed(here=here)
-
-    def device(self, seconds: float, say: Say) -> DeviceSpeed:
-        from potluck.spec.probed import DeviceSpeed
-
-        if not seconds:
-            return DeviceSpeed(name=self.name)
-        say("starting torch")
-        training = self._training()
-        from potluck.device import pick
-        from potluck.probe import speed
-
-        device = pick(
-            self.run.device or self.environment.device, threads=self.run.threads or self.environment.threads
-        )
-        return speed.measure(device, training, self.name, seconds, say)
-
-    def _training(self) -> Training:
-        from potluck.checked import build
-        from potluck.train import recipes
-
-        recipe, table = recipes.get(self.flags["recipe"]), dict(self.recipe)
-        from potluck.probe.speed import Training  # imports torch, so it comes after the checks
-
-        if "sequence" in table and "batch_tokens" not in table:
-            # No step is made: a batch need only hold a sample.
-            with contextlib.suppress(ValueError, TypeError):
-                table["batch_tokens"] = max(int(table["sequence"]), 4096)
-        return Training(recipe=recipe, config=build(recipe.Config, table), micro_batch=self.run.micro_batch)
+    text = token_text(target, flags["token_file"])
+    token = decode(text) if text is not None else None
+    address = address_of(target, "probe") if target and token is None else None
+    in_run, in_recipe = options.read_config_file(flags["config_file"], flags["recipe"])
+    run = build(RunConfig, {**in_run, **options.given(flags, _RUN_FLAGS)})
+    name = run.name or settings.environment.name or socket.gethostname().split(".")[0] or "machine"
+    table = {**in_recipe, **options.given(flags, _RECIPE_FLAGS), **options.pairs(flags["more"])}
+    return Measuring(
+        name=name,
+        seconds=flags["seconds"],
+        with_device=not flags["no_device"],
+        iperf3=not flags["no_iperf3"],
+        token=token,
+        address=address,
+        recipe=flags["recipe"],
+        settings=table,
+        device=run.device,
+        usual_device=settings.environment.device,
+        threads=run.threads or settings.environment.threads,
+        micro_batch=run.micro_batch,
+    )
 
 
 def _ranks() -> int:
@@ -247,29 +180,30 @@ def _ranks() -> int:
     return int(given[1]) if all(given) and given[1].isdigit() else 1
 
 
-def _in_group(work: _Work, flags: ProbeFlags) -> None:
+def _in_group(work: Measuring, flags: ProbeFlags) -> None:
     """Measure as one of several ranks: rank 0 its device while the others wait, then all of them collectives."""
     import os
 
     from potluck.cli.bench import check_backends, joined, rank_device
+    from potluck.probe.measuring import DEVICE_PART
 
     first, seconds, backend = os.environ["RANK"] == "0", flags["seconds"], flags["backend"]
-    on = "cuda" if backend.lower() == "nccl" and work.run.device is None else work.run.device or "cpu"
+    on = "cuda" if backend.lower() == "nccl" and work.device is None else work.device or "cpu"
     check_backends(backend, None, on)
     device = rank_device(on)
-    device_s = 0.0 if flags["no_device"] else seconds * DEVICE_PART
+    device_s = work.part_s(DEVICE_PART)
     with contextlib.ExitStack() as stack:
         say = stack.enter_context(_progress(seconds)) if first else _quiet
-        here = work.device(device_s if first else 0.0, say)
+        here = work.measure_device(device_s if first else 0.0, say)
         say("starting the group")
         with joined([backend], None, device) as (_, store):
             import torch.distributed as dist
 
-            from potluck.probe import link
+            from potluck.probe import slowest_link
             from potluck.probe.collectives import short
 
             say("what the link between the ranks carries")
-            found = link.slowest(store, dist.get_rank(), dist.get_world_size(), seconds=LINK_S)
+            found = slowest_link.slowest(store, dist.get_rank(), dist.get_world_size(), seconds=LINK_S)
             say("collectives")
             rate, left_s = found.bytes_per_s_of(backend), max(1.0, seconds - device_s - LINK_S)
             rows = short(seconds=left_s, link_bytes_per_s=rate, device=device)
@@ -286,25 +220,27 @@ def _quiet(words: str) -> None:
     """Progress of ranks other than rank 0 is not shown."""
 
 
-def _listen(work: _Work, flags: ProbeFlags) -> None:
+def _listen(work: Measuring, flags: ProbeFlags) -> None:
     """Answer the other machine until time or Ctrl-C ends it."""
-    from potluck.cli._listening import Listening
+    from potluck.cli._listening import serve, visited
     from potluck.probe.link_server import LinkServer
+    from potluck.probe.listening import Listening
+    from potluck.probe.measuring import DEVICE_PART
     from potluck.report.probe_table import device_lines
     from potluck.report.screen import columns, show
 
-    with Listening("probe", flags["bind"], flags["port"]) as door:
-        seconds = 0.0 if flags["no_device"] else DEVICE_PART * flags["seconds"]
+    with Listening(flags["bind"], flags["port"]) as listening:
+        seconds = work.part_s(DEVICE_PART)
         with _progress(seconds) as say:
-            speed = work.device(seconds, say)
-        server = LinkServer(door.socket, door.bind, speed, iperf3=not flags["no_iperf3"])
+            speed = work.measure_device(seconds, say)
+        server = LinkServer(listening.socket, listening.bind, speed, iperf3=not flags["no_iperf3"])
         try:
             if flags["as_json"]:
                 click.echo(checked.to_json(speed))
             elif speed.device:
                 show(device_lines(speed, columns()), sys.stdout)
-            server.visited = door.visited("came to measure")
-            door.serve(server.serve, flags["for_s"], token_on_stderr=flags["as_json"])
+            server.visited = visited("came to measure")
+            serve(listening, "probe", server.serve, flags["for_s"], token_on_stderr=flags["as_json"])
         finally:
             server.close()
 

@@ -122,9 +122,11 @@ def up(ctx: click.Context, /, machines: tuple[str, ...], **flags: Unpack[UpFlags
         raise ConfigError(f"there is no machine {host!r} to be the host", hint=f"the machines are: {known}")
     for name in flags["only"] if not clusters else ():
         if name not in [m.name for m in fleet.machine] + [HERE]:
-            raise ConfigError(f"--only {name!r} is none of the machines", hint=f"this one is called {HERE}")
+            raise ConfigError(f"--only {name!r} is not one of the machines", hint=f"this one is called {HERE}")
     if len(clusters) > 1 or (clusters and flags["check"]):
-        raise UserError("one Ray cluster at a time, and without --check", hint="`ray status` shows its nodes")
+        raise UserError(
+            "potluck up takes one Ray cluster, and no --check with it", hint="`ray status` shows its nodes"
+        )
     if flags["check"]:
         from potluck.cli._up_check import check
 

@@ -11,6 +11,7 @@
     fused.py       int8 and int4 on a GPU in one pass, with the Triton kernels of kernels.py
     thin.py        4-bit codes with steps of a block's root mean square, which leave few bits after entropy coding
     entropy.py     from a payload to the bytes that are sent, and back: entropy coding for thin
+    coder.py       the entropy coder: Huffman codes by zstandard
     changes.py     exact changes of weights for guests that compute in bf16
     topk.py        the largest values by magnitude, 6 bytes for each one kept
     cached.py      int8 and int4 for a sum of two on a CPU, in the fewest passes over memory

@@ -15,7 +15,7 @@ from potluck.errors import ConfigError
 
 
 class Codecs:
-    """Codecs by name, made once; one of them is meant where no name is given. For one thread."""
+    """Codecs by name, made once; one of them is meant where no name is given. For any number of threads."""
 
     def __init__(self, first: str | Codec) -> None:
         self.first = get(first) if isinstance(first, str) else first

@@ -35,7 +35,7 @@ PEAK_FLOPS = {
     "GeForce RTX 3090": 71e12,
     "GeForce RTX 3080": 59e12,
 }
-"""Dense bf16 with sums in float32, from the maker's data sheets, by what stands after NVIDIA in the device's name.
+"""Dense bf16 with sums in float32, from the maker's data sheets, by the part after NVIDIA in the device's name.
 A name that is not here (a Ti, a laptop's) has another rate."""
 
 

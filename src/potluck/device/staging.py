@@ -78,5 +78,5 @@ def room_for(tensor: Tensor) -> Tensor:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether it lies in host memory as it reads: no gaps, no conjugate or sign still to be applied."""
+    """Whether host memory holds it as it reads: no gaps, no conjugate or sign still to be applied."""
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

@@ -1,6 +1,6 @@
 """When this process computed: one JSON line for each interval, in the file that POTLUCK_TRACE names.
 
-    {"start": 812.40, "end": 812.95, "samples": 4}
+    {"start":812.40,"end":812.95,"samples":4}
 
 Times are `time.monotonic()`'s seconds, which all processes of one Linux box share. A micro-batch that waited for
 the network is several intervals; its samples stand in the last one, so that they add up.
@@ -8,12 +8,14 @@ the network is several intervals; its samples stand in the last one, so that the
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from pathlib import Path
 
+import msgspec
+
 from potluck.errors import ConfigError
+from potluck.spec.outcome import TracedInterval
 
 SHORTEST_WAIT_S = 1e-4
 """A shorter wait does not split an interval: the layers of a model ask for their weights one by one."""
@@ -52,9 +54,9 @@ class Trace:
 
     def interval(self, start_s: float, end_s: float, samples: int) -> None:
         """A micro-batch was computed from then to then."""
-        line = {"start": round(start_s, 6), "end": round(max(start_s, end_s), 6), "samples": samples}
+        made = TracedInterval(start=round(start_s, 6), end=round(max(start_s, end_s), 6), samples=samples)
         try:
-            os.write(self._file, json.dumps(line).encode() + b"\n")
+            os.write(self._file, msgspec.json.encode(made) + b"\n")
         except OSError as error:
             raise self._failed(error) from error
 

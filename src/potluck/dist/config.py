@@ -352,7 +352,7 @@ def _address(
         return _best(outside), f"{why}, so the first interface that is up"
     if usable:
         return _best(usable), f"{why}, and no other interface is up"
-    raise ConfigError("this machine has no address to listen at", hint="check its network, or set `address`")
+    raise ConfigError("this machine has no address to listen on", hint="check its network, or set `address`")
 
 
 def _best(candidates: list[LocalAddress]) -> LocalAddress:

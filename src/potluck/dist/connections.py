@@ -65,7 +65,7 @@ ShortText = Annotated[str, msgspec.Meta(max_length=255)]
 
 
 def check_printable(*texts: object) -> None:
-    """Refuse control characters: whoever writes to the store could otherwise write to people's terminals."""
+    """Refuse control characters: otherwise who can write to the store could write to people's terminals."""
     if not all(text.isprintable() for text in texts if isinstance(text, str)):
         raise ValueError("control characters")
 

@@ -107,7 +107,7 @@ class GroupMemory:
         return memory
 
     def tell(self, reason: str) -> None:
-        """Tell all members why this group has ended; the first reason stands."""
+        """Tell all members why this group has ended; the first reason is kept."""
         if not self.words.read(0):
             text = reason.encode()[: _REASON_BYTES - 1]
             at = self._offset_of_reason

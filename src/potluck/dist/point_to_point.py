@@ -128,7 +128,7 @@ class PointToPoint:
             with METRICS.op("recv", wanted.tensor.numel() * wanted.tensor.element_size()):
                 from_host(self._collect(wanted, source), wanted.tensor)
         except (PeerGone, DeadlinePassed, Aborted) as error:
-            failed = RankGoneError(f"recv from {self._peers.who(source)} broke off: {error}")
+            failed = RankGoneError(f"recv from {self._peers.who(source)} failed: {error}")
         except Exception as error:
             failed = error
         finally:

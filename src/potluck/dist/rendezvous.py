@@ -143,7 +143,7 @@ def _without_key(ranks: list[RankInfo]) -> CollectiveError | None:
     if not without:
         return None
     return CollectiveError(
-        f"{ranks_text(without)} came without a key, and encryption is on",
+        f"{ranks_text(without)} sent no key, and encryption is on",
         hint="nothing is sent in the clear: has somebody else written to the store? To go without encryption, set "
         "POTLUCK_DIST_ENCRYPTION=0 on all ranks",
     )

@@ -198,7 +198,7 @@ def handshake(case: Case) -> Iterator[Finding | Fine]:
     assert between is not None
     if between.handshake == "ok":
         whom = {"doctor": "a doctor", "host": "a running host", "probe": "a probe"}.get(
-            between.partner, "somebody who does not speak yet"
+            between.partner, "a peer that does not answer yet"
         )
         yield Fine(
             machine=case.here.name, what=f"the token fits, the connection is encrypted; {whom} answers there"

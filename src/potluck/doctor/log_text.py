@@ -26,7 +26,7 @@ _SECRETS: tuple[tuple[re.Pattern[str], str], ...] = (
     ),
 )
 _PATH = re.compile(r"(?<![\w.:])\.{0,2}/[^\s\]:\"']{16,300}/")
-"""Long paths say little, and where somebody keeps things is nobody's business."""
+"""Long paths say little, and may name a person."""
 
 
 @dataclass(frozen=True, slots=True)

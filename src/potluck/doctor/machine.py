@@ -142,17 +142,16 @@ def power(case: Case, facts: Facts) -> Iterator[Finding | Fine]:
             pains=(25,),
         )
     if state.sleeps_after_s:
-        awake = "caffeinate -is " if facts.platform == "darwin" else "systemd-inhibit --what=idle:sleep "
+        fixes = {"win32": "powercfg /change standby-timeout-ac 0", "darwin": "sudo pmset -c sleep 0"}
         yield Finding(
             code="sleeps-when-idle",
             severity=WARNING,
             machine=facts.name,
             what=f"this machine goes to sleep after {seconds_text(state.sleeps_after_s)} without a person",
             how=state.how,
-            breaks="a guest vanishes (the run continues without it); a host that sleeps stops the run",
-            fix="powercfg /change standby-timeout-ac 0"
-            if facts.platform == "win32"
-            else f"{awake}potluck join TOKEN   (or potluck host; potluck up does this itself. Keep the lid open)",
+            breaks="a guest vanishes (the run continues without it); a host that sleeps stops the run. Potluck "
+            "asks the system to stay awake while it runs: some refuse, and a closed lid is stronger",
+            fix=fixes.get(facts.platform, "sudo systemctl mask sleep.target suspend.target   (undone by unmask)"),
             pains=(25,),
         )
     if (
@@ -196,7 +195,7 @@ def checkpoints(case: Case, facts: Facts) -> Iterator[Finding | Fine]:
         what=f"the checkpoint {newest.path} is damaged: {newest.why}",
         how="compared its files with the sizes and hashes in its manifest",
         breaks=f"--resume continues from {whole.path} instead" if whole else "this run cannot be resumed",
-        fix="nothing: --resume chooses the whole one by itself" if whole else "begin anew, or bring back a copy",
+        fix="nothing: --resume chooses the whole one by itself" if whole else "start again, or bring back a copy",
         pains=(20,),
     )
 

@@ -30,7 +30,7 @@ class Hit:
 
 
 def known(log: LogText, signatures: Iterable[Signature]) -> list[Hit]:
-    """Where each of these messages stands, without what another one explains better, of the same line."""
+    """The lines of each of these messages, without those that another message explains better."""
     hits = [hit for signature in signatures if (hit := _look_for(log, signature)) is not None]
     hidden = {(code, hit.line) for hit in hits for code in hit.signature.hides}
     return [hit for hit in hits if (hit.signature.code, hit.line) not in hidden]

@@ -83,7 +83,7 @@ def interfaces_of_containers(case: Case, facts: Facts) -> Iterator[Finding | Fin
         machine=facts.name,
         what=f"{names}: an interface of containers, which no other machine can reach",
         how=_list_of(inner),
-        breaks="Potluck leaves it out; gloo and NCCL may choose it and then wait for ever",
+        breaks="Potluck leaves it out; gloo and NCCL may choose it and then wait forever",
         fix=f"only for torchrun: export GLOO_SOCKET_IFNAME={right} NCCL_SOCKET_IFNAME={right}",
         pains=(3,),
     )
@@ -306,7 +306,7 @@ def _policy(wall: Firewall) -> str:
 
 
 def _chain_of(wall: Firewall) -> str:
-    """nft needs the chain's name; it stands after the command in `how`."""
+    """nft needs the chain's name; it follows the command in `how`."""
     return wall.how.partition("chain ")[2] or "inet filter input"
 
 

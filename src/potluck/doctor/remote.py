@@ -11,6 +11,8 @@ from potluck.spec.remote import RemoteFacts
 from potluck.units import bytes_text
 
 NO_PYTHON = "potluck-no-python"
+LOST = "ssh-lost"
+"""The code of a machine that answered, and then no more."""
 ENV_BYTES = 3 << 30
 """What torch and the rest need, with what pip unpacks meanwhile. CUDA builds need more: 8 GB."""
 ENV_BYTES_CUDA = 9 << 30
@@ -49,6 +51,18 @@ def _no_python(host: SshHost, found: list[str]) -> Finding:
         fix=f"ssh {host.host} 'curl -LsSf https://astral.sh/uv/install.sh | sh'   (no root needed); "
         f"ssh {host.host} .local/bin/uv python install 3.12\n"
         f'python = "/path/to/python3.12" for {host.host} in fleet.toml, or --python',
+    )
+
+
+def lost(name: str, ssh: str, said: str) -> Finding:
+    """The connection to a machine broke while something was done there; `said` by ssh."""
+    return _finding(
+        name,
+        LOST,
+        "the connection broke before a guest could be started there",
+        how=said.rpartition("\n")[2][-160:] or "ssh ended, or nothing came for some seconds",
+        fix=f"ssh {ssh} uptime   (is it on and awake, and its network steady?)",
+        breaks="what was done there has ended; it is done again when the machine answers",
     )
 
 

@@ -197,8 +197,8 @@ CONNECTING: tuple[Signature, ...] = (
             r"(?:(?:port: |(?:bind to|listen on) \S{1,40}:)(?P<port>\d{1,5})\b.{0,90}?)?"
             r"(?:EADDRINUSE|address already in use|WinError 10048)"
         ),
-        what="the port ({port}) is taken: by an earlier run that is still there, or by somebody else's",
-        breaks="the start of whoever was told this port: by --master-port, MASTER_PORT or --rdzv-endpoint. "
+        what="the port ({port}) is taken: by an earlier run that is still there, or by another user's",
+        breaks="every process that was given this port: by --master-port, MASTER_PORT or --rdzv-endpoint. "
         "torchrun over several machines takes 29500 where it is told none",
         fix="potluck doctor --port {port}   (who has it, and what is left of earlier runs?)\n"
         "torchrun --standalone --nproc-per-node N …   (one machine, no --master-port: a free port is taken)",

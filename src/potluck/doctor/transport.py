@@ -214,7 +214,7 @@ def _suspects(chosen: list[ChosenInterface], hosts: int) -> Iterator[tuple[int, 
 
 
 def _no_card(log: LogText, sets: list[Fine]) -> Iterator[tuple[int, int, Finding]]:
-    """No card, though somebody named one."""
+    """No card, though one was named."""
     named = next((fine.what for fine in sets if fine.what.startswith("NCCL_IB_HCA=")), None)
     hit = next(log.hits("NET/IB : No device found"), None)
     if named is None or hit is None:

@@ -3,7 +3,7 @@
 It is sent as text to whatever Python 3.11 is there, so it imports only the standard library. Requests are lines of
 JSON on stdin, answers are lines of JSON on stdout. The launcher sends something every second. When nothing has come
 for SILENT_S, or stdin ends, the launcher or the connection is gone: the agent ends everything that it has started,
-and itself. A killed launcher, a killed ssh and a pulled cable are thereby one case.
+and itself. So a killed launcher, a killed ssh and a pulled cable are one case.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TypedDict
 
 HELLO = "potluck-agent "
 AGENT_PID = "{agent}"
@@ -30,10 +30,51 @@ SILENT_S = 6.0
 PATIENCE_S = 2.0
 """From the request to leave until a guest is killed. SILENT_S + PATIENCE_S must stay below 10 s."""
 _PATHS = ("~/.local/bin", "~/.cargo/bin", "/opt/homebrew/bin", "/usr/local/bin")
-_INHIBIT = "systemd-inhibit --what=sleep:idle --who=potluck --why=training --mode=block cat"
 
 
-def main(wanted: dict[str, Any]) -> None:
+class AgentWants(TypedDict):
+    """What the launcher plans on this machine: `main`'s argument."""
+
+    cache: str
+    code: str
+    """Folder of this Potluck in the cache."""
+    env: str
+    """Name of the environment; the version of Python is added."""
+    needs: dict[str, str]
+    """The least version of each requirement."""
+
+
+class CommandOptions(TypedDict, total=False):
+    """How a command is run."""
+
+    cwd: str
+    feed: str
+    """For its stdin."""
+    runs: str
+    """Folder of run folders in which it opens one."""
+    remove: str
+    """Folder to be removed at its end."""
+    patience_s: float
+    """From the request to leave until it is killed."""
+
+
+class AgentRequest(CommandOptions, total=False):
+    """A line on stdin. `do` is put, run, signal, feed, beat or end; each has some of the other keys."""
+
+    do: str
+    id: int
+    """The command's number; its answers have it, too."""
+    path: str
+    size: int
+    """Bytes of the file, which follow the line."""
+    argv: list[str]
+    env: dict[str, str]
+    number: int
+    """Of the signal."""
+    text: str
+
+
+def main(wanted: AgentWants) -> None:
     """Say what this machine is like, then do what is asked until stdin ends."""
     output, requests = _Output(), _Requests()
     tasks: dict[int, _Task] = {}
@@ -92,7 +133,7 @@ class _Output:
     def __init__(self) -> None:
         self._lock = threading.Lock()
 
-    def say(self, message: dict[str, Any], before: str = "") -> None:
+    def say(self, message: dict[str, object], before: str = "") -> None:
         data = (before + json.dumps(message) + "\n").encode()
         with self._lock, contextlib.suppress(OSError):
             while data:
@@ -107,7 +148,7 @@ class _Requests:
         self.heard = time.monotonic()
         """When something last came."""
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[AgentRequest]:
         while True:
             while b"\n" not in self._data:
                 if not self._more():
@@ -135,7 +176,7 @@ class _Requests:
 class _Task:
     """A command in a session of its own. Its lines go to the launcher as they come, then its status."""
 
-    def __init__(self, request: dict[str, Any], output: _Output) -> None:
+    def __init__(self, request: AgentRequest, output: _Output) -> None:
         self._number, self._output = request["id"], output
         self.patience_s: float = request.get("patience_s", PATIENCE_S)
         self._asked = self._killed = False
@@ -152,7 +193,6 @@ class _Task:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        self._awake = _stay_awake(self._process.pid) if request.get("awake") else None
         self._output.say({"id": self._number, "pid": self._process.pid})
         threading.Thread(target=self._follow, daemon=True).start()
         self.feed(request.get("feed", ""))
@@ -165,9 +205,6 @@ class _Task:
             self._output.say({"id": self._number, "line": line.decode(errors="replace").rstrip("\n")})
         status = self._process.wait()
         self._kill_group()
-        if self._awake is not None:
-            self._awake.kill()
-            self._awake.wait()
         self._output.say({"id": self._number, "status": status})
 
     def _find_run(self, runs: str) -> None:
@@ -211,8 +248,6 @@ class _Task:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(self.patience_s if patience_s is None else patience_s)
         self._kill_group()
-        if self._awake is not None:
-            self._awake.kill()
 
     def remove(self) -> None:
         """Remove the folder that was made for it, which its launcher may not have lived to do."""
@@ -253,24 +288,15 @@ def _put(path: str, data: bytes) -> None:
     os.replace(part, path)
 
 
-def _stay_awake(pid: int) -> subprocess.Popen[bytes] | None:
-    """A process that keeps the system from falling asleep; None where there is no such program."""
-    words = ["caffeinate", "-ims", "-w", str(pid)] if sys.platform == "darwin" else _INHIBIT.split()
-    if not shutil.which(words[0]):
-        return None
-    # `cat` ends with its stdin, so also with this process.
-    return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
-
 # -- facts ----------------------------------------------------------------------------------------------
 
 
-def facts(wanted: dict[str, Any]) -> dict[str, Any]:
-    """What the launcher must know before it uses this machine; `wanted` says what it plans."""
+def facts(wanted: AgentWants) -> dict[str, object]:
+    """What the launcher must know before it uses this machine. Their type is in spec/remote.py."""
     cache = _place(wanted["cache"])
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), *map(os.path.expanduser, _PATHS)])
     env = os.path.join(cache, "{}-py{}.{}".format(wanted["env"], *sys.version_info[:2]))
-    found = {
+    found: dict[str, object] = {
         "pid": os.getpid(),
         "python": platform.python_version(),
         "executable": sys.executable,
@@ -295,7 +321,7 @@ def facts(wanted: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _disk(cache: str) -> dict[str, Any]:
+def _disk(cache: str) -> dict[str, object]:
     part = os.path.join(cache, f".try-{os.getpid()}")
     try:
         os.makedirs(cache, exist_ok=True)

@@ -18,12 +18,13 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from potluck._version import __version__
 from potluck.errors import ConfigError
 from potluck.fleet import installer
+from potluck.fleet.agent import AgentWants
 from potluck.fleet.hostfiles import NamedMachine
+from potluck.fleet.installer import InstallPlan
 from potluck.fleet.remote import words_of
 from potluck.spec.remote import RemoteFacts
 
@@ -61,7 +62,7 @@ class FleetNeeds:
                 continue  # only that machine needs it
         return found
 
-    def of(self, machine: NamedMachine) -> dict[str, Any]:
+    def of(self, machine: NamedMachine) -> AgentWants:
         """The agent's argument: what it looks for on that machine."""
         names = "\n".join([*self.requirements, *self.pins])
         return {
@@ -80,7 +81,9 @@ def needs() -> list[str]:
 def name_of(requirement: str) -> str:
     match = _REQUIREMENT.match(requirement.strip())
     if match is None:
-        raise ConfigError(f"--with {requirement!r} is no package", hint="for example --with transformers,peft")
+        raise ConfigError(
+            f"--with {requirement!r} is not the name of a package", hint="for example --with transformers,peft"
+        )
     return match[1]
 
 
@@ -122,7 +125,7 @@ def wheel() -> bytes:
 
 
 def _torch_hook() -> Path:
-    """torch finds Potluck's backend by this module, which lies beside the package."""
+    """torch finds Potluck's backend by this module, which is installed beside the package."""
     import _potluck_torch
 
     return Path(_potluck_torch.__file__ or PACKAGE.parent / "_potluck_torch.py")
@@ -140,7 +143,7 @@ def code_name() -> str:
 
 def install_words(facts: RemoteFacts, wanted: FleetNeeds, *, make_env: bool) -> list[str]:
     """The command that installs on a machine with these facts."""
-    plan = {
+    plan: InstallPlan = {
         "cache": facts.cache,
         "code": code_name(),
         "env": facts.env,
@@ -148,7 +151,7 @@ def install_words(facts: RemoteFacts, wanted: FleetNeeds, *, make_env: bool) -> 
         "uv": facts.uv,
         "requirements": wanted.requirements,
         "pins": wanted.pins,
-        "modules": MODULES,
+        "modules": list(MODULES),
     }
     return [facts.executable, *words_of(installer, plan)]
 
@@ -160,7 +163,7 @@ def variables(facts: RemoteFacts, *, own: bool) -> dict[str, str]:
 
 
 def variables_here() -> dict[str, str]:
-    """The same on this machine, where Potluck runs from where it lies."""
+    """The same on this machine, where Potluck is not unpacked."""
     path = os.pathsep.join(filter(None, (str(PACKAGE.parent), os.environ.get("PYTHONPATH"))))
     return {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 

@@ -1,6 +1,6 @@
 """A run on the machines of a cluster engine, started from Python: the host here, a guest on each machine.
 
-Machines that come become guests, and machines that go are forgotten, while the run goes on.
+Machines that come become guests, and machines that go are forgotten, during the run.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO, Protocol, Self, Unpack
 
 import msgspec
 
 from potluck.errors import MachineError, PotluckError, ScriptError
+from potluck.fleet.agent import CommandOptions
 from potluck.fleet.bootstrap import FleetNeeds
 from potluck.fleet.hostfiles import NamedMachine
 from potluck.fleet.interface import GuestFleet, GuestSettings
@@ -34,6 +35,13 @@ LOOK_S = 1.0
 MOST_READ = 1 << 20
 STOP_S = 90.0
 _AGAIN = "start(…, options=['--resume', '{run}'])"
+
+
+class EngineFleet(GuestFleet, Protocol):
+    """The machines of a cluster engine, which restarts them."""
+
+    def instances(self) -> Mapping[str, str]:
+        """All machines by their names; the value is another one when a machine was restarted."""
 
 
 class ClusterFleet:
@@ -59,13 +67,10 @@ class ClusterFleet:
     def in_place(self, name: str) -> bool:
         return name not in self._reached.machines() or self._reached.in_place(name)
 
-    def starts_early(self, name: str) -> bool:
-        return name in self._reached.machines()
-
     def prepare(self, name: str) -> ReadyMachine:
         return self._reached.prepare(name) if name in self._reached.machines() else self.reach(name)
 
-    def run(self, machine: str, words: Sequence[str], log: Path, **more: Any) -> RemoteTask:
+    def run(self, machine: str, words: Sequence[str], log: Path, **more: Unpack[CommandOptions]) -> RemoteTask:
         return self._reached.run(machine, words, log, **more)
 
     def start(self, machine: str, token: str, settings: GuestSettings, log: Path) -> Any:
@@ -80,21 +85,22 @@ class ClusterFleet:
 
 
 @contextlib.contextmanager
-def followed(engine: GuestFleet, launcher: Launcher, on_new: Callable[[str], None]) -> Iterator[None]:
+def followed(engine: EngineFleet, launcher: Launcher, on_new: Callable[[str], None]) -> Iterator[None]:
     """Inside, the engine's machines are added to the launcher as they come, and dropped as they go."""
     over = threading.Event()
 
     def follow() -> None:
-        known: set[str] = set()
+        known: dict[str, str] = {}
         while not over.is_set():
             try:
-                there = set(engine.machines())
+                there = dict(engine.instances())
             except PotluckError:
                 there = known  # the engine does not answer just now
-            for name in sorted(there - known):
-                on_new(name)
+            for name in sorted(name for name, instance in there.items() if known.get(name) != instance):
+                if name not in known:
+                    on_new(name)
                 launcher.add(name)
-            for name in known - there:
+            for name in known.keys() - there.keys():
                 launcher.drop(name)
             known = there
             over.wait(LOOK_S)
@@ -134,7 +140,7 @@ class ClusterRun:
 
     def __init__(
         self,
-        engine: GuestFleet,
+        engine: EngineFleet,
         script: str,
         arguments: Sequence[str] = (),
         *,
@@ -152,7 +158,7 @@ class ClusterRun:
         tail = [script, "--", *arguments] if arguments and script.endswith(".py") else [script, *arguments]
         work = HostWork(machine=HERE, words=[*words, *options, *tail], cwd=os.getcwd(), runs=str(runs))
         self._engine, self._log = engine, reached.log(HERE)
-        self._observer = _Keeper()
+        self._observer = _Keeper(logs / "fleet.log")
         self._launcher = Launcher(ClusterFleet(engine, reached, gpus), (), work, self._observer, keep_trying=True)
         self._status: int | None = None
         self._why = ""
@@ -170,7 +176,7 @@ class ClusterRun:
                 self._why = end_words(status, self._log)
         except PotluckError as error:
             self._why = str(error)
-        except Exception as error:  # a bug: nobody must wait for ever
+        except Exception as error:  # a bug: no caller may wait forever
             self._why = f"internal error: {type(error).__name__}: {error}"
         finally:
             if self._observer.run:
@@ -202,13 +208,20 @@ class ClusterRun:
 
 
 class _Keeper(LaunchObserver):
-    """Keeps what a launcher tells: the run folder. The rest is in the logs and the events."""
+    """Keeps what a launcher tells: the run folder; and in a log, why a machine has no guest."""
 
     run = ""
 
-    def problems(self, findings: Sequence[Finding]) -> None: ...
+    def __init__(self, log: Path) -> None:
+        self._log = log
 
-    def tell(self, machine: str, words: str) -> None: ...
+    def problems(self, findings: Sequence[Finding]) -> None:
+        for finding in findings:
+            self.tell(finding.machine, f"{finding.what}: {finding.how}")
+
+    def tell(self, machine: str, words: str) -> None:
+        with contextlib.suppress(OSError), open(self._log, "a", encoding="utf-8") as log:
+            log.write(" ".join(filter(None, (time.strftime("%H:%M:%S"), machine, words))) + "\n")
 
     def run_known(self, run: str) -> None:
         self.run = run

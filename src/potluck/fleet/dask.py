@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from distributed import Client
 
 ANSWER_S = 8.0
-"""A worker that does not answer for so long is lost."""
+"""A worker that does not answer for this long is lost."""
 _INSTALL = "in the environment of every worker, the version that is here: pip install -e '.[dask]'"
 
 
@@ -39,6 +39,9 @@ class DaskFleet:
 
     def machines(self) -> Sequence[str]:
         return tuple(self.workers())
+
+    def instances(self) -> dict[str, str]:
+        return self.workers()
 
     def workers(self) -> dict[str, str]:
         """The workers' addresses by their names."""

@@ -52,7 +52,7 @@ class NamedMachine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def __post_init__(self) -> None:
         # ssh takes what begins with a dash for an option.
         if self.ssh.startswith("-") or any(c.isspace() for c in self.ssh):
-            raise ConfigError(f"ssh = {self.ssh!r} is no name of a machine", hint=_EXAMPLE)
+            raise ConfigError(f"ssh = {self.ssh!r} is not the name of a machine", hint=_EXAMPLE)
 
 
 class FleetFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

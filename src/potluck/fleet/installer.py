@@ -15,12 +15,35 @@ import subprocess
 import sys
 import time
 import zipfile
-from typing import Any
+from typing import TypedDict
 
 _PIP = ("--disable-pip-version-check", "--no-input")
+_VARIABLES = {
+    "cert": ("SSL_CERT_FILE",),
+    "client-cert": ("SSL_CLIENT_CERT",),
+    "proxy": ("HTTP_PROXY", "HTTPS_PROXY"),
+    "timeout": ("UV_HTTP_TIMEOUT",),
+}
+"""Settings of pip, and uv's variables for the same."""
 
 
-def main(plan: dict[str, Any]) -> int:
+class InstallPlan(TypedDict):
+    """`main`'s argument."""
+
+    cache: str
+    code: str
+    env: str
+    make_env: bool
+    """Whether the environment is made, too, if it is not there."""
+    uv: str
+    """Path of the program; empty if there is none."""
+    requirements: list[str]
+    pins: list[str]
+    modules: list[str]
+    """What must be importable then."""
+
+
+def main(plan: InstallPlan) -> int:
     cache, env = plan["cache"], plan["env"]
     os.makedirs(cache, exist_ok=True)
     with open(os.path.join(cache, "lock"), "w") as lock:
@@ -52,7 +75,7 @@ def _unpack(wheel: str, folder: str) -> None:
     os.remove(wheel)
 
 
-def _make(env: str, plan: dict[str, Any]) -> int:
+def _make(env: str, plan: InstallPlan) -> int:
     clock = _Clock()
     shutil.rmtree(env, ignore_errors=True)
     python = os.path.join(env, "bin", "python")
@@ -108,7 +131,7 @@ def _works(command: list[str]) -> bool:
         return False
 
 
-def _uv(plan: dict[str, Any], pip: list[str], python: str) -> list[str]:
+def _uv(plan: InstallPlan, pip: list[str], python: str) -> list[str]:
     """The command that installs with uv; empty if there is none and pip cannot fetch it.
 
     uv unpacks torch in 4 s, pip in 12 s of one core. A fetched uv knows nothing of this machine's index: it gets
@@ -126,12 +149,16 @@ def _uv(plan: dict[str, Any], pip: list[str], python: str) -> list[str]:
             return []
     os.environ.setdefault("UV_CACHE_DIR", os.path.join(plan["cache"], "uv-cache"))
     listed = subprocess.run([*pip, "config", "list"], capture_output=True, text=True)
-    return [uv, *install, *_settings(listed.stdout)]
+    words, variables = _settings(listed.stdout)
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+    return [uv, *install, *words]
 
 
-def _settings(listed: str) -> list[str]:
-    """Arguments for uv that say where packages come from, from what `pip config list` printed."""
+def _settings(listed: str) -> tuple[list[str], dict[str, str]]:
+    """Arguments and variables for uv that say where packages come from, from what `pip config list` printed."""
     words = ["--index-strategy", "unsafe-best-match"]  # as pip chooses
+    variables = {"UV_SYSTEM_CERTS": "1", "UV_NATIVE_TLS": "1"}  # as pip; the second is its name in older versions
     index = ""
     for line in listed.splitlines():
         name, _, value = line.partition("=")
@@ -140,9 +167,13 @@ def _settings(listed: str) -> list[str]:
             index = value
         elif option in ("extra-index-url", "find-links"):
             words += [word for each in value.split() for word in (f"--{option}", each)]
+        elif option == "trusted-host":
+            words += [word for each in value.split() for word in ("--allow-insecure-host", each)]
+        elif option in _VARIABLES:
+            variables |= dict.fromkeys(_VARIABLES[option], value)
         elif option == "no-index" and value.lower() in ("1", "true", "yes", "on"):
             words.append("--no-index")
-    return words + (["--index-url", index] if index else [])
+    return words + (["--index-url", index] if index else []), variables
 
 
 def _install(command: list[str], pins: list[str], file: str) -> bool:

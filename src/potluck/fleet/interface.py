@@ -49,6 +49,9 @@ class GuestEnd:
 class StartedGuest(Protocol):
     """One guest, from its start to its end. Safe to use from any thread."""
 
+    def feed(self, text: str) -> None:
+        """Write to its stdin: the token and a newline, if it was started without."""
+
     def end(self, patience_s: float = 2.0) -> GuestEnd:
         """Ask it to leave, kill it after `patience_s`, and return how it ended; harmless if it has ended."""
 
@@ -63,7 +66,8 @@ class GuestFleet(Protocol):
         """Names of the machines, without a look at whether they can be reached."""
 
     def start(self, machine: str, token: str, settings: GuestSettings, log: Path) -> StartedGuest:
-        """Start a guest on a machine; returns once its process runs there.
+        """Start a guest on a machine; returns once its process runs there. With an empty token it imports torch
+        and waits for `feed`.
 
         The token is in no command line, environment, file or log, on this machine or on that one. What the guest
         writes is appended to `log`. The guest ends within 10 s if this process dies, however it dies, and if the

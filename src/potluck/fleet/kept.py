@@ -1,7 +1,7 @@
 """The guests that a fleet has in a long-lived process of a cluster engine, such as a Dask worker.
 
 The fleet calls these functions there. Each call shows that the fleet still lives: after SILENT_S without one the
-process ends the fleet's guests. A killed driver, a killed scheduler and a pulled cable are thereby one case.
+process ends the fleet's guests. So a killed driver, a killed scheduler and a pulled cable are one case.
 """
 
 from __future__ import annotations
@@ -59,9 +59,16 @@ def hello(fleet: str) -> tuple[str, bytes]:
 
 
 def start(fleet: str, guest: str, token: bytes, settings: GuestSettings) -> None:
-    """Start a guest with a sealed token."""
+    """Start a guest with a sealed token; with none, it waits for `feed`."""
     kept = _kept[fleet]
-    kept.guests[guest] = kept.fleet.start(HERE, kept.keys.open(token), settings, kept.folder / guest)
+    text = kept.keys.open(token) if token else ""
+    kept.guests[guest] = kept.fleet.start(HERE, text, settings, kept.folder / guest)
+
+
+def feed(fleet: str, guest: str, text: bytes) -> None:
+    """Write something sealed to a guest's stdin."""
+    if (kept := _kept.get(fleet)) is not None and guest in kept.guests:
+        kept.guests[guest].feed(kept.keys.open(text))
 
 
 def poll(fleet: str, guest: str, offset: int) -> tuple[bytes, int | None] | None:

@@ -1,7 +1,7 @@
 """The life of a launched run: a host, a guest on each machine, what is started again, and one end for all.
 
 Every machine has a thread of its own that connects, installs, starts its guest and looks after it. The main thread
-has the host. It decides; what is printed is somebody else's job.
+has the host. It decides; its caller prints.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
+from potluck.doctor import remote as checks
 from potluck.errors import MachineError
+from potluck.fleet.agent import CommandOptions
 from potluck.fleet.hostfiles import NamedMachine
 from potluck.fleet.interface import GuestEnd, GuestSettings, StartedGuest
 from potluck.fleet.remote import RemoteTask
@@ -76,12 +78,6 @@ class ReadyMachine(Protocol):
     def link(self) -> Any: ...
 
 
-class FedGuest(StartedGuest, Protocol):
-    """A guest that may have been started without its token."""
-
-    def feed(self, text: str) -> None: ...
-
-
 class LaunchFleet(Protocol):
     """What a launcher needs of a fleet; `SshFleet` says what each method does."""
 
@@ -89,10 +85,9 @@ class LaunchFleet(Protocol):
     def log(self, name: str) -> Path: ...
     def reach(self, name: str) -> ReadyMachine: ...
     def in_place(self, name: str) -> bool: ...
-    def starts_early(self, name: str) -> bool: ...
     def prepare(self, name: str) -> ReadyMachine: ...
-    def run(self, machine: str, words: Sequence[str], log: Path, **more: Any) -> RemoteTask: ...
-    def start(self, machine: str, token: str, settings: GuestSettings, log: Path) -> FedGuest: ...
+    def run(self, machine: str, words: Sequence[str], log: Path, **more: Unpack[CommandOptions]) -> RemoteTask: ...
+    def start(self, machine: str, token: str, settings: GuestSettings, log: Path) -> StartedGuest: ...
     def close(self) -> None: ...
 
 
@@ -121,6 +116,8 @@ class Launcher:
         """Of each machine that was looked at for the first time."""
         self._usable: set[str] = set()
         self._told = False
+        self._members: set[object] = set()
+        """Of each guest that has its token and has not ended."""
         self._token = ""
         self._over = threading.Event()
         self._interrupts = 0
@@ -151,19 +148,18 @@ class Launcher:
             with self._news:
                 self._news.notify_all()
                 threads = [*self._threads, preparing]
-            if self._interrupts < 2:
-                deadline = time.monotonic() + GOODBYE_S
-                for thread in threads:
-                    thread.join(max(0.0, deadline - time.monotonic()))
+                # Machines that are being looked at or installed need no goodbye.
+                self._news.wait_for(lambda: not self._members or self._interrupts > 1, GOODBYE_S)
             self._fleet.close()
             for thread in threads:
                 thread.join()
 
     def add(self, name: str) -> None:
-        """Have guests on this machine from now on, one for each slot."""
+        """Have guests on this machine from now on, one for each slot. Once more: it was restarted."""
         with self._news:
             if self._over.is_set():
                 return
+            self._news.notify_all()
             self._tended[name] = stay = object()
             for slot in range(self._fleet.machine(name).slots):
                 thread = threading.Thread(
@@ -197,7 +193,6 @@ class Launcher:
             cwd=work.cwd,
             runs=work.runs,
             patience_s=HOST_PATIENCE_S,
-            awake=True,
         )
         sent, began = 0, False
         while (ended := task.wait(0.02)) is None:
@@ -268,8 +263,8 @@ class Launcher:
         return self._interrupts
 
     def _status(self, ended: GuestEnd) -> int:
-        if self._interrupts > 1:
-            return INTERRUPTED
+        if self._interrupts > 1 or (self._interrupts and ended.status == -signal.SIGINT):
+            return INTERRUPTED  # it had no handler for it: the signal came before its run began, or after its end
         if ended.status is None:
             self.cut_off = True
             self._failed(self._work.machine, f"{ended.why}; the host there saves and ends")
@@ -325,7 +320,8 @@ class Launcher:
                     self._failed(name, error.what)
                     if failures == 1:
                         self._observer.problems(error.findings)
-                lost = not first and any(finding.code.startswith("ssh-") for finding in error.findings)
+                codes = [finding.code for finding in error.findings]
+                lost = any(code == checks.LOST or (not first and code.startswith("ssh-")) for code in codes)
                 if not lost and not self._keep_trying:
                     return
             if failures > MOST_AGAIN and not self._keep_trying:
@@ -345,10 +341,6 @@ class Launcher:
 
     def _guest(self, name: str, slot: int, *, several: bool) -> GuestEnd | None:
         """Start a guest, tell it the token once that is known, and wait for its end; None if the run is over."""
-        if not self._fleet.starts_early(name):
-            self._wait_for(lambda: self._token or self._over.is_set())
-            if self._over.is_set():
-                return None
         machine = self._fleet.machine(name)
         settings = GuestSettings(
             name=name if not slot else f"{name}-{slot + 1}",
@@ -356,16 +348,23 @@ class Launcher:
             threads=machine.threads,
             micro_batch=machine.micro_batch,
         )
-        guest = self._fleet.start(name, self._token, settings, self._fleet.log(name))
-        told = bool(self._token)
-        while (ended := guest.wait(0.05)) is None:
-            if self._over.is_set():
-                # The host says goodbye itself; a guest that did not hear it ends now.
-                return guest.wait(GOODBYE_S / 2) if told and self._interrupts < 2 else None
-            if self._token and not told:
-                told = True
-                guest.feed(self._token + "\n")
-        return ended
+        token = self._token  # it may become known while the guest starts
+        guest = self._fleet.start(name, token, settings, self._fleet.log(name))
+        try:
+            while (ended := guest.wait(0.05)) is None:
+                if self._over.is_set():
+                    # The host says goodbye itself; a guest that did not hear it ends now.
+                    return guest.wait(GOODBYE_S / 2) if token and self._interrupts < 2 else None
+                if self._token and not token:
+                    token = self._token
+                    guest.feed(token + "\n")
+                if token:
+                    self._members.add(guest)
+            return ended
+        finally:
+            with self._news:
+                self._members.discard(guest)
+                self._news.notify_all()
 
     def _again(self, name: str, ended: GuestEnd) -> bool:
         """Whether a guest that ended while the host runs is to be started again."""

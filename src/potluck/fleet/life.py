@@ -1,6 +1,6 @@
 """Leases of life: a process that ends, in order, when its parent, its terminal or whoever reads its output is gone.
 
-Owns signals and the one thread that looks. It must not know what the process does: ending is a KeyboardInterrupt in
+Owns signals and the one thread that looks. Ending is a KeyboardInterrupt in
 the main thread, as if somebody had pressed Ctrl-C, and a hard end for one that does not heed it. One that has more
 to do at its end, as a host has, is only told that its reader is gone.
 """

@@ -30,6 +30,14 @@ class LocalGuest:
             return None
         return GuestEnd(status, end_words(status, self._log))
 
+    def feed(self, text: str) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(text.encode())
+            self._process.stdin.flush()
+        except (BrokenPipeError, ValueError):
+            pass  # it has ended already, or is ending: `wait` says how
+
     def let_go(self) -> None:
         """Close its stdin: it takes that for the end of this process, and leaves."""
         assert self._process.stdin is not None
@@ -68,12 +76,8 @@ class LocalFleet:
             )
         guest = LocalGuest(process, log)
         self._guests.append(guest)
-        assert process.stdin is not None
-        try:
-            process.stdin.write(token.encode() + b"\n")
-            process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it has ended already: `wait` says how
+        if token:
+            guest.feed(token + "\n")
         return guest
 
     def close(self) -> None:

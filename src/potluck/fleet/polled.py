@@ -22,15 +22,19 @@ POLL_S = 1.0
 class PolledGuest:
     """One guest that `kept.py` keeps for this fleet in a process of a cluster engine."""
 
-    def __init__(self, ask: Callable[..., Any], machine: str, log: Path) -> None:
-        """`ask` calls a function of kept.py there, the fleet's id first; it raises MachineError."""
+    def __init__(self, ask: Callable[..., Any], machine: str, log: Path, public: bytes) -> None:
+        """`ask` calls a function of kept.py there, the fleet's id first; it raises MachineError. `public`: for what
+        `feed` sends."""
         self.id = uuid.uuid4().hex
-        self._ask, self._machine, self._log = ask, machine, log
+        self._ask, self._machine, self._log, self._public = ask, machine, log, public
         self._offset, self._lock = 0, threading.Lock()
         self._over, self._end = threading.Event(), GuestEnd(None, "")
 
     def wait(self, timeout_s: float) -> GuestEnd | None:
         return self._end if self._over.wait(max(0.0, timeout_s)) else None
+
+    def feed(self, text: str) -> None:
+        self._ask(kept.feed, self.id, sealed.seal(text, self._public))
 
     def end(self, patience_s: float = 2.0) -> GuestEnd:
         if not self._over.is_set():
@@ -84,8 +88,8 @@ class PolledGuests:
         if version != __version__:
             raise MachineError(f"{machine} has Potluck {version}, and this is {__version__}", hint=install)
         log.touch()
-        guest = PolledGuest(ask, machine, log)
-        ask(kept.start, guest.id, sealed.seal(token, public), settings)
+        guest = PolledGuest(ask, machine, log, public)
+        ask(kept.start, guest.id, sealed.seal(token, public) if token else b"", settings)
         self._guests.append(guest)
         guest.follow_in_thread(settings.name)
         return guest

@@ -1,6 +1,6 @@
 """Ranks on this very machine: one command, started once for each rank as torchrun would, and never left behind.
 
-Owns their life. It must not know what the command does.
+Owns their start and their end.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def wait_for(processes: Sequence[subprocess.Popen[bytes]], deadline_s: float | N
         if failed:
             rank, status = failed[0]
             how = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
-            raise ScriptError(f"rank {rank} {how}", hint="what it said stands above")
+            raise ScriptError(f"rank {rank} {how}", hint="its output is above")
         if None not in statuses:
             return
         if deadline_s is not None and time.monotonic() - began > deadline_s:

@@ -15,8 +15,9 @@ import re
 import shutil
 import tempfile
 import threading
+import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,9 @@ from potluck.fleet.script import read_script
 
 EVERY_NODE = "every node"
 ANSWER_S = 8.0
-"""An actor that does not answer for so long is lost."""
-PLACED_S = 30.0
+"""An actor that does not answer for this long is lost."""
+PLACED_S = DOUBTED_S = 30.0
+"""To place an actor; and until Ray knows whether a node is gone whose actor was lost, which takes some 10 s."""
 _INSTALL = "on every node, the version that is here: pip install -e '.[ray]'; or runtime_env={'pip': [...]}"
 _OPTIONS = ("num_cpus", "num_gpus", "resources", "memory", "label_selector", "runtime_env")
 
@@ -47,11 +49,7 @@ def need_ray() -> Any:
 
 
 def connect(address: str = "auto") -> Any:
-    """The module `ray`, connected to a cluster; it stays as it is where the program has connected already.
-
-    Raises:
-        MachineError: there is no cluster, or it takes no driver from here.
-    """
+    """The module `ray`, connected to a cluster as the program has done, else here; MachineError if that fails."""
     ray = need_ray()
     if ray.is_initialized():
         return ray
@@ -79,8 +77,8 @@ class RayFleet:
     def __init__(
         self, address: str = "auto", guests: str | Mapping[str, Any] = EVERY_NODE, *, without_here: bool = False
     ) -> None:
-        """`guests`: options of the actors (num_cpus, num_gpus, label_selector, runtime_env), and `device`. An actor
-        takes all CPUs and GPUs of its node unless told. `without_here`: not the node of this process."""
+        """`guests`: options of the actors, and `device`. An actor takes all CPUs and GPUs of its node unless told.
+        `without_here`: not the node of this process."""
         if isinstance(guests, str) and guests != EVERY_NODE:
             raise ConfigError(f"guests={guests!r} is not known", hint=f"{EVERY_NODE!r}, or options of the actors")
         self._options = checked_options({} if isinstance(guests, str) else guests, "device")
@@ -89,13 +87,15 @@ class RayFleet:
         self._ray = connect(address)
         self._id = uuid.uuid4().hex
         self._here = self._ray.get_runtime_context().get_node_id() if without_here else ""
-        self._actors: dict[str, Any] = {}
-        """By the node's id."""
-        self._guests = PolledGuests()
-        self._lock = threading.Lock()
+        # By the node's id: its actor, and when one was lost.
+        self._actors, self._lost_s = dict[str, Any](), dict[str, float]()
+        self._guests, self._lock = PolledGuests(), threading.Lock()
 
     def machines(self) -> Sequence[str]:
         return tuple(self.nodes())
+
+    def instances(self) -> dict[str, str]:
+        return {name: str(node["NodeID"]) for name, node in self.nodes().items()}
 
     def nodes(self) -> dict[str, dict[str, Any]]:
         """The nodes that may have guests, as Ray describes them, by their names."""
@@ -104,13 +104,15 @@ class RayFleet:
             for node in self._ray.nodes()
             if node["Alive"] and node["NodeID"] != self._here and selected(node["Labels"], self._selector)
         ]
-        hosts = [node["NodeManagerHostname"] for node in alive]
+        lost = {node for node, lost_s in self._lost_s.items() if time.monotonic() - lost_s < DOUBTED_S}
+        hosts = [host for host, _ in {(n["NodeManagerHostname"], n["NodeManagerAddress"]) for n in alive}]
         found: dict[str, dict[str, Any]] = {}
-        for node in sorted(alive, key=lambda node: str(node["NodeID"])):
+        for node in sorted(alive, key=lambda node: (node["NodeID"] in lost, node["NodeID"])):
             # Ray calls a node by its address unless it is told a name.
-            own = node.get("NodeName") or node["NodeManagerAddress"]
-            host = node["NodeManagerHostname"]
+            own, host = node.get("NodeName") or node["NodeManagerAddress"], node["NodeManagerHostname"]
             name = host if own == node["NodeManagerAddress"] and hosts.count(host) == 1 else own
+            if name in found and node["NodeID"] in lost:
+                continue  # restarted: for Ray the old node is alive for a while, beside the new one
             found[name if name not in found else f"{name}-{node['NodeID'][:6]}"] = node
         return found
 
@@ -132,8 +134,13 @@ class RayFleet:
         actor, new = self._actor(node)
         exceptions = self._ray.exceptions
         try:
-            wait_s = PLACED_S if new else timeout_s
-            return self._ray.get(actor.call.remote(what, self._id, *arguments), timeout=wait_s)
+            answer = actor.call.remote(what, self._id, *arguments)
+            deadline = time.monotonic() + (PLACED_S if new else timeout_s)
+            while not self._ray.wait([answer], timeout=0.5)[0] and time.monotonic() < deadline:
+                if self.instances().get(machine) != node["NodeID"]:
+                    self._forget(node)
+                    raise MachineError(f"{machine} was restarted, or has left")
+            return self._ray.get(answer, timeout=0)
         except exceptions.GetTimeoutError:
             self._forget(node)
             if new:
@@ -156,8 +163,7 @@ class RayFleet:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         with self._lock:
-            known = self._actors.get(node["NodeID"])
-            if known is not None:
+            if (known := self._actors.get(node["NodeID"])) is not None:
                 return known, False
             made = self._ray.remote(NodeActor).options(
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False), **self._held(node)
@@ -168,26 +174,23 @@ class RayFleet:
     def _forget(self, node: Mapping[str, Any]) -> None:
         with self._lock:
             actor = self._actors.pop(node["NodeID"], None)
+            self._lost_s[node["NodeID"]] = time.monotonic()
         if actor is not None:
             with contextlib.suppress(Exception):  # it is gone already
                 self._ray.kill(actor)
 
     def start(self, machine: str, token: str, settings: GuestSettings, log: Path) -> PolledGuest:
-        def ask(what: Callable[..., Any], *more: Any) -> Any:
-            return self.ask(machine, what.__name__, *more)
-
-        node = self.nodes().get(machine)
-        held = self._held(node) if node is not None else {}
-        if settings.device is None:
-            settings = replace(settings, device=self._device or (None if held.get("num_gpus") else "cpu"))
-        if settings.threads is None and held.get("num_cpus", 0) >= 1:
-            settings = replace(settings, threads=int(held["num_cpus"]))
+        held = self._held(node) if (node := self.nodes().get(machine)) is not None else {}
+        device = settings.device or self._device or (None if held.get("num_gpus") else "cpu")
+        threads = settings.threads or int(held.get("num_cpus", 0)) or None
+        settings = replace(settings, device=device, threads=threads)
+        ask: Any = lambda what, *more: self.ask(machine, what.__name__, *more)  # noqa: E731
         return self._guests.start(ask, machine, token, settings, log, _INSTALL)
 
     def close(self) -> None:
         self._guests.end()
-        for known in list(self._actors):
-            self._forget({"NodeID": known})
+        for node in list(self._actors):
+            self._forget({"NodeID": node})
 
 
 def checked_options(options: Mapping[str, Any], *more: str) -> dict[str, Any]:
@@ -212,8 +215,7 @@ class HostActor:
     """A run whose host is the node on which this actor is."""
 
     def __init__(self, names: Sequence[str], contents: Sequence[bytes], given: Mapping[str, Any]) -> None:
-        """`names` and `contents` of the script and its files, or the name of a recipe and no content; `given` as
-        for `started_here`."""
+        """Of the script and its files, or the name of a recipe and no content; `given` as for `started_here`."""
         folder = Path(tempfile.mkdtemp(prefix="potluck-host-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         for name, content in zip(names, contents):
@@ -268,8 +270,8 @@ class RayCluster:
         send: Sequence[str | os.PathLike[str]] = (),
     ) -> FleetRun:
         """Start a script as `potluck host` does. `options` and `send` are the host's; `runs` is a folder there."""
-        given: dict[str, Any] = {"address": self._address, "guests": self._guests, "options": list(options)}
-        given["runs"] = str(runs)
+        given: dict[str, Any] = {"address": self._address, "guests": self._guests}
+        given |= {"options": list(options), "runs": str(runs)}
         if self._host is None:
             here = started_here(str(script), arguments, send=[str(file) for file in send], **given)
             return FleetRun(lambda what, *more: getattr(here, what)(*more))

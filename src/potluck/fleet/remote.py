@@ -19,16 +19,20 @@ import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import MappingProxyType, ModuleType
+from typing import Any, Unpack, cast
 
+import msgspec
+
+from potluck import checked
 from potluck.fleet import agent
 from potluck.fleet.interface import GuestEnd
 from potluck.fleet.local import end_words
+from potluck.spec.remote import AgentAnswer, RemoteFacts
 
 BEAT_S = 1.0
 SILENT_S = 8.0
-"""A machine that has not answered a beat for so long is lost. Its agent gives up sooner."""
+"""A machine that has not answered a beat for this long is lost. Its agent gives up sooner."""
 _TOKEN = re.compile(r"(potluck\d{1,3}-)[A-Za-z0-9_-]{20,}")
 _UNPACKS = "import sys,zlib,base64,json;exec(zlib.decompress(base64.b64decode(sys.argv[1])));"
 _CALLS = "sys.exit(main(json.loads(base64.b64decode(sys.argv[2]))))"
@@ -78,22 +82,22 @@ class RemoteTask:
     def signal(self, number: int) -> None:
         self._link.send({"do": "signal", "id": self._number, "number": number})
 
-    def hear(self, message: Mapping[str, Any]) -> None:
+    def hear(self, answer: AgentAnswer) -> None:
         """An answer of the agent's about this command."""
-        if "line" in message:
-            if not self.shown_token and (found := _TOKEN.search(message["line"])):
+        if answer.line is not None:
+            if not self.shown_token and (found := _TOKEN.search(answer.line)):
                 self.shown_token = found[0]
                 self.shown.set()
             with open(self._log, "a", encoding="utf-8") as log:
-                log.write(redacted(message["line"]) + "\n")
-        if "pid" in message:
-            self.pid = message["pid"]
+                log.write(redacted(answer.line) + "\n")
+        if answer.pid is not None:
+            self.pid = answer.pid
             self.started.set()
-        if "token" in message:
-            self.run, self.token = message["run"], message["token"]
+        if answer.token:
+            self.run, self.token = answer.run, answer.token
             self.found.set()
-        if "status" in message:
-            self.over(GuestEnd(message["status"], end_words(message["status"], self._log)))
+        if answer.status is not None:
+            self.over(GuestEnd(answer.status, end_words(answer.status, self._log)))
 
     def over(self, end: GuestEnd) -> None:
         if self._end is None:
@@ -120,7 +124,7 @@ class AgentLink:
         self._closed = threading.Event()
         self.lost = threading.Event()
         """Set when the connection has ended, however it did."""
-        self.facts: dict[str, Any] | None = None
+        self.facts: RemoteFacts | None = None
         self.noise: list[str] = []
         """What came before the agent's first word: a shell's banner."""
         self._greeted = threading.Event()
@@ -143,7 +147,7 @@ class AgentLink:
     def status(self) -> int | None:
         return self._process.poll()
 
-    def greet(self, timeout_s: float) -> dict[str, Any] | None:
+    def greet(self, timeout_s: float) -> RemoteFacts | None:
         """The machine's facts; None if the agent did not start, with the reason in `status`, `said` and `noise`."""
         if not self._greeted.wait(timeout_s):
             self._process.kill()
@@ -158,10 +162,18 @@ class AgentLink:
         self.send({"do": "put", "id": task._number, "path": path, "size": len(data)}, data)
         return task.wait(timeout_s) or GuestEnd(None, f"{path} was not written after {timeout_s:.0f} s")
 
-    def run(self, argv: Sequence[str], log: Path, **more: Any) -> RemoteTask:
-        """Start a command. `more`: cwd, env, feed (its stdin), patience_s, awake, runs, remove; see the agent."""
+    def run(
+        self,
+        argv: Sequence[str],
+        log: Path,
+        *,
+        env: Mapping[str, str] = MappingProxyType({}),
+        **more: Unpack[agent.CommandOptions],
+    ) -> RemoteTask:
+        """Start a command."""
         task = self._task(log)
-        self.send({"do": "run", "id": task._number, "argv": list(argv), **more})
+        request = {"do": "run", "id": task._number, "argv": list(argv), "env": dict(env), **more}
+        self.send(cast(agent.AgentRequest, request))
         task.started.wait(20.0)
         return task
 
@@ -173,7 +185,7 @@ class AgentLink:
             task.over(self._loss())
         return task
 
-    def send(self, message: Mapping[str, Any], data: bytes = b"") -> None:
+    def send(self, message: agent.AgentRequest, data: bytes = b"") -> None:
         assert self._process.stdin is not None
         with self._lock, contextlib.suppress(OSError, ValueError):  # a lost connection is noticed by the reader
             self._process.stdin.write(json.dumps(message).encode() + b"\n" + data)
@@ -228,16 +240,16 @@ class AgentLink:
             if before.strip() and len(self.noise) < 100:
                 self.noise.append(before)
             if hello:
-                self.facts = json.loads(rest)
+                with contextlib.suppress(msgspec.DecodeError):
+                    self.facts = checked.decode(rest, RemoteFacts)
                 self._greeted.set()
             return
         try:
-            message = json.loads(line)
-            task = self._tasks.get(message.get("id"))
-        except (ValueError, AttributeError):
+            answer = checked.decode(line, AgentAnswer)
+        except msgspec.DecodeError:
             return  # not the agent's: something that it started wrote to the same stream
-        if task is not None:
-            task.hear(message)
+        if answer.id is not None and (task := self._tasks.get(answer.id)) is not None:
+            task.hear(answer)
 
     def _read_errors(self) -> None:
         assert self._process.stderr is not None

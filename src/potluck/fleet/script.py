@@ -67,10 +67,10 @@ def with_files(script: Script, files: Sequence[Path], base: Path) -> Script:
         except ValueError:
             raise UserError(f"{file} does not lie in {base} or below, as what goes with a script must") from None
     if len(names) > MAX_FILES:
-        raise UserError(f"{len(names) - 1} files beside the script; at most {MAX_FILES - 1} travel")
+        raise UserError(f"{len(names) - 1} files beside the script; at most {MAX_FILES - 1} can be sent")
     if sum(map(len, contents)) > MAX_SCRIPT_BYTES:
         raise UserError(
-            f"the script and its files have {sum(map(len, contents))} bytes; at most {MAX_SCRIPT_BYTES} travel",
+            f"script and files have {sum(map(len, contents))} bytes; at most {MAX_SCRIPT_BYTES} can be sent",
             hint="send code only; data goes with the leases",
         )
     return replace(script, names=tuple(names), contents=tuple(contents))
@@ -80,7 +80,7 @@ def imports_of(script: Script, folder: Path) -> dict[str, str]:
     """The modules that the script in `folder` imports whenever it runs, each with where it comes from.
 
     That is the package it was installed from, or the file beside the script ("./model.py"), or "" if unknown. Only
-    those at the top: what stands below an `if`, a `try` or a `def` may not be needed on guests. Neither Python's
+    those at the top: what is below an `if`, a `try` or a `def` may not be needed on guests. Neither Python's
     own modules nor the files that travel with the script.
     """
     found: dict[str, None] = {}

@@ -13,14 +13,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 import msgspec
 
-from potluck import checked
 from potluck.doctor import remote as checks
 from potluck.errors import MachineError
 from potluck.fleet import agent, bootstrap
+from potluck.fleet.agent import AgentWants, CommandOptions
 from potluck.fleet.hostfiles import NamedMachine
 from potluck.fleet.interface import GuestSettings
 from potluck.fleet.remote import AgentLink, RemoteTask, words_of
@@ -43,7 +43,7 @@ _PLACES = ("$HOME/.local/bin/python3", "/opt/homebrew/bin/python3", "/usr/local/
 _NEW_ENOUGH = "import sys;sys.exit(sys.version_info<(3,11))"
 
 
-def ssh_command(machine: NamedMachine, ssh: Sequence[str], wanted: dict[str, Any]) -> list[str]:
+def ssh_command(machine: NamedMachine, ssh: Sequence[str], wanted: AgentWants) -> list[str]:
     """The command that starts the agent on a machine; on this one, without ssh."""
     if not machine.ssh:
         return [machine.python or sys.executable, *words_of(agent, wanted)]
@@ -115,22 +115,24 @@ class SshFleet:
     def start(self, machine: str, token: str, settings: GuestSettings, log: Path) -> RemoteTask:
         """As in the interface. Without a token the guest imports torch and waits for it, by `feed`."""
         words = [*settings.words(), "--parent", agent.AGENT_PID]
-        return self.run(machine, words, log, feed=f"{token}\n" if token else "", awake=True)
+        return self.run(machine, words, log, feed=f"{token}\n" if token else "")
 
-    def run(self, machine: str, words: Sequence[str], log: Path, **more: Any) -> RemoteTask:
-        """Start `python WORDS` there, with this Potluck; `more` as for `AgentLink.run`."""
+    def run(self, machine: str, words: Sequence[str], log: Path, **more: Unpack[CommandOptions]) -> RemoteTask:
+        """Start `python WORDS` there, with this Potluck."""
         reached = self.prepare(machine)
         here = not self._machines[machine].ssh
         variables = bootstrap.variables_here() if here else bootstrap.variables(reached.facts, own=reached.own)
         task = reached.link.run([self._python(reached), *words], log, env=variables, **more)
         if task.pid is None:
+            self._check_connection(machine, reached)
             ended = task.wait(0.0)
             raise MachineError(f"{machine}: nothing could be started: {ended.why if ended else 'no answer'}")
         return task
 
     def close(self) -> None:
         self._closed = True
-        closing = [threading.Thread(target=link.close, name=f"potluck-close-{link.name}") for link in self._links]
+        links = tuple(self._links)
+        closing = [threading.Thread(target=link.close, name=f"potluck-close-{link.name}") for link in links]
         for thread in closing:
             thread.start()
         for thread in closing:
@@ -157,21 +159,21 @@ class SshFleet:
             return found
 
     def _look(self, machine: NamedMachine) -> ReachedMachine:
-        if self._closed:
-            raise MachineError(f"{machine.name}: the launcher is ending")
         try:
             link = AgentLink(machine.name, ssh_command(machine, self._ssh, self._wanted.of(machine)))
         except FileNotFoundError as error:
             raise _unusable(machine.name, [_no_program(machine.name, error.filename)]) from None
         self._links.add(link)
-        answer = link.greet(GREET_S)
-        if answer is None:
+        if self._closed:
+            link.close()
+            raise MachineError(f"{machine.name}: the launcher is ending")
+        facts = link.greet(GREET_S)
+        if facts is None:
             status = link.status if link.status is not None and link.status >= 0 else None
             host = SshHost(host=machine.ssh or machine.name, status=status, said=link.said)
             finding = msgspec.structs.replace(checks.unreached(host, tuple(link.noise)), machine=machine.name)
             link.close()
             raise _unusable(machine.name, [finding])
-        facts = checked.as_kind(answer, RemoteFacts)
         own = bool(machine.python or not machine.ssh)
         findings = tuple(
             checks.unfit(machine.name, machine.ssh, facts, tuple(link.noise), own=own, clock_s=time.time())
@@ -185,10 +187,6 @@ class SshFleet:
         """Whether all but Potluck itself is installed there, so that `prepare` takes no time."""
         reached = self.reach(name)
         return reached.own or reached.facts.ready
-
-    def starts_early(self, name: str) -> bool:
-        """Whether a guest may be started there before its token is known, which it is told by `feed`."""
-        return True
 
     def prepare(self, name: str) -> ReachedMachine:
         """Connect and install what is missing; MachineError if either fails."""
@@ -206,12 +204,14 @@ class SshFleet:
         if not reached.facts.code:
             wheel = f"{reached.facts.cache}/{bootstrap.code_name()}.whl"
             if (put := reached.link.put(wheel, bootstrap.wheel(), log)).status != 0:
+                self._check_connection(name, reached)
                 raise MachineError(
                     f"{name}: cannot write {wheel}: {put.why}", hint=f"ssh {self._machines[name].ssh} df -h"
                 )
         words = bootstrap.install_words(reached.facts, self._wanted, make_env=not reached.own)
         ended = reached.link.run(words, log).wait(INSTALL_S)
         if ended is None or ended.status != 0:
+            self._check_connection(name, reached)
             why = ended.why if ended is not None else f"not finished after {INSTALL_S:.0f} s"
             raise _unusable(name, [_not_installed(self._machines[name], reached.facts, why)])
 
@@ -225,10 +225,16 @@ class SshFleet:
         ended = task.wait(60.0)
         text = log.read_text(encoding="utf-8") if log.exists() else ""
         log.unlink(missing_ok=True)
+        self._check_connection(name, reached)
         missing = [line.split()[1] for line in text.splitlines() if line.startswith("missing ")]
         if missing or ended is None:
             packages = ",".join(self._wanted.imports[module] or module for module in missing)
             raise _unusable(name, [_lacks(self._machines[name], missing, packages, python, own=reached.own)])
+
+    def _check_connection(self, name: str, reached: ReachedMachine) -> None:
+        """Raises if that is what failed: the machine can be tried again."""
+        if reached.link.lost.is_set():
+            raise _unusable(name, [checks.lost(name, self._machines[name].ssh, reached.link.said)])
 
     def _python(self, reached: ReachedMachine) -> str:
         """The interpreter that runs Potluck there."""

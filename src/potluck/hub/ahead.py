@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 MOST_BYTES = 256 << 20
 """The most that a guest keeps of samples sent ahead, whatever its memory. A step gets half: two may overlap."""
 LEAST_BYTES = 256 << 10
-"""A lease of fewer bytes is not sent ahead: it takes no time, and can be cut anew for each step."""
+"""A lease of fewer bytes is not sent ahead: it takes no time, and can be cut again for each step."""
 SMALLEST_PART_BYTES, LARGEST_PART_BYTES = 16 << 10, 128 << 10
 PART_S = 0.01
-"""A part takes a link about so long, within these bounds."""
+"""A part takes a link about this long, within these bounds."""
 PARTS_UNDER_WAY = 2
 CLOSE = 50
 """A lease may have one sample in so many more or less than its quota, where it then is what was sent ahead."""
@@ -77,7 +77,7 @@ class Ahead:
         return samples * self.sample_bytes >= LEAST_BYTES
 
     def took(self, nbytes: int) -> None:
-        """The guest has received so many bytes. One that lies gets all of a step's part at once, and no more."""
+        """The guest has received these bytes. One that lies gets all of a step's part at once, and no more."""
         self.in_flight_bytes = max(0, self.in_flight_bytes - nbytes)
 
     def measured(self, nbytes: int, samples: int) -> None:
@@ -179,7 +179,7 @@ class SendingAhead:
             not ahead.is_heavy(lease)
             or (sent + size) * ahead.sample_bytes > ahead.most_bytes / 2
             or low - size <= following.first
-            # A step with fewer samples has less for everybody.
+            # A step with fewer samples has less for each guest.
             or (sent + size) * self._ledger.global_batch > lease * following.count
         ):
             ahead.wanted.clear()

@@ -10,7 +10,7 @@ twice: the distance between its own two gradients then tells how far a guest's m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,8 @@ CHECK_SAMPLES = 4
 """The most samples in a common batch, unless the model needs more at once."""
 REFERENCES_KEPT = 4
 """A guest's gradient that comes after so many newer checks is not compared any more."""
+MID_STEP_S = 3.0
+"""With less left of a step, a guest is checked in the next one: its answer must come before the weights change."""
 ATTEMPTS = 3
 """Comparisons with the host's spread before a refusal: where a gradient is mostly noise, one tells little."""
 HINT = (
@@ -54,7 +56,7 @@ class _Check:
 
 @dataclass(slots=True, kw_only=True)
 class Checks:
-    """The common batches of one run, one a step at most."""
+    """The common batches of one run: at a step's beginning, and in long steps whenever a guest has come."""
 
     ledger: Ledger
     members: dict[str, Member]
@@ -70,9 +72,17 @@ class Checks:
     def begin_step(self, pieces: Sequence[PieceState]) -> None:
         """Plan a common batch for the guests that hold the weights and whose gradients do not count."""
         self._now = None
+        self._plan(pieces, self.members.values())
+
+    def look_again(self, pieces: Sequence[PieceState], left_s: float | None) -> None:
+        """The same in the middle of a step that takes the host `left_s` more, for guests that have come since."""
+        if left_s is not None and left_s >= MID_STEP_S and self.due is None:
+            self._plan(pieces, [m for m in self.members.values() if m.lease is None])
+
+    def _plan(self, pieces: Sequence[PieceState], members: Iterable[Member]) -> None:
         new = [
             m
-            for m in self.members.values()
+            for m in members
             if m.state == SYNCING and m.feed.current(pieces) and self.ledger.step >= m.rests_until_step
         ]
         if not new:
@@ -84,7 +94,7 @@ class Checks:
 
     @property
     def due(self) -> CommonBatch | None:
-        """What the host's first micro-batch of this step must be, if a check is due."""
+        """What the host's next micro-batch must be, if a check is due."""
         check = self._now
         if check is None or check.positions:
             return None

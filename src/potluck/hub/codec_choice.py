@@ -152,7 +152,9 @@ def _scale(estimate: Estimate, times: float) -> None:
 def _late_s(member: Member, speed: Speed, up_s: float) -> float:
     """How much longer the gradient took, after the last backward, than on a link as fast up as down: `up_s`.
 
-    Many links are slower up than down. Only the way down is measured by itself.
+    Many links are slower up than down. Only the way down is measured by itself. What the host takes to decode is no
+    link's: that of a large model would make every link seem slow, and thin is not decoded faster.
     """
     expected_s = max(0.0, up_s - 2 * speed.last * speed.sample_s / 3)
-    return max(0.0, (member.tail.value or 0.0) - expected_s - USUAL_TAIL_S)
+    coming_s = (member.tail.value or 0.0) - (member.decoding.value or 0.0)
+    return max(0.0, coming_s - expected_s - USUAL_TAIL_S)

@@ -24,7 +24,7 @@ PART_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class PieceState:
-    """Where a piece of the replica stands: its version, and the version its coded change starts from."""
+    """A piece of the replica: its version, and the version that its coded change starts from."""
 
     base: int
     version: int

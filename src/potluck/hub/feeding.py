@@ -1,4 +1,4 @@
-"""What the guests are sent of the replica: owns where each piece stands. PURE."""
+"""What the guests are sent of the replica: owns each piece's version. PURE."""
 
 from __future__ import annotations
 

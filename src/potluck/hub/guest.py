@@ -134,7 +134,7 @@ class GuestHub:
         self.dropped_samples = 0
         """Samples that were delivered and did not count."""
         self.note: Callable[[str], None] = lambda text: None
-        """Told what the host has to say to whoever sits at this machine."""
+        """Called with the host's words for the person at this machine."""
         self._worker = threading.Thread(target=self._run, name="potluck-coder", daemon=True)
 
     # -- the training thread ----------------------------------------------------------------------------
@@ -194,7 +194,7 @@ class GuestHub:
     def let_go(self, work: Work) -> None:
         """From here on the worker does not look at the work's gradients: they may be freed.
 
-        torch does not bear that one thread holds a gradient in Python while another takes it off its parameter.
+        torch crashes if one thread clears `.grad` while another holds it in Python.
         """
         with self._changed:
             self._to_code = deque(job for job in self._to_code if job[0] is not work)
@@ -384,7 +384,7 @@ class GuestHub:
                     if isinstance(message, ChangeMessage | WholeMessage) and message.piece >= len(self._have):
                         raise WireError(f"the host sent piece {message.piece} of {len(self._have)}")
                     if isinstance(message, ChangeMessage):
-                        self._arrivals.note(message.version, time.monotonic())
+                        self._arrivals.note(message.version, time.monotonic(), sum(map(len, frames)))
                     self._incoming.append(Received(message, tuple(frames)))
                 case SamplesMessage():
                     self._samples(message, frames)
@@ -548,7 +548,7 @@ class GuestHub:
         self._taken(frames)
 
     def _compare_weights(self, message: HashMessage | ResyncMessage) -> None:
-        """The host asks for the replica's hash, or says that it was wrong and that all pieces come anew."""
+        """The host asks for the replica's hash, or says that it was wrong and that all pieces come again."""
         version = message.version
         with self._changed:
             if isinstance(message, ResyncMessage):

@@ -39,7 +39,7 @@ class PieceHashes:
         return b"".join(d for d in self._digests if d is not None)
 
     def next(self, versions: Sequence[int] | None = None) -> int | None:
-        """A piece to hash next: one that stands at this version, where `versions` says where each stands."""
+        """A piece to hash next: one that has this version; `versions` has the version of each."""
         for index, digest in enumerate(self._digests):
             if digest is None and (versions is None or versions[index] == self.version):
                 return index

@@ -120,7 +120,7 @@ class HostHub:
         """Positions for the host's next micro-batch (none: the step is full); how, if it is a common batch.
 
         `busy` says whether the host's own device is still computing: while it is, nobody is waited for or given up,
-        and when the last contribution comes the step goes on behind what the device still has, unless somebody
+        and when the last contribution comes, the update is queued behind what the device still has, unless a guest
         needs the weights of this step.
         """
         computing: bool | None = None

@@ -48,7 +48,7 @@ MOST_STAGED_BYTES = 256 << 20
 """A contribution up to this size is kept in the memory that the device reads fastest until it is complete."""
 NOT_FINITE = "its gradient is not finite"
 MOST_UNSENT = 8
-"""Pieces whose messages may be in the making; a piece is 4 MiB at most."""
+"""Pieces whose messages may be in the making; a piece is 12 MiB at most."""
 
 Message = bytes | memoryview
 
@@ -86,6 +86,11 @@ class _Arriving:
 
     lease: int
     pieces: dict[int, tuple[object, Future[_Ready]]]
+
+    def cancel(self) -> None:
+        """It will not count: what was not begun is not done, and what is done is let go."""
+        for _, ready in self.pieces.values():
+            ready.cancel()
 
 
 class HostCoder:
@@ -174,6 +179,9 @@ class HostCoder:
 
     def collect(self) -> None:
         """Add the contributions' sum to the gradients. Called when no contribution is being decoded."""
+        late, self._arriving = self._arriving, {}  # of leases that were taken back; the next are not out yet
+        for arriving in late.values():
+            arriving.cancel()
         if not self._sum_used:
             return
         assert self._sum is not None
@@ -220,7 +228,8 @@ class HostCoder:
     def forget(self, guest: str) -> None:
         with self._changed:
             self._requests = deque(r for r in self._requests if r[0] != guest)
-        self._arriving.pop(guest, None)
+        if (arriving := self._arriving.pop(guest, None)) is not None:
+            arriving.cancel()
 
     # -- the thread -------------------------------------------------------------------------------------
 
@@ -346,7 +355,7 @@ class HostCoder:
                     change = self._message(down, sent)
                 else:
                     kept.copy_(target)
-                    base = NOTHING  # sent whole, or the guests would stay broken for ever
+                    base = NOTHING  # sent whole, or the guests would never be right again
         with self._changed:
             self.versions[index] = version
         hit("host.change-coded")

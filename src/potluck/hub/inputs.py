@@ -192,7 +192,7 @@ class HostLaunched(_Input, frozen=True, kw_only=True):
 
 
 class HostComputed(_Input, frozen=True, kw_only=True):
-    """The host's device took so long for so many samples."""
+    """The host's device computed these samples in these seconds."""
 
     samples: int
     seconds: float

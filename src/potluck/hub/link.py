@@ -47,7 +47,7 @@ LAST_WORDS_S = 0.5
 
 RawFrames = Sequence[bytes | memoryview]
 Handler = Callable[[FromHost, RawFrames], None]
-_SAME_VERSION = "install the same version of potluck on both machines; a host of somebody else's may not mean well"
+_SAME_VERSION = "install the same version of potluck on both machines; a host that you do not know may mean harm"
 _SAME = "both need the same model (without --script the host's own is run) and the same potluck"
 
 
@@ -373,7 +373,7 @@ class GuestLink:
         while not self._stop:
             if tried and time.monotonic() > deadline:
                 raise HostGoneError(
-                    f"the host has been gone for {self._give_up_s:.0f} s",
+                    f"the host has been unreachable for {self._give_up_s:.0f} s",
                     hint="start it again with --resume and join again with the same token",
                 )
             tried = True

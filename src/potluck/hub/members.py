@@ -23,7 +23,7 @@ LATE_BEFORE_BENCH = 2
 TRIAL_SAMPLES = 2
 """A guest whose link seems too slow, judged only by its first weights, gets one lease of this size as a test."""
 LONGEST_BENCH_STEPS, LONGEST_REST_S = 64, 30.0
-"""A guest sits out at most so long, whichever is longer: where steps take milliseconds, 64 of them are no rest."""
+"""The longest that a guest sits out, whichever is longer: 64 steps of some milliseconds are no rest."""
 QUOTA_RETRY_STEPS = 4
 LARGEST_MICRO_BATCH = 1 << 20
 """The largest micro-batch that a guest may claim."""

@@ -39,7 +39,7 @@ class Norms:
 
     @property
     def suspects(self) -> bool:
-        """Whether somebody waits to be judged."""
+        """Whether a contribution waits to be judged."""
         return bool(self._suspects)
 
     def suspect(self, guest: str, *, step: int, norm: float) -> None:

@@ -1,6 +1,6 @@
 """The host's side of the protocol, sans-I/O: one input in, actions out, so that every race is a unit test. PURE.
 
-Owns which guests there are and in which state. `HostProtocol.handle` is the only way in: whoever drives it reports
+Owns which guests there are and in which state. `HostProtocol.handle` is the only way in: its caller reports
 what happened, with the time, and performs the actions. Everything else that is public only reads. Leases are
 `stepping`, parity checks `checks`, the replica's hash `guard`, what guests are sent of the replica `feeding`.
 """
@@ -36,7 +36,7 @@ from potluck.hub.codec_choice import CodecChoice
 from potluck.hub.feed import Feed, lacking
 from potluck.hub.feeding import Feeding
 from potluck.hub.guard import ReplicaGuard
-from potluck.hub.members import CHECKING, JOINING, SITTING_OUT, SYNCING, Member, gone
+from potluck.hub.members import CHECKING, COMPUTING, JOINING, SITTING_OUT, SYNCING, Member, gone
 from potluck.hub.newcomers import Newcomers
 from potluck.hub.norms import Norms
 from potluck.hub.stepping import Stepping
@@ -430,6 +430,8 @@ class HostProtocol:
             if event.computing is None:
                 return [Reply(value=Take(ask_device=True))]
             return [Reply(value=Take(wait_until=now + LOOK_AGAIN_S, idle=False))]
+        seconds = self.stepping.host_sample_s
+        self.checks.look_again(self.feeding.pieces, self.ledger.in_pool * seconds if seconds else None)
         common = self.checks.due
         least = self.terms.least.micro_batch
         count = common.samples if common else next_size(self.ledger.in_pool, event.count, least) or event.count
@@ -466,7 +468,12 @@ class HostProtocol:
         return self.checks.computed(event.positions, event.batch, event.reference)
 
     def _sketch_compared(self, event: inputs.SketchCompared, now: float) -> list[Action]:
-        return self.checks.compared(event.guest, event.check, event.verdict)
+        actions = self.checks.compared(event.guest, event.check, event.verdict)
+        member = self.members.get(event.guest)
+        if member is not None and member.state == COMPUTING and self._weights_stay:
+            keeps = self.terms.least.lease
+            actions += self.stepping.lend_newcomer(member, now, self.feeding.pieces, keeps)
+        return actions
 
     def _replica_hashed(self, event: inputs.ReplicaHashed, now: float) -> list[Action]:
         return self.guard.hashed(event.version, event.digests)
@@ -526,7 +533,7 @@ class HostProtocol:
         return [Send(guest=member.id, message=samples, frames=event.frames), *self.ahead.pump(member)]
 
     def _samples_not_packed(self, event: inputs.SamplesNotPacked, now: float) -> list[Action]:
-        """The guest cannot help with such batches. The training itself goes on."""
+        """The guest cannot help with such batches. The training continues."""
         member = self.members.get(event.guest)
         if member is None:
             return []

@@ -1,6 +1,6 @@
 """Why a guest sits out, or had its lease taken back, in words a person reads: always of what decided it.
 
-PURE: what is known of the guest in, a sentence's end out ("laptop " stands before it).
+PURE: from what is known of the guest to the end of a sentence that begins with its name.
 """
 
 from __future__ import annotations

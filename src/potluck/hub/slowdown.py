@@ -22,22 +22,22 @@ from statistics import median
 from potluck.hub.members import CHECKING, COMPUTING, JOINING, LATE, SITTING_OUT, SYNCING, Member
 
 WITH_STEPS, WITH_S = 16, 2.0
-"""Steps with guests are judged from so many on, which took so long."""
+"""Steps with guests are judged once there are this many, and they took this long."""
 TRIAL_STEPS, TRIAL_S = 8, 0.5
-"""A trial without guests has at least so many steps and takes at least so long."""
+"""A trial without guests has at least this many steps and takes at least this long."""
 CLEAR_STEPS, CLEAR_PART = 3, 0.1
 """A trial ends after so many steps where they are slower by more than this part: then the guests help, clearly."""
 SETTLING = 2
 """Steps after a change that do not count: what was under way before still takes time."""
 MOST_LOST = 16
-"""A trial ends without a finding after so many steps that do not count: somebody joins just now."""
+"""A trial ends without a finding after this many steps that do not count: a guest is joining."""
 KEPT_STEPS = 128
 LOOK_EVERY = 8
 LEAST_PART, ERRORS = 0.02, 3.0
 COST = 0.01
 """Trials, and guests that try again, may take this part of the run's time."""
 ROUTINE_S, LONGEST_ROUTINE_S = 60.0, 3600.0
-"""After a trial that found nothing the next one without a cause comes after so long, then twice as long, …"""
+"""After a trial that found nothing, the next one without a cause comes after this long, then twice as long, …"""
 FEWEST_REST_STEPS = 16
 WHOLE = 4.0
 """The whole weights take about so many times as long as their change: guests need them after a trial."""
@@ -146,7 +146,7 @@ class Slowdown:
     def timed(
         self, step: int, samples: int, seconds: float, *, host_sample_s: float | None, here: Collection[str]
     ) -> None:
-        """A step took so long. `here`: ids of the guests on this very machine."""
+        """A step took these seconds. `here`: ids of the guests on this machine."""
         kind = self._kinds.pop(step, "")
         if samples < 1 or seconds <= 0:
             return

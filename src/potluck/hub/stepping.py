@@ -155,6 +155,24 @@ class Stepping:
         self._predicted = shares.step_s
         return actions
 
+    def lend_newcomer(
+        self, member: Member, now: float, pieces: Sequence[PieceState], host_keeps: int
+    ) -> list[Action]:
+        """A lease in the middle of the step, for a guest that has just passed its check: of what nobody has yet.
+
+        Its next one comes with the next step, which on a slow host may be a minute away. Not in a run's first step:
+        the host's speed is not known, for it may compile the model in it.
+        """
+        seconds, speed = self._host_sample_s.value, member.speed
+        if not seconds or speed is None or member.lease is not None or self.slowdown.trying:
+            return []
+        if not member.feed.current(pieces) or member.feed.in_flight_bytes or self.ledger.in_pool <= host_keeps:
+            return []
+        shares = quotas(self.ledger.in_pool, 1 / seconds, {member.id: self._counted_on(speed)}, host_keeps)
+        if not (quota := shares.guests.get(member.id, 0)):
+            return []
+        return self._lease(member, Lot(quota, 0, 0, shares.step_s, seconds), now)[1]
+
     def _shares(self, members: Sequence[Member], host_keeps: int) -> Quotas:
         speeds = {m.id: self._counted_on(m.speed) for m in members if m.speed is not None}
         return quotas(self.ledger.global_batch, 1 / (self.host_sample_s or 1.0), speeds, host_keeps)
@@ -221,7 +239,7 @@ class Stepping:
         # A guest that has helped before is asked again soon, then less and less often.
         steps = None if member.samples else QUOTA_RETRY_STEPS * 2**member.rests
         member.rest(self.ledger.step, reason, steps=steps)
-        # Estimates grow old while it rests: improve them each time, or a short slowness would last for ever.
+        # Estimates grow old while it rests: improve them each time, or a short slowness would never end.
         if member.samples and member.rate.value is not None:
             member.rate.value *= 1.2
         for estimate in (member.overhead, member.transfer):
@@ -354,7 +372,7 @@ class Stepping:
             member.lease.waited_s += seconds
 
     def stood_still(self, seconds: float, now: float) -> None:
-        """This host itself did nothing for so long: do not count that time against the guests."""
+        """This host itself stood still for these seconds: do not count them against the guests."""
         if self._out_since is not None:
             self._out_since = min(now, self._out_since + seconds)
         for member in self.members.values():

@@ -28,7 +28,7 @@ class ModelTensors:
         for name, module in model.named_modules():
             if getattr(module, "sparse", False) is True:
                 raise LoopError(
-                    f"{name or 'the model'} makes sparse gradients, which do not travel",
+                    f"{name or 'the model'} makes sparse gradients, which cannot be sent",
                     hint="build it with sparse=False",
                 )
         for name, parameter in model.named_parameters():

@@ -57,19 +57,23 @@ class Arrivals:
     first: float = 0.0
     last: float = 0.0
     count: int = 0
+    first_bytes: int = 0
+    nbytes: int = 0
 
-    def note(self, version: int, now: float) -> None:
+    def note(self, version: int, now: float, nbytes: int) -> None:
         if version != self.version:
             self.version, self.first, self.count = version, now, 0
+            self.first_bytes, self.nbytes = nbytes, 0
         self.last = now
         self.count += 1
+        self.nbytes += nbytes
 
     def seconds(self, version: int, pieces: int) -> float:
         """How long all pieces of a version took to arrive; 0 where not all were seen."""
-        if version != self.version or self.count != pieces or pieces < 2:
+        if version != self.version or self.count != pieces or self.nbytes == self.first_bytes:
             return 0.0
-        # The clock starts when the first piece is here already.
-        return (self.last - self.first) * pieces / (pieces - 1)
+        # The clock starts when the first piece is here already. It may be most of a small model.
+        return (self.last - self.first) * self.nbytes / (self.nbytes - self.first_bytes)
 
 
 @dataclass(slots=True)

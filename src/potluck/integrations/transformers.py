@@ -63,7 +63,7 @@ class Trainer(PlainTrainer):  # type: ignore[misc]
         data = keywords.get("train_dataset")
         if makes_data(data) and any(base.__module__.startswith("trl.") for base in type(self).__mro__):
             raise ConfigError(
-                f"{type(self).__name__} looks at its data set when it is made, on guests too",
+                f"{type(self).__name__} reads its data set in its constructor, on guests too",
                 hint="give train_dataset= the data set itself, not a function that returns it",
             )
         if self._run.is_guest:

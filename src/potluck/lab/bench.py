@@ -9,7 +9,7 @@ from pathlib import Path
 
 from potluck.checked import nearest
 from potluck.errors import ConfigError, PotluckError
-from potluck.lab import peers
+from potluck.lab import peer_strategies
 from potluck.lab.box import Box
 from potluck.lab.stage import Report
 from potluck.lab.strategies import STRATEGIES, Arena, distributed, potluck, solo
@@ -43,11 +43,11 @@ def warm_up_of(steps: int) -> int:
 
 def check_strategies(names: Sequence[str]) -> list[str]:
     """The strategies in the order in which they are run, the host alone first; none named: all but the peers."""
-    known = [*STRATEGIES, *peers.NAMES]
+    known = [*STRATEGIES, *peer_strategies.NAMES]
     for name in names:
         if name not in known:
             raise ConfigError(f"there is no strategy {name!r}", hint=nearest(name, known))
-        reason = peers.available()[name] if name in peers.NAMES else None
+        reason = peer_strategies.available()[name] if name in peer_strategies.NAMES else None
         if reason is not None:
             raise ConfigError(
                 f"{name} cannot run here: {reason}", hint='install the extra: pip install -e ".[peers]"'

@@ -85,7 +85,7 @@ def make(mount: Mount, rig: str, limits: Mapping[str, float]) -> dict[str, Path]
 
 
 def nowhere() -> UserError:
-    return UserError("cpu_limit needs the cpu controller of cgroups, which is mounted nowhere here", hint=_HINT)
+    return UserError("cpu_limit needs the cpu controller of cgroups, which is not mounted here", hint=_HINT)
 
 
 def remove(folder: Path) -> None:

@@ -9,7 +9,6 @@ read the same spec (`worker_spec.py`).
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import sys
@@ -32,7 +31,7 @@ from potluck.balance.ledger import EpochSteps
 from potluck.checked import build
 from potluck.device import Device, pick
 from potluck.errors import ConfigError, NetworkError, PotluckError
-from potluck.lab.worker_spec import WorkerSpec, read_spec
+from potluck.lab.worker_spec import WorkerSpec, WorkerStep, read_spec
 from potluck.train import recipes
 from potluck.train.data import Loader, epoch_order, to_device
 
@@ -142,14 +141,13 @@ class Worker:
             losses.wait()
             began, ended = ended, time.monotonic()
             if out is not None:
-                line = {
-                    "step": self.step,
-                    "ended_at": round(ended, 6),
-                    "step_s": round(ended - began, 6),
-                    "loss": loss_sum.item() / self._batch,
-                    "samples": {member.name: member.share for member in self._spec.members},
-                }
-                out.write(json.dumps(line).encode() + b"\n")
+                WorkerStep(
+                    step=self.step,
+                    ended_at=round(ended, 6),
+                    step_s=round(ended - began, 6),
+                    loss=loss_sum.item() / self._batch,
+                    samples={member.name: member.share for member in self._spec.members},
+                ).append_to(out)
 
     def _compute(self) -> float:
         """This rank's share of the step; gradients are exchanged in its last backward. The sum of its losses.

@@ -130,7 +130,7 @@ class _Peer:
             if optimizer.local_epoch > step:
                 record.ended(optimizer.local_epoch, self._part())
             elif optimizer.grad_averager.local_samples_accumulated == 0:
-                self._samples, self._loss_sum = 0, 0.0  # out of step with the others: it began anew
+                self._samples, self._loss_sum = 0, 0.0  # out of step with the others: it started again
             record.flush()
         record.flush(LAST_REPORTS_S)
 

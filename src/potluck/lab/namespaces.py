@@ -23,7 +23,7 @@ import msgspec
 
 from potluck import checked
 from potluck.errors import UserError
-from potluck.lab import enter, permission, state
+from potluck.lab import enter, permission, rigs_up
 from potluck.lab.box import Box
 from potluck.lab.network import needs_netem, wiring
 from potluck.lab.shaping import Fault
@@ -46,13 +46,13 @@ MODULES = (SOURCE, str(Path(msgspec.__file__).resolve().parents[1]))
 
 
 class NamespaceBox(Box):
-    """A rig that is up. A shared one is the same for everybody who asks for the same rig."""
+    """A rig that is up. A shared one is the same for all commands that name the same rig."""
 
     kind = "network namespaces"
     peers_connect = True
 
     def __init__(self, rig: Rig, *, shared: bool = False, detours: bool = False) -> None:
-        """With `detours`, a proxy stands on each guest, so that its link can have faults."""
+        """With `detours`, a proxy runs on each guest, so that its link can have faults."""
         self._rig = rig
         self._wiring = wiring(rig)
         self._limits = {m.name: m.cpu_limit for m in rig.machines if m.cpu_limit is not None}
@@ -60,18 +60,18 @@ class NamespaceBox(Box):
         self._shared = shared
         self._id = ""
         self._lock: int | None = None
-        self._state: state.State | None = None
+        self._state: rigs_up.State | None = None
         self._supervisor: subprocess.Popen[bytes] | None = None
         self._started: list[subprocess.Popen[bytes]] = []
         self._detours = _detours(self._for_a_proxy) if detours else None
 
     def __enter__(self) -> Self:
         before = permission.require(netem=needs_netem(self._rig))
-        folder = state.folder()
+        folder = rigs_up.folder()
         self._id = self._make_id()
         try:
-            with state.starting(folder):
-                state.sweep(folder)
+            with rigs_up.starting(folder):
+                rigs_up.sweep(folder)
                 if not self._join(folder):
                     self._bring_up(folder, before)
         except BaseException:
@@ -163,7 +163,7 @@ class NamespaceBox(Box):
 
     def add_faults(self, machine: str, faults: Sequence[Fault]) -> None:
         if self._detours is None:
-            raise UserError(f"no proxy stands on {machine}", hint="make the box with detours")
+            raise UserError(f"there is no proxy on {machine}", hint="make the box with detours")
         self._detours.add_faults(self._rig.machine(machine), faults)
 
     def _make_id(self) -> str:
@@ -178,30 +178,30 @@ class NamespaceBox(Box):
 
     def _join(self, folder: Path) -> bool:
         """Use the rig that is up, if there is one."""
-        path = state.lock_path(folder, self._id)
+        path = rigs_up.lock_path(folder, self._id)
         deadline = time.monotonic() + DOWN_S
-        while (found := state.read(folder, self._id)) is not None and not found.supervisor.gone:
+        while (found := rigs_up.read(folder, self._id)) is not None and not found.supervisor.gone:
             # It may be on its way up, or down, and then it holds the lock for itself until it is gone.
             with contextlib.suppress(FileNotFoundError):
-                self._lock = state.open_lock(path, create=False)
-                if found.ready and state.try_lock(self._lock, alone=False) and state.is_at(self._lock, path):
+                self._lock = rigs_up.open_lock(path, create=False)
+                if found.ready and rigs_up.try_lock(self._lock, alone=False) and rigs_up.is_at(self._lock, path):
                     self._state = found
                     return True
                 os.close(self._lock)
             self._lock = None
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"the rig {self._rig.name} has been on its way up or down for more than {DOWN_S:.0f} s",
+                    f"the rig {self._rig.name} has been starting or stopping for more than {DOWN_S:.0f} s",
                     hint=f"look at the process {found.supervisor.pid}, and end it",
                 )
-            time.sleep(state.POLL_S)
-        state.sweep(folder)
+            time.sleep(rigs_up.POLL_S)
+        rigs_up.sweep(folder)
         return False
 
     def _bring_up(self, folder: Path, before: Sequence[str]) -> None:
-        self._lock = state.open_lock(state.lock_path(folder, self._id), create=True)
-        if not state.try_lock(self._lock, alone=False):
-            raise UserError(f"somebody else holds {state.lock_path(folder, self._id)}", hint="try again")
+        self._lock = rigs_up.open_lock(rigs_up.lock_path(folder, self._id), create=True)
+        if not rigs_up.try_lock(self._lock, alone=False):
+            raise UserError(f"another process holds {rigs_up.lock_path(folder, self._id)}", hint="try again")
         request = Request(
             rig=self._id,
             folder=str(folder),
@@ -223,7 +223,7 @@ class NamespaceBox(Box):
         except BaseException:
             if self._supervisor is not None:
                 _end_supervisor(self._supervisor)
-            state.remove(folder, self._id)
+            rigs_up.remove(folder, self._id)
             raise
 
     def _leave(self) -> None:
@@ -236,7 +236,7 @@ class NamespaceBox(Box):
             _end_supervisor(supervisor)
         self._state = None
 
-    def _holder(self, machine: str) -> state.Process:
+    def _holder(self, machine: str) -> rigs_up.Process:
         self._rig.machine(machine)
         if self._state is None:
             raise UserError(f"the rig {self._rig.name} is not up", hint="use it inside its `with` block")
@@ -247,7 +247,7 @@ class NamespaceBox(Box):
 
     def _is_gone(self, machine: str) -> UserError:
         return UserError(
-            f"the emulated machine {machine} is gone: somebody ended the process that held it",
+            f"the emulated machine {machine} is gone: the process that held it was ended",
             hint=f"leave the rig {self._rig.name} everywhere, then begin again",
         )
 
@@ -265,7 +265,7 @@ class NamespaceBox(Box):
         return [*python, str(holder.pid), str(os.getpid()), str(int(death_signal)), cgroup, "--", *command]
 
 
-def _ask(supervisor: subprocess.Popen[bytes], request: Request) -> state.State:
+def _ask(supervisor: subprocess.Popen[bytes], request: Request) -> rigs_up.State:
     """Tell a supervisor what to bring up, and wait until it has."""
     assert supervisor.stdin is not None
     assert supervisor.stdout is not None
@@ -330,6 +330,6 @@ def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
 
 
 def _detours(entering: Callable[[str, Sequence[str]], list[str]]) -> Detours:
-    from potluck.lab.detour import Detours  # it needs what is not installed for everybody who holds namespaces
+    from potluck.lab.detour import Detours  # its imports are not needed to hold namespaces
 
     return Detours(entering)

@@ -13,15 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import Struct, to_builtins
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from potluck.balance.ledger import EpochSteps
-from potluck.checked import build
+from potluck.checked import Natural, as_kind, build
 from potluck.device import pick
 from potluck.errors import GuestsMissingError, HostGoneError, PotluckError
-from potluck.lab.worker_spec import RankSpec, WorkerSpec, read_spec
+from potluck.lab.worker_spec import RankSpec, WorkerSpec, WorkerStep, read_spec
 from potluck.train import recipes
 from potluck.train.data import Loader, epoch_order, to_device
 
@@ -65,7 +66,7 @@ class Orders:
     def positions(self, step: int, first: int, count: int) -> list[int]:
         """`count` positions of a step (counted from 0), from this rank's `first` on; after the last, the first.
 
-        A rank's own share stands first, so that ranks which keep to their shares compute every sample once.
+        A rank's own share comes first, so that ranks which keep to their shares compute every sample once.
         """
         start = sum(member.share for member in self.spec.members[: self.rank]) + first
         return [step * self.global_batch + (start + i) % self.global_batch for i in range(count)]
@@ -165,11 +166,10 @@ class Board:
         return HostGoneError(f"{host} cannot be reached any more", machine=self._orders.me.name)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepPart:
+class StepPart(Struct, frozen=True, kw_only=True):
     """What one machine gave to one step."""
 
-    samples: int
+    samples: Natural
     loss_sum: float
     group: tuple[str, ...]
     """The machines with which its gradient was averaged."""
@@ -187,8 +187,7 @@ class StepRecord:
     def ended(self, step: int, part: StepPart) -> None:
         """A step (counted from 1) ended just now; what this machine gave to it."""
         if not self.orders.is_host:
-            said = {"samples": part.samples, "loss_sum": part.loss_sum, "group": list(part.group)}
-            self.board.put(f"step/{step}/{self.orders.rank}", said)
+            self.board.put(f"step/{step}/{self.orders.rank}", to_builtins(part))
             return
         now = time.monotonic()
         self._waiting.append((step, now, now - self._began_s, part))
@@ -216,7 +215,7 @@ class StepRecord:
 
     def _part(self, step: int, rank: int) -> StepPart | None:
         said = self.board.look(f"step/{step}/{rank}")
-        return None if said is None else StepPart(**{**said, "group": tuple(said["group"])})
+        return None if said is None else as_kind(said, StepPart)
 
     def _write(self, step: int, ended_at: float, step_s: float, parts: dict[int, StepPart]) -> None:
         members = self.orders.spec.members
@@ -226,9 +225,9 @@ class StepRecord:
         }
         samples = {members[rank].name: part.samples for rank, part in counted.items()}
         loss = sum(part.loss_sum for part in counted.values()) / max(1, sum(samples.values()))
-        row = {"step": step, "ended_at": ended_at, "step_s": step_s, "loss": loss, "samples": samples}
-        with open(self.orders.spec.out, "a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        made = WorkerStep(step=step, ended_at=ended_at, step_s=step_s, loss=loss, samples=samples)
+        with open(self.orders.spec.out, "ab") as file:
+            made.append_to(file)
 
 
 def main(work: Callable[[Orders], None]) -> int:

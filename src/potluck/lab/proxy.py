@@ -296,7 +296,7 @@ class ProxyProcess:
         # The file could not be removed, on Windows, while it is mapped.
         mapped, self._counters = self._counters, bytes(self._counters)
         if isinstance(mapped, mmap.mmap):
-            with contextlib.suppress(BufferError):  # somebody reads just now
+            with contextlib.suppress(BufferError):  # a reader holds it now
                 mapped.close()
 
     def _order(self, order: _Order) -> _Answer:

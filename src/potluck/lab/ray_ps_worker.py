@@ -27,6 +27,7 @@ import torch
 
 from potluck.errors import GuestsMissingError
 from potluck.lab.peer_run import START_S, STEP_LIMIT_S, Board, Orders, PeerTraining, main
+from potluck.lab.worker_spec import WorkerStep
 
 PORT = 6380
 Arrays = list[np.ndarray[Any, Any]]
@@ -189,9 +190,8 @@ def _write(orders: Orders, step: int, began: float, losses: Sequence[float], sam
     now = time.monotonic()
     made = {member.name: count for member, count in zip(orders.spec.members, samples) if count}
     loss = sum(losses) / sum(samples)
-    row = {"step": step + 1, "ended_at": now, "step_s": now - began, "loss": loss, "samples": made}
-    with open(orders.spec.out, "a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
+    with open(orders.spec.out, "ab") as file:
+        WorkerStep(step=step + 1, ended_at=now, step_s=now - began, loss=loss, samples=made).append_to(file)
     return now
 
 

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from potluck.errors import ConfigError
 
 Direction = Literal["up", "down"]
-"""up: from whoever connected, towards the target; down: back."""
+"""up: from the side that connected, towards the target; down: back."""
 
 Seconds = Annotated[float, Meta(ge=0, lt=1e9)]
 
@@ -54,7 +54,7 @@ class Fault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if not self.for_s and self.kind != "reset":
-            raise ConfigError(f"the fault {self.kind} lasts no time", hint="give for_s, in seconds")
+            raise ConfigError(f"the fault {self.kind} has no duration", hint="give for_s, in seconds")
         if self.kind in ("delay", "limit") and not 0 < self.amount < math.inf:
             unit = "seconds" if self.kind == "delay" else "bytes a second"
             raise ConfigError(f"the fault {self.kind} has amount {self.amount:g}", hint=f"give its {unit}")

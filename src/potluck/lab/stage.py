@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -12,9 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
+from potluck import checked
 from potluck.errors import PotluckError
 from potluck.lab.box import Box
-from potluck.spec.outcome import Interval
+from potluck.spec.outcome import Interval, TracedInterval
 
 POLL_S = 0.05
 LOG_LINES = 4
@@ -146,8 +146,8 @@ class Stage:
         found = []
         for machine, path in self.traces:
             for line, _ in _new_lines(path, 0):
-                entry = json.loads(line)
-                found.append(Interval(machine=machine, kind="compute", start=entry["start"], end=entry["end"]))
+                traced = checked.decode(line, TracedInterval)
+                found.append(Interval(machine=machine, kind="compute", start=traced.start, end=traced.end))
         return found
 
     def _states(self) -> str:

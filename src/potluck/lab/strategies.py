@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from msgspec import structs
+
 from potluck import checked
 from potluck.errors import PotluckError
-from potluck.lab import peers
+from potluck.lab import peer_strategies
 from potluck.lab.box import Box
 from potluck.lab.meter import StageMeter
 from potluck.lab.stage import Actor, Progress, Report, Stage
 from potluck.lab.striker import Striker
-from potluck.lab.worker_spec import RankSpec, RecipeSpec, WorkerSpec
+from potluck.lab.worker_spec import RankSpec, RecipeSpec, WorkerSpec, WorkerStep
 from potluck.lab.workload import device_name, recipe_flags, recipe_settings
 from potluck.spec import about
 from potluck.spec.events import RunEvent, RunStarted, StepEnded, from_json
@@ -221,7 +222,7 @@ def distributed(arena: Arena, strategy: str) -> Outcome:
     shares = _shares(rig, staying, strategy)
     steps = _affordable_steps(arena, staying, shares)
     notes = [f"made {steps} of {rig.workload.steps} steps (each takes long)"] if steps < rig.workload.steps else []
-    if strategy in peers.NAMES and (word := peers.note(strategy)):
+    if strategy in peer_strategies.NAMES and (word := peer_strategies.note(strategy)):
         notes.append(word)
     if arena.faults:
         notes.append("without the faults, which strike potluck alone")
@@ -238,12 +239,9 @@ def distributed(arena: Arena, strategy: str) -> Outcome:
             for line in stage.follow(
                 out, lambda: first.process.poll() is not None, START_S + 4 * _step_guess_s(rig, staying, shares)
             ):
-                made = json.loads(line)
-                if "step" not in made:
-                    continue
-                step = {name: made[name] for name in ("step", "ended_at", "step_s", "loss", "samples")}
-                done.append(StepDone(**step, present=here))
-                arena.report(Progress(strategy=strategy, step=made["step"], steps=steps, step_s=made["step_s"]))
+                made = checked.decode(line, WorkerStep)
+                done.append(_peer_step(made, here))
+                arena.report(Progress(strategy=strategy, step=made.step, steps=steps, step_s=made.step_s))
             stage.check()
     started = done[0].ended_at - done[0].step_s if done else 0.0
     return Outcome(
@@ -257,14 +255,14 @@ def distributed(arena: Arena, strategy: str) -> Outcome:
 
 
 def _worker(strategy: str, spec: Path, rank: int) -> list[str]:
-    if strategy in peers.NAMES:
-        return peers.command(strategy, spec, rank)
+    if strategy in peer_strategies.NAMES:
+        return peer_strategies.command(strategy, spec, rank)
     return ["-m", "potluck.lab.ddp_worker", "--spec", str(spec), "--rank", str(rank)]
 
 
 def _shares(rig: Rig, machines: Sequence[Machine], strategy: str) -> list[int]:
     seconds = [m.seconds_per_sample or 1.0 for m in machines]
-    if strategy in (DDP, peers.RAY_SYNC, peers.RAY_ASYNC):
+    if strategy in (DDP, peer_strategies.RAY_SYNC, peer_strategies.RAY_ASYNC):
         return equal_shares(rig.workload.global_batch, len(machines))
     return whole_shares(rig.workload.global_batch, seconds, least=1)
 
@@ -281,6 +279,11 @@ def _affordable_steps(arena: Arena, machines: Sequence[Machine], shares: Sequenc
     steps = arena.rig.workload.steps
     affordable = arena.most_s / max(1e-6, _step_guess_s(arena.rig, machines, shares))
     return min(steps, max(LEAST_STEPS, math.floor(min(affordable, steps))))
+
+
+def _peer_step(made: WorkerStep, present: tuple[str, ...]) -> StepDone:
+    loss = math.nan if made.loss is None else made.loss
+    return StepDone(**{**structs.asdict(made), "loss": loss}, present=present)
 
 
 def _worker_spec(
@@ -307,7 +310,7 @@ def _worker_spec(
         master_port=MASTER_PORT,
         interface="eth0",
         out=out,
-        asynchronous=strategy == peers.RAY_ASYNC,
+        asynchronous=strategy == peer_strategies.RAY_ASYNC,
         bucket_mb=BALANCED_BUCKET_MB if strategy == DDP_BALANCED else None,
     )
     spec.write_text(checked.to_json(content), encoding="utf-8")

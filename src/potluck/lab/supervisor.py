@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from potluck import checked
 from potluck.errors import UserError
-from potluck.lab import cgroup, state
+from potluck.lab import cgroup, rigs_up
 from potluck.lab.enter import CLONE_NEWNET, call, die_with
 from potluck.lab.network import HOLDER, Wiring
 
@@ -51,7 +51,7 @@ class Request(Struct, frozen=True, kw_only=True):
 class SupervisorAnswer(Struct, frozen=True, kw_only=True):
     """What the supervisor writes: the state of the rig that is up, or what is wrong."""
 
-    state: state.State | None = None
+    state: rigs_up.State | None = None
     error: str = ""
     hint: str = ""
 
@@ -65,18 +65,18 @@ class Supervisor:
         self._request = request
         self._folder = Path(request.folder)
         # Not made here: who wants the rig has made it and holds it. Without them there is nothing to do.
-        self._lock = state.open_lock(state.lock_path(self._folder, request.rig), create=False)
-        own = state.identify(os.getpid())
+        self._lock = rigs_up.open_lock(rigs_up.lock_path(self._folder, request.rig), create=False)
+        own = rigs_up.identify(os.getpid())
         assert own is not None
-        self._state = state.State(supervisor=own)
+        self._state = rigs_up.State(supervisor=own)
 
-    def bring_up(self) -> state.State:
+    def bring_up(self) -> rigs_up.State:
         """Every machine and the switch between them; the state's file is there before what it names is made."""
         wiring = self._request.wiring
         self._write()
         self._limit()
         for port in wiring.ports:
-            holder = state.identify(_start_holder())
+            holder = rigs_up.identify(_start_holder())
             assert holder is not None
             self._state = replace(self._state, holders={**self._state.holders, port.machine: holder})
         pids = {machine: holder.pid for machine, holder in self._state.holders.items()}
@@ -95,14 +95,14 @@ class Supervisor:
         """Return after the rig had no users for the grace time; from then on it accepts none."""
         free_since: float | None = None
         while True:
-            if not state.try_lock(self._lock, alone=True):
+            if not rigs_up.try_lock(self._lock, alone=True):
                 free_since = None
             else:
                 now = time.monotonic()
                 free_since = now if free_since is None else free_since
                 if now - free_since >= self._request.grace_s:
                     return
-                state.unlock(self._lock)
+                rigs_up.unlock(self._lock)
             time.sleep(POLL_S)
 
     def take_down(self) -> None:
@@ -115,8 +115,8 @@ class Supervisor:
                 os.waitpid(pid, 0)
         if self._state.cgroup is not None:
             cgroup.remove(Path(self._state.cgroup))
-        if state.is_at(self._lock, state.lock_path(self._folder, self._request.rig)):
-            state.remove(self._folder, self._request.rig)
+        if rigs_up.is_at(self._lock, rigs_up.lock_path(self._folder, self._request.rig)):
+            rigs_up.remove(self._folder, self._request.rig)
 
     def _limit(self) -> None:
         if not self._request.limits:
@@ -132,9 +132,9 @@ class Supervisor:
         self._state = replace(self._state, limited={machine: str(path) for machine, path in made.items()})
 
     def _write(self) -> None:
-        if not state.is_at(self._lock, state.lock_path(self._folder, self._request.rig)):
+        if not rigs_up.is_at(self._lock, rigs_up.lock_path(self._folder, self._request.rig)):
             raise _End  # who wanted the rig is gone, and it was tidied up after them
-        state.write(self._folder, self._request.rig, self._state)
+        rigs_up.write(self._folder, self._request.rig, self._state)
 
 
 def _start_holder() -> int:

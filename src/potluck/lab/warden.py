@@ -35,7 +35,7 @@ def end(process: psutil.Process) -> None:
     if not process.is_running() and psutil.pid_exists(process.pid):
         return
     if os.name == "posix":
-        # The group may outlive its leader, and keeps the id from being given to somebody else.
+        # The group may outlive its leader, and keeps the id from being given to another process.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         return

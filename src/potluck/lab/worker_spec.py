@@ -1,15 +1,17 @@
-"""What the lab tells the workers of DDP and of the peers: the content of `spec.json`."""
+"""What the lab and the workers of DDP and of the peers tell each other: `spec.json`, and a line for every step."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import BinaryIO
 
+import msgspec
 from msgspec import Struct
 
 from potluck import checked
-from potluck.checked import Positive
+from potluck.checked import Natural, Positive
 from potluck.errors import ConfigError
 
 _WRITE = "write it as the bench does"
@@ -52,6 +54,23 @@ class WorkerSpec(Struct, frozen=True, kw_only=True):
     """Whether ray-ps applies each gradient when it comes."""
     weights: Path | None = None
     """File for the final weights, as safetensors, written by rank 0."""
+
+
+class WorkerStep(Struct, frozen=True, kw_only=True):
+    """A line of `WorkerSpec.out`: one optimizer update."""
+
+    step: Positive
+    """Number of the step, counted from 1."""
+    ended_at: float
+    """On the box's monotonic clock."""
+    step_s: float
+    loss: float | None
+    """None: not a number."""
+    samples: dict[str, Natural]
+    """Samples counted for each machine."""
+
+    def append_to(self, file: BinaryIO) -> None:
+        file.write(msgspec.json.encode(self) + b"\n")
 
 
 def read_spec(path: Path) -> WorkerSpec:

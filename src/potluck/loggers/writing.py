@@ -23,7 +23,7 @@ CLIENTS: Mapping[LoggerName, type[TensorBoardClient | WandbClient | MlflowClient
 }
 
 MOST_WAITING = 10_000
-"""Events that wait for a logger that is slow or stands still; later ones are not written."""
+"""Events that wait for a slow or stuck logger; later ones are not written."""
 CLOSE_S = 30.0
 """How long the end of a run waits for its loggers."""
 

@@ -122,7 +122,7 @@ def _links(job: Job, fleet: Fleet, tried: int) -> Iterator[tuple[str, Job, Fleet
         link = links.faster(min(guest.bytes_per_s, fleet.host.bytes_per_s))
         faster_all = faster_all if link is None else _both_linked(faster_all, guest, link)
     if len(fleet.guests) > 1 and faster_all is not fleet:
-        yield "the next faster link for everybody", job, faster_all
+        yield "the next faster link for all machines", job, faster_all
 
 
 def _whose(fleet: Fleet, guest: FleetMachine, link: links.LinkSheet) -> str:

@@ -76,7 +76,7 @@ def costs(
             continue
         if model is None:
             raise ConfigError(
-                f"the price of {price.device} beside a rig, whose samples have no FLOPs",
+                f"a rig has no FLOPs per sample, so what {price.device} would cost is unknown",
                 hint="name the machines: --machine",
             )
         rented = inputs.from_words([f"rented={price.device}"], model, precision).fleet

@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
-from potluck.balance.codecs import AUTO, CODING_S_PER_PARAMETER, THIN, Choice, choose, thinner
+from potluck.balance.codecs import AUTO, CODING_S_PER_PARAMETER, INT4, THIN, Choice, choose, thinner
 from potluck.balance.leases import Quotas, Speed, quotas
 from potluck.plan.collectives import shared_nic_bytes_per_s
 from potluck.plan.strategies import WAIT_WORTH_S, alone_s, fastest_alone_s, prediction
@@ -116,10 +116,10 @@ def potluck(job: Job, fleet: Fleet, *, in_words: bool = True) -> Prediction:
         return row
     plain = {g.name: speed_of(job, fleet.host, g, max(1, len(found.guests))) for g in fleet.guests}
     chosen = codecs_of(job, fleet, {name: plain[name] for name in found.guests})
-    return _with_words(fleet, row, {name: choice for name, choice in chosen.items() if choice.codec == THIN})
+    return _with_words(fleet, row, chosen)
 
 
-def _with_words(fleet: Fleet, row: Prediction, thin: Mapping[str, Choice]) -> Prediction:
+def _with_words(fleet: Fleet, row: Prediction, chosen: Mapping[str, Choice]) -> Prediction:
     host_waits_s = row.idle_s[fleet.host.name] - fleet.host.update_s
     parts = [
         f"the host waits {seconds_text(host_waits_s)}" if host_waits_s > WAIT_WORTH_S else "the host never waits"
@@ -130,11 +130,15 @@ def _with_words(fleet: Fleet, row: Prediction, thin: Mapping[str, Choice]) -> Pr
         parts.append(f"guests wait up to {seconds_text(row.exposed_s)} for the wire")
     if out:
         parts.append(f"{', '.join(out) if len(out) < 4 else f'{len(out)} guests'} sit{'s' * (len(out) == 1)} out")
-    if len(thin) == 1:
-        ((name, choice),) = thin.items()
+    thin = {name: choice for name, choice in chosen.items() if choice.codec == THIN}
+    for name, choice in (thin if len(thin) == 1 else chosen if len(chosen) == 1 else {}).items():
         parts.append(f"{name} uses codec {choice.codec} ({choice.reason})")
-    elif thin:
+    if len(thin) > 1:
         parts.append(f"{len(thin)} guests use codec {THIN}: their links are the bottleneck")
+    if 0 < len(thin) < len(chosen):
+        parts.append(f"the others {INT4}")
+    elif len(chosen) > 1 and not thin:
+        parts.append(f"all guests use codec {INT4}: {THIN} would hardly make steps faster")
     return replace(row, waits=", ".join(parts))
 
 

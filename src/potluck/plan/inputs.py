@@ -145,7 +145,9 @@ def _number(name: str, key: str, values: Mapping[str, str], least: float, most: 
     except ValueError:
         value = math.nan
     if not least <= value <= most:
-        raise ConfigError(f"machine {name!r}: {key} is {values[key]!r}", hint=f"from {least:g} to {most:g}")
+        raise ConfigError(
+            f"machine {name!r}: {key} cannot be {values[key]!r}", hint=f"choose {least:g} to {most:g}"
+        )
     return value
 
 

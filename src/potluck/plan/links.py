@@ -109,7 +109,9 @@ def _of_rate(name: str, rate: re.Match[str]) -> LinkSheet:
     except ValueError:
         mbit = math.nan
     if not LEAST_MBIT <= mbit <= MOST_MBIT:
-        raise ConfigError(f"a link of {name!r}", hint="rates are from 1kbit to 10000Gbit, for example 300Mbit")
+        raise ConfigError(
+            f"{name!r} is not a link or a rate", hint="rates are 1kbit to 10000Gbit, for example 300Mbit"
+        )
     return of_mbit(mbit)
 
 

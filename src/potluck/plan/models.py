@@ -94,7 +94,7 @@ def batch_of(model: Model, batch_tokens: int | None, batch: int | None) -> int:
             )
         batch = tokens // model.tokens_per_sample
     if not 1 <= batch <= 10_000_000:
-        raise ConfigError(f"a batch of {batch} samples", hint="from 1 to 10,000,000")
+        raise ConfigError(f"a batch cannot have {batch} samples", hint="choose 1 to 10,000,000")
     return batch
 
 

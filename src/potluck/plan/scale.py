@@ -68,7 +68,7 @@ def scale(job: Job, fleet: Fleet, most: int) -> Scale:
     """Predictions for 1, 2, 4 … `most` guests, copies of the fleet's own in turn."""
     _check_guests(fleet)
     if not 1 <= most <= MOST_PLANNED:
-        raise ConfigError(f"{most} guests", hint=f"from 1 to {MOST_PLANNED}")
+        raise ConfigError(f"a plan cannot have {most} guests", hint=f"choose 1 to {MOST_PLANNED}")
     counts = sorted({*(2**i for i in range(most.bit_length()) if 2**i <= most), most})
     rows = tuple(_row(job, fleet, count) for count in counts)
     full = full_at(job, fleet, most)

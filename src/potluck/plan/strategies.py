@@ -92,7 +92,7 @@ def solo(job: Job, fleet: Fleet) -> Prediction:
 def ddp(job: Job, fleet: Fleet, strategy: str = DDP, shares: Mapping[str, int] | None = None) -> Prediction:
     """Stock DDP and its variants: equal shares (ddp, ddp-overlap) or balanced ones (all others).
 
-    `shares` stand in for those, where machines' speeds are not what they were when somebody set them.
+    `shares` stand in for those, where machines' speeds are not what they were when these were set.
     """
     if strategy == DDP_ACCUMULATE:
         return _accumulated(job, fleet)
@@ -209,7 +209,7 @@ def prediction(
     shares: Mapping[str, int],
     note: str = "",
 ) -> Prediction:
-    """The row of a step time; `wire`: seconds that bytes are on it, and those of them that somebody waits for."""
+    """The row of a step time; `wire`: seconds that bytes are on it, and those of them that a machine waits for."""
     computing = {m.name: shares[m.name] * m.sample_s for m in fleet.machines}
     memory = memory_of(strategy, job, fleet, shares)
     crowded = [m for m in fleet.machines if m.memory_bytes is not None and memory[m.name] > m.memory_bytes]

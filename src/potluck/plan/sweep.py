@@ -85,7 +85,7 @@ def parse(word: str) -> SweepRange:
     variable, equals, rest = word.partition("=")
     variable = variable.strip().replace("-", "_")
     if variable not in VARIABLES:
-        raise ConfigError(f"nothing called {variable!r} can be swept", hint=nearest(variable, list(VARIABLES)))
+        raise ConfigError(f"{variable!r} cannot be swept", hint=nearest(variable, list(VARIABLES)))
     example = f"for example {variable}={_EXAMPLES[variable]}"
     try:
         numbers = [_number(part) for part in rest.split(":")]
@@ -97,11 +97,12 @@ def parse(word: str) -> SweepRange:
     first, last = numbers[:2]
     if not least <= first < last <= most:
         raise ConfigError(
-            f"{variable} from {first:g} to {last:g}", hint=f"from less to more, within {least:g} to {most:g}"
+            f"{variable} cannot go from {first:g} to {last:g}",
+            hint=f"give the smaller first, within {least:g} to {most:g}",
         )
     points = int(numbers[2]) if len(numbers) == 3 else POINTS
     if not 2 <= points <= MOST_POINTS:
-        raise ConfigError(f"a sweep of {points} points", hint=f"from 2 to {MOST_POINTS}")
+        raise ConfigError(f"a sweep cannot have {points} points", hint=f"choose 2 to {MOST_POINTS}")
     return SweepRange(variable=variable, first=first, last=last, points=points)
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from potluck.device.base import Device
-from potluck.probe.link import SlowestLink
+from potluck.probe.slowest_link import SlowestLink
 from potluck.spec.collectives import bus_factor
 from potluck.spec.ddp import DdpRow, share
 from potluck.train.recipes.gpt import BYTES, GptConfig, GptRecipe

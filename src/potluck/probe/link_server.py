@@ -223,9 +223,9 @@ class LinkServer:
     def _offer_bare(self, peer: bytes, asked: ProbeBare, address: str) -> None:
         try:
             if not self._bare_tcp:
-                raise OSError("not here")
+                raise OSError("plain TCP is off here")
             if self._offer is not None:
-                raise OSError("the last one is not over")
+                raise OSError("the last measurement has not ended")
             offer = bare.Offer(
                 self._where(asked.address),
                 address,

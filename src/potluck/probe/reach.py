@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from msgspec.structs import replace
 
 from potluck.doctor.facts.interfaces import route_to
-from potluck.doctor.facts.names import lookups
+from potluck.doctor.facts.resolving import lookups
 from potluck.doctor.facts.system import System
 from potluck.spec.facts import CONNECTED, DENIED, FAILED, NO_ROUTE, REFUSED, TIMEOUT, UNKNOWN_NAME, Reach
 

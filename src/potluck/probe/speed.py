@@ -171,7 +171,7 @@ def _timed(trainer: _Trainer, micro: MicroBatch, seconds: float) -> tuple[float,
             kept = counter.stop() if counter is not None else 0
         saved = max(saved, kept / size)
         micro.record(size, took, kept)
-        if done and counter is None:  # the first pays for everybody's start, and counting costs time
+        if done and counter is None:  # the first includes one-time start-up work, and counting costs time
             times.setdefault(size, []).append(took / size)
         done += 1
         if micro.searching and time.monotonic() > end - seconds / 3 and done > LEAST_RUNS:

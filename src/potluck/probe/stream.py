@@ -131,7 +131,7 @@ def round_trips(seconds: Sequence[float]) -> RoundTrips | None:
 
 
 def quantile(ordered: Sequence[float], part: float) -> float:
-    """The value below which this part lies: the nearest rank."""
+    """The quantile of this part, by the nearest rank."""
     return ordered[max(0, math.ceil(part * len(ordered)) - 1)]
 
 

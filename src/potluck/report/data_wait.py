@@ -6,7 +6,7 @@ from potluck.report.summary import Summary
 from potluck.units import percent_text
 
 MUCH, LEAST_S = 0.2, 0.002
-"""Waiting for data is told if it takes this part of the time, and so long in a step: less is no work for others."""
+"""A wait for data is reported if it takes this part of the time, and this long in a step: less is no work."""
 RESTARTS = 0.5
 """Worker processes that start again are the cause if they are so much of the waiting."""
 

@@ -130,6 +130,6 @@ class GuestView:
             self._print(line)
 
     def _print(self, text: str, end: str = "\n") -> None:
-        # Where nobody reads any more, whoever watches the terminal ends this process in order.
+        # Where the output has no reader any more, the thread that watches the terminal ends this process in order.
         with contextlib.suppress(OSError, ValueError):
             print(text, end=end, flush=True)

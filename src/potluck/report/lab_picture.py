@@ -133,7 +133,7 @@ def _between(rig: Rig, number: int, joints: dict[int, Machine], width: int) -> L
     room = width - rail - 1
     guest = joints.get(number)
     if guest is None:
-        above = joints.get(number - 1)  # latency stands below the rate
+        above = joints.get(number - 1)  # latency is shown below the rate
         latency = _latency_text(above) if above is not None and above.link_mbit is not None else ""
         side = max((room - len(latency)) // 2, 0)
         line = Line(before + ("│" if first < number < last else " ") + " " * side).add(latency, "bold")

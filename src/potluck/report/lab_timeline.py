@@ -182,7 +182,7 @@ def _draw_group(axes: Axes, group: TimelineWindow, top: float, window_s: float, 
         for kind, (offset, height, colour) in _TRACKS.items():
             bars = joined((i for i in own if i.kind == kind), start, start + until, window_s / 1500)
             low = middle - offset * _LANE_IN - height * _LANE_IN / 2
-            if kind == "compute":  # whoever is there and does not compute waits
+            if kind == "compute":  # a machine that is present and does not compute waits
                 there = joined(presence(outcome, machine), start, start + until, 0.0)
                 _bars(axes, there, low, height, WAIT)
             _bars(axes, bars, low, height, colour)

@@ -65,7 +65,7 @@ class MergedLog:
             os.link(self.folder / f"{name}.log", target)
 
     def show(self, name: str, words: str) -> None:
-        """A line that stands in no file, in the name of a machine, or of none."""
+        """A line that is in no file, in the name of a machine, or of none."""
         with self._lock:
             self._show([self._line(name, words)])
 

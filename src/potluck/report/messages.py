@@ -101,7 +101,7 @@ def _about_run(event: ev.RunEvent, with_step: bool) -> tuple[Level, str] | None:
             return "warn", _loop_awaited(event)
         case ev.LogFailed():
             text = _with(f"cannot write to {clean(event.path)}", event.reason)
-            return "bad", f"{text}; the run goes on, its log has a gap"
+            return "bad", f"{text}; the run continues, its log has a gap"
         case ev.LogGap():
             return "warn", f"the log lacks {event.lines} lines here: they could not be written"
         case ev.StatisticsMeasured():

@@ -126,7 +126,8 @@ class RunState:
                 self.logged = {**self.logged, **event.values}
             case RunEnded():
                 self.end = event
-                self.machines = [replace(m, state="done") if m.state == "computing" else m for m in self.machines]
+                ended = "done" if event.reason == "finished" else "stopped"
+                self.machines = [replace(m, state=ended) if m.state == "computing" else m for m in self.machines]
             case _:
                 self._news(event)
 

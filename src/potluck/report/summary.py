@@ -9,7 +9,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from potluck.errors import RunFolderError
-from potluck.report.running import Median, Sum
+from potluck.report.growing import Median, Sum
 from potluck.report.text import clean
 from potluck.spec.events import (
     ContributionDropped,

@@ -1,4 +1,4 @@
-"""Views of a run while it goes on: plain lines, JSON lines, nothing, or the live view in a terminal."""
+"""Views of a run while it runs: plain lines, JSON lines, nothing, or the live view in a terminal."""
 
 from __future__ import annotations
 

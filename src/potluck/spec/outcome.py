@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from potluck.checked import Natural
+
 
 class StepDone(Struct, frozen=True, kw_only=True):
     """One optimizer update."""
@@ -20,6 +22,15 @@ class StepDone(Struct, frozen=True, kw_only=True):
     """Samples counted for each machine."""
     present: tuple[str, ...]
     """The machines that were present."""
+
+
+class TracedInterval(Struct, frozen=True, kw_only=True):
+    """A line of the file that POTLUCK_TRACE names: a process computed."""
+
+    start: float
+    end: float
+    samples: Natural
+    """0 where the micro-batch waited for the network then and went on later."""
 
 
 class Interval(Struct, frozen=True, kw_only=True):

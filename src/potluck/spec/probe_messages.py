@@ -18,7 +18,7 @@ its answer has the same one.
     doctor.back   please try to connect to me             -> doctor.back, the outcome
     doctor.facts  my facts                                -> doctor.facts, theirs
 
-Whoever asks while another measures gets probe.busy, whoever asks for what cannot be done probe.no.
+A peer that asks while another measures gets probe.busy; a request that cannot be met gets probe.no.
 """
 
 from __future__ import annotations

@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 POLL_S = 0.5
 LOST_S = 8.0
-"""A worker that has given no answer for so long has lost its trial."""
+"""A worker that has not answered for this long has lost its trial."""
 MOST_STARTS = 10
 """A trial that was lost so many times has failed."""
 
 _here: dict[str, list[float]] = {}
 _news: dict[str, TrialNews] = {}
-"""In a worker's process, by the trial's key: when somebody last asked, and what is known."""
+"""In a worker's process, by the trial's key: when it was last asked for, and what is known."""
 
 
 def host_trial(work: SweepWork, trial: Trial, key: str, name: str, bind: str | None, threads: int) -> TrialNews:
@@ -49,9 +49,10 @@ def host_trial(work: SweepWork, trial: Trial, key: str, name: str, bind: str | N
     try:
         while (news := process.news()).status is None:
             process.checkpoint_to(storage)
+            process.prepare_next()
             _news[key] = news
             if time.monotonic() - _here[key][0] > SILENT_S:
-                raise MachineError("nobody asks for this trial any more")
+                raise MachineError("this trial is no longer wanted")
             time.sleep(0.2)
         process.checkpoint_to(storage)
         process.keep_files(storage)
@@ -90,6 +91,8 @@ class RunningTrial:
         fleet = self._sweep.fleet
         try:
             future = self._sweep.submit(self.trial, self.key, self.machine, self._address)
+            done = threading.Event()
+            future.add_done_callback(lambda future: done.set())
             heard = time.monotonic()
             while not future.done():
                 if self._sweep.over.is_set():
@@ -105,7 +108,7 @@ class RunningTrial:
                     if fleet.workers().get(self.machine) != self._address or time.monotonic() - heard > LOST_S:
                         future.cancel()
                         raise
-                self._sweep.over.wait(POLL_S)
+                done.wait(POLL_S)
             self._sweep.ended.put((self, future.result(), ""))
         except PotluckError as error:
             self._sweep.ended.put((self, None, error.what))
@@ -201,10 +204,12 @@ class DaskSweep:
 
     def _look_after_helpers(self) -> None:
         joinable = {name: r.news for name, r in self._running.items() if r.news.token and r.news.status is None}
+        # One that has just begun takes its machine as long as the last one did.
+        taking_s = {name: self._took_s.get(running.machine) for name, running in list(self._running.items())}
         wanted = helping(
             self.fleet.machines(),
             self.hosts(),
-            {name: news.remaining_s for name, news in joinable.items()},
+            {n: taking_s[n] if news.remaining_s is None else news.remaining_s for n, news in joinable.items()},
             dict(self._helpers.busy),
             waiting=0,  # a machine that `_place` has left idle should help
         )

@@ -54,7 +54,7 @@ class Trial(Struct, frozen=True, kw_only=True):
 
 
 class CheckpointOrigin(Struct, frozen=True, kw_only=True):
-    """What a checkpoint in the storage was made by. It lies beside the checkpoint as `trial.json`."""
+    """What a checkpoint in the storage was made by. Stored beside the checkpoint as `trial.json`."""
 
     sweep: str
     arguments: tuple[str, ...]
@@ -109,7 +109,7 @@ class TrialNews(Struct, frozen=True, kw_only=True):
     remaining_s: float | None = None
     """Until its end, at its present speed; None before the first step."""
     checkpoint: int | None = None
-    """Step of the last checkpoint that lies in the storage."""
+    """Step of the last checkpoint in the storage."""
     resumed_from: int | None = None
     guests: tuple[str, ...] = ()
     """Names of those that have computed for it."""
@@ -185,7 +185,7 @@ def trials_of(parameters: Mapping[str, Sequence[Value]], count: int | None, seed
     if count is None:
         count = len(every)
     if count < 1:
-        raise ConfigError(f"{count} trials are none", hint="use --trials 1 or more")
+        raise ConfigError(f"{count} trials are too few", hint="use --trials 1 or more")
     if count < len(every):
         chosen = sorted(random.Random(seed).sample(range(len(every)), count))
         every = [every[number] for number in chosen]

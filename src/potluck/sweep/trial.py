@@ -6,10 +6,13 @@ The process belongs to an agent (fleet/agent.py), which ends it, and all that it
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Collection
 from pathlib import Path
 
@@ -27,6 +30,10 @@ from potluck.sweep.spec import CheckpointOrigin, SweepWork, Trial, TrialNews
 
 PATIENCE_S = 2.0
 GREET_S = 60.0
+SPARE_S = 15.0
+"""A trial with less left than this has the process of the next one started."""
+SPARE_LIVES_S = 5.0
+"""What it lives longer than that trial, if no other begins."""
 _AGAIN = "potluck host {script} --resume {run}"
 _HANDED = ("manifest.json", "events.jsonl")
 """What is handed over beside the checkpoint. Not the keys: a trial that moves has new ones."""
@@ -38,7 +45,7 @@ _ORIGIN = "trial.json"
 def handed_over(storage: Path, origin: CheckpointOrigin | None = None) -> Path | None:
     """The newest checkpoint of a trial in the storage, with what is needed to resume from it.
 
-    With `origin`, checkpoints of another sweep or of other arguments are left alone: the trial starts anew.
+    With `origin`, checkpoints of another sweep or of other arguments are left alone: the trial starts again.
     """
     found = [path for path in storage.glob("step-*") if (path / "manifest.json").exists()]
     if origin is not None:
@@ -89,6 +96,83 @@ def keep_files(folder: Path, sent: Collection[str], storage: Path) -> None:
             shutil.copy(path, to)
 
 
+class SpareProcess:
+    """A process that has imported torch, or is about to, and waits for the words of its command."""
+
+    def __init__(self, name: str) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="potluck-trial-"))
+        self.script, self.runs = self.folder / "script", self.folder / "runs"
+        needs = FleetNeeds(imports={}).of(NamedMachine(name=name))
+        self.link = AgentLink(name, [sys.executable, *words_of(agent, needs)])
+        if self.link.greet(GREET_S) is None:
+            self.close()
+            raise MachineError(f"{name}: no process can be started: {self.link.said}")
+        self.task = self.link.run(
+            [sys.executable, "-m", "potluck.cli._warm", "host"],
+            self.folder / "log",
+            cwd=str(self.script),
+            env=variables_here(),
+            runs=str(self.runs),
+            remove=str(self.folder),  # by the agent, where this process is killed
+            patience_s=PATIENCE_S,
+        )
+
+    def close(self) -> None:
+        """End what it runs; nothing of it stays on this machine."""
+        with contextlib.suppress(OSError):
+            self.link.close(PATIENCE_S + 2.0)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Spares:
+    """At most one spare process, for the next trial of this process. It ends soon if none comes."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._spare: SpareProcess | None = None
+        self._thread: threading.Thread | None = None
+        self._until = 0.0
+        """When it ends, by the monotonic clock."""
+
+    def start(self, name: str) -> None:
+        """Start one in a thread, unless there is one."""
+        with self._lock:
+            self._until = time.monotonic() + SPARE_S + SPARE_LIVES_S
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._keep, args=(name,), name="potluck-spare", daemon=True)
+                self._thread.start()
+
+    def _keep(self, name: str) -> None:
+        spare = None
+        with contextlib.suppress(OSError, MachineError):  # the trial starts its own, and says why that fails
+            spare = self._spare = SpareProcess(name)
+        while spare is not None and self._spare is spare and time.monotonic() < self._until:
+            time.sleep(0.1)
+        with self._lock:
+            left, self._thread = self._spare, None
+            self._spare = None
+        if left is not None:
+            left.close()
+
+    def take(self) -> SpareProcess | None:
+        """The spare process, if it is there and lives."""
+        with self._lock:
+            spare, self._spare = self._spare, None
+        if spare is not None and spare.task.wait(0.0) is not None:
+            spare.close()
+            return None
+        return spare
+
+    def soon_unwanted(self) -> None:
+        """A trial has ended: if no other one begins now, the spare process ends."""
+        with self._lock:
+            self._until = min(self._until, time.monotonic() + SPARE_LIVES_S)
+
+
+spares = Spares()
+"""Of this process, in which one trial runs after the other."""
+
+
 class TrialProcess:
     """A trial that is hosted here, from its start to its end."""
 
@@ -104,13 +188,13 @@ class TrialProcess:
     ) -> None:
         """`name`: of this machine. `start_from`: what `hand_over` has made, to resume from."""
         self._work, self._name, self._origin = work, name, work.origin(trial)
-        self._folder = Path(tempfile.mkdtemp(prefix="potluck-trial-"))
+        self._process = spares.take() or SpareProcess(name)
+        self._task, script, runs = self._process.task, self._process.script, self._process.runs
         for file, content in zip(work.names, work.contents):
-            path = self._folder / "script" / file
+            path = script / file
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
-        runs = self._folder / "runs"
-        words = ["-m", "potluck", "host", f"./{work.names[0]}", "--view", "plain", "--launched", _AGAIN]
+        words = ["host", f"./{work.names[0]}", "--view", "plain", "--launched", _AGAIN]
         words += ["--name", name, "--runs", str(runs), "--checkpoint-every", str(work.checkpoint_every)]
         words += [word for file in work.names[1:] for word in ("--send", file)]
         words += ["--bind", bind] if bind else []
@@ -118,22 +202,8 @@ class TrialProcess:
         if start_from is not None:
             shutil.copytree(start_from, runs / trial.id)
             words += ["--resume", str(runs / trial.id)]
-        self._log = self._folder / "log"
-        needs = FleetNeeds(imports={}).of(NamedMachine(name=name))
-        self._link = AgentLink(name, [sys.executable, *words_of(agent, needs)])
-        if self._link.greet(GREET_S) is None:
-            self.close()
-            raise MachineError(f"{name}: no process can be started: {self._link.said}")
-        self._task = self._link.run(
-            [sys.executable, *words, "--", *work.words(trial)],
-            self._log,
-            cwd=str(self._folder / "script"),
-            env=variables_here(),
-            runs=str(runs),
-            remove=str(self._folder),  # by the agent, where this process is killed
-            patience_s=PATIENCE_S,
-            feed="\n",  # a launched host waits for its launcher's word
-        )
+        # A launched host waits for its launcher's word: a second line.
+        self._task.feed(json.dumps([*words, "--", *work.words(trial)]) + "\n\n")
         self._news, self._offset, self._saved = TrialNews(), 0, 0
 
     @property
@@ -141,7 +211,7 @@ class TrialProcess:
         """The run folder, once it is there."""
         if self._task.run:
             return Path(self._task.run)
-        return next((path.parent for path in (self._folder / "runs").glob("*/events.jsonl")), None)
+        return next((path.parent for path in self._process.runs.glob("*/events.jsonl")), None)
 
     def news(self) -> TrialNews:
         """The state of the trial now.
@@ -161,7 +231,7 @@ class TrialProcess:
         return self._news
 
     def checkpoint_to(self, storage: Path) -> Path | None:
-        """Hand over the last checkpoint if that is a new one; returns where it lies."""
+        """Hand over the last checkpoint if that is a new one; returns its folder."""
         step = self._saved
         if self.run is None or not step or step == self._news.checkpoint:
             return None
@@ -172,13 +242,17 @@ class TrialProcess:
 
     def keep_files(self, storage: Path) -> None:
         """Copy what the script wrote to its working folder to the storage; nothing where it wrote nothing."""
-        keep_files(self._folder / "script", self._work.names, storage)
+        keep_files(self._process.script, self._work.names, storage)
 
     def close(self) -> None:
         """End it, if it runs; nothing of it stays on this machine."""
-        with contextlib.suppress(OSError):
-            self._link.close(PATIENCE_S + 2.0)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._process.close()
+        spares.soon_unwanted()
+
+    def prepare_next(self) -> None:
+        """Have the next trial's process started if this one is nearly done."""
+        if self._news.remaining_s is not None and self._news.remaining_s < SPARE_S:
+            spares.start(self._name)
 
     # -- what it reports --------------------------------------------------------------------------------
 

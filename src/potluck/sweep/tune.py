@@ -113,6 +113,7 @@ def host_trial(work: SweepWork, config: dict[str, Any], *, raises: bool) -> None
         told, before = time.monotonic() - REPORT_S, TrialNews()
         try:
             while (news := process.news()).status is None:
+                process.prepare_next()
                 handed = process.checkpoint_to(Path(folder) / "handed")
                 new = news.step > before.step or bool(news.token) > bool(before.token)
                 if handed is not None or (new and time.monotonic() - told > REPORT_S):
@@ -184,6 +185,8 @@ class TrialWatch:
         self.guests: dict[str, set[str]] = {}
         self._names: dict[str, str] = {}
         self._running: set[str] = set()
+        self._takes_s: dict[str, float] = {}
+        """Seconds that a trial takes each machine alone."""
         self._waiting = 0
         self._over = threading.Event()
         self._helpers = Helpers(self._fleet, logs, tell)
@@ -207,6 +210,8 @@ class TrialWatch:
             hosted.append(machine)
         self.guests[trial] = self.guests.get(trial, set()) | set(news.guests)
         self.news[trial] = news
+        if news.remaining_s is not None and (machine not in self._takes_s or not news.guests):
+            self._takes_s[machine] = float(result.get("time_total_s", 0.0)) + news.remaining_s
 
     def ended(self, trial: str, number: int) -> None:
         """Tune says that a trial is over; `number`: its place among all."""
@@ -229,7 +234,9 @@ class TrialWatch:
         while not self._over.wait(0.5):
             running = {name: self.hosted[name][-1] for name in self._running if name in self.hosted}
             joinable = {n: self.news[n] for n in running if self.news[n].token and self.news[n].status is None}
-            remaining = {name: news.remaining_s for name, news in joinable.items()}
+            # One that has just begun takes its machine as long as the last one did.
+            takes_s = {name: self._takes_s.get(running[name]) for name in joinable}
+            remaining = {n: takes_s[n] if v.remaining_s is None else v.remaining_s for n, v in joinable.items()}
             # A trial that has told nothing yet is about to: its node must not be taken.
             waiting = self._waiting + len(self._running) - len(running)
             try:

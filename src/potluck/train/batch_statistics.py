@@ -1,6 +1,6 @@
 """Layers that normalise over the batch (BatchNorm): which a model has, how few samples they bear, what is told.
 
-Owns the rule and the event. How samples are dealt by it is `balance/leases.py`'s affair.
+Owns the rule and the event. `balance/leases.py` deals the samples by it.
 
 What counts is the number of micro-batches in a step, not how equal they are: K of them in a step of B samples train
 as micro-batches of B ÷ K do. See docs/log.md for the measurement.

@@ -1,6 +1,6 @@
 """Owns checkpoints of a training: what is kept, how it is written beside the training, how it is put back.
 
-It must not know what a run, a guest or a ledger is: what they want kept comes as `extra` and goes back so.
+What a run wants kept beside the tensors comes as `extra` and is given back unchanged.
 
     checkpoints/step-00000100/weights-000.safetensors    the model's state_dict, for any safetensors reader
                               optimizer-000.safetensors  the optimizer's tensors: state.<index>.<key>
@@ -196,7 +196,7 @@ class Loaded:
             for name, description in saved["weights"]["tensors"].items():
                 if isinstance(description, str):
                     weights[name] = weights[description.removeprefix(_SAME_AS)]
-            # Clones: a tensor that lies in the file itself would go with it when the checkpoint is removed.
+            # Clones: a tensor mapped from the file would be lost when the checkpoint is removed.
             others = {name: tensor.clone() for name, tensor in self._tensors("objects").items()}
             weights.update(unflatten(saved["weights"]["other"], others))
             state = {name: tensor.clone() for name, tensor in self._tensors("optimizer").items()}
@@ -348,7 +348,7 @@ def load_latest(folder: Path) -> Loaded | None:
 
 
 def _loaded(path: Path, raw: dict[str, Any], skipped: tuple[tuple[Path, str], ...]) -> Loaded:
-    """The checkpoint of this manifest, which somebody else may have written."""
+    """The checkpoint of this manifest, which another program may have written."""
     try:
         manifest = checked.as_kind(raw, CheckpointManifest)
         return Loaded(

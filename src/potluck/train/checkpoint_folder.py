@@ -1,6 +1,5 @@
 """Owns the folders that checkpoints live in: they are whole or not there, verified, and few.
 
-It must not know what is in the files: models, optimizers and tensors are somebody else's.
 
 A checkpoint is written into a folder `.tmp-…` beside the others and appears by a rename when all of it is on
 the disk. A newer one of the same step waits as `step-00000100.new` until the old one is out of the way.
@@ -128,7 +127,7 @@ def verified(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise DamagedError(f"{error.filename} cannot be read: {error.strerror}") from error
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        # A hash tells of damage; a manifest that somebody wrote by hand can have the right one and lack the rest.
+        # A hash shows damage. A manifest that was written by hand can have the right hash and lack the rest.
         raise DamagedError(f"{MANIFEST} is damaged ({type(error).__name__})") from error
     return manifest
 

@@ -21,7 +21,7 @@ from potluck.spec.messages import Source, WelcomeMessage
 from potluck.train.ending import Ending, Interrupted
 from potluck.train.events import EventLog
 from potluck.train.folder import RunFolder
-from potluck.train.ranks import Ranks
+from potluck.train.host_ranks import Ranks
 from potluck.wire.frames import Received
 from potluck.wire.keys import HostKeys
 from potluck.wire.transport import HostSocket
@@ -118,7 +118,7 @@ class RunContext:
     def end_training(self, reason: str) -> None:
         """End the training that is under way, with its reason; harmless when it has ended.
 
-        For whoever opened the run: a loop left by an exception is not closed before the exception itself is
+        For the code that opened the run: a loop left by an exception is not closed before the exception itself is
         forgotten, which may be too late.
         """
         if self._ending is not None:

@@ -5,9 +5,10 @@ Owns access to the data set (one thread at a time). It knows no lease and no net
 
 from __future__ import annotations
 
+import copy
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -173,6 +174,10 @@ def _mapped(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
         return function(batch)
     if isinstance(batch, dict):
         return {key: _mapped(value, function) for key, value in batch.items()}
+    if isinstance(batch, MutableMapping):  # what the collators of Hugging Face return: its own kind of dict
+        same = copy.copy(batch)
+        same.update({key: _mapped(value, function) for key, value in batch.items()})
+        return same
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(_mapped(value, function) for value in batch))
     if isinstance(batch, list | tuple):

@@ -30,7 +30,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class GuestDone(BaseException):
-    """The run this guest took part in is over: the rest of the script is the host's affair."""
+    """The run this guest took part in is over: only the host runs the rest of the script."""
 
 
 class Ending:
@@ -52,7 +52,7 @@ class Ending:
 
     @property
     def over(self) -> bool:
-        """Whether the end has begun, or is another process's affair."""
+        """Whether the end has begun, here or in another process that owns the run."""
         return self._over or self._elsewhere
 
     @property
@@ -78,7 +78,7 @@ class Ending:
                 finally:
                     self.done = True
         finally:
-            # Not under the lock: they may wait for somebody who waits for it.
+            # Not under the lock: they may wait for a thread that waits for the lock.
             while self._then:
                 self._then.pop()()
 

@@ -94,7 +94,7 @@ class EventLog:
 
     def _warn(self, reason: str) -> None:
         if self._show is None:
-            to_stderr(f"cannot write to {self._path}: {reason}; the run goes on")
+            to_stderr(f"cannot write to {self._path}: {reason}; the run continues")
             return
         self._show(LogFailed(path=str(self._path), reason=reason))
 
@@ -149,5 +149,5 @@ def _write_all(file: io.FileIO, data: bytes) -> None:
 def _unwritable(path: Path, error: OSError) -> RunFolderError:
     return RunFolderError(
         f"cannot write to {path}: {error.strerror or error}",
-        hint="check that you may write there and that the disk is not full; go on with --resume",
+        hint="check that you may write there and that the disk is not full; continue with --resume",
     )

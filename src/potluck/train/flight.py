@@ -35,7 +35,7 @@ class _Given:
 class Flight:
     """On a device that works at once everything lands when it is launched.
 
-    Used by the training thread, and by whoever wants to know a loss or ends the run. What is told of a landing may
+    Used by the training thread, and by any thread that reads a loss or ends the run. What is told of a landing may
     take the hub's lock, so nobody calls this while holding it.
     """
 

@@ -67,7 +67,7 @@ class RunFolder:
             if holder is not None:
                 raise RunFolderError(
                     f"{self.path} is in use by process {holder or '?'}",
-                    hint="that run is still going on: end it first (a second one would spoil its checkpoints)",
+                    hint="that run has not ended: end it first (a second one would overwrite its checkpoints)",
                 )
             yield
 
@@ -172,7 +172,7 @@ def find_run(run: str | None, runs: Path) -> Path:
 
 @contextmanager
 def _locked(file: Path) -> Iterator[str | None]:
-    """Lock a file; yields None, or where somebody else has it, that process's number as text."""
+    """Lock a file; yields None, or the number of the process that holds it, as text."""
     try:
         # Closed in programs that are started from here (O_CLOEXEC); a fork gives its copy back below.
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644)
@@ -191,7 +191,7 @@ def _locked(file: Path) -> Iterator[str | None]:
 
 
 def _try_lock(descriptor: int) -> bool:
-    """Lock a file for as long as this descriptor is open; False: somebody else has it.
+    """Lock a file for as long as this descriptor is open; False: another process holds it.
 
     Not lockf(): such a lock is gone as soon as this process closes any other descriptor of the file, and whoever
     copies the run folder does that.

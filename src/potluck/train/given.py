@@ -55,14 +55,14 @@ def check_optimizer(optimizer: Any, trained: Iterable[nn.Parameter]) -> None:
     if held.keys().isdisjoint(ours):
         raise LoopError(
             "the optimizer holds none of the model's trained parameters: it would train nothing",
-            hint="make it of this model's parameters, after the model was moved or wrapped",
+            hint="create it from model.parameters(), after moving or wrapping the model",
         )
     if strange := [tuple(p.shape) for at, p in held.items() if p.requires_grad and at not in ours]:
         # Nobody would clear, average or send their gradients, and no checkpoint would have them.
         raise LoopError(
             f"the optimizer holds {len(strange)} trained parameter{'s' if len(strange) > 1 else ''} that the model "
             f"does not have, the first of shape {strange[0]}",
-            hint="make them the model's, model.scale = nn.Parameter(…), or several models one: nn.ModuleList",
+            hint="assign them to the model: model.scale = nn.Parameter(…); several models into one nn.ModuleList",
         )
 
 
@@ -82,10 +82,12 @@ def check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
     if not callable(getattr(scheduler, "step", None)):
         raise ConfigError(
             f"the scheduler is of type {type(scheduler).__name__}, which has no step()",
-            hint="several become one with torch.optim.lr_scheduler.SequentialLR or ChainedScheduler",
+            hint="combine several with torch.optim.lr_scheduler.SequentialLR or ChainedScheduler",
         )
     if isinstance(scheduler, LRScheduler) and getattr(scheduler, "optimizer", optimizer) is not optimizer:
-        raise ConfigError("the scheduler belongs to another optimizer", hint="make it of the one that is given")
+        raise ConfigError(
+            "the scheduler belongs to another optimizer", hint="create it with the optimizer that run.steps() gets"
+        )
     if takes_loss(scheduler):
         return
     if wanted := _required(scheduler.step):

@@ -1,7 +1,4 @@
-"""The sum of several ranks' gradients: one all-reduce a step, in buckets. Owns nothing but that arithmetic.
-
-It must not know what a step, a host or a guest is.
-"""
+"""The sum of several ranks' gradients: one all-reduce a step, in buckets. Owns nothing but that arithmetic."""
 
 from __future__ import annotations
 

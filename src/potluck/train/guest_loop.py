@@ -89,7 +89,7 @@ class GuestTrainer:
         finally:
             between = step is None or step.finished
             self._overlap.remove()
-            # If nobody says why, its script goes on with something else.
+            # Without a reason from the host, its script does something else now.
             self._ending.soon("its script left the loop" if between else "its script left the loop in a step")
 
     def _end(self, reason: str) -> None:

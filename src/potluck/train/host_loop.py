@@ -1,7 +1,7 @@
 """The training loop on the host, and alone: micro-batches, the update, checkpoints, and the step's figures.
 
-Owns the optimizer's step and what surrounds it. Who else computes is the hub's affair; alone or with guests,
-the loop is the same.
+Owns the optimizer's step and what surrounds it. The hub knows who else computes: the loop is the
+same alone and with guests.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from potluck.hub.actions import CommonBatch, StepResult
 from potluck.hub.alone import AloneHub
 from potluck.hub.host import HostHub
 from potluck.hub.parity import Reference, Sketch, sketch
-from potluck.spec.events import CheckpointFailed, CheckpointSaved, RunNote
+from potluck.spec.events import RunNote
 from potluck.train import given
 from potluck.train.bad_steps import BadSteps, StepFacts, how_to_go_on
 from potluck.train.beginning import Beginning, BufferPlaces, Buffers
-from potluck.train.checkpoint import CheckpointWriter, Snapshot, finite_state
 from potluck.train.context import Waiting
 from potluck.train.data import cloned, to_device
 from potluck.train.ending import Ending
 from potluck.train.flight import Flight
+from potluck.train.host_ranks import RoundMark, shares
 from potluck.train.parts import Parts
 from potluck.train.randomness import RandomState, digests, seed
-from potluck.train.ranks import RoundMark, shares
+from potluck.train.saving import Saving
 from potluck.train.scheduling import Scheduling
 from potluck.train.step import TOTALS, SavedBytes, Step, StepRules, mean_of
 from potluck.train.telemetry import DataTimes, Telemetry
@@ -63,13 +63,7 @@ class HostTrainer:
         )
         self._frozen = {n: t for n, t in parts.tensors.fixed.items() if isinstance(t, nn.Parameter)}
         folder = parts.context.folder
-        # The log goes to the disk first: after a power cut it tells of every step up to the checkpoint.
-        before = parts.context.log.sync
-        self._writer = (
-            CheckpointWriter(folder.checkpoints, on_saved=self._saved, on_failed=self._not_saved, before=before)
-            if folder and not parts.options.by_trainer
-            else None
-        )
+        self._saves = Saving(parts, folder.checkpoints) if folder and not parts.options.by_trainer else None
         total = parts.loader.total_steps(parts.options.steps)
         self._telemetry = Telemetry(
             parts.context, parts.options, hub, parts.statistics, total_steps=total, workers=parts.loader.workers
@@ -87,26 +81,24 @@ class HostTrainer:
             parts.optimizer, queues=bool(self._device.ahead) and not parts.options.by_trainer
         )
         self._bad = BadSteps(parts.context.name, most=parts.context.config.max_bad_steps)
-        self._finite_at_first = frozenset(finite_state(parts.model))
         self._buffer_places = BufferPlaces(parts.model)
         self._buffers: Buffers | None = None
         self._own_samples = 0  # what this process has computed of the step
         self._beginning: Beginning | None = None
         self._waiting = Waiting(parts.context, None if parts.options.by_trainer else self._stop_if_asked)
-        self._place: dict[str, Any] | None = None  # where in the data the next step begins, while it is awaited
         self._checkpoint_due = False
         self._comparing = False
         self._divisor = Divisor()
         self._alike = contextlib.ExitStack()
         """Open while a common batch is computed: what this thread has to put back and to let go of."""
+        self._trains = parts.model.training and not parts.options.by_trainer
+        """Whether the script has the model in training mode, and nobody else puts it there."""
         self._loss: float | None = None
         self._first = self._done = parts.ledger.step
         """The last step that is finished: in the update the ledger has closed one that may still fail."""
         self._returned = time.monotonic()  # when the script was given the last step back
         self._outside = self._returned, self._returned
         self._interrupted = self._abandoned = False
-        self._saved_step = parts.restored.step if parts.restored is not None else None
-        self._saving_last = False
         self._last_save_failed: RunFolderError | NonFiniteError | None = None
         """Set where the loop was left and what it ended with could not be saved."""
         self._ending = Ending(self._end)
@@ -161,8 +153,8 @@ class HostTrainer:
         before = time.monotonic()
         samples = None
         if not (enough := options.steps is not None and ledger.step >= options.steps):
-            if self._writer is not None and loader.waits:
-                self._beginning, self._place = Beginning(self._device), loader.state(ledger.step)
+            if self._saves is not None and loader.waits:
+                self._beginning, self._saves.place = Beginning(self._device), loader.state(ledger.step)
             try:
                 with self._waiting if loader.waits else contextlib.nullcontext():
                     samples = ledger.prepare()
@@ -170,7 +162,8 @@ class HostTrainer:
                 if self._ranks is None:  # what was trained before is saved as when the run is stopped
                     self._abandon()
                 raise
-            self._place = None
+            if self._saves is not None:
+                self._saves.place = None
         self._data.before_s = waited_s = time.monotonic() - before
         self._returned += waited_s  # a stream may have to be waited for: not the script's time
         if samples is None:
@@ -191,20 +184,21 @@ class HostTrainer:
             self._returned += time.monotonic() - before  # it may have read a batch: not the script's time
 
     def _left(self) -> None:
-        """Save what is whole now: what the script does next with the weights is not the run's affair."""
+        """Save what is whole now: what the script does next with the weights is not part of the run."""
         if self._ending.over:
             return
         self._flight.finish()
-        if self._writer is not None:
+        if self._saves is not None:
             try:
-                self._checkpoint(wait=True)
+                with self._saving():
+                    self._saves.finish()
             except (RunFolderError, NonFiniteError) as error:
                 self._last_save_failed = error  # here it would be lost: nobody hears what a generator's end raises
         self._ending.soon("finished")
 
     def _end(self, reason: str) -> None:
         """Save, send everybody home and close the log's last line."""
-        self._alike.close()  # where the loop's body failed in a common batch, somebody may still wait to read
+        self._alike.close()  # after a failure in a common batch a reader may still wait
         if self._interrupted or (self._p.options.by_trainer and self._p.context.stop_requested()):
             reason = "interrupted"
         try:
@@ -230,14 +224,14 @@ class HostTrainer:
 
     def _save_last(self, reason: str) -> None:
         """What the run ends with. Until now a save that failed could be tried again: this one cannot."""
-        if self._writer is None:
+        if self._saves is None:
             return
         if self._last_save_failed is not None:
             raise self._last_save_failed
         if reason == "failed" and not self._abandoned:
-            self._writer.settle()
+            self._saves.writer.settle()
         else:
-            self._checkpoint(wait=True)
+            self._saves.finish()
 
     def _tell_last_step(self, *, failed: bool) -> None:
         """Its update may still be under way. After a failure neither the device nor other ranks may ever answer."""
@@ -252,14 +246,15 @@ class HostTrainer:
     def _batches(self, step: Step) -> Iterator[Any]:
         """This machine's micro-batches of the step; then the update."""
         self._outside = self._returned, time.monotonic()
-        if self._checkpoint_due:
+        if self._checkpoint_due and self._saves is not None:
             # Not at the end of the last step: between steps the user's code may have other weights in the model.
             # One that is still being written puts this one off to the next step.
             self._flight.finish()  # the log tells of a step before there is a checkpoint of it
             # After a step that was not applied nobody knows whether the weights are any good.
-            self._checkpoint_due = self._bad.in_a_row > 0 or not self._checkpoint()
+            with self._saving():
+                self._checkpoint_due = self._bad.in_a_row > 0 or not self._saves.begin()
         self._buffers, self._own_samples = Buffers(self._buffer_places), 0
-        if self._writer is not None:
+        if self._saves is not None:
             self._beginning = Beginning(self._device, self._buffers)
         try:
             yield from self._share(step)
@@ -312,7 +307,7 @@ class HostTrainer:
     def _head_start_s(self) -> float:
         """What guests have beyond the time of this machine's own samples: see `Stepping.begin`.
 
-        A device that still has work when the last contribution comes goes on to the next step without a pause.
+        A device that still has work when the last contribution comes starts the next step without a pause.
         """
         if not self._device.ahead or self._ranks is not None:
             return 0.0
@@ -377,9 +372,9 @@ class HostTrainer:
     # -- a parity check ---------------------------------------------------------------------------------
 
     def _common(self, step: Step, positions: tuple[int, ...], common: CommonBatch) -> Generator[Any, None, float]:
-        """The step's first micro-batch is the one on which guests are checked; returns when it began.
+        """A micro-batch on which guests are checked, as a rule the step's first; returns when it began.
 
-        Its random numbers are those that the guests will draw, and this machine's own stream goes on after it as if
+        Its random numbers are those that the guests will draw, and this machine's own stream then continues as if
         there had been none. They are drawn by this thread alone: where reading samples draws some, nobody reads.
         """
         assert not isinstance(self._hub, AloneHub)
@@ -393,7 +388,7 @@ class HostTrainer:
             own.restore()
             packed = replace(packed, same_again=again == packed)
         second = None
-        with self._alike:
+        with step.set_aside(), self._alike:
             if reading_draws:
                 self._alike.enter_context(self._p.loader.nobody_reads())
             if common.twice is not None:
@@ -403,13 +398,13 @@ class HostTrainer:
             seed(self._device, common.seed)
             yield from self._hand_out(step, to_device(batch, self._device), len(positions))
             random = digests(self._device)
-        reference = Reference(
-            first=self._sketch(step, len(positions)),
-            items=step.items(),
-            random=random,
-            second=second,
-            reseeded=common.twice or frozenset(),
-        )
+            reference = Reference(
+                first=self._sketch(step, len(positions)),
+                items=step.items(),
+                random=random,
+                second=second,
+                reseeded=common.twice or frozenset(),
+            )
         self._hub.check_computed(positions, reference, packed)
         return began
 
@@ -427,7 +422,7 @@ class HostTrainer:
         return made
 
     def _sketch(self, step: Step, samples: int) -> Sketch:
-        """Of the step's first micro-batch: all that has been summed so far is its gradient and its loss."""
+        """Of a common batch: all that has been summed so far is its gradient and its loss."""
         gradients, sizes = [p.grad for p in self._trained], [p.numel() for p in self._trained]
         return sketch(gradients, sizes, step.mean_loss(samples))
 
@@ -435,6 +430,10 @@ class HostTrainer:
 
     def _update(self, step: Step) -> None:
         """The weights' update, behind what the device has been given; what it came to is told when it is done."""
+        if self._trains and not self._p.model.training:
+            self._trains = False
+            text = f"step {step.number} was computed with the model in evaluation mode, unlike those before"
+            self._p.context.log.emit(RunNote(text=f"{text}: call model.train() after validating"))
         collected = self._collect(step)
         if self._p.options.by_trainer:
             self._leave_to_trainer(collected)
@@ -467,8 +466,8 @@ class HostTrainer:
         else:  # nothing is waited for: a number costs less than tensors of one
             norm = float(norm)
             finite = math.isfinite(norm)
-        if self._writer is not None:
-            self._writer.before_update()
+        if self._saves is not None:
+            self._saves.writer.before_update()
         return Collected(
             step=step, result=result, at=at, divisor=divisor, norm=norm, own=own, finite=finite, total=total
         )
@@ -503,7 +502,7 @@ class HostTrainer:
         if self._comparing:
             self._compare_ranks()
         every = self._p.context.config.checkpoint_every
-        if self._writer is not None and every > 0 and self._p.ledger.step % every == 0:
+        if self._saves is not None and every > 0 and self._p.ledger.step % every == 0:
             self._checkpoint_due = True
         number, outside = self._p.ledger.step, self._outside
         data, self._data = self._data, DataTimes()
@@ -554,12 +553,14 @@ class HostTrainer:
             raise self._not_finite(why)
 
     def _not_finite(self, what: str) -> NonFiniteError:
-        if self._writer is not None:
+        saved_step = None
+        if self._saves is not None:
             with contextlib.suppress(Exception):  # of one error it is told, and this one ends the run
-                self._writer.wait()
+                self._saves.writer.wait()
+            saved_step = self._saves.saved_step
         context = self._p.context
         resume = None if context.folder is None else context.again(context.folder.path)
-        again = how_to_go_on(self._saved_step, resume, by_trainer=self._p.options.by_trainer)
+        again = how_to_go_on(saved_step, resume, by_trainer=self._p.options.by_trainer)
         return NonFiniteError(what, hint=again, step=self._done)
 
     def _sum_of_ranks(self, step: Step, guests: StepResult, samples: int) -> Tensor:
@@ -585,7 +586,7 @@ class HostTrainer:
         if self._p.context.stop_requested() and not self._p.options.by_trainer:
             if self._ranks is not None:
                 self._finish()
-                # torchrun also asks us to stop when a rank has died: then there is somebody who does not hear this.
+                # torchrun also asks us to stop when a rank has died: that rank will not hear this.
                 self._ranks.end(strict=True)
             self._abandon()
             self._interrupted = True
@@ -604,47 +605,3 @@ class HostTrainer:
             yield
         except NonFiniteError as error:
             raise self._not_finite(error.what) from error
-
-    def _checkpoint(self, *, wait: bool = False) -> bool:
-        """Begin to save, and with `wait` end; False while the last one is still being written."""
-        with self._saving():
-            return self._save(wait=wait)
-
-    def _save(self, *, wait: bool) -> bool:
-        assert self._writer is not None
-        if wait:
-            self._writer.settle()
-        p = self._p
-        step = p.ledger.step
-        if wait and self._saved_step == step:
-            return True
-        self._saving_last = wait
-        started = self._writer.start(
-            Snapshot(
-                step=step,
-                model=p.model,
-                optimizer=p.optimizer,
-                objects=p.objects,
-                finite=self._finite_at_first,
-                device_rng=self._device.rng_state(),
-                state=p.state,
-                extra={
-                    "samples": p.loader.samples,
-                    "global_batch": p.loader.global_batch,
-                    "seed": p.options.seed,
-                    "micro_batch": p.micro.settled,
-                    "data": p.loader.state(step) if self._place is None else self._place,
-                },
-            )
-        )
-        if wait:
-            self._writer.wait()
-        return started
-
-    def _not_saved(self, step: int, error: RunFolderError) -> None:
-        """The disk is full, or gone: the run goes on, and the next interval is the next attempt."""
-        self._p.context.log.emit(CheckpointFailed(step=step, reason=error.what, again=not self._saving_last))
-
-    def _saved(self, step: int, path: Any, seconds: float) -> None:
-        self._saved_step = step
-        self._p.context.log.emit(CheckpointSaved(step=step, path=str(path), seconds=round(seconds, 3)))

@@ -73,7 +73,7 @@ class Review:
         return self._other
 
     def record(self, size: int, seconds: float, most: int) -> None:
-        """A micro-batch of `size` took so long; none larger than `most` may be tried."""
+        """A micro-batch of `size` took this long; none larger than `most` may be tried."""
         self._computed_s += seconds
         if self._other is not None:
             self._compare(size, seconds)
@@ -158,7 +158,7 @@ class MicroBatch:
         return self.fixed is None and self.settled is None
 
     def record(self, size: int, seconds: float, saved_bytes: int = 0) -> None:
-        """A micro-batch of `size` took so long and kept so many bytes for its backward."""
+        """A micro-batch of `size` took these seconds and kept these bytes for its backward."""
         if size <= 0:
             return
         if not self.searching:
@@ -167,7 +167,7 @@ class MicroBatch:
         if saved_bytes:
             self._bytes_per_sample = max(self._bytes_per_sample, saved_bytes / size)
         if not self._warm:
-            self._warm = True  # the first micro-batch pays for everybody's start
+            self._warm = True  # the first micro-batch includes one-time start-up work
             if self.statistics:
                 self._all_that_fit()
             return

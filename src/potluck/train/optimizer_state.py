@@ -1,8 +1,8 @@
 """Owns how the state of optimizers, schedulers and random generators becomes JSON and named tensors.
 
-It knows neither files nor folders: where the JSON and the tensors are kept is the caller's business.
+The caller stores the JSON and the tensors.
 
-In the JSON, what JSON itself cannot say stands in an object with one key that starts with a dollar sign:
+A value that JSON lacks is an object with one key that starts with a dollar sign:
 `$tensor` (a name), `$tuple`, `$dict` (pairs; for keys that are no strings), `$counter`, `$float` (nan, inf).
 """
 

@@ -14,11 +14,12 @@ from torch.utils.data import get_worker_info
 
 from potluck.balance.ledger import StepSamples
 from potluck.train.packing import Collate, HeldStep, packed_samples, unpacked_samples
+from potluck.train.saved_place import DataPlace
 from potluck.train.step_loader import StepLoader
 
 
 class Samples:
-    """Samples on their way through somebody's loader, which neither collates them nor moves them to a device."""
+    """Samples on their way through a trainer's loader, which neither collates them nor moves them to a device."""
 
     __slots__ = ("_packed", "_plain")
 
@@ -69,7 +70,7 @@ class PushedLoader(StepLoader):
     def _steps_in_epochs(self) -> int | None:
         return self._total
 
-    def resume(self, step: int, saved: Mapping[str, Any]) -> None:
+    def resume(self, step: int, saved: DataPlace | None) -> None:
         raise AssertionError("the trainer resumes by itself")
 
 

@@ -22,15 +22,15 @@ from torch import nn
 
 from potluck.errors import CheckpointError, LoopError, RankGoneError
 from potluck.hub.tensors import ModelTensors
-from potluck.train import ranks as orders
+from potluck.train import host_ranks as orders
 from potluck.train.beginning import Buffers
 from potluck.train.checkpoint import load_latest
 from potluck.train.context import RunContext
 from potluck.train.data import Loader, to_device
 from potluck.train.flight import Flight
+from potluck.train.host_ranks import RankDone, RankReady, Ranks
 from potluck.train.optimizer_state import Stateful
 from potluck.train.options import Options
-from potluck.train.ranks import RankDone, RankReady, Ranks
 from potluck.train.scheduling import Scheduling
 from potluck.train.script_state import ScriptState
 from potluck.train.step import Step, StepRules, mean_of
@@ -98,7 +98,7 @@ class RankTrainer:
     def _left_the_loop(self, step: Step) -> None:
         """By `break` or by an exception, which looks the same from here, and nothing can be raised.
 
-        Where rank 0 has left, too, this process ends at once: what follows the loop is rank 0's affair.
+        Where rank 0 has left, too, this process ends at once: only rank 0 runs what follows the loop.
         """
         words = (
             f"rank {self._ranks.place.rank} left the training loop after step {step.index + 1}, rank 0 did not\n"
@@ -182,7 +182,7 @@ def restore_same(
     loaded = load_latest(path.parent)
     if loaded is None or loaded.path.resolve() != path:
         raise CheckpointError(
-            f"rank 0 goes on from {path}, which this rank cannot read",
+            f"rank 0 resumes from {path}, which this rank cannot read",
             hint="all ranks of a host must see the same run folder",
         )
     loaded.restore(model, optimizer, objects, state)

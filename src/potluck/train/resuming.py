@@ -17,6 +17,7 @@ from potluck.train.events import events_in
 from potluck.train.folder import RunFolder
 from potluck.train.optimizer_state import Stateful
 from potluck.train.options import Options
+from potluck.train.saved_place import SavedPlace, saved_place
 from potluck.train.script_state import ScriptState
 from potluck.train.step_loader import StepLoader
 
@@ -40,21 +41,27 @@ def restore(
         return None
     for path, reason in loaded.skipped:
         context.log.emit(CheckpointDamaged(path=str(path), reason=reason, resumed_from=loaded.step))
+    saved = place_of(loaded)
     compared = (
-        ("global_batch", loader.global_batch, "global_batch {}, now it is {}", "keep global_batch as it was"),
-        ("seed", options.seed, "seed {}, now it is {}", "keep seed as it was"),
-        ("samples", loader.samples, "{} samples, now there are {}", "give it the same data"),
+        (saved.global_batch, loader.global_batch, "global_batch {}, now it is {}", "keep global_batch as it was"),
+        (saved.seed, options.seed, "seed {}, now it is {}", "keep seed as it was"),
+        (saved.samples, loader.samples, "{} samples, now there are {}", "give it the same data"),
     )
-    for key, here, what, keep in compared:
-        if (then := loaded.extra.get(key, here)) != here:
+    for then, here, what, keep in compared:
+        if then != here:
             raise ConfigError(
                 f"the run was started with {what.format(then, here)}",
                 hint=f"a resumed run resumes at exactly the next sample: {keep}, or start a new run",
             )
     loaded.restore(model, optimizer, objects, state)
     context.device.set_rng_state(dict(loaded.device_rng))
-    loader.resume(loaded.step, loaded.extra.get("data", {}))
+    loader.resume(loaded.step, saved.data)
     return loaded
+
+
+def place_of(loaded: Loaded) -> SavedPlace:
+    """Where the checkpoint's run was; CheckpointError if Potluck has not written it."""
+    return saved_place(loaded.extra, where=loaded.path, step=loaded.step)
 
 
 def _without_checkpoint(context: RunContext, folder: RunFolder) -> None:

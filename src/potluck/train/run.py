@@ -32,7 +32,7 @@ from potluck.spec.about import codec_bytes
 from potluck.spec.config import RunConfig
 from potluck.spec.events import Logged, RunEvent, RunNote
 from potluck.spec.messages import WelcomeMessage
-from potluck.train import ranks
+from potluck.train import host_ranks
 from potluck.train.batch_statistics import batch_statistics, least_samples
 from potluck.train.checkpoint import Loaded
 from potluck.train.context import ALONE, GUEST, HOST, RANK, RunContext
@@ -55,7 +55,7 @@ from potluck.train.rank_loop import (
     refuse_wrapped,
     restore_same,
 )
-from potluck.train.resuming import restore
+from potluck.train.resuming import place_of, restore
 from potluck.train.script_state import ScriptState
 from potluck.train.session import alone
 from potluck.train.step import Step
@@ -122,7 +122,7 @@ class Run:
 
     @property
     def is_resumed(self) -> bool:
-        """Whether this run goes on in the folder of an earlier one."""
+        """Whether this run resumes an earlier one."""
         return self._context.resume
 
     @property
@@ -263,7 +263,7 @@ class Run:
         if context.ranks is not None:
             self._meet_ranks(context.ranks, restored, loader, tensors, micro)
         if restored is not None:
-            micro.settled = restored.extra.get("micro_batch")
+            micro.settled = place_of(restored).micro_batch
         parts = Parts(
             context=context,
             options=options,
@@ -323,7 +323,7 @@ class Run:
 
     def _meet_ranks(
         self,
-        group: ranks.Ranks,
+        group: host_ranks.Ranks,
         restored: Loaded | None,
         loader: StepLoader,
         tensors: ModelTensors,

@@ -1,7 +1,7 @@
 """The life of a run on its host, or alone: its folder, keys, token, admission of guests, view, signals and end.
 
 A `Session` opens all of this and closes it in order, whatever happens inside. It needs no command line. It is given
-what lies above it: a view that shows events, and something that starts guests on this machine.
+what the layers above add: a view that shows events, and something that starts guests on this machine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from potluck.spec.config import RunConfig
 from potluck.spec.events import GuestJoined, RunEvent, RunNote, StrangerRefused
 from potluck.spec.manifest import MachineEntry, Manifest, RecipeEntry
 from potluck.spec.messages import Source
-from potluck.train import ranks
+from potluck.train import host_ranks
 from potluck.train.checkpoint_folder import newest_first
 from potluck.train.context import ALONE, HOST, RANK, Admission, RunContext
 from potluck.train.ending import Interrupted
@@ -141,7 +141,7 @@ class Session:
         return self.context.admission.token if self.context.admission is not None else None
 
     def __enter__(self) -> Self:
-        place = ranks.place()
+        place = host_ranks.place()
         try:
             if place is not None and not place.leads:
                 self._open_rank()
@@ -160,7 +160,7 @@ class Session:
     ) -> None:
         if os.getpid() != self._owner:
             return  # in a forked child: the run is its parent's
-        with self._lock:  # whoever comes second waits, and finds nothing to do
+        with self._lock:  # a second caller waits, and finds nothing to do
             self.closed = True
             self._closing.__exit__(kind, error, trace)
 
@@ -178,13 +178,13 @@ class Session:
             raise LoopError(
                 f"{self.context.what} ended without reaching run.steps(): what it trained, it trained alone",
                 hint="its loop must be `for step in run.steps(model, optimizer, dataset, global_batch=…)`, with "
-                "run = potluck.start(); is it below an `if` that was not true?",
+                "run = potluck.start(); is it below an `if` whose condition is false?",
             )
 
     # -- opening ----------------------------------------------------------------------------------------
 
     def _open_rank(self) -> None:
-        """Another rank of the host: no folder, no port, no view. When to stop is rank 0's affair."""
+        """Another rank of the host: no folder, no port, no view. Rank 0 decides when to stop."""
         device, group = self._device()
         self.context = RunContext(
             role=RANK,
@@ -242,7 +242,7 @@ class Session:
             threads = max(1, usable_cores() // (1 + spec.guests))
             guests.start(spec.guests, token=context.admission.token, config=spec.config, threads=threads)
 
-    def _device(self) -> tuple[Device, ranks.Ranks | None]:
+    def _device(self) -> tuple[Device, host_ranks.Ranks | None]:
         config, environment = self.spec.config, self._environment
         return device_here(
             config.device or environment.device, config.threads or environment.threads, beside=self.spec.guests
@@ -346,17 +346,19 @@ def alone(
     )
 
 
-def device_here(name: str | None, threads: int | None, *, beside: int = 0) -> tuple[Device, ranks.Ranks | None]:
+def device_here(
+    name: str | None, threads: int | None, *, beside: int = 0
+) -> tuple[Device, host_ranks.Ranks | None]:
     """This process's device; under torchrun, also the host's ranks, which meet here.
 
     `beside`: guests on this machine, for which cores are left.
     """
-    place = ranks.place()
+    place = host_ranks.place()
     if place is None:
         return pick(name, threads=threads or (max(1, usable_cores() // (1 + beside)) if beside else None)), None
     share = max(1, usable_cores() // (place.world + beside))
     device, nccl = pick_for_rank(name, place.local_rank, place.world, threads=threads or share)
-    group = ranks.form(place, nccl=nccl)
+    group = host_ranks.form(place, nccl=nccl)
     if place.leads:
         device.label = f"{place.world} × {device.label}"
         if device.peak_flops is not None:
@@ -489,7 +491,7 @@ def _handled(on_signal: Callable[[int, Any], None]) -> Iterator[None]:
     def handler(number: int, frame: Any) -> None:
         if os.getpid() == owner:
             on_signal(number, frame)
-        elif number != signal.SIGINT:  # in a forked child: Ctrl-C is its parent's affair, the others are for it
+        elif number != signal.SIGINT:  # in a forked child, whose parent handles Ctrl-C
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 

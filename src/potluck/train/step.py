@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -285,6 +286,22 @@ class Step:
 
     def reset_loss(self) -> None:
         self._loss_sum = self._items = 0.0
+        self._marks = []
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Inside, gradients, loss and items begin at nothing; then they are added to those of before."""
+        trained, loss, items = self._rules.trained, self._loss_sum, self._items
+        before = [parameter.grad for parameter in trained]
+        for parameter in trained:
+            parameter.grad = None
+        self.reset_loss()
+        yield
+        with torch.no_grad():
+            for parameter, gradient in zip(trained, before):
+                if gradient is not None:
+                    parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+        self._loss_sum, self._items = loss + self._loss_sum, items + self._items
         self._marks = []
 
 

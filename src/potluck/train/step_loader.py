@@ -9,7 +9,7 @@ import contextlib
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from potluck.balance.ledger import EpochSteps, StepSamples
@@ -17,9 +17,10 @@ from potluck.errors import ConfigError
 from potluck.train.data import Loader, epoch_order
 from potluck.train.optimizer_state import Stateful
 from potluck.train.packing import Collate, HeldStep
+from potluck.train.saved_place import DataPlace
 
 TRIED_AHEAD, LONGEST_AHEAD_S = 3, 0.02
-"""Micro-batches are not read ahead any more if each of the last few kept the others from reading for so long."""
+"""Micro-batches are not read ahead any more if each of the last few kept the others from reading for this long."""
 
 
 class StepLoader(ABC):
@@ -34,7 +35,7 @@ class StepLoader(ABC):
     restarted = False
     """Whether worker processes were started again for this step, which begins an epoch."""
     waits = True
-    """Whether somebody else's code is waited for in `next_step` and `ready`."""
+    """Whether `next_step` and `ready` wait for the user's code."""
 
     def __init__(self, reader: Loader | None) -> None:
         self._reader = reader
@@ -97,7 +98,7 @@ class StepLoader(ABC):
         return now is not None and now.holds(position)
 
     def fetch_again(self, positions: Sequence[int]) -> Any:
-        """The same batch, read anew from the data set."""
+        """The same batch, read again from the data set."""
         with self._lock:
             assert self._now is not None and self._now.keys is not None and self._reader is not None
             return self._reader.fetch([self._now.keys[position - self._now.first] for position in positions])
@@ -124,16 +125,16 @@ class StepLoader(ABC):
     def ends_epoch(self) -> bool:
         """Whether this step is the last one of its epoch."""
 
-    def state(self, step: int) -> dict[str, Any]:
+    def state(self, step: int) -> DataPlace | None:
         """What a checkpoint keeps to resume at this step: the one that was given last, or the one after it."""
-        return {}
+        return None
 
     def objects(self) -> dict[str, Stateful]:
         """What a checkpoint keeps beside the state."""
         return {}
 
     @abstractmethod
-    def resume(self, step: int, saved: Mapping[str, Any]) -> None:
+    def resume(self, step: int, saved: DataPlace | None) -> None:
         """Go to this step, of which `saved` is the state."""
 
     def close(self) -> None:
@@ -163,8 +164,8 @@ class DataSetLoader(StepLoader):
         order = epoch_order(self.samples, self._seed)
         return EpochSteps(samples=self.samples, global_batch=self.global_batch, order=order, step=step)
 
-    def resume(self, step: int, saved: Mapping[str, Any]) -> None:
-        if saved.get("epoch") is not None:
+    def resume(self, step: int, saved: DataPlace | None) -> None:
+        if saved is not None:
             raise ConfigError(
                 "the run was started with a DataLoader, now it has a data set",
                 hint="a resumed run resumes at exactly the next sample: give it what it had, or start a new run",

@@ -10,12 +10,14 @@ import contextlib
 import copy
 import hashlib
 import itertools
+import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+from msgspec import structs
+from msgspec.structs import replace
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -33,6 +35,7 @@ from potluck.train import optimizer_state
 from potluck.train.data import Loader, length, opened
 from potluck.train.optimizer_state import RngState, Stateful
 from potluck.train.packing import Collate, HeldStep, PackStep, in_words
+from potluck.train.saved_place import DataPlace
 from potluck.train.step_loader import DataSetLoader, StepLoader
 from potluck.train.workers import (
     Echo,
@@ -51,27 +54,14 @@ FORESEEN = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRando
 one is asked for its next batch when a plain loop would ask for it, and not earlier."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataPlace:
-    """Where in the data the next step begins."""
+class _Place(DataPlace, frozen=True, kw_only=True):
+    """With what a checkpoint keeps beside it."""
 
-    epoch: int = 0
-    done: int = 0
-    """Batches of the epoch before it."""
-    position: int = 0
-    """Samples of the run before it."""
-    digest: str = ""
-    """Of the indices of the epoch's batches before it."""
-    generators: RngState | None = None
-    """The random generators when the epoch began; None if it has not."""
-    fresh: bool = True
-    """Whether the epoch began with new workers, whose seed was drawn from the loader's generator."""
-    drawn: int = 0
-    """Batches after it that the sampler had given already, without worker processes."""
-    ended: bool = False
-    """Whether the stream's epoch ended with the batch before it, and its state is one of after the end."""
     stream: Any = None
     """What the stream says of its own place, if it does."""
+
+    def saved(self) -> DataPlace:
+        return DataPlace(**{name: getattr(self, name) for name in DataPlace.__struct_fields__})
 
 
 class TorchLoader(StepLoader):
@@ -88,6 +78,8 @@ class TorchLoader(StepLoader):
         """`by_index`: only the indices of a step are read ahead, because other processes read their samples."""
         self._stream = check_loader(loader, by_index=by_index)
         self._user, self._collate = loader, loader.collate_fn
+        self._numbered = by_index
+        """Whether other processes are sent the indices."""
         self._whole = loader.num_workers > 0 and not by_index and not self._stream
         """Worker processes read whole steps."""
         by_workers = by_index and loader.num_workers > 0
@@ -124,12 +116,12 @@ class TorchLoader(StepLoader):
         self._foresees = not self._stream and not by_index and _foreseen(sampler)
         """Whether the step after this one may be looked at."""
         self._taking = threading.RLock()
-        """Held, before the other lock, by whoever takes something from `_coming`."""
+        """Held, before the other lock, while something is taken from `_coming`."""
         self._aside: Any = None
         """The next step's samples, or why there are none, where they were taken already."""
         self._next_held: HeldStep | None = None
         self._hash = hashlib.blake2b(digest_size=16)
-        self._before = self._place = DataPlace()
+        self._before = self._place = _Place()
         self._number = -1
         self._states: Stateful | None = _stateful(self._loader) if self._stream else None
         """What knows the place in the stream."""
@@ -160,8 +152,8 @@ class TorchLoader(StepLoader):
             self._held = HeldStep(given, self._collate, None)
             count = self._held.count
         else:
-            keys, count = given, len(given)
-            self._hash.update(repr(keys).encode())
+            keys, count = _numbers(given) if self._numbered else given, len(given)
+            self._hash.update(repr(given).encode())
         self._number += 1
         self._place = replace(
             before,
@@ -229,6 +221,7 @@ class TorchLoader(StepLoader):
     def check_indices(self) -> None:
         if self._stream:
             raise no_indices()
+        self._numbered = True
 
     def _steps_in_epochs(self) -> int | None:
         try:
@@ -326,7 +319,7 @@ class TorchLoader(StepLoader):
         self._place = self._after_epoch(replace(place, ended=False, stream=None))
 
     @staticmethod
-    def _after_epoch(place: DataPlace) -> DataPlace:
+    def _after_epoch(place: _Place) -> _Place:
         return replace(place, epoch=place.epoch + 1, done=0, digest="", generators=None)
 
     def _told_epochs(self) -> list[Any]:
@@ -339,30 +332,30 @@ class TorchLoader(StepLoader):
 
     # -- resuming ---------------------------------------------------------------------------------------
 
-    def state(self, step: int) -> dict[str, Any]:
+    def state(self, step: int) -> DataPlace:
         place = self._before if self._now is not None and step == self._number else self._place
         place = replace(place, drawn=(place is not self._place) + len(self._ahead))
         if place.ended and place.done:
             place = self._after_epoch(place)
         self.saved_stream = place.stream
-        return {f.name: getattr(place, f.name) for f in fields(place) if f.name != "stream"}
+        return place.saved()
 
     def objects(self) -> dict[str, Stateful]:
         """What a checkpoint keeps beside the state."""
         return {"loader": StreamState(self)} if self._states is not None else {}
 
-    def resume(self, step: int, saved: Mapping[str, Any]) -> None:
+    def resume(self, step: int, saved: DataPlace | None) -> None:
         """Go to where the checkpoint was made: the sampler gives the epoch's batches again, but none is read.
 
         This process's random numbers stay as they are.
         """
-        if saved.get("epoch") is None:
+        if saved is None:
             raise ConfigError(
                 "the run was started with a data set, now it has a DataLoader",
                 hint="a resumed run resumes at exactly the next sample: give it what it had, or start a new run",
             )
         self._number = step - 1
-        self._place = DataPlace(**saved, stream=self.saved_stream)
+        self._place = _Place(**structs.asdict(saved), stream=self.saved_stream)
         if self._place.generators is None:
             if self._states is not None and self.saved_stream is not None:
                 self._states.load_state_dict(self.saved_stream)
@@ -521,12 +514,12 @@ def check_loader(loader: DataLoader[Any], *, by_index: bool = False) -> bool:
     """Refuse a loader whose batches cannot be steps; whether it reads a stream."""
     if type(loader).__iter__ is not DataLoader.__iter__ and not hasattr(loader, "state_dict"):
         raise DataError(
-            f"the loader is of type {type(loader).__name__}, which makes its batches in a way of its own",
+            f"the loader is of type {type(loader).__name__}, which builds its batches itself",
             hint="give a plain torch DataLoader: Potluck brings batches to run.device and shares them out itself",
         )
     if loader.batch_size is None and (loader.batch_sampler is None or is_stream(loader)):
         raise DataError(
-            "the loader has batch_size=None, so nobody knows how many samples a step has",
+            "the loader has batch_size=None, so the number of samples in a step is unknown",
             hint="give it batch_size=<samples in a step>, and a data set of single samples",
         )
     if is_stream(loader):
@@ -541,6 +534,16 @@ def check_loader(loader: DataLoader[Any], *, by_index: bool = False) -> bool:
 def _foreseen(batches: Any) -> bool:
     """Whether it does not matter when the sampler is asked for its next batch."""
     return type(batches) is BatchSampler and type(batches.sampler) in FORESEEN
+
+
+def _numbers(keys: Sequence[Any]) -> list[int]:
+    try:
+        return [operator.index(key) for key in keys]
+    except TypeError:
+        raise DataError(
+            f"the loader's sampler gives {keys[0]!r}: other processes can only be told numbers of samples",
+            hint='give it integers as indices; or leave data="local" out: guests are then sent samples',
+        ) from None
 
 
 def no_indices() -> DataError:

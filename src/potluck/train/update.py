@@ -138,7 +138,7 @@ def fuse(optimizer: torch.optim.Optimizer) -> None:
         return
     for group in groups:
         group["fused"] = True
-    for parameter, state in optimizer.state.items():  # of a run that goes on; torch kept the count on the CPU
+    for parameter, state in optimizer.state.items():  # of a resumed run; torch kept the count on the CPU
         if isinstance(state.get("step"), Tensor):
             state["step"] = state["step"].to(parameter.device, torch.float32)
 

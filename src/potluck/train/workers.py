@@ -109,7 +109,7 @@ class Recorded:
     def __iter__(self) -> Iterator[list[Any]]:
         # At once, as torch does: a sampler may draw its random numbers here.
         self.given.clear()
-        self._batches = iter(()) if self.silent else iter(self._sampler)
+        self._batches = iter(()) if self.silent else _of_sampler(iter(self._sampler))
         return self._recording(self._batches)
 
     def leave_out(self) -> None:
@@ -131,6 +131,22 @@ class Recorded:
             if self._remembers:
                 self.given.append(keys)
             yield keys
+
+
+def _of_sampler(batches: Iterator[Any]) -> Iterator[Any]:
+    """The same batches; where the sampler fails, the error says how far it came."""
+    number = 0
+    try:
+        for batch in batches:
+            number += 1
+            yield batch
+    except PotluckError:
+        raise
+    except Exception as error:
+        raise DataError(
+            f"the loader's sampler fails after batch {number} of its epoch: {in_words(error)}",
+            hint="correct the sampler; --debug shows where it failed",
+        ) from error
 
 
 class Echo:

@@ -109,6 +109,8 @@ class Page(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """good, info, warn or bad: of the status."""
     headlines: tuple[Headline, ...] | None = None
     machines: tuple[PageMachine, ...] | None = None
+    no_guests: str | None = None
+    """What to say in the fleet while it has no guests."""
     facts: tuple[tuple[str, str], ...] | None = None
     header: tuple[str, ...] | None = None
     table: tuple[tuple[str, ...], ...] | None = None
@@ -116,6 +118,8 @@ class Page(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Columns of the table with numbers; None: those of the machines."""
     advice: tuple[str, ...] | None = None
     """What would help."""
+    advice_from: str | None = None
+    """Where this is known from."""
     notices: tuple[PageNotice, ...] | None = None
     more_notices: int | None = None
     """Notices before the first one here."""
@@ -123,5 +127,7 @@ class Page(Struct, frozen=True, kw_only=True, omit_defaults=True):
     steps: tuple[TimelineStep, ...] | None = None
     """The last steps. Of a page that is open: those that it does not have."""
     timelines: tuple[Timeline, ...] | None = None
+    moment: str | None = None
+    """When this was, if the run goes on and the page does not follow it."""
     since_step_s: float | None = None
     """Seconds since the last step ended, when this was sent."""

@@ -53,8 +53,10 @@ def document(page: Page, *, compact: bool = False) -> str:
     return "".join(made)
 
 
-def frame(page: Page, height: int = 620) -> str:
+def frame(page: Page) -> str:
     """The compact page in a frame of its own, for a notebook: neither can touch the other."""
+    guests = max(1, min(4, len(page.machines or ()) - 1))  # of more, the others are below: it scrolls
+    height = 450 + 92 * guests if page.headlines else 90 + 60 * guests
     inner = html.escape(document(page, compact=True))
     style = f"width:100%;height:{height}px;border:0"
     return f'<iframe sandbox="allow-scripts" style="{style}" title="Potluck" srcdoc="{inner}"></iframe>'

@@ -18,8 +18,9 @@ AT_ONCE = 1 << 20
 class Follower:
     """`read` folds what has been written since; `state` is the page's state so far."""
 
-    def __init__(self, path: Path, make: Callable[[], PageState]) -> None:
-        self._path, self._make = path, make
+    def __init__(self, path: Path, make: Callable[[], PageState], before: int = 0) -> None:
+        """`before`: so many bytes of the log are of earlier processes of a run that is resumed."""
+        self._path, self._make, self._before = path, make, before
         self._file: FileIO | None = None
         self._undone: set[int] = set()
         """Numbers of the lines with steps that a resumed run repeated."""
@@ -31,7 +32,7 @@ class Follower:
 
     def _begin(self) -> None:
         self.state = self._make()
-        self._line, self._half = 0, b""
+        self._line, self._half, self._at = 0, b"", 0
         self._steps: list[tuple[int, int]] = []
         """Steps that count, with their lines."""
         if self._file is not None:
@@ -41,11 +42,13 @@ class Follower:
         """The number of bytes that were read: at most `AT_ONCE`, 0 where there is nothing new."""
         try:
             self._file = self._file or self._path.open("rb", buffering=0)
-            data = self._file.read(AT_ONCE) or b""
+            left = self._before - self._at
+            data = self._file.read(min(AT_ONCE, left) if left > 0 else AT_ONCE) or b""
         except OSError:
             return 0
         if not data:
             return 0
+        self._at += len(data)
         *lines, self._half = (self._half + data).split(b"\n")
         for line in lines:
             self._line += 1
@@ -63,11 +66,13 @@ class Follower:
             if isinstance(event, StepEnded):
                 self._steps.append((event.step, self._line))
             self.state.fold(event)
+        if left == len(data):
+            self.state.resume()
         return len(data)
 
 
 def _event(line: bytes) -> RunEvent | None:
-    """None for what is no event of this version: the page goes on with the others."""
+    """None for what is no event of this version: the page shows the others."""
     try:
         return from_json(line)
     except (msgspec.DecodeError, UnicodeDecodeError):

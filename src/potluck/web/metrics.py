@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from potluck._version import __version__
 from potluck.report.summary import Summary
@@ -14,21 +14,26 @@ STATUS_VERSION = 1
 
 
 class MachineStatus(Struct, frozen=True, kw_only=True):
-    """A machine in `/status.json`; null where something is not known."""
+    """A machine in `machines`: those that are there, then the last 16 that left. Null: not known."""
 
     name: str
+    """Its name."""
     role: str
+    """host or guest."""
     device: str
+    """What it computes on."""
     state: str
+    """What it is doing: starting, joining, computing, late, sitting out, gone, done and the like."""
     reason: str
+    """Why it is in this state, or what it does right now; may be empty."""
     up: bool
     last_step_samples: int
+    """Its samples in the last step."""
     last_step_share: float
     samples_per_s: float | None
     busy: float | None
     link_bytes_per_s: float | None
     heard_s: float | None
-    """Seconds since the host last heard from it."""
     samples: int
     taken_back_samples: int
     dropped_samples: int
@@ -36,23 +41,25 @@ class MachineStatus(Struct, frozen=True, kw_only=True):
 
 
 class Status(Struct, frozen=True, kw_only=True):
-    """`/status.json`. Programs read these names: a change of meaning is a new `version`."""
+    """The run. Null: not known, or not yet. Programs read these names: a change of meaning is a new `version`."""
 
     version: int
+    """Of this object: 1."""
     potluck: str
+    """Version of Potluck on the host."""
     run_id: str
+    """Name of the run folder."""
     recipe: str
+    """The recipe, or the script's name."""
     state: str
+    """not begun, first step, training, resuming, finished, interrupted, failed or host gone."""
     step: int
     steps: int | None
     loss: float | None
     samples: int
     samples_per_s: float | None
-    """Over the last 8 steps."""
     mean_samples_per_s: float | None
-    """Over the whole run."""
     step_s: float | None
-    """The median."""
     predicted_step_s: float | None
     planned_step_s: float | None
     speedup: float | None
@@ -68,14 +75,19 @@ class Status(Struct, frozen=True, kw_only=True):
     dropped_samples: int
     not_applied: int
     machines: tuple[MachineStatus, ...]
+    """The host first."""
 
 
 def status_of(state: PageState) -> Status:
     summary, step = state.summary(), state.run.step
+    if (delivered := state.delivered) is not None:  # a guest knows its own part only
+        summary = structs.replace(
+            summary, steps=delivered.step, last_loss=delivered.loss, samples=delivered.total_samples
+        )
     return Status(
         version=STATUS_VERSION,
         potluck=__version__,
-        run_id=summary.run_id,
+        run_id=summary.run_id or state.guest_of,
         recipe=summary.recipe,
         state=state.status()[0],
         step=summary.steps,
@@ -105,6 +117,7 @@ def status_of(state: PageState) -> Status:
 
 def _machines(state: PageState, summary: Summary) -> tuple[MachineStatus, ...]:
     totals = {machine.name: machine for machine in summary.machines}
+    own = summary.samples if state.delivered is not None else 0
     rows = state.rows()
     samples = sum(row.samples for row in rows)
     found = []
@@ -124,7 +137,7 @@ def _machines(state: PageState, summary: Summary) -> tuple[MachineStatus, ...]:
                 busy=row.busy,
                 link_bytes_per_s=state.links.get(row.name),
                 heard_s=state.heard(row),
-                samples=total.samples if total is not None else 0,
+                samples=total.samples if total is not None else own if row.role == "guest" else 0,
                 taken_back_samples=total.taken_back_samples if total is not None else 0,
                 dropped_samples=total.dropped_samples if total is not None else 0,
                 times_lost=total.times_lost if total is not None else 0,
@@ -133,18 +146,21 @@ def _machines(state: PageState, summary: Summary) -> tuple[MachineStatus, ...]:
     return tuple(found)
 
 
-_RUN = (
+# Name, type, field of the status, meaning. Names are promised (docs/reference/metrics.md): they end in their unit.
+RUN_SERIES = (
     ("step", "gauge", "step", "Steps finished."),
     ("steps_planned", "gauge", "steps", "Steps in total."),
     ("loss", "gauge", "loss", "Loss of the last step."),
     ("samples_total", "counter", "samples", "Samples of all steps."),
     ("samples_per_second", "gauge", "samples_per_s", "Samples per second over the last 8 steps."),
+    ("mean_samples_per_second", "gauge", "mean_samples_per_s", "Samples per second over the whole run."),
     ("step_seconds", "gauge", "step_s", "Seconds of a step, the median."),
     ("predicted_step_seconds", "gauge", "predicted_step_s", "Seconds of a step, predicted from measured speeds."),
     ("planned_step_seconds", "gauge", "planned_step_s", "Seconds of a step, as planned before the run."),
     ("speedup_ratio", "gauge", "speedup", "Speed-up over the host alone."),
     ("speedup_margin_ratio", "gauge", "speedup_margin", "Half of the speed-up's 95 % interval."),
     ("efficiency_ratio", "gauge", "efficiency", "Samples per second per sum of what each machine reaches alone."),
+    ("recovery_ratio", "gauge", "recovery", "How much of what the guests could add arrived."),
     ("eta_seconds", "gauge", "eta_s", "Seconds left to the last step."),
     ("steps_seconds_total", "counter", "seconds", "Seconds of all steps."),
     ("wait_seconds_total", "counter", "wait_s", "Seconds that the host waited for leases."),
@@ -154,8 +170,8 @@ _RUN = (
     ("dropped_samples_total", "counter", "dropped_samples", "Samples in dropped contributions."),
     ("steps_not_applied_total", "counter", "not_applied", "Steps whose update was not made."),
 )
-_MACHINE = (
-    ("up", "gauge", "up", "Whether the machine is there."),
+MACHINE_SERIES = (
+    ("up", "gauge", "up", "Whether the machine is there, 1 or 0."),
     ("share_ratio", "gauge", "last_step_share", "Its part of the last step's samples."),
     ("samples_total", "counter", "samples", "Its samples of all steps."),
     ("samples_per_second", "gauge", "samples_per_s", "Its samples per second while it computes."),
@@ -163,6 +179,7 @@ _MACHINE = (
     ("link_bytes_per_second", "gauge", "link_bytes_per_s", "Measured rate of its link."),
     ("heard_seconds", "gauge", "heard_s", "Seconds since the host last heard from it."),
     ("taken_back_samples_total", "counter", "taken_back_samples", "Leased samples that the host took back."),
+    ("dropped_samples_total", "counter", "dropped_samples", "Its samples in contributions that were dropped."),
     ("lost_total", "counter", "times_lost", "Times that the guest was lost."),
 )
 
@@ -177,11 +194,11 @@ def _lines(status: Status) -> Iterator[str]:
     yield f"potluck_info{_labels(run=status.run_id, recipe=status.recipe, version=status.potluck)} 1"
     yield from ("# HELP potluck_state What the run is doing.", "# TYPE potluck_state gauge")
     yield f"potluck_state{_labels(state=status.state)} 1"
-    for name, kind, field, about in _RUN:
+    for name, kind, field, about in RUN_SERIES:
         if (value := getattr(status, field)) is not None:
             yield from _head(f"potluck_{name}", kind, about)
             yield f"potluck_{name} {float(value)!r}"
-    for name, kind, field, about in _MACHINE:
+    for name, kind, field, about in MACHINE_SERIES:
         known = [(m, value) for m in status.machines if (value := getattr(m, field)) is not None]
         if known:
             yield from _head(f"potluck_machine_{name}", kind, about)

@@ -114,7 +114,8 @@ def place_of(text: str) -> tuple[str, int]:
         if port <= 65535:
             return address, port
     raise ConfigError(
-        f"{text!r} is no address for the page", hint="an IP address, with a port if you like: 127.0.0.1:8080"
+        f"{text!r} is not an address for the page",
+        hint="give an IP address, and a port if you like: 127.0.0.1:8080",
     )
 
 
@@ -125,21 +126,23 @@ def open_page(context: RunContext) -> WebPage:
     file = context.folder.path / URL_FILE
     secret, before = _last(file)
     planned_s = planned_alone_s = None
-    with suppress(UserError):  # a damaged plan is the report's affair
+    with suppress(UserError):  # the report tells of a damaged plan
         planned_s = planned_step_s(None, context.folder.path, alone=False)
         planned_alone_s = planned_step_s(None, context.folder.path, alone=True)
+    log = context.folder.events.resolve()
     serving = Serving(
-        events=str(context.folder.events.resolve()),
+        events=str(log),
         address=address,
         port=port or before,
         secret=secret,
         loopback=ipaddress.ip_address(address).is_loopback,
+        before=log.stat().st_size if log.exists() else 0,
         planned_s=planned_s,
         planned_alone_s=planned_alone_s,
     )
 
     def pulse() -> Pulse:
-        return _pulse(context.members())
+        return pulse_of(context.members())
 
     try:
         page = WebPage(serving, pulse)
@@ -176,7 +179,8 @@ def _last(file: Path) -> tuple[str, int]:
     return secrets.token_urlsafe(18), 0
 
 
-def _pulse(members: Iterable[Member]) -> Pulse:
+def pulse_of(members: Iterable[Member]) -> Pulse:
+    """How the guests are right now."""
     now = time.monotonic()
     return Pulse(guests={clean(m.name): _now(m, now) for m in members})
 

@@ -1,4 +1,4 @@
-"""Serves the page: HTTP and server-sent events, read-only, to whoever has the address with its secret.
+"""Serves the page: HTTP and server-sent events, read-only, to every browser that has the address with its secret.
 
 Nobody can make it wait or grow: requests are short and have a deadline, connections are counted, and a reader that
 does not take its updates is dropped.
@@ -190,7 +190,7 @@ class PageServer:
     def _changed(self) -> dict[str, Any]:
         """The parts of the page that are not as they were sent."""
         state = self._follower.state
-        if state is not self._shown:  # a resumed run: everything anew
+        if state is not self._shown:  # a resumed run: send everything
             self._sent, self._shown = Page(), state
         page = self._page(steps_after=self._sent_step if self._sent.kind else 0)
         rows, merges = state.curves.rows, state.curves.merges
@@ -209,7 +209,8 @@ class PageServer:
             changed |= {"curves": curves}
         self._sent, self._sent_rows, self._sent_merges = page, len(rows), merges
         self._sent_step = state.run.done if state.last_steps else 0
-        return changed if set(changed) - {"since_step_s"} else {}
+        # A page counts on from the last age that it was sent: with whatever is new, it gets the one of now.
+        return {**changed, "since_step_s": page.since_step_s} if set(changed) - {"since_step_s"} else {}
 
     # -- who asks ---------------------------------------------------------------------------------------
 

@@ -23,6 +23,8 @@ from potluck.web.follower import Follower
 from potluck.web.server import MOST_REQUEST_BYTES, PageServer
 from potluck.web.state import GuestAbout, PageState, Pulse
 
+AT_ONCE = 128
+"""Connections accepted in one go, before the oldest are closed: many systems give a process 1024 files."""
 NICENESS = 10
 """Training comes first."""
 
@@ -37,6 +39,8 @@ class Serving(Struct, frozen=True, kw_only=True):
     secret: str
     loopback: bool
     """Whether the address is this machine's own."""
+    before: int = 0
+    """Bytes of the log that earlier processes of the run have written."""
     guest: GuestAbout | None = None
     """On a guest: what its page is about."""
     planned_s: float | None = None
@@ -59,12 +63,14 @@ def _say(opened: Opened) -> None:
 
 async def _run(serving: Serving) -> None:
     follower = Follower(
-        Path(serving.events), lambda: PageState(serving.guest, serving.planned_s, serving.planned_alone_s)
+        Path(serving.events),
+        lambda: PageState(serving.guest, serving.planned_s, serving.planned_alone_s),
+        serving.before,
     )
     server = PageServer(follower, serving.secret, loopback=serving.loopback)
     try:
         listening = await asyncio.start_server(
-            server.serve, serving.address, serving.port, limit=MOST_REQUEST_BYTES, backlog=1024
+            server.serve, serving.address, serving.port, limit=MOST_REQUEST_BYTES, backlog=AT_ONCE
         )
     except OSError as error:
         _say(Opened(error=error.strerror or str(error), taken=bool(serving.port)))

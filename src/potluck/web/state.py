@@ -21,6 +21,7 @@ from potluck.spec.events import (
     HostBack,
     HostGone,
     MachineFigures,
+    RunEnded,
     RunEvent,
     RunStarted,
     StepEnded,
@@ -47,6 +48,9 @@ LAST_STEPS = 24
 HOST_GONE = "host gone"
 """The end of a run whose process ended without a word."""
 CURVES = ("loss", "samples/s", "speed-up")
+PLANNED = "Predicted by the plan's cost model from the speeds and links measured in this run."
+NO_GUESTS = "No guest has joined. The run printed the line to type on other machines."
+MEASURED = "From the time that the steps of this run waited for their samples."
 
 
 class GuestNow(Struct, frozen=True, kw_only=True):
@@ -94,14 +98,19 @@ class PageState:
         """What the host last said of its guests, and when."""
         self._step_at: float | None = None
         """When the last step ended, if a run that is alive made it."""
+        self.guest_of = clean(guest.run) if guest is not None else ""
+        """The run that a guest is in."""
         self._guest, self._planned_s, self._planned_alone_s = guest, planned_s, planned_alone_s
         self._totals = Totals()
         self._gone: dict[str, MachineRow] = {}
         self._notices = 0
-        self._delivered: Delivered | None = None
+        self.delivered: Delivered | None = None
+        """A guest's last contribution."""
         self._host_gone: HostGone | None = None
         self._over = False
         self._stopped = False
+        self._resumes = False
+        self._end_before: RunEnded | None = None
 
     def hear(self, pulse: Pulse) -> None:
         """What the host knows of its guests right now. From any thread."""
@@ -110,10 +119,23 @@ class PageState:
     def stop(self) -> None:
         """The process that told this is gone: no event will come."""
         self._stopped = True
+        if self._resumes:  # it ended before it did anything
+            self.run.end = self._end_before
+
+    def resume(self) -> None:
+        """All that was folded is of earlier processes: a new one resumes the run, and has not started yet."""
+        if self.run.start is None:
+            return
+        self._resumes, self._step_at = True, None
+        self._end_before, self.run.end = self.run.end, None
+        before = {row.name: row for row in self.run.machines}
+        host = (row for row in self.run.machines if row.role == "host")
+        self.run.machines = [replace(row, state="starting", reason="", samples=0) for row in host]
+        self._remember_gone(before)
 
     @property
     def ended(self) -> str:
-        """How the run ended, as the report says it; empty while it goes on."""
+        """How the run ended, as the report says it; empty while it runs."""
         if self.run.end is not None:
             return clean(self.run.end.reason) or "ended"
         return HOST_GONE if self._stopped and self.run.start is not None else ""
@@ -131,7 +153,7 @@ class PageState:
         return None if found is None else round(found[0].heard_s + self._clock() - found[1], 1)
 
     def undone_after(self, event: RunEvent) -> int | None:
-        """Where a resumed run repeats steps that are counted here: the last step that stays. Then fold all anew."""
+        """Where a resumed run repeats steps that are counted here: the last step that stays. Fold all again."""
         last = None
         if isinstance(event, RunStarted):
             last = event.resumed_from
@@ -140,11 +162,12 @@ class PageState:
         return last if last is not None and last < self._totals.steps else None
 
     def summary(self, *, live: bool = False) -> Summary:
-        """The report's figures. `live`: it is known whether the run goes on, which its log does not say."""
+        """The report's figures. `live`: it is known whether the process still runs, which its log does not say."""
         found = self._totals.summary()
         alone = len(found.machines) < 2 and self._planned_alone_s is not None
         found = structs.replace(found, planned_s=self._planned_alone_s if alone else self._planned_s)
-        return structs.replace(found, ended=self.ended or "still going") if live else found
+        now = "resuming" if self._resumes else "still going"
+        return structs.replace(found, ended=self.ended or now) if live else found
 
     def pass_over(self, event: RunEvent) -> None:
         """A step that a resumed run repeats: only its time counts."""
@@ -160,7 +183,7 @@ class PageState:
         self._notices += bool(self.run.notices) and self.run.notices[-1] is not last
         match event:
             case RunStarted():
-                self._step_at = None
+                self._step_at, self._resumes = None, False
             case StepEnded():
                 self._step(event)
             case Delivered():
@@ -184,7 +207,7 @@ class PageState:
     def _deliver(self, event: Delivered) -> None:
         rate = event.samples / event.compute_s if event.compute_s else None
         self.curves.add(event.step, event.t_s, (event.loss, rate, None))
-        self._delivered = event
+        self.delivered = event
 
     def _remember_gone(self, before: Mapping[str, MachineRow]) -> None:
         """A step's event has only those who are there; who left is shown for longer."""
@@ -202,25 +225,31 @@ class PageState:
 
     # -- the page ---------------------------------------------------------------------------------------
 
-    def page(self, *, live: bool = False, steps_after: int = 0, advice: Sequence[str] | None = None) -> Page:
-        """`steps_after`: the timeline has only later steps. `advice`: what would help; computed if not given."""
+    def page(
+        self, *, live: bool = False, moment: str = "", steps_after: int = 0, advice: Sequence[str] | None = None
+    ) -> Page:
+        """`moment`: of a page of a live run that nothing follows, the time at which it was made. `steps_after`: the
+        timeline has only later steps. `advice`: what would help; computed if not given."""
         summary, status = self.summary(live=live), self.status()
         if not live and not self.ended:
             status = NO_END, "warn"
         since_s = self._clock() - self._step_at if live and self._step_at is not None and not self.ended else None
         return Page(
             kind="run" if self._guest is None else "guest",
-            over=not live or self._stopped,
+            over=not live or self._stopped or bool(moment),
+            moment=moment or None,
             title=self._title(summary),
             about=self._about(),
             status=status[0],
             level=status[1],
             headlines=self._headlines(summary, status[0]),
             machines=self.machines(live=live),
+            no_guests=NO_GUESTS if live and not self.ended and self.run.start and self.run.start.join else None,
             facts=tuple(summary_facts(summary)) if self._guest is None and self.run.start is not None else (),
             header=HEADER,
             table=tuple(machine_cells(summary.machines)),
             advice=tuple(self.helping() if advice is None else advice),
+            advice_from=PLANNED if data_text(summary) is None else MEASURED,
             notices=tuple(
                 PageNotice(
                     t_s=round(n.t_s, 1),
@@ -251,7 +280,8 @@ class PageState:
         size = f"{count_text(start.parameters)} parameters"
         if start.trained_parameters != start.parameters:
             size += f" ({count_text(start.trained_parameters)} trained)"
-        return f"{clean(start.recipe)}, {size}, {start.global_batch} samples a step, codec {clean(start.codec)}"
+        codec = f", codec {clean(start.codec)}" if start.join else ""
+        return f"{clean(start.recipe)}, {size}, {start.global_batch} samples a step{codec}"
 
     def status(self) -> tuple[str, str]:
         if self._guest is not None:
@@ -259,11 +289,11 @@ class PageState:
                 return "left the run", "info"
             if self._host_gone is not None:
                 return f"host gone for {seconds_text(self._host_gone.seconds)}", "bad"
-            return ("in the run", "good") if self._delivered else ("waiting for work", "info")
+            return ("in the run", "good") if self.delivered else ("waiting for work", "info")
         if self.ended:
             return self.ended, {"finished": "good", "failed": "bad", HOST_GONE: "bad"}.get(self.ended, "warn")
-        if self.run.start is None:
-            return "not begun", "info"
+        if self.run.start is None or self._resumes:
+            return "resuming" if self._resumes else "not begun", "info"
         return ("training", "good") if self.run.step is not None else ("first step", "info")
 
     def _headlines(self, summary: Summary, status: str) -> tuple[Headline, ...]:
@@ -322,10 +352,11 @@ class PageState:
     def rows(self, *, live: bool = True) -> list[MachineRow]:
         """The machines that are there, as of now, and those that left last. Not `live`: as of the last line."""
         if self._guest is not None:
-            state = "waiting" if self._host_gone is not None else self.status()[0]
+            over = self._over or self._stopped
+            state = "waiting" if self._host_gone is not None and not over else self.status()[0]
             rate = self.curves.rows[-1][7] if self.curves.rows else None
             me = MachineRow(name=clean(self._guest.name), device=clean(self._guest.device), rate=rate, state=state)
-            host = "gone" if self._host_gone is not None else "connected"
+            host = "gone" if self._host_gone is not None else "was connected" if over else "connected"
             return [MachineRow(name=clean(self._guest.host), role="host", state=host), me]
         there = [self._as_of_now(row, live) for row in self.run.machines]
         names = {row.name for row in there}
@@ -348,7 +379,7 @@ class PageState:
     # -- on a guest -------------------------------------------------------------------------------------
 
     def _guest_headlines(self) -> tuple[Headline, ...]:
-        now = self._delivered
+        now = self.delivered
         if now is None:
             return ()
         rate = now.samples / now.compute_s if now.compute_s else None
@@ -379,11 +410,12 @@ def timeline_step(event: StepEnded) -> TimelineStep:
 
 
 def _host_bars(event: StepEnded, machine: MachineFigures) -> Sequence[Bar]:
-    """It computes, waits for the last leases, updates."""
+    """It waits for its data, computes, waits for the last leases, updates."""
     updating_s = event.step_s - event.update_s
     waiting_s = updating_s - event.wait_s
     busy_s = (machine.busy or 0.0) * event.step_s
     return (
+        Bar("wait", 0.0, event.data_s),
         Bar("compute", max(0.0, waiting_s - busy_s), waiting_s),
         Bar("wait", waiting_s, updating_s),
         Bar("update", updating_s, event.step_s),

@@ -286,7 +286,7 @@ def redeem(address: str, port: int, code: str) -> str:
                 raise WrongCode
             if status == OFF:
                 raise TokenError(
-                    "this run takes no codes any more: there were too many wrong ones",
+                    "this run no longer accepts codes: too many were wrong",
                     hint="type the token that the host printed",
                 )
             if status != RIGHT:
@@ -298,7 +298,7 @@ def redeem(address: str, port: int, code: str) -> str:
             return side.token(proof, _receive(connection, size, deadline))
     except (OSError, WireError) as error:
         raise NetworkError(
-            f"{address} port {port} did not hand on the token: {error}",
+            f"{address} port {port} did not send the token: {error}",
             hint="type the token that the host printed: potluck join TOKEN",
         ) from None
 

@@ -97,7 +97,7 @@ def pack(message: Message, frames: Sequence[bytes | memoryview] = ()) -> list[by
         _check_null(message, header)
     if len(header) > MAX_HEADER_BYTES:
         raise WireError(
-            f"the header of {message.kind!r} has {len(header)} bytes, at most {MAX_HEADER_BYTES} may travel"
+            f"the header of {message.kind!r} has {len(header)} bytes, at most {MAX_HEADER_BYTES} can be sent"
         )
     if frames:
         _check(frames)
@@ -242,7 +242,7 @@ def load_json(raw: bytes) -> Any:
     """Parse untrusted JSON: WireError for anything invalid, and for what could cause harm later.
 
     That is: NaN and infinities (also 1e999), nesting deeper than MAX_DEPTH, and lone surrogates, which
-    would fail only when somebody prints or stores them.
+    would fail only when they are printed or stored.
     """
     try:
         value = msgspec.json.decode(raw)

@@ -4,7 +4,7 @@ libzmq accepts in a thread of its own whatever comes, and each connection is an 
 elsewhere (importing torch keeps it for a second) nobody counts, and a burst of strangers takes every file that the
 process may open. Here connections wait in the system's queue, where they cost no file, until admit() lets libzmq
 accept those that are there: at most `batch`. Whoever comes meanwhile has to wait, so that the number holds even if
-Python stands still in the middle of it.
+Python is stopped in the middle of it.
 
 On Linux only: libzmq listens on a socket that is made here (ZMQ_USE_FD) and asks epoll about it; what it asks is
 changed in its epoll, which /proc shows. While it accepts, a packet filter on the socket keeps newcomers waiting:
@@ -127,7 +127,7 @@ class Gate:
         _open.add(self)
 
     def fileno(self) -> int:
-        """Readable while somebody waits."""
+        """Readable while a connection waits."""
         return self._listening.fileno()
 
     def lend_to(self, target: zmq.Socket[bytes]) -> None:
@@ -168,7 +168,7 @@ class Gate:
             self._let_in()
 
     def close(self) -> None:
-        """Stop listening; libzmq's socket is closed by whoever made it."""
+        """Stop listening; libzmq's socket is closed by its maker."""
         _open.discard(self)
         self._listening.close()
 

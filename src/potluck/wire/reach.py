@@ -114,7 +114,7 @@ def _say(code: int) -> str:
 def _hint(port: int, *, refused: bool) -> str:
     if refused:
         return (
-            "its run has probably ended. A host started anew without --resume prints a new token; for one that is "
+            "its run has probably ended. A host started again without --resume prints a new token; for one that is "
             "about to start, --wait 60 waits so many seconds"
         )
     return (

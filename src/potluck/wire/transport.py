@@ -78,7 +78,7 @@ class HungUpError(RefusedError):
 class HostSocket:
     """Where guests connect: encrypted, open to holders of the guests' key only.
 
-    A peer is one connection; its name is chosen by the guest, at random and anew for each connection, and a
+    A peer is one connection; its name is chosen by the guest, at random for each connection, and a
     second connection of the same name is ignored (no handover: nobody can take over another's name).
     """
 
@@ -141,7 +141,7 @@ class HostSocket:
         return not knock
 
     def _look(self) -> None:
-        """Now and then, when nothing is left to read: is somebody in the middle of a message that never ends?"""
+        """Now and then, when nothing is left to read: is a peer in the middle of a message that never ends?"""
         now = time.monotonic()
         if now - self._looked > LOOK_S and not self._socket.poll(0):
             self._looked = now
@@ -202,7 +202,7 @@ class GuestSocket:
     """A guest's two connections to its host: control for small messages, data for tensors.
 
     It lives as long as its connections: one that broke is not made again under the same name, because
-    messages were lost with it. `connected` tells; begin anew with a new GuestSocket.
+    messages were lost with it. `connected` tells; then use a new GuestSocket.
     """
 
     guest_id: bytes
@@ -311,7 +311,7 @@ class GuestSocket:
             raise HungUpError(f"the host at {where} is not the one of this token", hint=fresh)
         if answer is PortAnswer.SILENT and turned_away:
             raise HungUpError(
-                f"there is no potluck host at {where}, or strangers crowd its port: it hung up, and is silent",
+                f"there is no potluck host at {where}, or unknown peers crowd its port: it closed the connection",
                 hint="is it the right machine? If so, try again in a moment; its log names strangers",
             )
         if answer is PortAnswer.CURVE:
@@ -469,7 +469,7 @@ def _send(target: zmq.Socket[bytes], frames: Sequence[Frame | zmq.Frame]) -> boo
         if (
             size := frame.buffer.nbytes if isinstance(frame, zmq.Frame) else memoryview(frame).nbytes
         ) > MAX_FRAME_BYTES:
-            raise WireError(f"a frame of {size} bytes, at most {MAX_FRAME_BYTES} may travel")
+            raise WireError(f"a frame of {size} bytes, at most {MAX_FRAME_BYTES} can be sent")
     try:
         target.send_multipart(frames, zmq.NOBLOCK, copy=False)
     except zmq.Again:

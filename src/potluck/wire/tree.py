@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import numbers
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,7 +54,8 @@ def pack_tree(tree: Any, *, max_bytes: int = MAX_TREE_BYTES) -> tuple[Any, list[
     """The spec of a batch and its bytes.
 
     Frames may be views of the tensors' own memory: do not change those tensors until the frames are sent.
-    LoopError names the place in the batch of what cannot travel. Named tuples travel as plain tuples.
+    LoopError names the place in the batch of what cannot travel. Named tuples travel as plain tuples, mappings as
+    dicts.
     """
     if sys.byteorder != "little":
         raise LoopError("batches travel between little-endian machines only, and this one is not")
@@ -121,7 +122,7 @@ def _spec_of(node: Any, path: str, depth: int, tensors: list[torch.Tensor]) -> A
     if isinstance(node, numbers.Real):
         value = float(node)
         return value if math.isfinite(value) else ["f", str(value)]
-    if isinstance(node, dict):
+    if isinstance(node, Mapping):
         pairs = [
             [_key(key, path), _spec_of(item, f"{path}[{key!r}]", depth + 1, tensors)] for key, item in node.items()
         ]
@@ -174,7 +175,7 @@ def _tensor_spec(tensor: torch.Tensor, path: str, tensors: list[torch.Tensor]) -
         raise LoopError(
             f"{path} is a tensor that cannot be sent to a guest "
             f"({tensor.dtype}, {tensor.layout}, on {tensor.device})",
-            hint="only dense tensors with data travel; call .to_dense() or pad first",
+            hint="only dense tensors with data can be sent; call .to_dense() or pad first",
         )
     tensors.append(tensor)
     return ["x", name, list(tensor.shape)]

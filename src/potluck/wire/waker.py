@@ -18,7 +18,7 @@ class Waker:
 
     def wake(self) -> None:
         # Full means that it is awake already, closed that nobody sleeps. The lock keeps close() from giving
-        # the descriptor to somebody else between the two.
+        # the descriptor to another thread between the two.
         with self._lock, contextlib.suppress(OSError):
             self._outer.send(b"\0")
 

@@ -18,6 +18,7 @@ MOST_BYTES_READ = 10**9
 """Checkpoints larger than this are compared by the sizes of their files only."""
 _MOST_CHECKPOINTS = 2
 _VERBS = {"train", "host", "join"}
+_PROGRAMS = {"potluck", "potluck.exe", "potluck.cli._warm"}
 _LAUNCHERS = re.compile(r"torchrun|torch\.distributed\.(run|launch)|torch/distributed/(run|launch)")
 _INIT = 1
 
@@ -43,7 +44,7 @@ def orphan_of(pid: int, parent: int, command: Sequence[str], created: float) -> 
         if number.isdigit() and not psutil.pid_exists(int(number)):
             why, surely = f"it was started by process {number}, which is gone", True
     elif parent == _INIT:
-        why = "its parent is process 1: whoever started it is gone, or it is a service"
+        why = "its parent is process 1: what started it has ended, or it is a service"
     if not why:
         return None
     # Its arguments may hold a token.
@@ -53,7 +54,7 @@ def orphan_of(pid: int, parent: int, command: Sequence[str], created: float) -> 
 
 def potluck_verb(command: Sequence[str]) -> str | None:
     for before, word in itertools.pairwise(command):
-        if word in _VERBS and (before == "potluck" or Path(before).name in ("potluck", "potluck.exe")):
+        if word in _VERBS and Path(before).name in _PROGRAMS:
             return word
     return None
 

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from potluck._version import __version__
-from potluck.doctor.facts import firewalls, interfaces, leftovers, names, software, ssh
+from potluck.doctor.facts import firewalls, interfaces, leftovers, resolving, software, ssh
 from potluck.doctor.facts.system import System
 from potluck.limits import cpu_name, usable_cores, usable_memory
 from potluck.spec.facts import Cpu, Disk, Facts
@@ -67,8 +67,8 @@ def collect(
         address = None
     tasks: dict[str, Callable[[], Any]] = {
         "interfaces": lambda: interfaces.interfaces(system),
-        "lookups": lambda: names.lookups(name, address),
-        "ports": lambda: names.ports(system, wanted.port),
+        "lookups": lambda: resolving.lookups(name, address),
+        "ports": lambda: resolving.ports(system, wanted.port),
         "firewalls": lambda: firewalls.firewalls(system),
         "ipv6": lambda: interfaces.ipv6_state(system),
         "power": lambda: software.power(system),
@@ -94,7 +94,7 @@ def _graphics(system: System) -> Any:
 
 def _facts(system: System, wanted: Wanted, name: str, address: str | None, found: dict[str, Any]) -> Facts:
     total, free = usable_memory()
-    path = names.hosts_path(system)
+    path = resolving.hosts_path(system)
     gpus, torch = found["graphics"]
     parts = (
         "interfaces",
@@ -121,7 +121,7 @@ def _facts(system: System, wanted: Wanted, name: str, address: str | None, found
         torch=torch,
         default_address=address,
         default_route=interfaces.route_to(system, _FAR_AWAY) is not None,
-        hosts=names.hosts_lines(system.read(path) or ""),
+        hosts=resolving.hosts_lines(system.read(path) or ""),
         hosts_path=path,
         environment={key: system.environ[key] for key in VARIABLES if key in system.environ},
         cpu=Cpu(

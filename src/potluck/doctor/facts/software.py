@@ -78,7 +78,7 @@ def gpus(system: System) -> tuple[Gpu, ...]:
         found.append(
             Gpu(vendor="nvidia", driver=match[1] if match else "", how="/proc/driver/nvidia/version is there")
         )
-    # Nearly every AMD processor has a small GPU with this driver: only ROCm says that somebody means to use it.
+    # Nearly every AMD processor has a small GPU with this driver: only ROCm says that it is meant to be used.
     if system.platform == "linux" and system.exists("/dev/kfd") and system.exists("/opt/rocm"):
         found.append(Gpu(vendor="amd", name="an AMD GPU", how="/dev/kfd and /opt/rocm are there"))
     return tuple(found)
@@ -102,7 +102,7 @@ def power(system: System) -> Power:
 
 
 def sleeps_after(system: System) -> tuple[float | None, str]:
-    """Idle seconds until the system sleeps by itself on mains power, and where that stands."""
+    """Idle seconds until the system sleeps by itself on mains power, and where that is set."""
     if system.platform == "darwin":
         said = system.run("pmset", "-g")
         match = re.search(r"^\s*sleep\s+(\d+)(.*)$", said.out if said else "", re.M)

@@ -36,7 +36,7 @@ def read_cluster(path: Path) -> list[tuple[str, str]]:
             continue
         # A host that begins with a dash would be an option of ssh's.
         if not isinstance(host, str) or not host or host[0] == "-" or not isinstance(python, str) or not python:
-            raise ConfigError(f"{path}: ssh = {host!r}, python = {python!r} make no sense", hint=_EXAMPLE)
+            raise ConfigError(f"{path}: ssh = {host!r}, python = {python!r} are not valid", hint=_EXAMPLE)
         found.append((host, python))
     if not found:
         raise ConfigError(f"{path} names no machine with ssh = …", hint=_EXAMPLE)

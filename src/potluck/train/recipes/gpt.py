@@ -287,7 +287,7 @@ def generate(model: nn.Module, prompt: bytes, config: GptConfig, device: torch.d
 
 def readable(text: bytes) -> str:
     """Text that is safe on a terminal: control characters and bytes that are no UTF-8 become signs."""
-    # The picture of a control character stands 0x2400 above it in Unicode.
+    # Unicode has a picture of each control character, 0x2400 above it.
     return "".join(
         character
         if character.isprintable() or character in "\n\t"

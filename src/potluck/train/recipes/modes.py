@@ -49,7 +49,7 @@ def compile_for_all_sizes(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def any_size(model: nn.Module, *batch: Tensor) -> Iterator[None]:
-    """Within this context a compiled model takes this batch, whatever its size, without compiling anew."""
+    """Within this context a compiled model takes this batch, whatever its size, without compiling again."""
     if model._compiled_call_impl is None:
         yield
         return
@@ -75,6 +75,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             yield
     finally:
-        # Not model.train(): a part that somebody keeps in evaluation mode (a frozen norm) must stay in it.
+        # Not model.train(): a part that is kept in evaluation mode (a frozen norm) must stay in it.
         for part in training:
             part.training = True

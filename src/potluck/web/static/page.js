@@ -4,7 +4,12 @@ const data = JSON.parse($('data').textContent);
 const ICONS = {good: '✓', info: '·', warn: '!', bad: '✕'};
 const STATES = {computing: ['●', 'good'], late: ['!', 'warn'], 'sitting out': ['◐', 'warn'], gone: ['✕', 'bad'], done: ['✓', 'info'], connected: ['●', 'good'], 'in the run': ['●', 'good']};
 const KINDS = [['compute', 'computes'], ['update', 'updates the weights'], ['send', 'sends'], ['receive', 'receives'], ['wait', 'waits']];
+const WORDS = {
+  run: 'at once: the samples of a micro-batch. rate: samples/s while it computes. busy: the part of the time in which it computes.',
+  lab: 'solo: the host alone, which speed-up compares with. efficiency: samples/s as a part of what all machines reach alone, summed. recovery: how much of what the guests could add arrived.',
+};
 const came = {}; // when a part of the page came last
+const compact = document.body.classList.contains('compact');
 let byTime = false, known = true;
 
 // Elements are made one by one and texts are set as text, so nothing that a machine says can become markup.
@@ -32,6 +37,9 @@ function number(x) {
   return String(+x.toPrecision(4));
 }
 
+// A number stays in one line with its unit.
+function tight(text) { return text.replace(/(\d) (?=(?:ms|s|min|h|d)\b|%)/g, '$1\u00a0'); }
+
 function ticks(low, high, about) {
   const raw = (high - low) / about || 1, power = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= raw * 0.999);
@@ -43,21 +51,21 @@ function ticks(low, high, about) {
 // -- sections -----------------------------------------------------------------------------------------
 
 function headlines(list) {
-  fill($('headlines'), ...list.map((h) => el('div', {class: 'big'}, el('span', {}, h.label), el('b', {}, h.value), el('span', {}, h.note.replace(/(\d) (?=(ms|s|min|h|d)\b)/g, '$1\u00a0')))));
+  fill($('headlines'), ...list.map((h) => el('div', {class: 'big'}, el('span', {}, h.label), el('b', {}, h.value), el('span', {}, tight(h.note)))));
 }
 
 function card(m) {
   const [icon, level] = STATES[m.state] || ['○', 'info'];
   const facts = [];
   if (m.samples) facts.push(`${m.share} of the step (${m.samples} samples)`);
-  if (m.rate) facts.push(`${m.rate.replace(/ ?\/s$/, '')} samples/s`);
+  if (m.rate && m.state !== 'gone') facts.push(`${m.rate.replace(/ ?\/s$/, '')} samples/s`);
   if (m.busy) facts.push(`computes ${m.busy} of the time`);
-  const bar = el('div', {class: 'share', role: 'img', 'aria-label': `share ${m.share}`}, el('i'));
-  bar.firstChild.style.width = m.share.replace(' ', '');
+  const bar = data.table?.length && el('div', {class: 'share', role: 'img', 'aria-label': `share ${m.share}`}, el('i'));
+  if (bar) bar.firstChild.style.width = m.share.replace(' ', '');
   const heard = el('small', {class: 'heard'});
   if (m.heard_s != null) heard.dataset.heard = m.heard_s;
   return el('div', {class: 'card ' + m.role}, el('h3', {}, el('span', {}, m.name), el('span', {class: 'chip ' + level}, `${icon} ${m.state}`)),
-    el('small', {}, m.device), m.state === 'gone' || data.kind === 'guest' ? null : bar, el('small', {}, facts.join(' · ')),
+    el('small', {}, m.device), m.state === 'gone' || !bar ? null : bar, el('small', {}, tight(facts.join('\u00a0· '))),
     m.reason ? el('small', {class: level}, m.reason) : null, heard);
 }
 
@@ -65,16 +73,31 @@ function fleet(machines) {
   const host = machines.find((m) => m.role === 'host'), guests = machines.filter((m) => m.role !== 'host');
   $('fleet').hidden = !machines.length;
   $('fleet-h').textContent = guests.some((m) => m.samples) ? 'Fleet, in the last step' : 'Fleet';
-  const rows = guests.map((m) => el('li', {class: m.state === 'gone' ? 'gone' : m.samples || data.kind === 'guest' ? '' : 'idle'},
+  const cut = host?.state === 'gone', idle = (m) => !m.samples && data.kind !== 'guest';
+  const rows = guests.map((m) => el('li', {class: m.state === 'gone' || cut ? 'gone' : idle(m) ? 'idle' : ''},
     el('div', {class: 'wire', title: 'measured rate of the link'}, m.link || (m.state === 'gone' ? 'no link' : '\u00a0')), card(m)));
-  fill($('fleet').querySelector('.body'), el('div', {class: guests.length ? 'fleet' : ''}, host ? card(host) : null,
-    guests.length ? el('ul', {class: guests.length > 4 ? 'guests many' : 'guests'}, ...rows) : !data.over ? el('p', {class: 'note'}, 'No guest has joined.') : null));
+  const kinds = ['guests', guests.length > 4 ? 'many' : '', host ? '' : 'unlinked'];
+  fill($('fleet').querySelector('.body'), el('div', {class: host && guests.length ? 'fleet' : ''}, host ? card(host) : null,
+    guests.length ? el('ul', {class: kinds.join(' ')}, ...rows) : data.no_guests ? el('p', {class: 'note'}, data.no_guests) : null));
+  trunks();
   age();
+}
+
+// The line from the host to its guests begins and ends at one of them.
+function trunks() {
+  const list = $('fleet').querySelector('ul');
+  if (!list) return;
+  const columns = list.classList.contains('many') ? getComputedStyle(list).gridTemplateColumns.split(' ').length : 1;
+  list.classList.toggle('column', columns === 1);
+  [...list.children].forEach((item, i, all) => {
+    item.classList.toggle('last', i + columns >= all.length);
+    item.classList.toggle('along', i < columns - 1);
+  });
 }
 
 function notices(list) {
   fill($('notices').querySelector('ol'), ...list.map((n) => el('li', {}, el('span', {class: n.level, 'aria-hidden': 'true'}, ICONS[n.level]),
-    el('span', {}, el('time', {}, (n.step ? `step ${n.step}, ` : '') + seconds(n.t_s)), n.text, n.times > 1 ? el('b', {}, ` (${n.times} times)`) : null))));
+    el('span', {}, el('time', {}, `at ${seconds(n.t_s)}` + (n.step ? `, step ${n.step}` : '')), n.text, n.times > 1 ? el('b', {}, ` (${n.times} times)`) : null))));
 }
 
 function table() {
@@ -82,8 +105,10 @@ function table() {
   $('figures-h').textContent = data.kind === 'run' ? 'Figures of the whole run' : 'Figures';
   fill($('figures').querySelector('dl'), ...(data.facts || []).flatMap(([label, text]) => [el('dt', {}, label), el('dd', {}, text)]));
   const right = new Set(data.numeric || [3, 4, 5, 6, 7]);
-  const row = (cells, tag) => el('tr', {}, ...cells.map((cell, i) => el(tag, {class: right.has(i) ? 'num' : null, scope: tag === 'th' ? 'col' : null}, cell)));
+  const row = (cells, tag) => el('tr', {}, ...cells.map((cell, i) => el(tag,
+    {class: right.has(i) ? 'num' : null, ...(tag === 'th' ? {scope: 'col'} : {'data-label': data.header[i]})}, cell)));
   fill($('figures').querySelector('table'), ...((data.table || []).length ? [row(data.header, 'th'), ...data.table.map((cells) => row(cells, 'td'))] : []));
+  $('words').textContent = (data.table || []).length ? WORDS[data.kind] || '' : '';
 }
 
 // -- timelines ----------------------------------------------------------------------------------------
@@ -94,21 +119,23 @@ function key(kind) {
 }
 
 function lanes(view, width, names) {
-  const left = Math.min(width < 600 ? 92 : 170, 14 + 7 * Math.max(4, ...names.map((n) => n.length)));
-  const right = width < 600 ? 8 : 112, inner = width - left - right, laneHeight = 38, top = view.title ? 44 : 20, scale = inner / view.seconds;
+  const notes = width < 600 ? view.lanes.map((lane) => (lane.note || '').length - 1) : [];
+  const left = Math.min(width < 600 ? 98 : 170, 14 + 7 * Math.max(4, ...notes, ...names.map((n) => n.length)));
+  const right = width < 600 ? 8 : 112, inner = width - left - right, laneHeight = 38, top = view.title ? 58 : 20, scale = inner / view.seconds;
   const height = top + laneHeight * view.lanes.length + 24, cut = Math.floor((left - 10) / 7);
   const svg = el('svg', {width, height, viewBox: `0 0 ${width} ${height}`, role: 'img', 'aria-label': view.label});
   if (view.title) svg.append(el('text', {x: 0, y: 15, class: 'strong'}, view.title), el('text', {x: 0, y: 31, class: 'dim'}, view.note));
   view.lanes.forEach((lane, i) => {
     const y = top + i * laneHeight, group = el('g');
     group.append(el('rect', {class: 'lane', x: left, y: y + 2, width: inner, height: laneHeight - 6}),
-      el('text', {x: left - 8, y: y + 23, 'text-anchor': 'end'}, lane.name.length > cut ? lane.name.slice(0, cut - 1) + '…' : lane.name));
+      el('text', {x: left - 8, y: y + (right > 20 ? 23 : 16), 'text-anchor': 'end'}, lane.name.length > cut ? lane.name.slice(0, cut - 1) + '…' : lane.name));
     for (const [kind, start, end] of lane.bars) {
       const [from, high] = {send: [4, 5], receive: [laneHeight - 11, 5], fault: [2, laneHeight - 6]}[kind] || [11, laneHeight - 24];
       group.append(el('rect', {class: kind, x: left + start * scale, y: y + from, width: Math.max(0.5, (end - start) * scale), height: high},
         el('title', {}, `${lane.name}: ${kind}, ${seconds(end - start)}`)));
     }
-    if (right > 20) group.append(el('text', {x: left + inner + 8, y: y + 23, class: 'dim'}, lane.note));
+    group.append(right > 20 ? el('text', {x: left + inner + 8, y: y + 23, class: 'dim'}, lane.note)
+      : el('text', {x: left - 8, y: y + 30, class: 'dim', 'text-anchor': 'end'}, lane.note));
     svg.append(group);
   });
   let free = 0;
@@ -159,7 +186,7 @@ function timeline() {
 // -- curves -------------------------------------------------------------------------------------------
 
 function curve(label, index, width) {
-  const rows = data.curves.rows.filter((row) => row[2 + 3 * index] != null), height = 190, left = 54, right = 12, top = 10, bottom = 24;
+  const rows = data.curves.rows.filter((row) => row[2 + 3 * index] != null), height = compact ? 118 : 190, left = 54, right = 12, top = 10, bottom = 24;
   if (!rows.length) return null;
   const at = (row) => row[byTime ? 1 : 0];
   let low = Math.min(...rows.map((r) => r[2 + 3 * index])), high = Math.max(...rows.map((r) => r[3 + 3 * index]));
@@ -171,8 +198,8 @@ function curve(label, index, width) {
   const x = (v) => left + (v - first) / (last - first) * (width - left - right), y = (v) => top + (high - v) / (high - low) * (height - top - bottom);
   const points = (column) => rows.map((row) => `${x(at(row)).toFixed(1)},${y(row[column + 3 * index]).toFixed(1)}`);
   const svg = el('svg', {width, height, viewBox: `0 0 ${width} ${height}`, tabindex: 0, role: 'img', 'aria-label': `${label}; arrow keys show values`});
-  for (const v of ticks(low, high, 5)) svg.append(el('line', {class: 'grid', x1: left, x2: width - right, y1: y(v), y2: y(v)}), el('text', {class: 'dim', x: left - 6, y: y(v) + 4, 'text-anchor': 'end'}, number(v)));
-  for (const v of ticks(first, last, width < 420 ? 5 : 6)) svg.append(el('text', {class: 'dim', x: Math.min(x(v), width - 16), y: height - 6, 'text-anchor': 'middle'}, byTime ? seconds(v) : number(v)));
+  for (const v of ticks(low, high, compact ? 3 : 5)) svg.append(el('line', {class: 'grid', x1: left, x2: width - right, y1: y(v), y2: y(v)}), el('text', {class: 'dim', x: left - 6, y: y(v) + 4, 'text-anchor': 'end'}, number(v)));
+  for (const v of ticks(first, last, width < 300 ? 3 : width < 420 ? 5 : 6)) svg.append(el('text', {class: 'dim', x: Math.min(x(v), width - 16), y: height - 6, 'text-anchor': 'middle'}, byTime ? seconds(v) : number(v)));
   if (index === 2) svg.append(el('line', {class: 'one', x1: left, x2: width - right, y1: y(1), y2: y(1)}));
   svg.append(el('path', {class: 'band', d: `M${points(3).join('L')}L${points(2).reverse().join('L')}Z`}), el('path', {class: 'line', d: 'M' + points(4).join('L')}));
   const cross = el('line', {class: 'cross', y1: top, y2: height - bottom, visibility: 'hidden'}), said = el('output');
@@ -197,7 +224,8 @@ function curve(label, index, width) {
   });
   for (const leave of ['pointerleave', 'blur']) svg.addEventListener(leave, () => { chosen = rows.length - 1; show(false); });
   show(false);
-  return el('figure', {}, el('figcaption', {}, el('span', {}, label), said), svg);
+  const legend = index === 2 ? el('small', {}, ' dashed: the host alone') : null;
+  return el('figure', {}, el('figcaption', {}, el('span', {}, label, legend), said), svg);
 }
 
 function curves(asked = false) {
@@ -205,9 +233,10 @@ function curves(asked = false) {
   $('curves').hidden = !data.curves || !data.curves.rows.length;
   if ($('curves').hidden || (!asked && active && body.contains(active))) return; // someone reads values there
   const known = data.curves.labels.filter((label, i) => data.curves.rows.some((row) => row[2 + 3 * i] != null)).length;
-  const columns = Math.max(1, Math.min(known, Math.floor((body.clientWidth + 16) / 376)));
-  const width = Math.max(240, Math.floor((body.clientWidth - 16 * (columns - 1)) / columns));
+  const columns = Math.max(1, Math.min(known, Math.floor((body.clientWidth + 16) / (compact ? 206 : 376))));
+  const width = Math.max(compact ? 190 : 240, Math.floor((body.clientWidth - 16 * (columns - 1)) / columns));
   fill(body, ...data.curves.labels.map((label, i) => curve(label, i, width)));
+  $('over').textContent = byTime ? 'time' : 'steps';
   $('axis').textContent = byTime ? 'show over steps' : 'show over time';
   $('curves-note').textContent = data.curves.merged ? 'The line is a mean of several steps; the band reaches from the lowest to the highest of them.' : '';
 }
@@ -216,7 +245,7 @@ function curves(asked = false) {
 
 function age() {
   const passed = (name) => (performance.now() - (came[name] || 0)) / 1000;
-  $('age').textContent = known && !data.over && data.since_step_s != null ? `last step ${seconds(data.since_step_s + passed('since_step_s'))} ago` : '';
+  $('age').textContent = data.moment ? `as of ${data.moment}` : known && !data.over && data.since_step_s != null ? `last step ${seconds(data.since_step_s + passed('since_step_s'))} ago` : '';
   if (known) for (const small of document.querySelectorAll('[data-heard]')) small.textContent = `heard ${seconds(+small.dataset.heard + passed('machines'))} ago`;
 }
 
@@ -234,6 +263,7 @@ function draw(changed, all = false) {
   if (has('headlines')) headlines(data.headlines || []);
   if (has('machines')) fleet(data.machines || []);
   if (has('advice')) { $('advice').hidden = !(data.advice || []).length; fill($('advice').querySelector('ul'), ...(data.advice || []).map((text) => el('li', {}, el('span', {'aria-hidden': 'true'}, '→'), el('span', {}, text)))); }
+  if (has('advice_from')) $('advice-from').textContent = data.advice_from || '';
   if (has('steps', 'timelines')) timeline();
   if (has('curves')) curves();
   if (has('facts', 'table')) table();
@@ -285,5 +315,5 @@ function follow() {
 draw(data, true);
 $('axis').addEventListener('click', () => { byTime = !byTime; curves(true); });
 let wide = innerWidth;
-addEventListener('resize', () => { if (innerWidth !== wide) { wide = innerWidth; timeline(); curves(); } });
+addEventListener('resize', () => { if (innerWidth !== wide) { wide = innerWidth; trunks(); timeline(); curves(); } });
 if (!data.over) { follow(); setInterval(age, 1000); }

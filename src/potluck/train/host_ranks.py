@@ -3,7 +3,7 @@
 Owns how these ranks find each other, what rank 0 tells the others, and the sum of their gradients. It knows no hub,
 no guest and no training loop: rank 0's is `host_loop`, the others' is `rank_loop`.
 
-A step, as rank 0 (the host) orders it: STEP, then WORK for everybody as often as there are samples, then UPDATE.
+A step, as rank 0 (the host) orders it: STEP, then WORK for all ranks until the samples are used up, then UPDATE.
 Orders and answers go over gloo, beside the devices; gradients over NCCL where every rank has a GPU of its own.
 """
 
@@ -38,7 +38,7 @@ STEP, WORK, LAND, UPDATE, END = range(1, 6)
 """Orders: a step begins; samples to compute; finish what was begun; the step is full; the training is over."""
 
 PATIENCE_S = 1800.0
-"""Rank 0 waits so long for another rank. A first micro-batch may have to be compiled."""
+"""Rank 0 waits this long for another rank. A first micro-batch may have to be compiled."""
 FOREVER = timedelta(days=30)
 """The others wait for rank 0 while it evaluates or waits for guests. Its end they see from the connection."""
 GOODBYE_S = 10.0
@@ -48,7 +48,7 @@ LOOK_S = 0.5
 GRACE_S = 20.0
 """From the end of torchrun to the end of a rank that does not heed it."""
 _TAG = 7
-_HINT = "what it said last stands above; go on from the last checkpoint with --resume"
+_HINT = "its last output is above; continue from the last checkpoint with --resume"
 
 
 class RankReady(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,7 +86,7 @@ class Order:
 
 
 class RankDone(SystemExit):
-    """The training is over: the rest of the script is rank 0's affair. Uncaught, it ends this process well."""
+    """The training is over: only rank 0 runs the rest of the script. Uncaught, it ends this process well."""
 
 
 def place(environ: Mapping[str, str] | None = None) -> Place | None:
@@ -213,7 +213,7 @@ class Ranks:
                 raise LoopError(
                     f"rank {rank}'s weights are not rank 0's: {len(differing)} of {len(names)} tensors differ, "
                     f"the first is {differing[0]}",
-                    hint="whatever changes weights or optimizer must do so on every rank; go on with --resume",
+                    hint="whatever changes weights or optimizer must do so on every rank; continue with --resume",
                     step=step,
                 )
 

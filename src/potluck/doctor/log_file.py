@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 from typing import IO
 
-import click
-
 from potluck.doctor.log_text import Part, decoded, is_text
 from potluck.errors import UserError
 
@@ -23,8 +21,6 @@ _HINT = "give the log of a failed run, for example: torchrun train.py 2>&1 | tee
 def read_parts(path: Path) -> tuple[list[Part], int]:
     """The log in one part or two, and how many bytes between them were left out; - is standard input."""
     if str(path) == "-":
-        if sys.stdin.isatty():
-            click.echo("paste the message, then press Ctrl-D (Windows: Ctrl-Z, Enter)", err=True)
         return _parts(sys.stdin.buffer, "standard input")
     try:
         if stat.S_ISDIR(os.stat(path).st_mode):

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.report import running
-from potluck.report.running import Median, Sum
+from potluck.report import growing
+from potluck.report.growing import Median, Sum
 from potluck.train.gain import Gain
 
 NUMBERS = st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), min_size=1, max_size=60)
@@ -20,7 +20,7 @@ NUMBERS = st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), m
 @given(NUMBERS)
 def test_the_median_is_exact_at_every_moment(numbers: list[float]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(running, "_CHUNK", 3)  # so that chunks are split
+        patch.setattr(growing, "_CHUNK", 3)  # so that chunks are split
         found = Median()
         for count, number in enumerate(numbers, 1):
             found.add(number)

@@ -1,0 +1,68 @@
+"""When a training's checkpoints are begun and what they hold; tells the run's log how each one ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from potluck.errors import RunFolderError
+from potluck.spec.events import CheckpointFailed, CheckpointSaved
+from potluck.train.checkpoint import CheckpointWriter, Snapshot, finite_state
+from potluck.train.parts import Parts
+from potluck.train.saved_place import DataPlace, SavedPlace
+
+
+class Saving:
+    """The checkpoints of one training, written beside it."""
+
+    def __init__(self, parts: Parts, folder: Path) -> None:
+        self._p, self._log = parts, parts.context.log
+        self.saved_step = parts.restored.step if parts.restored is not None else None
+        """Updates made in the newest checkpoint."""
+        self.place: DataPlace | None = None
+        """Where in the data the next step begins, while it is awaited."""
+        self._finite_at_first = frozenset(finite_state(parts.model))
+        self._last = False
+        # The log goes to the disk first: after a power cut it tells of every step up to the checkpoint.
+        self.writer = CheckpointWriter(
+            folder, on_saved=self._saved, on_failed=self._not_saved, before=self._log.sync
+        )
+
+    def begin(self) -> bool:
+        """Begin to save; False while the last checkpoint is still being written."""
+        return self.writer.start(self._snapshot(last=False))
+
+    def finish(self) -> None:
+        """Save, and return when it is on the disk. Raises where it cannot be saved: there is no next time."""
+        self.writer.settle()
+        if self.saved_step != self._p.ledger.step:
+            self.writer.start(self._snapshot(last=True))
+            self.writer.wait()
+
+    def _snapshot(self, *, last: bool) -> Snapshot:
+        self._last = last
+        p = self._p
+        step = p.ledger.step
+        return Snapshot(
+            step=step,
+            model=p.model,
+            optimizer=p.optimizer,
+            objects=p.objects,
+            finite=self._finite_at_first,
+            device_rng=p.context.device.rng_state(),
+            state=p.state,
+            extra=SavedPlace(
+                samples=p.loader.samples,
+                global_batch=p.loader.global_batch,
+                seed=p.options.seed,
+                micro_batch=p.micro.settled,
+                data=p.loader.state(step) if self.place is None else self.place,
+            ).as_json(),
+        )
+
+    def _not_saved(self, step: int, error: RunFolderError) -> None:
+        """The disk is full, or gone: the run continues and tries again after the next interval."""
+        self._log.emit(CheckpointFailed(step=step, reason=error.what, again=not self._last))
+
+    def _saved(self, step: int, path: Path, seconds: float) -> None:
+        self.saved_step = step
+        self._log.emit(CheckpointSaved(step=step, path=str(path), seconds=round(seconds, 3)))
