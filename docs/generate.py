@@ -1,6 +1,7 @@
 """Writes the parts of the docs that are made from the source: the list of files in architecture.md, the options in
 reference/options.md, the signatures in reference/python.md, the tables of events in reference/run-folder.md, of
-messages in reference/protocol.md, of series and fields in reference/metrics.md, and of examples in guides/trainers.md.
+messages in reference/protocol.md, of series and fields in reference/metrics.md and of examples in
+guides/trainers.md.
 
 python docs/generate.py          write them
 python docs/generate.py --check  say what is out of date, and end with status 1 if anything is
