@@ -7,13 +7,14 @@ python docs/lessons.py 2 6              only these lessons
 
 A block is a fence marked `console`. Its lines that begin with `$ ` are commands (one that ends with a backslash
 goes on in the next line). The lines below a command are its output, with standard error in it. All commands of a
-lesson run in one folder, each in a shell of its own. A comment before the fence may mark it, such as
-`<!-- run: slow, status -->`:
+lesson run in one folder, each in a shell of its own, with OMP_NUM_THREADS=1 as docs/learn/index.md says. A comment
+before the fence may mark it, such as `<!-- run: slow, status -->`:
 
 slow            takes long: only with --slow
 namespaces      needs the lab's network namespaces (Linux, root or user namespaces)
 status          only the exit status is compared, since the output depends on the machine
 exact           the output is compared as it is
+stdout          standard error is left out: progress, and torchrun's own messages
 exit=N          the last command ends with this status; the others end with 0
 
 Without `status` or `exact` the words of the output are compared, line by line: what has a digit in it, units and
@@ -37,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LESSONS = sorted((ROOT / "docs" / "learn").glob("[0-9]*.md"))
 BLOCK = re.compile(r"^(?:<!-- run: (?P<marks>.+?) -->\n)?```console\n(?P<text>.*?)^```$", re.M | re.S)
 COMMAND = re.compile(r"^\$ ((?:.*\\\n)*.*)\n", re.M)
-MARKS = {"slow", "namespaces", "status", "exact"}
+MARKS = {"slow", "namespaces", "status", "exact", "stdout"}
 UNITS = {"B", "kB", "MB", "GB", "s", "ms", "us", "µs", "ns", "min", "h", "k", "M", "G", "T", "x"}
 LIMIT_S = 600
 
@@ -75,10 +76,10 @@ class Block:
         wrong = []
         for number, (command, shown) in enumerate(zip(self.commands, self.shown)):
             wanted = self.status if number == len(self.commands) - 1 else 0
-            status, output = run_command(command, folder)
+            status, output, errors = run_command(command, folder, apart="stdout" in self.marks)
             self.found.append(output)
             if status != wanted:
-                wrong.append(f"$ {command}\nended with status {status}, not {wanted}:\n{output}")
+                wrong.append(f"$ {command}\nended with status {status}, not {wanted}:\n{output}{errors}")
             elif not self.same(shown, output):
                 wrong.append(f"$ {command}\nprinted\n{output}\nbut the lesson shows\n{shown}")
         return wrong
@@ -102,8 +103,11 @@ def stable(text: str) -> list[list[str]]:
     return [kept for line in words if (kept := [word for word in line if word.strip(".'/-") not in UNITS])]
 
 
-def run_command(command: str, folder: Path) -> tuple[int, str]:
-    """A command's exit status and what it printed. Everything that it started ends with it."""
+def run_command(command: str, folder: Path, *, apart: bool) -> tuple[int, str, str]:
+    """A command's exit status, what it printed, and its standard error where that is kept apart.
+
+    Everything that it started ends with it.
+    """
     quiet = {"NO_COLOR": "1", "COLUMNS": "80", "OMP_NUM_THREADS": "1"}
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     with subprocess.Popen(
@@ -112,17 +116,17 @@ def run_command(command: str, folder: Path) -> tuple[int, str]:
         env={**os.environ, **quiet, "PATH": path, "MASTER_PORT": str(free_port())},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=subprocess.PIPE if apart else subprocess.STDOUT,
         text=True,
         start_new_session=True,
     ) as shell:
         try:
-            output, _ = shell.communicate(timeout=LIMIT_S)
+            output, errors = shell.communicate(timeout=LIMIT_S)
         except BaseException:
             os.killpg(shell.pid, 9)
             raise
     lines = [line.rstrip() for line in output.splitlines()]
-    return shell.returncode, "".join(f"{line}\n" for line in lines)
+    return shell.returncode, "".join(f"{line}\n" for line in lines), errors or ""
 
 
 def free_port() -> int:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 options = argparse.ArgumentParser()
-options.add_argument("--steps", type=int, default=1)
+options.add_argument("--steps", type=int, default=2, help="DDP makes its buckets after the first step")
 options.add_argument("--bucket-mb", type=float, default=25, help="DDP's bucket_cap_mb")
 options.add_argument("--alone", action="store_true", help="do not average the gradients")
 options.add_argument("--profile", action="store_true")
@@ -86,5 +86,5 @@ if args.profile:
     if rank == 0:
         for event in prof.key_averages():
             if event.key.startswith("potluck:all_reduce"):
-                print(f"{event.key:28} {event.count:3} calls  {event.cpu_time_total / 1e3:8.1f} ms")
+                print(f"{event.key:28} {event.count:3} ×  {event.cpu_time_total / 1e3:8.1f} ms")
 dist.destroy_process_group()
