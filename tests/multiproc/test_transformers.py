@@ -183,7 +183,7 @@ def test_the_sft_trainer_of_trl_on_a_guest(tmp_path: Path) -> None:
     with pytest.raises(GuestDone):
         trainer.train()
     assert all(p.grad is not None for p in trainer.model.parameters())
-    with pytest.raises(ConfigError, match="looks at its data set when it is made") as refused:
+    with pytest.raises(ConfigError, match="reads its data set in its constructor") as refused:
         sft(kind, tmp_path, run=OneStep(), data=lambda: pytest.fail("it was called"))
     assert "the data set itself" in (refused.value.hint or "")
 

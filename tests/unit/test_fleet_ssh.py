@@ -242,8 +242,9 @@ def test_what_an_agent_says_is_checked_where_it_enters(tmp_path: Path) -> None:
     program = (
         "import json, sys\n"
         f"print({agent.HELLO!r} + sys.argv[1], flush=True)\n"
-        "print(*json.loads(sys.argv[2]), sep='\\n', flush=True)\n"
-        "sys.stdin.read()\n"
+        "for line in sys.stdin:\n"
+        "    if 'feed' in line:\n"
+        "        print(*json.loads(sys.argv[2]), sep='\\n', flush=True)\n"
     )
     right = msgspec.to_builtins(facts())
     for found, greeted in (({**right, "cores": "four"}, False), (right, True)):
@@ -252,6 +253,7 @@ def test_what_an_agent_says_is_checked_where_it_enters(tmp_path: Path) -> None:
             task = link._task(tmp_path / "log")
             assert (link.greet(30) is not None) == greeted
             if greeted:
+                task.feed("answer now")
                 ended = task.wait(30)
                 assert ended is not None
                 assert ended.status == 3

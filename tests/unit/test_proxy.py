@@ -130,7 +130,7 @@ def test_faults_hold_for_their_time_and_their_direction() -> None:
     [
         ({"kind": "limt", "at_s": 1, "for_s": 1}, "limt"),
         ({"kind": "limit", "at_s": 1, "for_s": 1}, "amount"),
-        ({"kind": "blackhole", "at_s": 1}, "no time"),
+        ({"kind": "blackhole", "at_s": 1}, "no duration"),
         ({"kind": "blackhole", "at_s": -1, "for_s": 1}, "-1"),
         ({"kind": "blackhole", "for_s": 1}, "at_s"),
         ({"kind": "blackhole", "at_s": 1, "for": 1}, "for"),
