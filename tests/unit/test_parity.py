@@ -83,7 +83,7 @@ def test_a_guest_that_computes_what_the_host_does_with_the_rounded_weights_passe
     first = problem.judge(as_guests, own)
     assert (first.why_not is not None, first.again) == (True, True)
     found = problem.judge(as_guests, own, as_guests)
-    assert found.why_not is None
+    assert (found.why_not, found.rounded) == (None, True)
     assert found.cosine == pytest.approx(1.0)
     assert found.spread is not None
     assert found.spread < 0.6

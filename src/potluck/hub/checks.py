@@ -220,16 +220,16 @@ class Checks:
         return actions
 
     def _tell_spread(self, member: Member, verdict: Verdict) -> list[Action]:
-        if verdict.unmatched:
+        if verdict.rounded:
+            text = (
+                f"{member.name} holds weights that the codec has rounded, and they give this model another "
+                f"gradient than the host's own weights (cosine {verdict.spread:.2f}): --codec fp16 rounds less"
+            )
+        else:
             text = (
                 f"the loop draws random numbers that differ between the host and {member.name}: its gradient "
                 f"(cosine {verdict.cosine:.2f}) is judged by how far apart the host's own two of one batch are "
                 f"({verdict.spread:.2f}), so only gross errors are seen"
-            )
-        else:
-            text = (
-                f"{member.name} holds weights that the codec has rounded, and they give this model another "
-                f"gradient than the host's own weights (cosine {verdict.spread:.2f}): --codec fp16 rounds less"
             )
         return [
             Emit(event=RunNote(machine=member.name, text=text)),

@@ -149,7 +149,7 @@ def judge(
     if not host.reseeded:
         as_guests, beyond = compare(host.second, guest, STRICT, names)
         if beyond is None:  # the guest is right, and the codec's rounding of its weights makes the difference
-            return Verdict(cosine=as_guests, spread=spread)
+            return Verdict(cosine=as_guests, spread=spread, rounded=True)
     if spread >= SAME:
         why_not = f"{why_not}, and what the host computes twice is the same"
         return Verdict(cosine=cosine, why_not=why_not, spread=spread, unmatched=unmatched)
