@@ -1,6 +1,6 @@
 """Writes the parts of the docs that are made from the source: the list of files in architecture.md, the options in
 reference/options.md, the signatures in reference/python.md, the tables of events in reference/run-folder.md, of
-messages in reference/protocol.md, of series and fields in reference/metrics.md and of examples in
+messages in reference/protocol.md, of series and fields in reference/metrics.md, and of examples in
 guides/trainers.md.
 
 python docs/generate.py          write them
@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import difflib
 import itertools
+import json
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -229,6 +230,7 @@ EXAMPLES = {
     "cnn.py": ("plain_cnn.py", "a ResNet: augmentation, BatchNorm, OneCycle, validation, the best weights kept"),
     "finetune.py": ("plain_finetune.py", "the Hugging Face Trainer with LoRA"),
     "with_lightning.py": ("plain_lightning.py", "Lightning's Trainer, with a data module and a checkpoint"),
+    "notebook.ipynb": ("plain_notebook.ipynb", "a notebook that hosts"),
 }
 """Each example with the plain version of it, and what it shows."""
 
@@ -236,6 +238,9 @@ EXAMPLES = {
 def lines_of(name: str) -> list[str]:
     """An example's lines without blank ones and without its docstring, which says another thing in each version."""
     text = (ROOT / "examples" / name).read_text(encoding="utf-8")
+    if name.endswith(".ipynb"):
+        cells = [cell["source"] for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+        return [line for source in cells for line in "".join(source).splitlines() if line.strip()]
     begin = ast.parse(text).body[0].end_lineno
     return [line for line in text.splitlines()[begin:] if line.strip()]
 
