@@ -292,7 +292,9 @@ def option_row(option: click.Parameter) -> str:
         return ""
     context = click.Context(click.Command("x"))
     names, about = option.get_help_record(context) or ("", "")
-    cells = [f"`{names.strip()}`", " ".join(about.replace("<", "\\<").replace("*", "\\*").split())]
+    parts = " ".join(about.replace("<", "\\<").replace("*", "\\*").split()).split("`")
+    parts[::2] = [re.sub(r"--[a-z][\w-]*", r"`\g<0>`", part) for part in parts[::2]]
+    cells = [f"`{names.strip()}`", "`".join(parts)]
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
