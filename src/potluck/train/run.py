@@ -107,6 +107,11 @@ class Run:
         return f"potluck join {self.token}" if self.token is not None else None
 
     @property
+    def page_url(self) -> str | None:
+        """With `web`: the address of the page in the browser. Whoever has it can see the run."""
+        return self._context.page_url
+
+    @property
     def role(self) -> str:
         """ "alone", "host" or "guest"; "rank" in the host's processes under torchrun other than rank 0."""
         return self._context.role

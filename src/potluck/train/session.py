@@ -218,6 +218,7 @@ class Session:
         stack.callback(guarded(self._add_machines, "the list of machines in manifest.json"), folder)
         if self._open_page is not None and spec.config.web is not None:
             self.page = self._open_page(context)
+            context.page_url = self.page.url
             stack.callback(self.page.close)  # when the log is complete
         stack.callback(log.close)
         stack.callback(self._view.close)
