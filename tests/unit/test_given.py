@@ -73,6 +73,18 @@ def given(what: str) -> tuple[Any, Any, dict[str, Any]]:
             return model, sgd(nn.ParameterList([*model.parameters(), nn.Parameter(torch.zeros(3))])), {}
         case "swapped":
             return optimizer, model, {}
+        case "data parallel":
+            model = nn.DataParallel(model)
+        case "a wrong keyword":
+            keywords["by_train"] = True
+        case "epochs in words":
+            keywords["epochs"] = "3"
+        case "data":
+            keywords["data"] = "here"
+        case "loss":
+            keywords["loss_is"] = "mena"
+        case "micro batch":
+            keywords["micro_batch"] = 0
         case "schedulers":
             keywords["scheduler"] = [StepLR(optimizer, 1)]
         case "another's scheduler":
@@ -97,6 +109,12 @@ MISTAKES = {
     "another model's": ("holds none of the model's trained parameters", "after moving or wrapping"),
     "a stray parameter": (r"holds 1 trained parameter that the model does not have, .*\(3,\)", "nn.ModuleList"),
     "swapped": ("the model is of type SGD, not an nn.Module", "in this order"),
+    "data parallel": ("wrapped in DataParallel", "the plain model"),
+    "a wrong keyword": ("has no keyword 'by_train'", "before_update, clip_norm"),
+    "epochs in words": ("epochs must be a whole number of at least 1, not '3'", "epochs=10, as an int"),
+    "data": ("data must be 'sent' or 'local', not 'here'", "each guest has the data set itself"),
+    "loss": ("loss_is must be 'mean' or 'sum', not 'mena'", "or their sum"),
+    "micro batch": ("micro_batch must be at least 1", "is measured"),
     "schedulers": ("the scheduler is of type list, which has no step", "SequentialLR"),
     "another's scheduler": ("belongs to another optimizer", "that run.steps() gets"),
     "wanting": ("needs epoch", "yourself"),

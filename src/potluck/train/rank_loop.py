@@ -195,17 +195,3 @@ def refuse_synchronized(model: nn.Module) -> None:
             "the model has SyncBatchNorm layers, which wait for all ranks where only rank 0 computes",
             hint="give a host of several ranks the model with plain BatchNorm, or with GroupNorm",
         )
-
-
-def refuse_wrapped(model: nn.Module) -> None:
-    """Ranks hold whole and plain models; what DDP would do is done here, once a step."""
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise LoopError(
-            "the model is wrapped in DistributedDataParallel, which would sum the gradients a second time",
-            hint="give run.steps() the plain model: Potluck sums over the ranks, once a step",
-        )
-    if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
-        raise LoopError(
-            "the model is sharded over the ranks (FSDP), but every rank of a host holds a whole one",
-            hint="give run.steps() the plain model; one that does not fit into a GPU cannot be trained here",
-        )

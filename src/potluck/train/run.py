@@ -52,7 +52,6 @@ from potluck.train.rank_loop import (
     RankTrainer,
     about_rank,
     refuse_synchronized,
-    refuse_wrapped,
     restore_same,
 )
 from potluck.train.resuming import place_of, restore
@@ -214,10 +213,8 @@ class Run:
             by_trainer=isinstance(loader, PushedLoader),
         )
         check_model(model)
-        if self._context.ranks is not None:
-            refuse_wrapped(model)
-            if self._context.role == HOST:
-                refuse_synchronized(model)
+        if self._context.ranks is not None and self._context.role == HOST:
+            refuse_synchronized(model)
         tensors = ModelTensors(model)
         if not self.is_guest:  # there it is never stepped
             check_optimizer(optimizer, tensors.trained)
