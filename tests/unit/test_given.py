@@ -258,6 +258,62 @@ def test_a_scheduler_that_the_loop_steps_as_well_is_named() -> None:
         train()
 
 
+@pytest.mark.parametrize("micro_batch", [4, 8])
+def test_a_scheduler_that_is_stepped_for_each_micro_batch_is_named(micro_batch: int) -> None:
+    """The rate would depend on how many micro-batches this machine computes of a step."""
+    model = nn.Linear(2, 1)
+    optimizer = sgd(model, lr=1.0)
+    scheduler = LambdaLR(optimizer, lambda n: 0.5**n)
+
+    def train() -> None:
+        for step in Run(launched()).steps(
+            model, optimizer, SAMPLES, global_batch=8, micro_batch=micro_batch, steps=1
+        ):
+            for batch in step:
+                step.backward(model(batch).square().mean())
+                scheduler.step()
+
+    with pytest.raises(LoopError, match="learning rate was changed inside") as caught:
+        train()
+    assert "after the inner loop" in caught.value.hint
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_a_rate_that_the_loop_sets_must_be_one_for_all_micro_batches_of_a_step(each: bool) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = sgd(model, lr=1.0)
+    rates = []
+
+    def train() -> None:
+        batches = 0
+        for step in Run(launched()).steps(model, optimizer, SAMPLES, global_batch=8, micro_batch=4, steps=3):
+            for batch in step:
+                batches += 1
+                optimizer.param_groups[0]["lr"] = 1e-3 / (batches if each else step.index + 1)
+                step.backward(model(batch).square().mean())
+            rates.append(optimizer.param_groups[0]["lr"])
+
+    if each:
+        with pytest.raises(LoopError, match="learning rate was changed inside"):
+            train()
+    else:
+        train()
+        assert rates == [1e-3, 1e-3 / 2, 1e-3 / 3]
+
+
+def test_a_scheduler_that_the_loop_steps_after_each_step_is_no_mistake() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = sgd(model, lr=1.0)
+    scheduler = LambdaLR(optimizer, lambda n: 0.5**n)
+    rates = []
+    for step in Run(launched()).steps(model, optimizer, SAMPLES, global_batch=8, micro_batch=4, steps=3):
+        for batch in step:
+            step.backward(model(batch).square().mean())
+        scheduler.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == [0.5, 0.25, 0.125]
+
+
 def test_a_scheduler_made_for_fewer_steps_is_named() -> None:
     model = nn.Linear(2, 1)
     optimizer = sgd(model)

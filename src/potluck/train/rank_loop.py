@@ -65,7 +65,7 @@ class RankTrainer:
             trained=self._trained,
         )
         self._flight = Flight(self._device, lambda samples, seconds: ranks.done())
-        self._scheduling = Scheduling(parts.options.scheduler)
+        self._scheduling = Scheduling(parts.options.scheduler, parts.optimizer)
         self._step_update = Update(parts.optimizer, queues=bool(self._device.ahead))
 
     def steps(self) -> Iterator[Step]:
