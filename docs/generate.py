@@ -1,6 +1,7 @@
-"""Writes the parts of the docs that are made from the source: the list of files in architecture.md, the tables of
-events in reference/run-folder.md, of messages in reference/protocol.md, of series and fields in
-reference/metrics.md, and of examples in guides/trainers.md.
+"""Writes the parts of the docs that are made from the source: the list of files in architecture.md, the options in
+reference/options.md, the signatures in reference/python.md, the tables of events in reference/run-folder.md, of
+messages in reference/protocol.md, of series and fields in reference/metrics.md, and of examples in
+guides/trainers.md.
 
 python docs/generate.py          write them
 python docs/generate.py --check  say what is out of date, and end with status 1 if anything is
@@ -11,11 +12,14 @@ from __future__ import annotations
 import ast
 import difflib
 import itertools
+import json
 import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, get_args
+
+import click
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "potluck"
@@ -226,6 +230,7 @@ EXAMPLES = {
     "cnn.py": ("plain_cnn.py", "a ResNet: augmentation, BatchNorm, OneCycle, validation, the best weights kept"),
     "finetune.py": ("plain_finetune.py", "the Hugging Face Trainer with LoRA"),
     "with_lightning.py": ("plain_lightning.py", "Lightning's Trainer, with a data module and a checkpoint"),
+    "notebook.ipynb": ("plain_notebook.ipynb", "a notebook that hosts"),
 }
 """Each example with the plain version of it, and what it shows."""
 
@@ -233,6 +238,9 @@ EXAMPLES = {
 def lines_of(name: str) -> list[str]:
     """An example's lines without blank ones and without its docstring, which says another thing in each version."""
     text = (ROOT / "examples" / name).read_text(encoding="utf-8")
+    if name.endswith(".ipynb"):
+        cells = [cell["source"] for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+        return [line for source in cells for line in "".join(source).splitlines() if line.strip()]
     begin = ast.parse(text).body[0].end_lineno
     return [line for line in text.splitlines()[begin:] if line.strip()]
 
@@ -248,6 +256,106 @@ def example_table() -> Iterator[str]:
     for name, (plain, about) in EXAMPLES.items():
         links = " | ".join(f"[{file}](../../examples/{file})" for file in (name, plain))
         yield f"| {links} | {about} | {len(lines_of(name))} | {len(changed_lines(name))} |"
+
+
+# -- options of the commands ----------------------------------------------------------------------------
+
+
+def commands(command: click.Command, words: tuple[str, ...]) -> Iterator[tuple[str, click.Command]]:
+    """Every command that does something, with its name."""
+    if not isinstance(command, click.Group):
+        yield " ".join(words), command
+        return
+    context = click.Context(command)
+    for name in command.list_commands(context):
+        below = command.get_command(context, name)
+        assert below is not None
+        yield from commands(below, (*words, name))
+
+
+def option_tables() -> Iterator[str]:
+    """A section for each command: what it does, how it is called, and its options, as `--help` has them."""
+    from potluck.cli._app import app as app
+
+    for name, command in commands(app, ("potluck",)):
+        about = (command.help or "").split("\n\n")[0]
+        usage = " ".join(command.collect_usage_pieces(click.Context(command)))
+        yield f"\n## {name}\n\n{' '.join(about.split())}\n\n```\n{name} {usage}\n```"
+        rows = [row for option in command.params if (row := option_row(option))]
+        if rows:
+            yield "\n| option | |\n|---|---|"
+            yield from rows
+
+
+def option_row(option: click.Parameter) -> str:
+    if not isinstance(option, click.Option) or option.hidden:
+        return ""
+    context = click.Context(click.Command("x"))
+    names, about = option.get_help_record(context) or ("", "")
+    cells = [f"`{names.strip()}`", " ".join(about.replace("<", "\\<").replace("*", "\\*").split())]
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+# -- signatures -----------------------------------------------------------------------------------------
+
+
+PUBLIC = {
+    ("train/run.py", "Run", "`run`, a `potluck.Run`"): (
+        *("role", "is_host", "is_resumed", "device", "token", "join_line", "stop_requested", "log", "close"),
+    ),
+    ("hosting.py", "HostedRun", "`run`, more of it with `host=True`"): ("close", "page_url"),
+    ("train/step.py", "Step", "`step`, a `potluck.Step`"): ("number", "backward", "loss", "ends_epoch"),
+}
+"""What scripts use of each class; the rest is for the package."""
+
+
+def signatures() -> Iterator[str]:
+    """What `potluck` has for scripts: its functions, and the public names of its classes."""
+    start = named(SOURCE / "hosting.py", "start")
+    steps = named(named(SOURCE / "train" / "run.py", "Run"), "steps")
+    yield f"\n```python\n{signature(start, 'potluck.start')}\n\n{signature(steps, 'run.steps')}\n```"
+    for (file, name, title), members in PUBLIC.items():
+        yield f"\n### {title}\n\n| | |\n|---|---|"
+        found, called = named(SOURCE / file, name), title[1:].partition("`")[0]
+        for member in (named(found, each) for each in members):
+            text = " ".join((ast.get_docstring(member) or "").split("\n\n")[0].split())
+            is_value = any(ast.unparse(mark).endswith("property") for mark in member.decorator_list)
+            returns = ast.unparse(member.returns) if member.returns else "Any"
+            arguments = f": {returns}" if is_value else f"({', '.join(arguments_of(member))})"
+            shown = f"`{called}.{member.name}{arguments}`"
+            yield f"| {shown.replace('|', chr(92) + '|')} | {text.replace('|', chr(92) + '|')} |"
+
+
+def named(where: Path | ast.AST, name: str) -> Any:
+    """The function or class of this name in a file or class; of a property, how it is read."""
+    tree = ast.parse(where.read_text(encoding="utf-8")) if isinstance(where, Path) else where
+    return next(node for node in ast.iter_child_nodes(tree) if getattr(node, "name", "") == name)
+
+
+def signature(node: ast.FunctionDef, called: str) -> str:
+    """Every argument on a line of its own."""
+    words = arguments_of(node)
+    returns = ast.unparse(node.returns) if node.returns else "Any"
+    return f"{called}(\n" + "".join(f"    {word},\n" for word in words) + f") -> {returns}"
+
+
+def arguments_of(node: ast.FunctionDef) -> list[str]:
+    """The arguments but `self`, with types and defaults; `unknown` collects mistakes and is left out."""
+    given = node.args
+    plain = [*given.posonlyargs, *given.args]
+    defaults = [None] * (len(plain) - len(given.defaults)) + list(given.defaults)
+    words = [argument_text(a, d) for a, d in zip(plain, defaults) if a.arg != "self"]
+    if given.kwonlyargs:
+        words.append(f"*{given.vararg.arg}" if given.vararg else "*")
+        words += [argument_text(a, d) for a, d in zip(given.kwonlyargs, given.kw_defaults)]
+    if given.kwarg and given.kwarg.arg != "unknown":
+        words.append(f"**{given.kwarg.arg}")
+    return words
+
+
+def argument_text(argument: ast.arg, default: ast.expr | None) -> str:
+    kind = f": {ast.unparse(argument.annotation)}" if argument.annotation else ""
+    return f"{argument.arg}{kind}" + (f" = {ast.unparse(default)}" if default is not None else "")
 
 
 # -- pages ----------------------------------------------------------------------------------------------
@@ -295,6 +403,8 @@ def main() -> None:
                 "events": class_tables(SOURCE / "spec" / "events.py"),
             },
         ),
+        reference / "options.md": page(reference / "options.md", {"options": option_tables()}),
+        reference / "python.md": page(reference / "python.md", {"signatures": signatures()}),
         reference / "protocol.md": protocol_page(reference / "protocol.md"),
         trainers: page(trainers, {"examples": example_table()}),
         metrics: page(

@@ -5,10 +5,14 @@ Those that need a library are run beside its other tests, which have imported it
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import re
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +21,7 @@ from support.processes import Processes
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-MOST = {"my_train.py": 6, "cnn.py": 10, "finetune.py": 3, "with_lightning.py": 2}
+MOST = {"my_train.py": 6, "cnn.py": 10, "finetune.py": 3, "with_lightning.py": 2, "notebook.ipynb": 6}
 """Lines that an example may have beside those of its plain version, its import included."""
 
 
@@ -29,9 +33,30 @@ def test_few_lines_are_changed() -> None:
         assert 0 < len(changed) <= most, "\n".join(changed)
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.[pi]*")), ids=lambda path: path.name)
 def test_examples_are_short(path: Path) -> None:
     assert len(path.read_text().splitlines()) < 150
+
+
+def test_the_notebook_and_the_plain_one_come_to_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POTLUCK_DEVICE", "cpu")
+    threads, weights, results = torch.get_num_threads(), [], []
+    torch.set_num_threads(1)
+    try:
+        for name in ("plain_notebook.ipynb", "notebook.ipynb"):
+            cells = json.loads((EXAMPLES / name).read_text())["cells"]
+            sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+            names: dict[str, Any] = {}
+            with contextlib.redirect_stdout(io.StringIO()) as said:
+                for source in sources:
+                    exec(source.replace("potluck.start(host=True)", "potluck.start()"), names)
+            weights.append(names["model"].state_dict())
+            results.append(said.getvalue())
+    finally:
+        torch.set_num_threads(threads)
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(weights[1][name], tensor, atol=1e-4, rtol=1e-4)
+    assert all(float(text.removeprefix("right: ").rstrip("%\n")) > 95 for text in results)
 
 
 @pytest.mark.slow

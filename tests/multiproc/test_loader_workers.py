@@ -59,6 +59,47 @@ def test_ctrl_c_ends_the_workers_and_a_resumed_run_equals_a_plain_loop(tmp_path:
     assert {mark.name.split("-")[0] for mark in marks.iterdir()} == {"host"}
 
 
+@pytest.mark.parametrize("kind", ["grouped", "stream"])
+def test_other_loaders_with_guests_that_are_killed_and_a_host_that_is_resumed(kind: str, tmp_path: Path) -> None:
+    out = tmp_path / "weights"
+    words = ["--epochs", EPOCHS, "--kind", kind, "--out", out]
+    expected, losses = loader_job.trained_by_hand(EPOCHS, kind=kind)
+    sizes = [len(batch) for epoch in range(EPOCHS) for batch in epoch_of(epoch)] if kind == "grouped" else None
+    with Fleet(tmp_path / "fleet") as fleet:
+        host = fleet.host(JOB, "--wait-for", "1", "--codec", "none", *DEVICE, arguments=words)
+        ann = fleet.guest("ann", *DEVICE)
+        fleet.wait_for(host, lambda: fleet.steps_with("ann"), "samples of ann")
+        ann.kill()
+        at = fleet.step_reached()
+        fleet.wait_for(host, lambda: fleet.step_reached() > at + 2, "steps after that")
+        host.interrupt()
+        host.exits_with(INTERRUPTED, deadline_s=15)
+        reached = fleet.step_reached()
+        assert 0 < reached < len(losses)
+
+        again = fleet.host(
+            JOB, "--resume", str(fleet.folder), "--wait-for", "1", "--codec", "none", *DEVICE, arguments=words
+        )
+        bob = fleet.guest("bob", *DEVICE)
+        again.succeeds(deadline_s=60)
+        bob.succeeds(deadline_s=20)
+        steps = fleet.steps()
+        assert fleet.events("run_start")[-1]["resumed_from"] == reached
+        told = [e["text"] for e in fleet.events("note") if "the stream has no state_dict()" in e["text"]]
+        assert len(told) == (kind == "stream" and reached % -(-loader_job.SAMPLES // loader_job.BATCH) > 0)
+    assert [e["step"] for e in steps] == list(range(1, len(losses) + 1))
+    assert sizes is None or [sum(e["samples"].values()) for e in steps] == sizes
+    assert [e["loss"] for e in steps] == pytest.approx(losses, rel=1e-5)
+    got = load_file(out)
+    assert all(torch.allclose(got[name], tensor, atol=1e-6) for name, tensor in expected.items())
+
+
+def epoch_of(epoch: int) -> list[list[int]]:
+    sampler = loader_job.Grouped()
+    sampler.set_epoch(epoch)
+    return list(sampler)
+
+
 def test_a_guest_with_its_own_data_reads_it_with_workers_and_a_failing_script_leaves_none(tmp_path: Path) -> None:
     marks = tmp_path / "marks"
     marks.mkdir()

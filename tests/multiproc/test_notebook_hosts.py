@@ -88,7 +88,8 @@ def test_the_example_with_a_guest_and_cells_that_end_in_other_ways(
     (begin,) = [cell for cell in cells if START in cell.source]
     begin.source = begin.source.replace(START, f"potluck.start(host=True, {options})")
     loop = next(cell for cell in cells if "run.steps" in cell.source)
-    loop.source = loop.source.replace("steps=300", "steps=20").replace("global_batch=200", "global_batch=64")
+    loop.source = loop.source.replace("epochs=10", "steps=20")
+    cells[0].source = cells[0].source.replace("batch_size=200", "batch_size=64")
     kernel = Kernel(tmp_path, cells)
     with kernel.client.setup_kernel():
         kernel.run(0)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -104,3 +106,21 @@ def test_ctrl_c_in_the_loop(fleet: Fleet) -> None:
     assert f"go on with: potluck.start(host=True, resume='{fleet.folder}')" in host.stderr()
     assert last_event(fleet) == ("run_end", "interrupted")
     assert list((fleet.folder / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.parametrize("host", [False, True])
+def test_start_leaves_the_random_numbers_of_the_script_as_they_were(host: bool, tmp_path: Path) -> None:
+    """A new process: what is imported first, and only once, may draw some."""
+    options = f"host=True, bind='127.0.0.1', view='quiet', runs={str(tmp_path)!r}" if host else ""
+    script = f"""
+import random, potluck
+random.seed(1)
+before = random.getstate()
+run = potluck.start({options})
+assert random.getstate() == before
+run.close()
+"""
+    file = tmp_path / "seeded.py"
+    file.write_text(script)
+    done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

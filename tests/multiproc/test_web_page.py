@@ -258,7 +258,8 @@ def test_updates_that_cannot_be_read_are_told_and_survived(browser: Browser) -> 
 def test_it_fits_and_can_be_used_from_the_keyboard(browser: Browser, tmp_path: Path) -> None:
     machines = [sample.host(), *(sample.machine(f"a-guest-with-a-rather-long-name-{n}", 1) for n in range(6))]
     steps = [sample.step(n, machines=machines) for n in range(1, 30)]
-    events = [sample.run_start(), *(sample.joined(m.name) for m in machines[1:]), *steps]
+    lost = ev.GuestLost(machine=machines[1].name, address="", reason="is gone", step=9, samples_taken_back=1000)
+    events = [sample.run_start(), *(sample.joined(m.name) for m in machines[1:]), *steps[:9], lost, *steps[9:]]
     file = tmp_path / "run.html"
     file.write_text(document(state_of(events).page()))
     for width in (380, 1280, 1920):

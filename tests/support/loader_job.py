@@ -2,20 +2,25 @@
 
 The last batch of an epoch is smaller, the order is random, and reading draws random numbers that nothing uses.
 Where samples are `wide`, most of their values are not used either: they are large, and travel ahead of their lease.
+Other kinds of loaders: a batch sampler of the user's whose batches differ in size, with a collate function that
+returns a mapping; and a stream without a length or a state.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+import random
+from collections import UserDict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 import potluck
 
@@ -39,7 +44,45 @@ class Data(Dataset[tuple[Tensor, Tensor]]):
         return F.pad(point, (0, self._wide - FEATURES)), point.sum()
 
 
-def loader(data: Data, workers: int) -> DataLoader[tuple[Tensor, Tensor]]:
+class Grouped:
+    """Batches of unlike sizes, in an order that depends on the epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        numbers = random.Random(self.epoch)
+        left = numbers.sample(range(SAMPLES), SAMPLES)
+        while left:
+            size = numbers.randint(4, BATCH)
+            yield left[:size]
+            left = left[size:]
+
+
+class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    """Each worker has its part of it."""
+
+    def __init__(self, data: Data) -> None:
+        self._data = data
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        info = get_worker_info()
+        first, by = (info.id, info.num_workers) if info is not None else (0, 1)
+        return (self._data[index] for index in range(first, SAMPLES, by))
+
+
+def mapping(samples: list[tuple[Tensor, Tensor]]) -> UserDict[str, Tensor]:
+    points, targets = zip(*samples, strict=True)
+    return UserDict(points=torch.stack(points), targets=torch.stack(targets))
+
+
+def loader(data: Data, workers: int, kind: str = "") -> DataLoader[Any]:
+    if kind == "grouped":
+        return DataLoader(data, batch_sampler=Grouped(), collate_fn=mapping, num_workers=workers)  # type: ignore[arg-type]
+    if kind == "stream":
+        return DataLoader(Stream(data), batch_size=BATCH, num_workers=workers)
     order = torch.Generator().manual_seed(17)
     persist = workers > 0
     return DataLoader(
@@ -52,16 +95,23 @@ def build() -> nn.Module:
     return nn.Sequential(nn.Linear(FEATURES, 64), nn.Tanh(), nn.Linear(64, 1))
 
 
-def trained_by_hand(epochs: int, workers: int = 2) -> tuple[dict[str, Tensor], list[float]]:
+def loss_of(model: nn.Module, batch: Any) -> Tensor:
+    points, targets = (batch["points"], batch["targets"]) if isinstance(batch, dict | UserDict) else batch
+    return F.mse_loss(model(points[:, :FEATURES])[:, 0], targets)
+
+
+def trained_by_hand(epochs: int, workers: int = 2, kind: str = "") -> tuple[dict[str, Tensor], list[float]]:
     """The same training without a line of potluck, and each step's loss."""
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    batches = loader(Data(), workers)
+    batches = loader(Data(), workers, kind)
     losses = []
-    for _ in range(epochs):
-        for points, targets in batches:
+    for epoch in range(epochs):
+        if isinstance(batches.batch_sampler, Grouped):
+            batches.batch_sampler.set_epoch(epoch)
+        for batch in batches:
             optimizer.zero_grad()
-            loss = F.mse_loss(model(points)[:, 0], targets)
+            loss = loss_of(model, batch)
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
@@ -71,6 +121,7 @@ def trained_by_hand(epochs: int, workers: int = 2) -> tuple[dict[str, Tensor], l
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, required=True)
+    parser.add_argument("--kind", default="", help="of the loader: grouped or stream")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--wide", type=int, default=FEATURES, help="values of a sample")
     parser.add_argument("--data", default="sent")
@@ -81,10 +132,10 @@ def main(words: Sequence[str] | None = None) -> None:
     run = potluck.start()
     model = build().to(run.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    batches = loader(Data(options.marks, run.role, options.wide), options.workers)
+    batches = loader(Data(options.marks, run.role, options.wide), options.workers, options.kind)
     for step in run.steps(model, optimizer, batches, epochs=options.epochs, data=options.data):
-        for points, targets in step:
-            step.backward(F.mse_loss(model(points[:, :FEATURES])[:, 0], targets))
+        for batch in step:
+            step.backward(loss_of(model, batch))
             if run.is_host and step.index == options.fails_at:
                 raise ValueError("as it was asked to")
     if options.out is not None:

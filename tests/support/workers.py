@@ -81,8 +81,7 @@ def ask(path: str, server: int, words: list[str]) -> None:
 
 
 def serve(path: str, owner: int, arguments: list[str]) -> None:
-    """Collect the tests, which imports all they need; then fork a worker for each that asks, until the owner ends.
-    """
+    """Collect the tests, which imports all they need; fork a worker for each that asks, until the owner ends."""
     import ctypes
     import gc
     import select

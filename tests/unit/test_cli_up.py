@@ -28,7 +28,7 @@ from potluck.report.merged_log import MergedLog
         (["up", "desk", "--", "no_such.py"], 2, "cannot read no_such.py"),
         (["up", "desk", "--with", ";rm", "--", "gpt"], 2, "--with"),
         (["up", "desk", "--fleet", "ray", "--host", "node", "--", "x.py"], 2, "hosts only for other nodes"),
-        (["up", "--fleet", "ray", "--check"], 2, "without --check"),
+        (["up", "--fleet", "ray", "--check"], 2, "no --check with it"),
     ],
 )
 def test_mistakes_are_said_before_anything_starts(

@@ -58,6 +58,27 @@ def test_the_guest_holds_the_replicas_bits_after_many_updates(codec: str, dtype:
 
 
 @every_codec
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_weights_can_be_those_of_the_guests_for_a_while(codec: str, dtype: torch.dtype) -> None:
+    with Pair(codec, dtype).running() as pair:
+        pair.sync()
+        for _ in range(3):
+            pair.update()
+            pair.sync()
+        own, replica = flat(pair.tensors).clone(), pair.check_same_bits().clone()
+        with pair.coder.replica_in_place():
+            assert torch.equal(flat(pair.tensors), replica)
+        assert torch.equal(flat(pair.tensors), own)
+        with pytest.raises(ZeroDivisionError), pair.coder.replica_in_place():
+            raise ZeroDivisionError
+        assert torch.equal(flat(pair.tensors), own)
+        pair.update()  # the replica is of the version before
+        own = flat(pair.tensors).clone()
+        with pair.coder.replica_in_place():
+            assert torch.equal(flat(pair.tensors), own)
+
+
+@every_codec
 def test_what_rounding_lost_is_sent_later(codec: str) -> None:
     with Pair(codec).running() as pair:
         pair.sync()

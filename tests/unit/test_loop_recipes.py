@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+import potluck
 from potluck.device import pick
 from potluck.spec.config import RunConfig
 from potluck.spec.events import Logged, RunEnded, RunNote
@@ -299,6 +301,23 @@ def test_a_step_that_is_not_applied_leaves_no_trace_in_them(here: Bits) -> None:
             step.backward(F.cross_entropy(here.model(x), y) * (math.nan if step.index == 1 else 1.0))
         counts.append(int(here.model[1].num_batches_tracked))
     assert counts == [1, 1, 2, 3]
+
+
+def test_what_fabrics_loop_becomes(here: Bits, plain: Bits) -> None:
+    """The code below the heading Fabric in docs/guides/trainers.md."""
+    (code,) = re.findall(
+        r"^## Fabric\n.*?```python\n(.*?)```", (GUIDE.parent / "trainers.md").read_text("utf-8"), re.M | re.S
+    )
+    start = functools.partial(potluck.start, device="cpu", threads=1, micro_batch=BATCH)
+    names = {"potluck": SimpleNamespace(start=start), "build": lambda: here.model, "loader": here.loader}
+    exec(code, names | {"torch": torch, "F": F})
+    plain.use(torch.optim.AdamW, lr=3e-4)
+    for _, x, y in plain.batches(10):
+        plain.optimizer.zero_grad()
+        F.cross_entropy(plain.model(x), y).backward()
+        nn.utils.clip_grad_norm_(plain.model.parameters(), 1.0)
+        plain.optimizer.step()
+    assert_same(here.model, plain.model)
 
 
 @pytest.mark.parametrize("where", ["after validating", "before each step", "in each batch", "never"])

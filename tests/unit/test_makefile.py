@@ -15,6 +15,7 @@ from support import pins
 
 ROOT = Path(__file__).resolve().parents[2]
 
+
 def script(file: Path, text: str) -> None:
     file.write_text(text)
     file.chmod(0o755)

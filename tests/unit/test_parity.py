@@ -72,6 +72,27 @@ def test_a_device_that_rounds_otherwise_passes() -> None:
     assert why_not is None
 
 
+def test_a_guest_that_computes_what_the_host_does_with_the_rounded_weights_passes() -> None:
+    """Near a discontinuity little rounding of the weights is another gradient. The guest is not to blame for it."""
+    problem = Problem()
+    own = problem.sketch(*problem.gradients())
+    rounded, loss = problem.gradients()
+    for gradient in rounded:
+        gradient.add_(torch.randn_like(gradient) * gradient.std() * 3)
+    as_guests = problem.sketch(rounded, loss)
+    first = problem.judge(as_guests, own)
+    assert (first.why_not is not None, first.again) == (True, True)
+    found = problem.judge(as_guests, own, as_guests)
+    assert (found.why_not, found.rounded) == (None, True)
+    assert found.cosine == pytest.approx(1.0)
+    assert found.spread is not None
+    assert found.spread < 0.6
+    wrong = problem.sketch([-gradient for gradient in rounded], loss)
+    assert problem.judge(wrong, own, as_guests).why_not is not None
+    by_other_numbers = problem.judge(as_guests, own, as_guests, reseeded=frozenset({"cpu"}))
+    assert by_other_numbers.cosine < 0.95  # then the second says nothing of the weights alone
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_is_refused(bad: float) -> None:
     assert verdict(lambda g: g[1][0:1].fill_(bad)) == (0.0, "it is not finite (NaN or infinity)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import threading
@@ -55,6 +56,9 @@ class Table:
         due, self._due = self._due, False
         self.common = CommonBatch(samples=2, seed=self._ledger.step + 1, twice=self.twice) if due else None
         return self._hub.take(2, busy)[0], self.common
+
+    def replica_in_place(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()  # the codec rounds nothing
 
     def pack_common(self, batch: Any) -> Packed:
         tree, frames = pack_tree(batch)

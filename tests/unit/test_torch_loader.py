@@ -89,6 +89,13 @@ class Count(IterableDataset[dict[str, Any]]):
         yield from (Numbers()[i] for i in range(first, SAMPLES, by))
 
 
+class Sized(Count):
+    """The same with a length."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+
 class Stateful(IterableDataset[int]):
     """A stream that knows where it is, and counts how often it was read."""
 
@@ -153,6 +160,7 @@ LOADERS: dict[str, Any] = {
     "grouped": lambda **more: DataLoader(Numbers(), batch_sampler=Grouped(), **more),  # type: ignore[arg-type]
     "eager": lambda **more: DataLoader(Numbers(), batch_sampler=Eager(), **more),  # type: ignore[arg-type]
     "stream": lambda **more: DataLoader(Count(), batch_size=5, **more),
+    "sized stream": lambda **more: DataLoader(Sized(), batch_size=5, **more),
     "own collate": lambda **more: DataLoader(
         Numbers(),  # type: ignore[arg-type]
         batch_size=5,
@@ -220,7 +228,11 @@ def test_the_steps_are_the_batches_of_a_plain_loop(kind: str, workers: int) -> N
     assert all(same(a, b, drawn=bool(workers)) for a, b in zip(got, expected, strict=True))
 
 
-RESUMED = [(name, 0) for name in LOADERS if name != "stream"] + [("weighted", 2), ("persistent", 2), ("grouped", 2)]
+RESUMED = [(name, 0) for name in LOADERS if "stream" not in name] + [
+    ("weighted", 2),
+    ("persistent", 2),
+    ("grouped", 2),
+]
 
 
 @pytest.mark.parametrize(("kind", "workers"), RESUMED)
@@ -334,6 +346,26 @@ def test_the_sampler_is_told_the_epoch() -> None:
     loader = TorchLoader(DataLoader(Numbers(), batch_size=SAMPLES, sampler=Rotated()), epochs=3)  # type: ignore[arg-type]
     firsts = [step.keys[0] for step in iter(loader.next_step, None) if step is not None and step.keys is not None]
     assert firsts == [0, 1, 2]
+
+
+def test_a_run_resumes_in_the_epoch_that_the_sampler_was_told() -> None:
+    def opened() -> TorchLoader:
+        return TorchLoader(DataLoader(Numbers(), batch_size=5, sampler=Rotated()), epochs=3)  # type: ignore[arg-type]
+
+    def keys(loader: TorchLoader, count: int = 99) -> list[Any]:
+        return [step.keys for _, step in zip(range(count), iter(loader.next_step, None), strict=False) if step]
+
+    whole = keys(opened())
+    for stop in (6, 10, 11):
+        first, second = opened(), opened()
+        assert keys(first, stop) == whole[:stop]
+        second.resume(stop, first.state(stop))
+        assert keys(second) == whole[stop:], stop
+
+
+@pytest.mark.parametrize(("kind", "steps"), [("sized stream", 10), ("stream", None), ("in order", 10)])
+def test_the_steps_of_all_epochs_are_known_where_the_loader_has_a_length(kind: str, steps: int | None) -> None:
+    assert TorchLoader(LOADERS[kind](), epochs=2).total_steps(None) == steps
 
 
 @pytest.mark.parametrize("workers", [0, 2])

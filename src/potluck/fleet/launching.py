@@ -264,7 +264,9 @@ class Launcher:
 
     def _status(self, ended: GuestEnd) -> int:
         if self._interrupts > 1 or (self._interrupts and ended.status == -signal.SIGINT):
-            return INTERRUPTED  # it had no handler for it: the signal came before its run began, or after its end
+            # By the first signal it dies only where it has no handler: before its run begins, and after its end.
+            self.cut_off = self._interrupts > 1
+            return INTERRUPTED
         if ended.status is None:
             self.cut_off = True
             self._failed(self._work.machine, f"{ended.why}; the host there saves and ends")

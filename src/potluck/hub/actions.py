@@ -116,6 +116,8 @@ class Verdict(Struct, frozen=True, kw_only=True):
     """In words, why the guest's gradient cannot be trusted. None: it can."""
     spread: float | None = None
     """The cosine of the host's own two gradients of the batch, where the strict limits did not decide."""
+    rounded: bool = False
+    """It agrees with the host's gradient at the weights that guests hold, which the codec has rounded."""
     unmatched: frozenset[str] = frozenset()
     """Random generators that drew other numbers on the guest."""
     again: bool = False

@@ -4,7 +4,8 @@ PURE: gradients are compared and random numbers drawn elsewhere.
 
 The host computes a common batch as part of its step. It sends the same tensors, with a seed for the random numbers
 of the loop's body, to all guests that are checked. If the gradients differ, the host computes the next common batch
-twice: the distance between its own two gradients then tells how far a guest's may be.
+twice, the second time at the weights that guests hold, which the codec has rounded: the distance between its own
+two gradients then tells how far a guest's may be.
 """
 
 from __future__ import annotations
@@ -203,7 +204,7 @@ class Checks:
         member.unmatched = verdict.unmatched if verdict.spread is not None else None
         actions: list[Action] = []
         if verdict.spread is not None and not member.by_spread:
-            actions += self._tell_spread(member, verdict.cosine, verdict.spread)
+            actions += self._tell_spread(member, verdict)
         member.by_spread = verdict.spread is not None
         if not member.joined:
             member.joined = True
@@ -218,12 +219,18 @@ class Checks:
             actions.append(Emit(event=event))
         return actions
 
-    def _tell_spread(self, member: Member, cosine: float, spread: float) -> list[Action]:
-        text = (
-            f"the loop draws random numbers that differ between the host and {member.name}: its gradient (cosine "
-            f"{cosine:.2f}) is judged by how far apart the host's own two of one batch are ({spread:.2f}), so only "
-            "gross errors are seen"
-        )
+    def _tell_spread(self, member: Member, verdict: Verdict) -> list[Action]:
+        if verdict.rounded:
+            text = (
+                f"{member.name} holds weights that the codec has rounded, and they give this model another "
+                f"gradient than the host's own weights (cosine {verdict.spread:.2f}): --codec fp16 rounds less"
+            )
+        else:
+            text = (
+                f"the loop draws random numbers that differ between the host and {member.name}: its gradient "
+                f"(cosine {verdict.cosine:.2f}) is judged by how far apart the host's own two of one batch are "
+                f"({verdict.spread:.2f}), so only gross errors are seen"
+            )
         return [
             Emit(event=RunNote(machine=member.name, text=text)),
             Send(guest=member.id, message=NoteMessage(text=text)),

@@ -187,6 +187,10 @@ class HostHub:
         """Put this around the optimizer's step, which changes the weights."""
         return self._coder.updating()
 
+    def replica_in_place(self) -> AbstractContextManager[None]:
+        """Inside, the weights are what guests hold of them."""
+        return self._coder.replica_in_place()
+
     def samples_of(self, positions: Sequence[int]) -> list[int]:
         with self._lock:
             return self._protocol.samples_of(positions)

@@ -36,7 +36,7 @@ from potluck.hub.actions import Decode, ReadPiece
 from potluck.hub.feed import NOTHING, Item, PieceState, TensorPart
 from potluck.hub.hashes import PieceHashes
 from potluck.hub.inputs import ContributionDecoded, Input, PartRead, PieceCoded, ReplicaHashed
-from potluck.hub.tensors import ModelTensors, raw_bytes, read_piece, round_to_types
+from potluck.hub.tensors import ModelTensors, raw_bytes, read_piece, round_to_types, write_piece
 from potluck.limits import usable_cores
 from potluck.spec.layout import Piece
 
@@ -161,6 +161,25 @@ class HostCoder:
                 self._to_code.clear()
             yield
             self.version += 1
+
+    @contextmanager
+    def replica_in_place(self) -> Iterator[None]:
+        """Inside, the weights are what guests hold of them: rounded by the codec. Then they are as before."""
+        trained = self._tensors.trained
+        with self._weights:
+            if any(version != self.version for version in self.versions):
+                yield
+                return
+            with torch.no_grad():
+                own = [parameter.detach().clone() for parameter in trained]
+                for piece in self._layout.pieces:
+                    write_piece(piece, trained, self._replica_of(piece))
+            try:
+                yield
+            finally:
+                with torch.no_grad():
+                    for parameter, values in zip(trained, own):
+                        parameter.copy_(values)
 
     def code_change(self, codec: str = "") -> None:
         """Bring the replica to the weights' version, piece by piece, beside training; from now on in this codec."""

@@ -1,7 +1,7 @@
 """The parity check's arithmetic: a sketch of a gradient, and whether a guest's agrees with the host's.
 
-Owns the limits. It compares two sketches of the same batch at the same weights, and a third one where the host has
-computed the batch twice.
+Owns the limits. It compares two sketches of the same batch, and a third one where the host has computed the batch
+twice: first at its own weights, then at the weights that guests hold, which the codec has rounded.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Reference:
     random: Mapping[str, str] = field(default_factory=dict)
     """A digest of each random generator's state after it."""
     second: Sketch | None = None
-    """The same batch once more, to see how far the host is from itself."""
+    """The same batch once more, at the weights that guests hold: how far the host is from itself."""
     reseeded: frozenset[str] = frozenset()
     """Generators that drew other numbers in the second than in the first."""
 
@@ -146,6 +146,10 @@ def judge(
     if host.second is None or not unmatched <= host.reseeded:
         return Verdict(cosine=cosine, why_not=why_not, unmatched=unmatched, again=True)
     spread = _cosine(first.gradient, host.second.gradient)
+    if not host.reseeded:
+        as_guests, beyond = compare(host.second, guest, STRICT, names)
+        if beyond is None:  # the guest is right, and the codec's rounding of its weights makes the difference
+            return Verdict(cosine=as_guests, spread=spread, rounded=True)
     if spread >= SAME:
         why_not = f"{why_not}, and what the host computes twice is the same"
         return Verdict(cosine=cosine, why_not=why_not, spread=spread, unmatched=unmatched)

@@ -412,12 +412,17 @@ class HostTrainer:
         return began
 
     def _uncounted(self, step: Step, batch: Any, samples: int, common: CommonBatch) -> Generator[Any, None, Sketch]:
-        """The common batch with other random numbers: how far this machine is from itself. It leaves no trace."""
+        """The common batch at the weights as guests hold them, with other random numbers where theirs are others.
+
+        It leaves no trace.
+        """
+        assert not isinstance(self._hub, AloneHub)
         self._finish()
         beginning = Beginning(self._device, Buffers(self._buffer_places))
         seed(self._device, common.seed, otherwise=common.twice or frozenset())
-        yield from self._hand_out(step, to_device(batch, self._device), samples)
-        made = self._sketch(step, samples)
+        with self._hub.replica_in_place():
+            yield from self._hand_out(step, to_device(batch, self._device), samples)
+            made = self._sketch(step, samples)
         for parameter in self._trained:
             parameter.grad = None
         step.reset_loss()

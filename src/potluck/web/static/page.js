@@ -194,7 +194,7 @@ function curve(label, index, width) {
   if (index === 2) low = Math.min(low, 1);
   const gap = (high - low) * 0.05 || Math.abs(high) * 0.1 || 1;
   low -= index === 1 ? 0 : gap; high += gap;
-  const first = Math.min(at(rows[0]), byTime ? 0 : 1), last = Math.max(at(rows[rows.length - 1]), first + 1);
+  const first = Math.min(at(rows[0]), byTime ? 0 : data.kind === 'guest' ? Infinity : 1), last = Math.max(at(rows[rows.length - 1]), first + 1);
   const x = (v) => left + (v - first) / (last - first) * (width - left - right), y = (v) => top + (high - v) / (high - low) * (height - top - bottom);
   const points = (column) => rows.map((row) => `${x(at(row)).toFixed(1)},${y(row[column + 3 * index]).toFixed(1)}`);
   const svg = el('svg', {width, height, viewBox: `0 0 ${width} ${height}`, tabindex: 0, role: 'img', 'aria-label': `${label}; arrow keys show values`});
