@@ -107,7 +107,7 @@ class Run:
 
     @property
     def page_url(self) -> str | None:
-        """With `web`: the address of the page in the browser. Whoever has it can see the run."""
+        """Address of the page in the browser; None without `web`. Whoever has it can see the run."""
         return self._context.page_url
 
     @property
