@@ -303,9 +303,20 @@ def option_row(option: click.Parameter) -> str:
 
 PUBLIC = {
     ("train/run.py", "Run", "`run`, a `potluck.Run`"): (
-        *("role", "is_host", "is_resumed", "device", "token", "join_line", "stop_requested", "log", "close"),
+        *(
+            "role",
+            "is_host",
+            "is_resumed",
+            "device",
+            "token",
+            "join_line",
+            "page_url",
+            "stop_requested",
+            "log",
+            "close",
+        ),
     ),
-    ("hosting.py", "HostedRun", "`run`, more of it with `host=True`"): ("close", "page_url"),
+    ("hosting.py", "HostedRun", "`run`, more of it with `host=True`"): ("close",),
     ("train/step.py", "Step", "`step`, a `potluck.Step`"): ("number", "backward", "loss", "ends_epoch"),
 }
 """What scripts use of each class; the rest is for the package."""

@@ -319,11 +319,6 @@ class HostedRun(Run):
             stream = sys.stderr if self._view == "json" else sys.stdout
             print(f"On each machine that should help, type:\n\n  {self.join_line}\n", file=stream, flush=True)
 
-    @property
-    def page_url(self) -> str | None:
-        """Address of the page in the browser; None without `web`. Whoever has it can see the run."""
-        return self._session.page.url if self._session.page is not None else None
-
     def _tell_page(self) -> None:
         if self.page_url is not None and self._view != "quiet":
             stream = sys.stderr if self._view == "json" else sys.stdout

@@ -164,6 +164,7 @@ def test_a_script_that_fails_after_a_step_has_failed_and_missing_checkpoints_are
         (end,) = fleet.events("run_end")
         assert (end["reason"], end["step"]) == ("failed", 4)
         assert saved_steps(fleet)[-1] == 4
+        assert f"resume from the last checkpoint with: potluck host {script} --resume " in host.stderr()
         shutil.rmtree(fleet.folder / "checkpoints")
         again = fleet.host(script, "--resume", str(fleet.folder))
         again.exits_with(2, deadline_s=60)

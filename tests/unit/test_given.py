@@ -73,6 +73,18 @@ def given(what: str) -> tuple[Any, Any, dict[str, Any]]:
             return model, sgd(nn.ParameterList([*model.parameters(), nn.Parameter(torch.zeros(3))])), {}
         case "swapped":
             return optimizer, model, {}
+        case "data parallel":
+            model = nn.DataParallel(model)
+        case "a wrong keyword":
+            keywords["by_train"] = True
+        case "epochs in words":
+            keywords["epochs"] = "3"
+        case "data":
+            keywords["data"] = "here"
+        case "loss":
+            keywords["loss_is"] = "mena"
+        case "micro batch":
+            keywords["micro_batch"] = 0
         case "schedulers":
             keywords["scheduler"] = [StepLR(optimizer, 1)]
         case "another's scheduler":
@@ -94,11 +106,17 @@ MISTAKES = {
     "list": ("takes one optimizer, not a list of 2", "groups"),
     "none": ("the optimizer is of type NoneType", "in this order"),
     "lbfgs": ("LBFGS computes the loss several times", "AdamW"),
-    "another model's": ("holds none of the model's trained parameters", "after the model was moved"),
+    "another model's": ("holds none of the model's trained parameters", "after moving or wrapping"),
     "a stray parameter": (r"holds 1 trained parameter that the model does not have, .*\(3,\)", "nn.ModuleList"),
     "swapped": ("the model is of type SGD, not an nn.Module", "in this order"),
+    "data parallel": ("wrapped in DataParallel", "the plain model"),
+    "a wrong keyword": ("has no keyword 'by_train'", "before_update, clip_norm"),
+    "epochs in words": ("epochs must be a whole number of at least 1, not '3'", "epochs=10, as an int"),
+    "data": ("data must be 'sent' or 'local', not 'here'", "each guest has the data set itself"),
+    "loss": ("loss_is must be 'mean' or 'sum', not 'mena'", "or their sum"),
+    "micro batch": ("micro_batch must be at least 1", "is measured"),
     "schedulers": ("the scheduler is of type list, which has no step", "SequentialLR"),
-    "another's scheduler": ("belongs to another optimizer", "the one that is given"),
+    "another's scheduler": ("belongs to another optimizer", "that run.steps() gets"),
     "wanting": ("needs epoch", "yourself"),
     "clip below 0": (r"clip_norm must be a number above 0, not -1\.0", "nothing is clipped"),
     "clip NaN": ("clip_norm must be a number above 0, not nan", "nothing is clipped"),
@@ -238,6 +256,62 @@ def test_a_scheduler_that_the_loop_steps_as_well_is_named() -> None:
 
     with pytest.raises(LoopError, match=r"scheduler\.step\(\) was called in the loop"):
         train()
+
+
+@pytest.mark.parametrize("micro_batch", [4, 8])
+def test_a_scheduler_that_is_stepped_for_each_micro_batch_is_named(micro_batch: int) -> None:
+    """The rate would depend on how many micro-batches this machine computes of a step."""
+    model = nn.Linear(2, 1)
+    optimizer = sgd(model, lr=1.0)
+    scheduler = LambdaLR(optimizer, lambda n: 0.5**n)
+
+    def train() -> None:
+        for step in Run(launched()).steps(
+            model, optimizer, SAMPLES, global_batch=8, micro_batch=micro_batch, steps=1
+        ):
+            for batch in step:
+                step.backward(model(batch).square().mean())
+                scheduler.step()
+
+    with pytest.raises(LoopError, match="learning rate was changed inside") as caught:
+        train()
+    assert "after the inner loop" in caught.value.hint
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_a_rate_that_the_loop_sets_must_be_one_for_all_micro_batches_of_a_step(each: bool) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = sgd(model, lr=1.0)
+    rates = []
+
+    def train() -> None:
+        batches = 0
+        for step in Run(launched()).steps(model, optimizer, SAMPLES, global_batch=8, micro_batch=4, steps=3):
+            for batch in step:
+                batches += 1
+                optimizer.param_groups[0]["lr"] = 1e-3 / (batches if each else step.index + 1)
+                step.backward(model(batch).square().mean())
+            rates.append(optimizer.param_groups[0]["lr"])
+
+    if each:
+        with pytest.raises(LoopError, match="learning rate was changed inside"):
+            train()
+    else:
+        train()
+        assert rates == [1e-3, 1e-3 / 2, 1e-3 / 3]
+
+
+def test_a_scheduler_that_the_loop_steps_after_each_step_is_no_mistake() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = sgd(model, lr=1.0)
+    scheduler = LambdaLR(optimizer, lambda n: 0.5**n)
+    rates = []
+    for step in Run(launched()).steps(model, optimizer, SAMPLES, global_batch=8, micro_batch=4, steps=3):
+        for batch in step:
+            step.backward(model(batch).square().mean())
+        scheduler.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == [0.5, 0.25, 0.125]
 
 
 def test_a_scheduler_made_for_fewer_steps_is_named() -> None:

@@ -220,6 +220,7 @@ def test_a_run_is_resumed_by_its_id(hosted: Callable[..., HostedRun]) -> None:
 
 def test_alone_a_cell_can_be_run_twice_also_after_an_error() -> None:
     run = potluck.start(device="cpu", micro_batch=2)
+    assert (run.token, run.join_line, run.page_url) == (None, None, None)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen = []

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from potluck.device import pick_for_rank
 from potluck.errors import ConfigError, LoopError
 from potluck.train import gradient_sum, host_ranks
+from potluck.train.given import check_model
 from potluck.train.host_ranks import Place, Ranks, place, shares
-from potluck.train.rank_loop import refuse_wrapped, seed
+from potluck.train.rank_loop import seed
 
 
 def variables(rank: int, world: int, local_world: int | None = None) -> dict[str, str]:
@@ -71,13 +72,13 @@ def test_which_device_a_rank_gets(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wrapped_models_are_refused() -> None:
     wrapped = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
     with pytest.raises(LoopError, match="DistributedDataParallel") as raised:
-        refuse_wrapped(wrapped)
+        check_model(wrapped)
     assert "plain model" in raised.value.hint
     sharded = nn.Linear(2, 2)
     sharded.weight.device_mesh = "two"  # type: ignore[assignment]
     with pytest.raises(LoopError, match="FSDP"):
-        refuse_wrapped(sharded)
-    refuse_wrapped(nn.Linear(2, 2))
+        check_model(sharded)
+    check_model(nn.Linear(2, 2))
 
 
 class Heard(Ranks):

@@ -100,6 +100,50 @@ def test_the_traceback_of_a_script_that_was_received_shows_its_lines(capsys: pyt
     assert "raise ValueError('a bug')  # here" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("wanted", "file"),
+    [
+        ("configurator.py", "configurator.py"),
+        ("./configurator.py", "configurator.py"),
+        ("conf/a.py", "conf/a.py"),
+        ("/nowhere/a.py", "conf/a.py"),
+    ],
+)
+def test_a_file_that_was_sent_and_is_looked_for_elsewhere_is_named(wanted: str, file: str) -> None:
+    text = f"open({wanted!r})".encode()
+    names = ("job.py", "configurator.py", "conf/a.py")
+    with pytest.raises(ScriptError) as caught, running("job.py", hint=lambda: "--send", guest=True, sent=names):
+        run_received(Script(names=names, contents=(text, b"", b"")))
+    where = "it lies beside the script: open it with Path(__file__).parent"
+    assert caught.value.hint == f"{file} was sent; {where} / {file!r}"
+
+
+def test_a_file_that_was_not_sent_has_the_usual_hint() -> None:
+    with (
+        pytest.raises(ScriptError) as caught,
+        running("job.py", hint=lambda: "--send", guest=True, sent=("job.py",)),
+    ):
+        run_received(Script(names=("job.py",), contents=(b"open('other.py')",)))
+    assert caught.value.hint == "--send"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (b"for x in rows: pass", False),
+        (b"net.loss(*rows)", False),
+        (b"print(f'{step.loss:.3f}')", True),
+        (b"def add(x): return x + 1\nadd(step.loss)", True),
+    ],
+)
+def test_that_a_guest_has_no_loss_is_said_where_a_loss_was_read(text: bytes, told: bool) -> None:
+    made = b"class step: loss = None\nclass net: loss = print\nrows = None\n"
+    script = Script(names=("job.py",), contents=(made + text,))
+    with pytest.raises(ScriptError) as caught, running("job.py", guest=True):
+        run_received(script)
+    assert ("step.loss is None on a guest" in caught.value.hint) == told
+
+
 @pytest.mark.parametrize("guest", [False, True])
 def test_one_that_turns_up_missing_later_has_that_hint_and_none_about_data(
     guest: bool, capsys: pytest.CaptureFixture[str]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import multiprocessing.util
@@ -128,6 +129,23 @@ def test_a_folder_in_which_nothing_happened_is_removed_on_an_error_only(tmp_path
         trained(opened)
         raise ValueError("in the script")
     assert opened.folder.events.exists()
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_failure_says_how_to_resume_where_there_is_a_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for end in (ValueError("in the script"), None):
+        with contextlib.suppress(ValueError), session(tmp_path) as opened:
+            trained(opened)
+            opened.context.finish_training()  # left by itself: it is saved
+            if end is not None:
+                raise end
+        words = f"resume from the last checkpoint with: --resume {opened.folder.path}"
+        assert (words in capsys.readouterr().err) == (end is not None)
+    with contextlib.suppress(ValueError), session(tmp_path) as opened:
+        raise ValueError("before the loop")
+    assert "resume" not in capsys.readouterr().err
 
 
 def test_whoever_closes_second_finds_nothing_to_do(tmp_path: Path) -> None:

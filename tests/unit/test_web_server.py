@@ -353,12 +353,13 @@ def test_nothing_listens_unless_asked_for_and_nothing_is_left(
     script.write_text("import potluck\n")
     keywords: dict[str, Any] = {"host": True, "view": "plain", "script": script, "bind": "127.0.0.1"}
     with potluck.start(runs=tmp_path / "a", **keywords) as run:
-        assert run.page_url is None  # type: ignore[attr-defined]
+        assert run.page_url is None
         shown = run._repr_html_()  # type: ignore[attr-defined]
         assert shown.startswith('<iframe sandbox="allow-scripts"')  # what a notebook shows
         assert serving_processes() == before
     with potluck.start(runs=tmp_path / "b", web=True, **keywords) as run:
-        url = run.page_url  # type: ignore[attr-defined]
+        url = run.page_url
+        assert url is not None
         assert url in capsys.readouterr().out
         port, secret = re.fullmatch(r"http://127\.0\.0\.1:(\d+)/([\w-]{24})/", url).groups()  # type: ignore[union-attr]
         file = next((tmp_path / "b").glob("*/web"))

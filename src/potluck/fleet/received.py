@@ -38,7 +38,7 @@ def run_work(context: RunContext, local: Path | None, tell: Callable[[str], None
     script = received_script(names, contents, arguments, source.sha256)
     _check_modules(names[0], source.imports)
     tell(f"{names[0]} from the host (sha256 {script.sha256[:16]}…)")
-    with running(names[0], hint=lambda: IN_LOOP_HINT if context.began else GUEST_HINT, guest=True):
+    with running(names[0], hint=lambda: IN_LOOP_HINT if context.began else GUEST_HINT, guest=True, sent=names):
         run_received(script)
 
 

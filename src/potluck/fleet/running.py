@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import PurePath, PurePosixPath
 
 from potluck.errors import PotluckError, ScriptError
 from potluck.fleet.life import reader_is_gone
@@ -21,8 +23,13 @@ GUEST_HINT = (
 
 
 @contextmanager
-def running(name: str, *, hint: Callable[[], str] = lambda: HINT, guest: bool = False) -> Iterator[None]:
-    """Print the traceback of what the script raises and raise ScriptError. `hint` is called after the failure."""
+def running(
+    name: str, *, hint: Callable[[], str] = lambda: HINT, guest: bool = False, sent: Sequence[str] = ()
+) -> Iterator[None]:
+    """Print the traceback of what the script raises and raise ScriptError. `hint` is called after the failure.
+
+    `sent`: names of the files that came with the script.
+    """
     try:
         yield
     except (PotluckError, KeyboardInterrupt, SystemExit):
@@ -37,9 +44,25 @@ def running(name: str, *, hint: Callable[[], str] = lambda: HINT, guest: bool = 
         sys.stderr.writelines(traceback.format_list(inner))
         sys.stderr.writelines(traceback.format_exception_only(error))
         advice = hint()
-        if guest and isinstance(error, TypeError) and "NoneType" in str(error):
+        if isinstance(error, FileNotFoundError) and (file := _among(sent, error.filename)):
+            advice = f"{file} was sent; it lies beside the script: open it with Path(__file__).parent / {file!r}"
+        if guest and isinstance(error, TypeError) and "NoneType" in str(error) and _use_loss(inner):
             advice += "; step.loss is None on a guest: use it only where run.is_host is true"
         if isinstance(error, ModuleNotFoundError) and error.name:
             module = error.name.partition(".")[0]
             advice = guest_hint({module: ""}) if guest else f"pip install {module}; or is it a file of yours?"
         raise ScriptError(f"{name} failed with {type(error).__name__}: {error}", hint=advice) from error
+
+
+def _among(sent: Sequence[str], wanted: object) -> str | None:
+    """The sent file that the script looked for in the folder where it was started."""
+    if not isinstance(wanted, str | PurePath):
+        return None
+    path = PurePosixPath(PurePath(wanted).as_posix())
+    same = [name for name in sent if not path.is_absolute() and PurePosixPath(name).parts == path.parts]
+    return next(iter(same or (name for name in sent if PurePosixPath(name).name == path.name)), None)
+
+
+def _use_loss(frames: Sequence[traceback.FrameSummary]) -> bool:
+    """Whether a `.loss` is read in a line that failed, or in one that called it."""
+    return any(re.search(r"\.loss\b(?!\s*\()", frame.line or "") for frame in frames)

@@ -67,6 +67,8 @@ class RunContext:
     again: Callable[[Path], str] = lambda folder: f"--resume {shlex.quote(str(folder))}"
     """How to resume the run in this folder, in words."""
 
+    page_url: str | None = None
+    """Address of the page in the browser, if one is served."""
     members: Callable[[], Sequence[Member]] = tuple
     """On a host: its guests."""
     steps_done: Callable[[], int] = lambda: 0

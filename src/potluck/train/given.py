@@ -32,6 +32,21 @@ def check_model(model: Any) -> None:
             f"the model is of type {type(model).__name__}, not an nn.Module",
             hint="run.steps(model, optimizer, dataset, global_batch=…), in this order",
         )
+    if isinstance(model, nn.DataParallel):
+        raise LoopError(
+            "the model is wrapped in DataParallel, but one process trains on one device",
+            hint="give run.steps() the plain model; several GPUs: torchrun --nproc-per-node N -m potluck host …",
+        )
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise LoopError(
+            "the model is wrapped in DistributedDataParallel, which would sum the gradients a second time",
+            hint="give run.steps() the plain model: Potluck sums over the ranks, once a step",
+        )
+    if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+        raise LoopError(
+            "the model is sharded over the ranks (FSDP), but every rank of a host holds a whole one",
+            hint="give run.steps() the plain model; one that does not fit into a GPU cannot be trained here",
+        )
 
 
 def check_optimizer(optimizer: Any, trained: Iterable[nn.Parameter]) -> None:

@@ -76,7 +76,7 @@ class HostTrainer:
         self._flight = Flight(self._device, self._computed, mark)
         self._measuring = True
         """Whether the micro-batch under way is timed by itself, and not as one of several in flight."""
-        self._scheduling = Scheduling(parts.options.scheduler)
+        self._scheduling = Scheduling(parts.options.scheduler, parts.optimizer)
         self._step_update = Update(
             parts.optimizer, queues=bool(self._device.ahead) and not parts.options.by_trainer
         )
@@ -366,8 +366,11 @@ class HostTrainer:
         """One micro-batch in the user's hands."""
         step.hand_out(samples)
         self._begin(samples)
+        rates = self._scheduling.rates()
         yield batch
         step.check_done()
+        if not self._p.options.by_trainer:
+            self._scheduling.check(rates, step.number)
 
     # -- a parity check ---------------------------------------------------------------------------------
 

@@ -14,6 +14,9 @@ from potluck.train.given import NO_SCALER, check_saved
 from potluck.train.optimizer_state import Stateful
 from potluck.train.packing import Collate
 
+_DATA = "'sent': guests get the samples from the host; 'local': each guest has the data set itself"
+_LOSS = "it says what step.backward() is given: the mean over the samples of the batch, or their sum"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
@@ -68,20 +71,28 @@ def make_options(unknown: Mapping[str, Any], **keywords: Any) -> Options:
         if "scaler" in key:
             raise ConfigError(f"run.steps() takes no {key}: it is not needed", hint=NO_SCALER)
         raise ConfigError(
-            f"run.steps() has no keyword {key!r}", hint=nearest(key, [f.name for f in fields(Options)])
+            f"run.steps() has no keyword {key!r}",
+            hint=nearest(key, [f.name for f in fields(Options) if f.name != "by_trainer"]),
         )
     options = Options(**keywords)
     for name in ("global_batch", "steps", "epochs"):
         number = getattr(options, name)
         least = 0 if name == "steps" else 1
         if number is not None and (not isinstance(number, int) or number < least):
-            raise ConfigError(f"{name} must be a whole number of at least {least}, not {number!r}")
+            raise ConfigError(
+                f"{name} must be a whole number of at least {least}, not {number!r}",
+                hint=f"{name}=10, as an int; without steps= and epochs= the training ends where the loop is left"
+                if name != "global_batch"
+                else "global_batch=64, as an int; or give a DataLoader, and leave it out",
+            )
     if options.data not in ("sent", "local"):
-        raise ConfigError(f"data must be 'sent' or 'local', not {options.data!r}")
+        raise ConfigError(f"data must be 'sent' or 'local', not {options.data!r}", hint=_DATA)
     if options.loss_is not in ("mean", "sum"):
-        raise ConfigError(f"loss_is must be 'mean' or 'sum', not {options.loss_is!r}")
+        raise ConfigError(f"loss_is must be 'mean' or 'sum', not {options.loss_is!r}", hint=_LOSS)
     if options.micro_batch is not None and options.micro_batch < 1:
-        raise ConfigError(f"micro_batch must be at least 1, not {options.micro_batch}")
+        raise ConfigError(
+            f"micro_batch must be at least 1, not {options.micro_batch}", hint="without it the size is measured"
+        )
     if (most := options.clip_norm) is not None and not (isinstance(most, int | float) and most > 0):
         # Below 0 torch would turn the gradient round, and NaN would be in every weight.
         raise ConfigError(f"clip_norm must be a number above 0, not {most!r}", hint="without it nothing is clipped")

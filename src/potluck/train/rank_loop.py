@@ -65,7 +65,7 @@ class RankTrainer:
             trained=self._trained,
         )
         self._flight = Flight(self._device, lambda samples, seconds: ranks.done())
-        self._scheduling = Scheduling(parts.options.scheduler)
+        self._scheduling = Scheduling(parts.options.scheduler, parts.optimizer)
         self._step_update = Update(parts.optimizer, queues=bool(self._device.ahead))
 
     def steps(self) -> Iterator[Step]:
@@ -194,18 +194,4 @@ def refuse_synchronized(model: nn.Module) -> None:
         raise LoopError(
             "the model has SyncBatchNorm layers, which wait for all ranks where only rank 0 computes",
             hint="give a host of several ranks the model with plain BatchNorm, or with GroupNorm",
-        )
-
-
-def refuse_wrapped(model: nn.Module) -> None:
-    """Ranks hold whole and plain models; what DDP would do is done here, once a step."""
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise LoopError(
-            "the model is wrapped in DistributedDataParallel, which would sum the gradients a second time",
-            hint="give run.steps() the plain model: Potluck sums over the ranks, once a step",
-        )
-    if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
-        raise LoopError(
-            "the model is sharded over the ranks (FSDP), but every rank of a host holds a whole one",
-            hint="give run.steps() the plain model; one that does not fit into a GPU cannot be trained here",
         )

@@ -52,7 +52,6 @@ from potluck.train.rank_loop import (
     RankTrainer,
     about_rank,
     refuse_synchronized,
-    refuse_wrapped,
     restore_same,
 )
 from potluck.train.resuming import place_of, restore
@@ -105,6 +104,11 @@ class Run:
     def join_line(self) -> str | None:
         """On a host: the command to type on each machine that should help."""
         return f"potluck join {self.token}" if self.token is not None else None
+
+    @property
+    def page_url(self) -> str | None:
+        """Address of the page in the browser; None without `web`. Whoever has it can see the run."""
+        return self._context.page_url
 
     @property
     def role(self) -> str:
@@ -209,10 +213,8 @@ class Run:
             by_trainer=isinstance(loader, PushedLoader),
         )
         check_model(model)
-        if self._context.ranks is not None:
-            refuse_wrapped(model)
-            if self._context.role == HOST:
-                refuse_synchronized(model)
+        if self._context.ranks is not None and self._context.role == HOST:
+            refuse_synchronized(model)
         tensors = ModelTensors(model)
         if not self.is_guest:  # there it is never stepped
             check_optimizer(optimizer, tensors.trained)

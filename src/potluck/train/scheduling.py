@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
+
 from potluck.errors import LoopError
 from potluck.train import given
 
@@ -12,8 +14,9 @@ from potluck.train import given
 class Scheduling:
     """Steps the scheduler that was given, if there is one."""
 
-    def __init__(self, scheduler: Any) -> None:
-        self._scheduler = scheduler
+    def __init__(self, scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
+        self._scheduler, self._optimizer = scheduler, optimizer
+        self._changed_in: int | None = None
         self.takes_loss = given.takes_loss(scheduler)
         self._at = self._count()
 
@@ -36,6 +39,28 @@ class Scheduling:
                 "of steps included: keep `steps`, or start a new run",
             ) from error
         self._at = self._count()
+
+    def rates(self) -> list[Any]:
+        """The learning rates now; of one that is a tensor, how often it was written to: no device waits."""
+        rates = [group.get("lr") for group in self._optimizer.param_groups]
+        return [(id(r), r._version) if isinstance(r, torch.Tensor) else r for r in rates]
+
+    def check(self, before: list[Any], step: int) -> None:
+        """After the loop's body: refuse a scheduler stepped in it, as often as a step has micro-batches.
+
+        A script may set a rate of its own there, if it is the same for all micro-batches of a step. A scheduler of
+        torch's on the optimizer is known by `initial_lr`.
+        """
+        if self.rates() == before:
+            return
+        again, self._changed_in = self._changed_in == step, step
+        if again or any("initial_lr" in group for group in self._optimizer.param_groups):
+            raise LoopError(
+                "the learning rate was changed inside `for batch in step`, for example by scheduler.step()",
+                hint="a step has any number of batches: step the scheduler after the inner loop, or give "
+                "scheduler=… to run.steps()",
+                step=step,
+            )
 
     def _count(self) -> Any:
         return getattr(self._scheduler, "last_epoch", None)

@@ -24,7 +24,7 @@ from msgspec import structs
 
 from potluck.device import Device, pick, pick_for_rank
 from potluck.env import Environment
-from potluck.errors import LoopError
+from potluck.errors import LoopError, NonFiniteError
 from potluck.hub.waiting import WaitingRoom
 from potluck.limits import usable_cores
 from potluck.sinks import guarded
@@ -218,8 +218,10 @@ class Session:
         stack.callback(guarded(self._add_machines, "the list of machines in manifest.json"), folder)
         if self._open_page is not None and spec.config.web is not None:
             self.page = self._open_page(context)
+            context.page_url = self.page.url
             stack.callback(self.page.close)  # when the log is complete
         stack.callback(log.close)
+        stack.push(self._tell_how_to_resume)
         stack.callback(self._view.close)
         stack.callback(self._close_listener)
         guests = self._make_guests(folder.path) if self._make_guests is not None else None
@@ -307,6 +309,16 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.context.end_training("finished" if error is None else "failed")
+
+    def _tell_how_to_resume(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """After a failure, where there is a checkpoint. A stop and a NaN say it by themselves."""
+        failed = isinstance(error, Exception) and not isinstance(error, NonFiniteError)
+        if failed and self.context.began and newest_first(self.folder.checkpoints):
+            line = f"resume from the last checkpoint with: {self.context.again(self.folder.path)}"
+            with suppress(OSError):  # nobody may read it any more
+                print(line, file=sys.stderr, flush=True)
 
     def _close_listener(self) -> None:
         if self._listener is not None:
