@@ -52,8 +52,8 @@ def test_a_step_moves_kilobytes_and_the_base_travels_only_to_who_lacks_it(tmp_pa
     assert bob["parity"] > 0.98
 
     busy = [e for e in steps if e["t_s"] > bob["t_s"] and e["samples"].get("ann") and e["samples"].get("bob")]
-    assert busy, "no step with both guests"
-    for step in busy:
+    assert len(busy) > 1, "no step with both guests"
+    for step in busy[1:]:  # in the first the check of bob's gradient travels, too
         assert 0 < step["bytes_up"] + step["bytes_down"] < 64_000
     assert {sum(e["samples"].values()) for e in steps} == {BATCH}
     assert steps[-1]["loss"] < 0.7 * steps[0]["loss"]
