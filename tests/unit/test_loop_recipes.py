@@ -52,6 +52,8 @@ class Bits:
         self.validation = DataLoader(self.dataset[: SAMPLES // 4], batch_size=8)
         self.loader = DataLoader(self.dataset, batch_size=BATCH)
         torch.manual_seed(2)
+        self.critic: Any = None
+        self.second: Any = None
         self.model: Any = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
         self.folder, self.resume = folder, resume
         self.use(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -73,11 +75,13 @@ class Bits:
         )
         return Run(context)
 
-    def follow(self, title: str, *, code: str | None = None, micro_batch: int | None = BATCH) -> dict[str, Any]:
-        """Run the recipe; the names that it leaves."""
+    def follow(
+        self, title: str, *, code: str | None = None, micro_batch: int | None = BATCH, **given: Any
+    ) -> dict[str, Any]:
+        """Run the recipe, which finds what is `given`, too; the names that it leaves."""
         names = {name: getattr(self, name) for name in ("model", "optimizer", "loader", "dataset", "validation")}
         names |= {"run": self.run(micro_batch), "torch": torch, "F": F, "math": math, "safetensors": safetensors}
-        names |= {"DataLoader": DataLoader}
+        names |= {"DataLoader": DataLoader, **given}
         exec(compile(code or recipe(title), f"{GUIDE.name}: {title}", "exec"), names)
         self.loader = names["loader"]
         return names
@@ -183,6 +187,68 @@ def test_reduce_on_plateau_over_a_loss_of_ones_own(here: Bits) -> None:
     code = code.replace("StepLR(optimizer, step_size=2, gamma=0.1)", "ReduceLROnPlateau(optimizer, patience=0)")
     here.follow("plateau", code=code.replace("scheduler.step()", "scheduler.step(float(step.epoch))"))
     assert here.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.1**3), "worse in three of four epochs"
+
+
+@pytest.mark.parametrize("clip", [None, 0.3])
+def test_a_summed_loss_has_the_updates_of_the_mean(here: Bits, plain: Bits, clip: float | None) -> None:
+    """The plain loop's gradient is a sum: a smaller rate, more weight decay, clipping to a larger norm."""
+    plain.use(torch.optim.SGD, lr=0.1 / BATCH, momentum=0.9, weight_decay=0.01 * BATCH)
+    here.use(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
+    run = here.run(4)
+    for step in run.steps(here.model, here.optimizer, here.loader, epochs=EPOCHS, clip_norm=clip, loss_is="sum"):
+        for x, y in step:
+            step.backward(F.cross_entropy(here.model(x), y, reduction="sum"))
+    clipped = 0
+    for _, x, y in plain.batches():
+        plain.optimizer.zero_grad()
+        F.cross_entropy(plain.model(x), y, reduction="sum").backward()
+        if clip is not None:
+            norm = nn.utils.clip_grad_norm_(plain.model.parameters(), clip * BATCH)
+            clipped += int(norm > clip * BATCH)
+        plain.optimizer.step()
+    if clip is None:
+        assert_same(here.model, plain.model)
+        return
+    assert clipped
+    for ours, theirs in zip(here.model.parameters(), plain.model.parameters()):
+        # torch adds 1e-6 to the norm that it clips: 3e-6 of 0.3, and less of 16 times that
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=3e-6)
+
+
+def test_a_get_batch_of_ones_own(here: Bits, plain: Bits) -> None:
+    """Beside it a plain loop that draws the same positions and sets the rate by hand."""
+    tokens = torch.randint(32, (500,), generator=torch.Generator().manual_seed(5))
+    steps, block = 8, 6
+
+    def get_lr(number: int) -> float:
+        return 0.2 * min((number + 1) / 3, 1 - number / 10)
+
+    for each in (here, plain):
+        torch.manual_seed(4)
+        each.model = nn.Sequential(nn.Embedding(32, 8), nn.Linear(8, 32))
+        each.use(torch.optim.SGD, lr=0.2, momentum=0.9)
+    names: dict[str, Any] = {
+        "tokens": tokens,
+        "STEPS": steps,
+        "BATCH": BATCH,
+        "BLOCK": block,
+        "LR": 0.2,
+        "get_lr": get_lr,
+    }
+    here.follow("A get_batch() of your own", micro_batch=4, **names)
+    for number in range(steps):
+        places = []
+        for index in range(number * BATCH, (number + 1) * BATCH):
+            drawn = torch.Generator().manual_seed(index)
+            places.append(int(torch.randint(len(tokens) - block, (1,), generator=drawn)))
+        x = torch.stack([tokens[i : i + block] for i in places])
+        y = torch.stack([tokens[i + 1 : i + 1 + block] for i in places])
+        for group in plain.optimizer.param_groups:
+            group["lr"] = get_lr(number)
+        plain.optimizer.zero_grad()
+        F.cross_entropy(plain.model(x).flatten(0, 1), y.flatten()).backward()
+        plain.optimizer.step()
+    assert_same(here.model, plain.model)
 
 
 @pytest.mark.parametrize("stopped", [False, True])
@@ -317,6 +383,36 @@ def test_what_fabrics_loop_becomes(here: Bits, plain: Bits) -> None:
         F.cross_entropy(plain.model(x), y).backward()
         nn.utils.clip_grad_norm_(plain.model.parameters(), 1.0)
         plain.optimizer.step()
+    assert_same(here.model, plain.model)
+
+
+def test_a_gan_alone_has_two_loops_in_zip(here: Bits, plain: Bits) -> None:
+    """The generator's backward leaves gradients in the other model, too."""
+
+    def of_critic(bits: Bits, x: Tensor) -> Tensor:
+        made = bits.critic(bits.model(x).detach())
+        return F.softplus(-bits.critic(x[:, :3])).mean() + F.softplus(made).mean()
+
+    def of_model(bits: Bits, x: Tensor) -> Tensor:
+        return F.softplus(-bits.critic(bits.model(x))).mean()
+
+    for each in (here, plain):
+        torch.manual_seed(6)
+        each.critic = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+        each.second = torch.optim.Adam(each.critic.parameters(), lr=0.01)
+    run = potluck.start(device="cpu", threads=1, micro_batch=4)
+    critics = run.steps(here.critic, here.second, here.loader, epochs=EPOCHS)
+    for first, then in zip(critics, run.steps(here.model, here.optimizer, here.loader, epochs=EPOCHS)):
+        for x, _ in first:
+            first.backward(of_critic(here, x))
+        for x, _ in then:
+            then.backward(of_model(here, x))
+    for _, x, _ in plain.batches():
+        for optimizer, loss in ((plain.second, of_critic), (plain.optimizer, of_model)):
+            optimizer.zero_grad()
+            loss(plain, x).backward()
+            optimizer.step()
+    assert_same(here.critic, plain.critic)
     assert_same(here.model, plain.model)
 
 

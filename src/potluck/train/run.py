@@ -97,12 +97,12 @@ class Run:
 
     @property
     def token(self) -> str | None:
-        """On a host: the secret that guests join with."""
+        """On a host: the secret that guests join with; None elsewhere."""
         return self._context.admission.token if self._context.admission is not None else None
 
     @property
     def join_line(self) -> str | None:
-        """On a host: the command to type on each machine that should help."""
+        """On a host: the command to type on each machine that should help; None elsewhere."""
         return f"potluck join {self.token}" if self.token is not None else None
 
     @property
@@ -188,7 +188,9 @@ class Run:
             data: "sent": the host sends samples with the leases. "local": each guest has the data set itself.
             seed: random seed for the order of a data set's samples. A DataLoader has its own order.
             micro_batch: samples computed at once, on every machine without its own setting; measured if not given.
-            loss_is: whether step.backward is given the "mean" or the "sum" over its samples (or items).
+            loss_is: whether step.backward is given the "mean" or the "sum" over its samples (or items). The update
+                is that of the mean in both cases. A plain loop with a summed loss has a summed gradient: for its
+                updates with SGD multiply lr by the batch size, and divide clip_norm and weight decay by it.
             before_update: called with the model once its gradients are complete, before clipping and the update.
             also_save: more objects to save in checkpoints, by name; with state_dict() and load_state_dict().
             tokens_per_sample: shows tokens/s and, on known GPUs, their utilisation.
