@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import signal
 import subprocess
@@ -85,7 +86,11 @@ def test_a_reader_that_has_seen_enough_ends_every_rank_without_a_word(tmp_path: 
     sizes = ",".join(str(4 * (1000 + n)) for n in range(2000))  # a line at a time, for longer than the test takes
     command = [sys.executable, "-m", "potluck", "bench", "collectives", "--sizes", sizes, "--repeats", "50"]
     errors = tmp_path / "errors"
-    with errors.open("wb") as told, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=told) as bench:
+    hears = functools.partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)  # with nohup it would go on unread
+    with (
+        errors.open("wb") as told,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=told, preexec_fn=hears) as bench,
+    ):
         assert bench.stdout is not None
         assert bench.stdout.readline().startswith(b"# all_reduce, 2 ranks")
         ranks = psutil.Process(bench.pid).children()

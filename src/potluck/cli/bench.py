@@ -332,7 +332,7 @@ def joined(
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     try:
         # The parent ends all ranks at once when nobody reads. One that ended before would be a failure to others.
-        with leased(parent, reader=parent is None) as life:
+        with leased(parent, reader=parent is None):
             groups: dict[str, ProcessGroup] = {}
             for name in names:
                 groups[name] = _joined_by(name, device, first=not groups)
@@ -343,10 +343,8 @@ def joined(
                     time.sleep(GRACE_S)
                 raise
             except RankGoneError:
-                if parent is not None and not life.asked:
+                if parent is not None:
                     time.sleep(OWN_END_S)
-                if life.asked:  # the signal came while a callback of torch ran, which swallows what it raises
-                    raise KeyboardInterrupt from None
                 raise
             # Not where something failed: to leave in order would be to wait for those who do not come.
             dist.barrier()

@@ -28,8 +28,8 @@ class ReaderGone(KeyboardInterrupt):
     """Nobody reads this process's output any more."""
 
 
-class Life:
-    """What ends this process. `asked`: whether it was asked to end."""
+class _Life:
+    """What ends this process."""
 
     def __init__(self, parent: int | None, reader: bool) -> None:
         self._parent = parent
@@ -128,11 +128,11 @@ def _ignores_hangups() -> bool:
 
 
 @contextlib.contextmanager
-def leased(parent: int | None = None, *, reader: bool = True) -> Iterator[Life]:
+def leased(parent: int | None = None, *, reader: bool = True) -> Iterator[None]:
     """Inside, SIGTERM and SIGHUP end this process as Ctrl-C does; so does the end of its terminal, of whoever reads
     its output (unless `reader` is False: its parent looks), or of `parent`. With nohup it stays. Once asked to end,
     it hears no second signal to its end."""
-    life = Life(parent, reader)
+    life = _Life(parent, reader)
     before = {}
     if threading.current_thread() is threading.main_thread():
         names = ["SIGTERM"] if _ignores_hangups() else ["SIGTERM", "SIGHUP"]
@@ -140,7 +140,7 @@ def leased(parent: int | None = None, *, reader: bool = True) -> Iterator[Life]:
             before[number] = signal.signal(number, life.on_signal)
     life.start()
     try:
-        yield life
+        yield
     finally:
         life.stop()
         # Who was asked to end hears it twice (the parent's pipe closes, then the system tells of its death; a
