@@ -39,7 +39,7 @@ def test_what_follows_a_job_may_wait_for_one_that_was_asked_for_after_it(engine:
 
 
 def test_what_follows_jobs_may_wait_for_jobs_of_its_own_many_deep(engine: Engine) -> None:
-    go = threading.Event()
+    go, before = threading.Event(), threading.active_count()
     works = [asked(engine, go) for _ in range(5)]
     ends = [
         work.get_future().then(lambda _: asked(engine).get_future().then(lambda _: asked(engine).wait(SOON)).wait())
@@ -48,7 +48,7 @@ def test_what_follows_jobs_may_wait_for_jobs_of_its_own_many_deep(engine: Engine
     go.set()
     assert [end.wait() for end in ends] == [True] * 5
     assert engine.drain(20)
-    assert threading.active_count() < 10
+    assert threading.active_count() < before + 7  # earlier tests of this process have threads of their own
 
 
 def test_jobs_run_one_at_a_time_in_the_order_of_the_calls(engine: Engine) -> None:
